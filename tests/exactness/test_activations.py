@@ -1,4 +1,4 @@
-"""Whatever becomes of activations, Trainer's losses, norms and weights are those of the stock one, to the bit."""
+"""Wherever activations are stored, losses, norms and weights equal those of the stock Trainer to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trajectories import Trajectory, arguments, dataset, logged, stored_weights
+from trajectories import Trajectory, arguments, assert_same_bits, dataset, finish
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
@@ -36,13 +36,13 @@ def model_of(family: str) -> Any:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Batches of any length, longer ones after the first."""
+    """Make batches of different lengths, the longest not first."""
     length = 7 + rows[0]["input_ids"][0] % 25
     return {key: torch.tensor([row[key][:length] for row in rows]) for key in rows[0]}
 
 
 class Mixes(TrainerCallback):
-    """From the second step on, something else for each operation of each layer."""
+    """After each step, draw another placement for each operation of each layer."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -59,35 +59,23 @@ class Mixes(TrainerCallback):
         )
 
 
+def data() -> dict[str, Any]:
+    return {"train_dataset": dataset(48, 32), "eval_dataset": dataset(4, 32), "data_collator": collate}
+
+
 def train_stock(model: Any, folder: Path, **settings: Any) -> Trajectory:
-    data: dict[str, Any] = {"train_dataset": dataset(48, 32), "eval_dataset": dataset(4, 32), "data_collator": collate}
-    trainer = StockTrainer(model, arguments(folder, max_steps=NUM_STEPS, **settings), **data)
-    trainer.train()
-    return Trajectory(*logged(trainer), {name: p.detach().cpu() for name, p in model.named_parameters()})
+    return finish(StockTrainer(model, arguments(folder, max_steps=NUM_STEPS, **settings), **data()))
 
 
 def train_offloaded(model: Any, folder: Path, mode: str, **settings: Any) -> tuple[Trajectory, int]:
-    """The trajectory, and how many bytes of activations were swapped."""
-    data: dict[str, Any] = {"train_dataset": dataset(48, 32), "eval_dataset": dataset(4, 32), "data_collator": collate}
+    """Return the trajectory and the number of bytes of activations that were swapped."""
     args = arguments(folder, max_steps=NUM_STEPS, **settings)
     mixes = Mixes()
     offload = {**ROOM, "activations": "swap" if mode == "mixed" else mode}
-    trainer = hf_lohan.Trainer(model, args, offload=offload, callbacks=[mixes] if mode == "mixed" else [], **data)
+    trainer = hf_lohan.Trainer(model, args, offload=offload, callbacks=[mixes] if mode == "mixed" else [], **data())
     mixes.trainer = trainer
-    trainer.train()
-    engine = trainer.offload_engine
-    assert engine is not None
-    trajectory = Trajectory(*logged(trainer), stored_weights(trainer))
-    engine.close()
-    return trajectory, engine.activations.swapper.swapped_bytes
-
-
-def assert_same(ours: Trajectory, stock: Trajectory) -> None:
-    assert len(ours.losses) == NUM_STEPS
-    assert (ours.losses, ours.norms, ours.learning_rates) == (stock.losses, stock.norms, stock.learning_rates)
-    assert ours.weights.keys() == stock.weights.keys()
-    for name, weight in stock.weights.items():
-        assert torch.equal(ours.weights[name], weight), name
+    trajectory = finish(trainer)
+    return trajectory, trainer.offload_engine.activations.swapper.swapped_bytes
 
 
 @pytest.mark.covering(1)
@@ -97,17 +85,17 @@ def test_every_mode_trains_as_stock(family: str, setting: str, tmp_path: Path) -
     stock = train_stock(model_of(family), tmp_path / "stock", **SETTINGS[setting])
     for mode in ("swap", "mixed", "keep") if setting == "accumulated" else ("mixed",):
         ours, swapped_bytes = train_offloaded(model_of(family), tmp_path / mode, mode, **SETTINGS[setting])
-        assert_same(ours, stock)
+        assert_same_bits(ours, stock)
         assert (swapped_bytes > 0) is (mode in ("swap", "mixed"))
 
 
-@pytest.mark.parametrize("checkpointing", [{}, CHECKPOINTING], ids=["ours", "trainers"])
+@pytest.mark.parametrize("checkpointing", [{}, CHECKPOINTING], ids=["engine_recomputes", "trainer_checkpoints"])
 def test_a_model_that_is_streamed_in(checkpointing: dict[str, Any], tmp_path: Path) -> None:
-    """Its engine is there before Trainer enables checkpointing, if it was asked to."""
+    """The engine exists before Trainer enables checkpointing."""
     model_of("llama").save_pretrained(tmp_path / "checkpoint")
     stock = train_stock(model_of("llama").from_pretrained(tmp_path / "checkpoint"), tmp_path / "stock", **checkpointing)
     ours, swapped_bytes = train_offloaded(tmp_path / "checkpoint", tmp_path / "ours", "swap", **checkpointing)
-    assert_same(ours, stock)
+    assert_same_bits(ours, stock)
     assert swapped_bytes > 0
 
 
@@ -115,7 +103,7 @@ def test_bfloat16_is_the_same_wherever_activations_are(tmp_path: Path) -> None:
     settings = {"bf16": True, "gradient_accumulation_steps": 2}
     recomputed, _ = train_offloaded(model_of("llama"), tmp_path / "recompute", "recompute", **settings)
     for mode in ("swap", "mixed", "keep"):
-        assert_same(train_offloaded(model_of("llama"), tmp_path / mode, mode, **settings)[0], recomputed)
+        assert_same_bits(train_offloaded(model_of("llama"), tmp_path / mode, mode, **settings)[0], recomputed)
 
 
 def test_adapters(tmp_path: Path) -> None:
@@ -130,5 +118,5 @@ def test_adapters(tmp_path: Path) -> None:
 
     stock = train_stock(adapted(), tmp_path / "stock", **CHECKPOINTING)
     ours, swapped_bytes = train_offloaded(adapted(), tmp_path / "ours", "mixed", **CHECKPOINTING)
-    assert_same(ours, stock)
+    assert_same_bits(ours, stock)
     assert swapped_bytes > 0

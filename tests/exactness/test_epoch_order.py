@@ -29,33 +29,33 @@ class StopsAfter(TrainerCallback):
     ids=["sampler_of_torch", "by_length"],
 )
 def test_the_rest_of_an_epoch_comes_in_its_order(settings: dict[str, Any], tmp_path: Path) -> None:
-    """In the third epoch, from the last step and from a checkpoint."""
-    settings = {"gradient_accumulation_steps": 1, "max_steps": 15, "logging_steps": 1, "rows": dataset(10), **settings}
+    """Resume within the third epoch, from the last step and from a checkpoint."""
+    settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8), **settings}
     whole = a_trainer(tmp_path / "whole", family="llama", **settings)
     whole.train()
     expected = outcome(whole)
-    saving = {**settings, "save_strategy": "steps", "save_steps": 12}
-    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-12")):
-        broken = a_trainer(tmp_path / "run", StopsAfter(13), family="llama", **saving)
-        with pytest.raises(KeyboardInterrupt):
-            broken.train()
-        broken.offload_engine.close()
+    saving = {**settings, "save_strategy": "steps", "save_steps": 9}
+    broken = a_trainer(tmp_path / "run", StopsAfter(10), family="llama", **saving)
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    broken.offload_engine.close()
+    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-9")):
         torch.manual_seed(99)
         again = a_trainer(tmp_path / "run", family="llama", **saving)
         again.train(resume_from_checkpoint=resume)
         assert_same(outcome(again), expected)
 
 
-@pytest.mark.parametrize("resume", ["last_step", "checkpoint-10"])
+@pytest.mark.parametrize("resume", ["last_step", "checkpoint-8"])
 def test_an_epoch_that_began_with_a_resume_comes_in_its_order(resume: str, tmp_path: Path) -> None:
     """Broken off at the end of the second epoch, and once more within the third."""
-    settings = {"gradient_accumulation_steps": 1, "max_steps": 15, "logging_steps": 1, "rows": dataset(10)}
+    settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8)}
     settings |= {"accelerator_config": {"use_seedable_sampler": False}, "family": "llama"}
     whole = a_trainer(tmp_path / "whole", **settings)
     whole.train()
-    expected, saving = outcome(whole), {**settings, "save_strategy": "steps", "save_steps": 10}
+    expected, saving = outcome(whole), {**settings, "save_strategy": "steps", "save_steps": 8}
     from_where = resume if resume == "last_step" else str(tmp_path / "run" / resume)
-    for step, resumed in ((10, None), (12, from_where)):
+    for step, resumed in ((8, None), (10, from_where)):
         broken = a_trainer(tmp_path / "run", StopsAfter(step), **saving)
         with pytest.raises(KeyboardInterrupt):
             broken.train(resume_from_checkpoint=resumed)

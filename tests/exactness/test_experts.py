@@ -1,4 +1,4 @@
-"""A Trainer over experts that come one by one: losses and weights are those of the stock one, to the bit."""
+"""With streamed experts, losses and weights equal those of the stock Trainer to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from covering import slow_but
 from expert_models import ALL_SLOTS, FAMILIES, expert_model, least_gpu_memory
 from torch import Tensor
-from trajectories import Trajectory, arguments, dataset, logged, stored_weights
+from trajectories import arguments, assert_same_bits, dataset, finish, train_stock
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
@@ -22,24 +22,6 @@ NUM_STEPS = 3
 UNCLIPPED: dict[str, Any] = {"max_steps": NUM_STEPS, "max_grad_norm": 0.0, "weight_decay": 0.1}
 QUICK_FAMILIES = ("gpt_oss", "qwen2_moe", "deepseek_v3", "phimoe")
 """Transposed and interleaved with biases; shared experts; a router by groups; a router that draws."""
-
-_stock: dict[str, Trajectory] = {}
-
-
-def train_stock(family: str, folder: Path) -> Trajectory:
-    if family not in _stock:
-        model = expert_model(family)
-        trainer = StockTrainer(model, arguments(folder, **UNCLIPPED), train_dataset=dataset())
-        trainer.train()
-        weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-        _stock[family] = Trajectory(*logged(trainer), weights)
-    return _stock[family]
-
-
-def assert_same(ours: Trajectory, stock: Trajectory) -> None:
-    assert (ours.losses, ours.learning_rates) == (stock.losses, stock.learning_rates)
-    assert ours.weights.keys() == stock.weights.keys()
-    assert [name for name, weight in stock.weights.items() if not torch.equal(ours.weights[name], weight)] == []
 
 
 @pytest.mark.covering(1)
@@ -58,18 +40,17 @@ def test_every_family_trains_as_stock(family: str, activations: str, slots: str,
             "activations": activations,
         },
     )  # fmt: skip
-    trainer.train()
+    ours = finish(trainer)
     engine: OffloadEngine = trainer.offload_engine
     num_blocks = sum(block.size_class is SizeClass.EXPERT for block in engine.layout.blocks)
     assert engine.layout.plan.num_slots[SizeClass.EXPERT] == (2 if slots == "two" else num_blocks)
-    ours = Trajectory(*logged(trainer), stored_weights(trainer))
-    engine.close()
-    assert_same(ours, train_stock(family, tmp_path / "stock"))
+    stock = train_stock(family, tmp_path / "stock", {}, make_model=expert_model, **UNCLIPPED)
+    assert_same_bits(ours, stock)
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_clipped_by_our_norms_the_stock_trainer_is_equal(clip: str, tmp_path: Path) -> None:
-    """The first step's norm is stock's own within its rounding; behind it weights differ by that."""
+    """The norm of the first step equals that of stock up to rounding; later weights differ by what that changes."""
     settings: dict[str, Any] = {"max_steps": NUM_STEPS, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
     trainer = hf_lohan.Trainer(
         expert_model("mixtral"),
@@ -77,9 +58,7 @@ def test_clipped_by_our_norms_the_stock_trainer_is_equal(clip: str, tmp_path: Pa
         train_dataset=dataset(),
         offload={"gpu_memory": "512KiB", "cpu_memory": "6MiB", "experts": "streamed", "clip": clip},
     )
-    trainer.train()
-    ours = Trajectory(*logged(trainer), stored_weights(trainer))
-    trainer.offload_engine.close()
+    ours = finish(trainer)
     assert any(norm > 1.0 for norm in ours.norms)
     args = arguments(tmp_path / "given", **settings)
     given: Any = StockTrainer(expert_model("mixtral"), args, train_dataset=dataset())
@@ -91,10 +70,7 @@ def test_clipped_by_our_norms_the_stock_trainer_is_equal(clip: str, tmp_path: Pa
         return norm
 
     given.accelerator.clip_grad_norm_ = clip_by_ours
-    given.train()
+    assert_same_bits(ours, finish(given), norms=False)
     assert next(norms, None) is None
-    weights = {name: parameter.detach().cpu() for name, parameter in given.model.named_parameters()}
-    assert_same(ours, Trajectory(*logged(given), weights))
-    stock = StockTrainer(expert_model("mixtral"), arguments(tmp_path / "stock", **settings), train_dataset=dataset())
-    stock.train()
-    assert ours.norms[0] == pytest.approx(logged(stock)[1][0], rel=1e-5)
+    stock = train_stock("mixtral", tmp_path / "stock", {}, make_model=expert_model, **settings)
+    assert ours.norms[0] == pytest.approx(stock.norms[0], rel=1e-5)

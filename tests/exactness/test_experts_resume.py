@@ -100,7 +100,7 @@ def test_the_store_decides_where_nobody_else_does(
     assert len(said) == 1 and ("one by one" in said[0]) is (stored == "streamed")
     assert (num_expert_slots(last) > 0) is (stored == "streamed")
     assert_as_stock(last, stock)
-    elsewhere = a_trainer(tmp_path / "elsewhere", **UNCLIPPED, offload={**budgets, "experts": "auto"})
+    elsewhere = a_trainer(tmp_path / "elsewhere", **UNCLIPPED, max_steps=1, offload={**budgets, "experts": "auto"})
     elsewhere.train()
     assert (num_expert_slots(elsewhere) > 0) is (stored == "with_layer")
     elsewhere.offload_engine.close()

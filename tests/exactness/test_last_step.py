@@ -17,9 +17,9 @@ import hf_lohan
 from hf_lohan.testing.models import tiny_model
 
 
-@pytest.fixture
-def uninterrupted(tmp_path: Path) -> Any:
-    trainer = a_trainer(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = a_trainer(tmp_path_factory.mktemp("uninterrupted"))
     trainer.train()
     return outcome(trainer)
 

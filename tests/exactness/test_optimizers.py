@@ -1,4 +1,4 @@
-"""Trainer with other optimizers than AdamW: stock's numbers to the bit, over steps, kills and checkpoints."""
+"""Other optimizers than AdamW equal stock to the bit, also when a run is interrupted or resumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
-from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights, train_offloaded, train_stock
+from trajectories import (
+    SMALL_BUDGETS,
+    arguments,
+    assert_same_bits,
+    assert_same_tensors,
+    dataset,
+    finish,
+    logged,
+    train_offloaded,
+    train_stock,
+)
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers import Trainer as StockTrainer
 
@@ -26,16 +36,11 @@ BY_ARGUMENTS: dict[str, dict[str, Any]] = {
 NUM_STEPS = 4
 
 
-def assert_same_bits(ours: Any, stock: Any) -> None:
-    assert ours.losses == stock.losses and ours.learning_rates == stock.learning_rates
-    assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
-
-
 @pytest.mark.parametrize("settings", BY_ARGUMENTS.values(), ids=BY_ARGUMENTS.keys())
 def test_an_optimizer_that_the_arguments_name(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"max_steps": NUM_STEPS, "lr_scheduler_type": "cosine", **settings}
     stock = train_stock("llama", tmp_path / "stock", {}, **settings)
-    assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, **settings), stock)
+    assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, **settings), stock, norms=False)
 
 
 class Stops(TrainerCallback):
@@ -60,11 +65,8 @@ def trainer_over(folder: Path, model: Any = None, **settings: Any) -> Any:
     )
 
 
-def finished(trainer: Any, resume: str | bool | None = None) -> dict[str, torch.Tensor]:
-    trainer.train(resume_from_checkpoint=resume)
-    weights = stored_weights(trainer)
-    trainer.offload_engine.close()
-    return weights
+def weights_after(trainer: Any, resume: str | bool | None = None) -> dict[str, torch.Tensor]:
+    return finish(trainer, resume).weights
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -77,18 +79,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", slow_but(("none", "rows and columns"), LAYOUTS))
 def test_going_on_changes_no_bit(layout: str, tmp_path: Path) -> None:
-    """Whatever is kept of a parameter between steps: from the last step, and from a checkpoint."""
+    """Resume from the last step and from a checkpoint, with each layout of optimizer states."""
     settings = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 2, **LAYOUTS[layout]}
-    undisturbed = finished(trainer_over(tmp_path / "undisturbed", **settings))
-    finished(trainer_over(tmp_path / "run", callbacks=[Stops(3)], **settings))
+    undisturbed = weights_after(trainer_over(tmp_path / "undisturbed", **settings))
+    weights_after(trainer_over(tmp_path / "run", callbacks=[Stops(3)], **settings))
     for resume in ("last_step", str(tmp_path / "run" / "checkpoint-2")):
-        resumed = finished(trainer_over(tmp_path / "run", **settings), resume)
-        assert all(torch.equal(resumed[name], weight) for name, weight in undisturbed.items()), resume
+        resumed = weights_after(trainer_over(tmp_path / "run", **settings), resume)
+        assert_same_tensors(resumed, undisturbed)
 
 
 def test_another_optimizer_over_a_store_or_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     sgd = {**BY_ARGUMENTS["sgd"], "save_strategy": "steps", "save_steps": 2}
-    finished(trainer_over(tmp_path / "run", **sgd))
+    weights_after(trainer_over(tmp_path / "run", **sgd))
     with pytest.raises(ForeignStoreError, match=r"states of SGD\(momentum_buffer\), this run has AdamW.*set that"):
         trainer_over(tmp_path / "run").train(resume_from_checkpoint="last_step")
     other = trainer_over(tmp_path / "other")
@@ -98,10 +100,10 @@ def test_another_optimizer_over_a_store_or_a_checkpoint_is_refused_by_name(tmp_p
 
 
 def test_what_was_trained_is_exported(tmp_path: Path) -> None:
-    trained = finished(trainer_over(tmp_path / "run", **BY_ARGUMENTS["rmsprop"]))
+    trained = weights_after(trainer_over(tmp_path / "run", **BY_ARGUMENTS["rmsprop"]))
     assert export_model(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
-    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
+    assert_same_tensors(trained, exported)
 
 
 def own_optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
@@ -118,9 +120,9 @@ def test_the_callers_optimizer_and_scheduler(tmp_path: Path) -> None:
     stock = StockTrainer(stock_model, args, train_dataset=dataset(), optimizers=own_optimizer(stock_model))
     stock.train()
     ours = trainer_over(tmp_path / "ours", model, optimizers=own_optimizer(model))
-    weights = finished(ours)
+    weights = weights_after(ours)
     assert logged(ours)[2] == logged(stock)[2] and len(set(logged(ours)[2])) > 1
-    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+    assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
 def test_an_optimizer_without_a_scheduler_gets_that_of_the_arguments(tmp_path: Path) -> None:
@@ -131,8 +133,8 @@ def test_an_optimizer_without_a_scheduler_gets_that_of_the_arguments(tmp_path: P
         stock_model, args, train_dataset=dataset(), optimizers=(torch.optim.SGD(stock_model.parameters(), lr=0.1), None)
     ).train()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
-    weights = finished(trainer_over(tmp_path / "ours", model, optimizers=(own, None), **settings))
-    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+    weights = weights_after(trainer_over(tmp_path / "ours", model, optimizers=(own, None), **settings))
+    assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
 def test_a_class_and_its_arguments_over_a_model_that_is_streamed(tmp_path: Path) -> None:
@@ -144,8 +146,8 @@ def test_a_class_and_its_arguments_over_a_model_that_is_streamed(tmp_path: Path)
     streamed = trainer_over(
         tmp_path / "ours", str(tmp_path / "model"), optimizer_cls_and_kwargs=given, weight_decay=0.1
     )
-    weights = finished(streamed)
-    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+    weights = weights_after(streamed)
+    assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
 @pytest.mark.parametrize("clip", [0.0, 2.0], ids=["in_backward", "clipped"])
@@ -166,7 +168,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest(clip: float, tmp_path: Path) -
         return stock_step(model, inputs, *args, **kwargs)
 
     ours.training_step = noted
-    weights = finished(ours)
+    weights = weights_after(ours)
     for batch in batches:
         stock_model(**batch).loss.backward()
         if clip:
@@ -175,19 +177,19 @@ def test_muon_for_matrices_and_adamw_for_the_rest(clip: float, tmp_path: Path) -
             optimizer.step()
             optimizer.zero_grad()
     assert len(batches) == NUM_STEPS
-    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+    assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
 def test_muon_by_the_configuration(tmp_path: Path) -> None:
-    """For scripts, whose flags cannot name it; at the learning rate and weight decay of AdamW."""
+    """Flags of scripts cannot name Muon; it gets the learning rate and weight decay of AdamW."""
     settings = {"learning_rate": 1e-3, "weight_decay": 0.1}
     given = (torch.optim.Muon, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"})
-    named = finished(trainer_over(tmp_path / "named", optimizer_cls_and_kwargs=given, **settings))
+    named = weights_after(trainer_over(tmp_path / "named", optimizer_cls_and_kwargs=given, **settings))
     offload: dict[str, Any] = {**SMALL_BUDGETS, "optimizer": "muon"}
     configured = train_offloaded(
         "llama", tmp_path / "configured", {}, offload=offload, max_steps=NUM_STEPS, **settings
     ).weights
-    assert all(torch.equal(configured[name], weight) for name, weight in named.items())
+    assert_same_tensors(configured, named)
     tiny_model("llama").save_pretrained(tmp_path / "model")
     offload["ssd"] = str(tmp_path / "streamed")
     model = hf_lohan.from_pretrained(tmp_path / "model", offload, torch_device="cpu")
@@ -199,8 +201,8 @@ def test_muon_by_the_configuration(tmp_path: Path) -> None:
 def test_muon_resumes_from_its_checkpoint_and_is_exported(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2})}
     settings |= {"save_strategy": "steps", "save_steps": 2}
-    undisturbed = finished(trainer_over(tmp_path / "undisturbed", **settings))
-    resumed = finished(trainer_over(tmp_path / "run", **settings), str(tmp_path / "undisturbed" / "checkpoint-2"))
+    undisturbed = weights_after(trainer_over(tmp_path / "undisturbed", **settings))
+    resumed = weights_after(trainer_over(tmp_path / "run", **settings), str(tmp_path / "undisturbed" / "checkpoint-2"))
     assert export_model(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
     for name, weight in undisturbed.items():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trajectories import arguments, assert_equal, dataset, train_offloaded, train_stock
+from trajectories import CLIPS_SOME_STEPS, SMALL_BUDGETS, arguments, assert_equal, dataset, train_offloaded, train_stock
 from transformers import TrainerCallback
 
 import hf_lohan
@@ -23,10 +23,6 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import RecordTraffic, step_traffic
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
-
-SMALL = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
-SOME = {"llama": 2.6, "opt": 1.7, "mixtral": 2.8}
-"""A `max_grad_norm` under which some of the 20 steps of these models clip."""
 
 
 @pytest.fixture
@@ -48,11 +44,11 @@ def keep_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize("clip", ["none", "defer", "speculate"])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
 def test_equals_the_stock_trainer(family: str, clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
-    max_grad_norm = 0.0 if clip == "none" else SOME[family]
+    max_grad_norm = 0.0 if clip == "none" else CLIPS_SOME_STEPS[family]
     settings = {"max_grad_norm": max_grad_norm, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     stock = train_stock(family, tmp_path / "stock", {}, **settings)
     keep_some(seed=len(family) + len(clip))
-    offload = SMALL if clip == "none" else {**SMALL, "clip": clip}
+    offload = SMALL_BUDGETS if clip == "none" else {**SMALL_BUDGETS, "clip": clip}
     assert_equal(train_offloaded(family, tmp_path / "ours", {}, offload=offload, **settings), stock)
 
 
@@ -62,10 +58,10 @@ def test_equals_the_stock_trainer(family: str, clip: str, keep_some: Callable[..
 def test_with_accumulation_and_dropout(
     max_grad_norm: float, durability: str, keep_some: Callable[..., None], tmp_path: Path
 ) -> None:
-    settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2, "max_steps": 10}
+    settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
     stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, **settings)
     keep_some(seed=3)
-    offload = {**SMALL, "clip": "speculate", "durability": durability}
+    offload = {**SMALL_BUDGETS, "clip": "speculate", "durability": durability}
     assert_equal(train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=offload, **settings), stock)
 
 
@@ -87,7 +83,7 @@ def a_trainer(folder: Path, *callbacks: TrainerCallback, **offload: Any) -> Any:
         arguments(folder, **settings),
         train_dataset=dataset(),
         callbacks=list(callbacks),
-        offload={**SMALL, "commit_every": 1, **offload},
+        offload={**SMALL_BUDGETS, "commit_every": 1, **offload},
     )
 
 

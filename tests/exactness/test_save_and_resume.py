@@ -9,7 +9,16 @@ import pytest
 import torch
 from covering import slow_but
 from torch import Tensor
-from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights
+from trajectories import (
+    SMALL_BUDGETS,
+    arguments,
+    assert_same_bits,
+    assert_same_tensors,
+    dataset,
+    finish,
+    logged,
+    stored_weights,
+)
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
@@ -36,43 +45,20 @@ def make(family: str, folder: Path, *, offload: Any = None, model: Any = None, *
     )
 
 
-def outcome(trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
-    losses, _, _ = logged(trainer)
-    weights = stored_weights(trainer)
-    trainer.offload_engine.close()
-    return losses, weights
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        assert torch.equal(ours[name], weight), name
-
-
 @pytest.mark.parametrize("family", slow_but(("opt", "mixtral"), FAMILIES))
 def test_resume_goes_on_to_the_bit(family: str, tmp_path: Path) -> None:
-    whole = make(family, tmp_path)
-    whole.train()
-    losses, weights = outcome(whole)
+    whole = finish(make(family, tmp_path))
     resumed = make(family, tmp_path, model=tiny_model(family, seed=9, **({"dropout": 0.1} if family == "opt" else {})))
-    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{HALF}"))
-    resumed_losses, resumed_weights = outcome(resumed)
-    assert resumed_losses == losses
-    assert_same(resumed_weights, weights)
+    assert_same_bits(finish(resumed, str(tmp_path / f"checkpoint-{HALF}")), whole)
 
 
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_resume_elsewhere_with_other_budgets(bf16: bool, tmp_path: Path) -> None:
-    """Another output folder, twice the paths, half the RAM: the numbers do not know."""
-    whole = make("llama", tmp_path / "a", bf16=bf16, offload={"cpu_memory": "16MiB", "gpu_memory": "4MiB"})
-    whole.train()
-    losses, weights = outcome(whole)
+    """Another output folder, two paths instead of one and less RAM change no number."""
+    whole = finish(make("llama", tmp_path / "a", bf16=bf16, offload={"cpu_memory": "16MiB", "gpu_memory": "4MiB"}))
     offload = {**SMALL_BUDGETS, "ssd": [str(tmp_path / "x"), str(tmp_path / "y")]}
     resumed = make("llama", tmp_path / "b", bf16=bf16, offload=offload)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{HALF}"))
-    resumed_losses, resumed_weights = outcome(resumed)
-    assert resumed_losses == losses
-    assert_same(resumed_weights, weights)
+    assert_same_bits(finish(resumed, str(tmp_path / "a" / f"checkpoint-{HALF}")), whole)
 
 
 @pytest.mark.parametrize("family", slow_but(("gpt2", "qwen3_moe"), FAMILIES))
@@ -80,26 +66,21 @@ def test_saved_model_is_an_ordinary_one(family: str, tmp_path: Path) -> None:
     trainer = make(family, tmp_path, save_strategy="no", max_steps=2)
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
-    weights = outcome(trainer)[1]
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    assert_same({name: p.detach() for name, p in plain.named_parameters()}, weights)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert_same_tensors(stored_weights(trainer), dict(saved.named_parameters()))
+    trainer.offload_engine.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_checkpoint_path_as_model(family: str, tmp_path: Path) -> None:
-    """Streamed from disk or drained from memory: the same run."""
+    """A model that is streamed from disk trains as one that was in memory."""
     tiny_model(family).save_pretrained(tmp_path / "start", max_shard_size="200KB")
     streamed = make(family, tmp_path / "a", model=str(tmp_path / "start"), save_strategy="no")
-    streamed.train()
-    drained = make(family, tmp_path / "b", save_strategy="no")
-    drained.train()
-    ours, theirs = outcome(streamed), outcome(drained)
-    assert ours[0] == theirs[0]
-    assert_same(ours[1], theirs[1])
+    assert_same_bits(finish(streamed), finish(make(family, tmp_path / "b", save_strategy="no")))
 
 
 def test_best_model_is_the_best(tmp_path: Path) -> None:
-    """With a learning rate that ruins the model, the first checkpoint is the best; experts must come back too."""
+    """The learning rate ruins the model, so the first checkpoint is the best. Its experts are loaded too."""
     trainer = make(
         "mixtral",
         tmp_path,
@@ -112,7 +93,7 @@ def test_best_model_is_the_best(tmp_path: Path) -> None:
     )
     trainer.train()
     best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
-    assert_same(stored_weights(trainer), {name: p.detach() for name, p in best.named_parameters()})
+    assert_same_tensors(stored_weights(trainer), dict(best.named_parameters()))
     losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
     assert trainer.evaluate()["eval_loss"] == min(losses)
     trainer.offload_engine.close()

@@ -1,4 +1,4 @@
-"""Arguments that people set: the numbers are those of the stock Trainer."""
+"""TrainingArguments that users set give the numbers of the stock Trainer."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "greedy": {**EVALUATED, "save_strategy": "best", "metric_for_best_model": "loss", "max_grad_norm": 0.0},
 }
-"""By their schedule; several at a time, which says as much in a third of the time."""
+"""Several arguments for each schedule, so that few runs see them all."""
 _OF_THE_MACHINE = ("runtime", "per_second")
 
 
 @pytest.mark.parametrize("schedule", [kind.value for kind in SchedulerType])
 def test_the_numbers_are_those_of_the_stock_trainer(schedule: str, tmp_path: Path) -> None:
-    """All that is logged, to the bit, and the weights in the end."""
+    """Compare everything logged and the final weights, to the bit."""
     changes = {"warmup_steps": 1, "weight_decay": 0.1, "max_steps": 4, **ARGUMENTS[schedule]}
     outcomes = []
     for kind, options in ((StockTrainer, {}), (hf_lohan.Trainer, {"offload": SMALL_BUDGETS})):
@@ -103,7 +103,7 @@ def test_the_numbers_are_those_of_the_stock_trainer(schedule: str, tmp_path: Pat
 
 
 def numbers(trainer: Any) -> list[dict[str, Any]]:
-    """What was logged, but for what the machine did."""
+    """The logged values without times and memory."""
     return [
         {name: value for name, value in row.items() if not name.endswith(_OF_THE_MACHINE) and "mem_" not in name}
         for row in trainer.state.log_history

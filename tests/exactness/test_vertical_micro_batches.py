@@ -1,13 +1,24 @@
-"""All micro-batches of a step through a block before the next one: what comes out is what stock accumulation makes."""
+"""All micro-batches of a step pass a block before the next block; the result equals stock accumulation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trajectories import LOSS_TOLERANCE, Trajectory, arguments, dataset, logged, stored_weights
+from trajectories import (
+    LOSS_TOLERANCE,
+    Trajectory,
+    arguments,
+    assert_same_bits,
+    assert_same_tensors,
+    dataset,
+    finish,
+    train_offloaded,
+    train_stock,
+)
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
@@ -23,42 +34,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"output_router_logits": True},
     "gpt2": {},
 }
-ROWS = dataset(14)
-"""Seven micro-batches: the last step of each epoch has fewer than the others."""
-
-
-def train_stock(family: str, folder: Path, overrides: dict[str, Any], **settings: Any) -> Trajectory:
-    key = repr((family, sorted(overrides.items()), sorted(settings.items())))
-    if key not in _stock:
-        model = tiny_model(family, **overrides)
-        trainer = StockTrainer(model, arguments(folder, max_steps=NUM_STEPS, **settings), train_dataset=ROWS)
-        trainer.train()
-        _stock[key] = Trajectory(*logged(trainer), {name: p.detach().cpu() for name, p in model.named_parameters()})
-    return _stock[key]
-
-
-_stock: dict[str, Trajectory] = {}
-
-
-def train_offloaded(
-    family: str, folder: Path, overrides: dict[str, Any], offload: dict[str, Any], **settings: Any
-) -> Trajectory:
-    args = arguments(folder, max_steps=NUM_STEPS, **settings)
-    trainer = hf_lohan.Trainer(tiny_model(family, **overrides), args, train_dataset=ROWS, offload=offload)
-    trainer.train()
-    trajectory = Trajectory(*logged(trainer), stored_weights(trainer))
-    trainer.offload_engine.close()
-    return trajectory
+NUM_ROWS = 14
+"""Seven micro-batches, so the last step of each epoch has fewer than the others."""
+SHORT: dict[str, Any] = {"num_rows": NUM_ROWS, "max_steps": NUM_STEPS}
+ROWS = dataset(NUM_ROWS)
 
 
 def assert_same(ours: Trajectory, stock: Trajectory) -> None:
-    """To the bit, but for the loss that is reported: the step's is added up before it is added to earlier ones."""
-    assert len(ours.losses) == len(stock.losses) == NUM_STEPS
-    assert all(abs(a - b) <= LOSS_TOLERANCE for a, b in zip(ours.losses, stock.losses, strict=True))
-    assert (ours.norms, ours.learning_rates) == (stock.norms, stock.learning_rates)
-    assert ours.weights.keys() == stock.weights.keys()
-    for name, weight in stock.weights.items():
-        assert torch.equal(ours.weights[name], weight), name
+    """Only the logged losses may differ: here the losses of a step are summed before they join those of other steps."""
+    assert ours.losses == pytest.approx(stock.losses, rel=0, abs=LOSS_TOLERANCE)
+    assert_same_bits(replace(ours, losses=stock.losses), stock)
 
 
 @pytest.mark.covering(1)
@@ -67,18 +52,20 @@ def assert_same(ours: Trajectory, stock: Trajectory) -> None:
 def test_equals_stock_accumulation(family: str, accumulated: int, tmp_path: Path) -> None:
     for max_grad_norm, clip in ((0.0, "auto"), (1.0, "defer"), (1.0, "speculate")):
         settings = {"gradient_accumulation_steps": accumulated, "max_grad_norm": max_grad_norm}
-        stock = train_stock(family, tmp_path / "stock", FAMILIES[family], **settings)
+        stock = train_stock(family, tmp_path / "stock", FAMILIES[family], **SHORT, **settings)
         folder = tmp_path / f"{max_grad_norm}-{clip}"
         offload = {**VERTICAL, "clip": clip}
-        assert_same(train_offloaded(family, folder, FAMILIES[family], offload, **settings), stock)
+        assert_same(train_offloaded(family, folder, FAMILIES[family], offload=offload, **SHORT, **settings), stock)
 
 
 def test_the_norm_of_parameters_larger_than_a_chunk(tmp_path: Path) -> None:
-    """One micro-batch after the other, it would be that of its parts, an ulp off at times."""
+    """One micro-batch after the other, the norm is that of the chunks, which is an ulp off at times."""
     settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}
-    stock = train_stock("llama", tmp_path / "stock", {"vocab_size": 40_000}, **settings)
+    stock = train_stock("llama", tmp_path / "stock", {"vocab_size": 40_000}, **SHORT, **settings)
     offload = {**VERTICAL, "cpu_memory": "4MiB", "gpu_memory": "32MiB"}
-    assert_same(train_offloaded("llama", tmp_path / "ours", {"vocab_size": 40_000}, offload, **settings), stock)
+    assert_same(
+        train_offloaded("llama", tmp_path / "ours", {"vocab_size": 40_000}, offload=offload, **SHORT, **settings), stock
+    )
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -90,29 +77,29 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS.keys())
 def test_what_upstream_does_with_a_micro_batch(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4, **settings}
-    stock = train_stock("opt", tmp_path / "stock", {}, **settings)
-    assert_same(train_offloaded("opt", tmp_path / "ours", {}, VERTICAL, **settings), stock)
+    stock = train_stock("opt", tmp_path / "stock", {}, **SHORT, **settings)
+    assert_same(train_offloaded("opt", tmp_path / "ours", {}, offload=VERTICAL, **SHORT, **settings), stock)
 
 
 @pytest.mark.parametrize("activations", ["swap", "keep", "auto"])
 def test_activations(activations: str, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4}
-    stock = train_stock("llama", tmp_path / "stock", {}, **settings)
+    stock = train_stock("llama", tmp_path / "stock", {}, **SHORT, **settings)
     offload = {**VERTICAL, "activations": activations}
-    assert_same(train_offloaded("llama", tmp_path / "ours", {}, offload, **settings), stock)
+    assert_same(train_offloaded("llama", tmp_path / "ours", {}, offload=offload, **SHORT, **settings), stock)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_bfloat16_gradients_are_summed_in_float32(family: str, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4, "bf16": True}
     one_by_one = {**BUDGETS, "vertical_micro_batches": False}
-    in_turn = train_offloaded(family, tmp_path / "in_turn", {}, one_by_one, **settings)
-    assert_same(train_offloaded(family, tmp_path / "together", {}, VERTICAL, **settings), in_turn)
+    in_turn = train_offloaded(family, tmp_path / "in_turn", {}, offload=one_by_one, **SHORT, **settings)
+    assert_same(train_offloaded(family, tmp_path / "together", {}, offload=VERTICAL, **SHORT, **settings), in_turn)
 
 
 @pytest.mark.parametrize("drawn", ["dropout", "neftune_noise_alpha"])
 def test_what_draws_random_numbers_is_refused(drawn: str, tmp_path: Path) -> None:
-    """They would be drawn layer by layer: each micro-batch would have others than in stock."""
+    """They would be drawn layer by layer, so a micro-batch would get other numbers than in stock."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
     settings |= {"neftune_noise_alpha": 5.0} if drawn == "neftune_noise_alpha" else {}
     args = arguments(tmp_path, max_steps=1, **settings)
@@ -126,9 +113,9 @@ def test_what_draws_random_numbers_is_refused(drawn: str, tmp_path: Path) -> Non
 
 
 def test_a_streamed_model_whose_updates_run_in_backward(tmp_path: Path) -> None:
-    """Accumulation alone would have its gradients held."""
+    """Gradients are not held, although micro-batches are accumulated."""
     settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
-    stock = train_stock("llama", tmp_path / "stock", {}, **settings)
+    stock = train_stock("llama", tmp_path / "stock", {}, **SHORT, **settings)
     tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
     trainer = hf_lohan.Trainer(
         str(tmp_path / "checkpoint"),
@@ -136,35 +123,25 @@ def test_a_streamed_model_whose_updates_run_in_backward(tmp_path: Path) -> None:
         train_dataset=ROWS,
         offload=VERTICAL,
     )
-    trainer.train()
-    ours = Trajectory(*logged(trainer), stored_weights(trainer))
+    assert_same(finish(trainer), stock)
     assert not trainer.offload_engine.layout.holds_gradients
-    trainer.offload_engine.close()
-    assert_same(ours, stock)
 
 
 def test_adapters(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     settings = {"gradient_accumulation_steps": 4, "max_steps": NUM_STEPS}
-    weights = []
+    trajectories = []
     for trainer_class, offload in ((StockTrainer, {}), (hf_lohan.Trainer, {"offload": VERTICAL})):
         torch.manual_seed(1)
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
         model = peft.get_peft_model(tiny_model("llama"), config)
         args = arguments(tmp_path / trainer_class.__module__, **settings)
-        trainer = trainer_class(model, args, train_dataset=ROWS, **offload)
-        trainer.train()
-        if offload:
-            weights.append(stored_weights(trainer))
-            trainer.offload_engine.close()
-        else:
-            weights.append({name: p.detach().cpu() for name, p in model.named_parameters()})
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
+        trajectories.append(finish(trainer_class(model, args, train_dataset=ROWS, **offload)))
+    assert_same(trajectories[1], trajectories[0])
 
 
 class Stops(TrainerCallback):
-    """In the middle of a step, once."""
+    """End the epoch in the middle of a step, once."""
 
     num_substeps = 0
 
@@ -174,18 +151,10 @@ class Stops(TrainerCallback):
 
 
 def test_an_epoch_that_is_left_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """Stock's gradients of the step stay, and the next one adds to them."""
+    """Stock keeps the gradients of that step, and the next step adds to them."""
     args = {"max_steps": 2, "gradient_accumulation_steps": 4}
-    stock_model = tiny_model("llama")
-    StockTrainer(stock_model, arguments(tmp_path / "stock", **args), train_dataset=ROWS, callbacks=[Stops()]).train()
-    trainer = hf_lohan.Trainer(
-        tiny_model("llama"),
-        arguments(tmp_path / "ours", **args),
-        train_dataset=ROWS,
-        callbacks=[Stops()],
-        offload=VERTICAL,
-    )
-    trainer.train()
-    weights = stored_weights(trainer)
-    trainer.offload_engine.close()
-    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+    options: dict[str, Any] = {"train_dataset": ROWS, "callbacks": [Stops()]}
+    stock = finish(StockTrainer(tiny_model("llama"), arguments(tmp_path / "stock", **args), **options))
+    options["callbacks"] = [Stops()]
+    ours = hf_lohan.Trainer(tiny_model("llama"), arguments(tmp_path / "ours", **args), **options, offload=VERTICAL)
+    assert_same_tensors(finish(ours).weights, stock.weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from transformers import TrainingArguments
 
 import hf_lohan
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))  # some tests start processes that read no conftest.py
+
+from short_runs import SHORT_RUN
 
 
 @dataclass(frozen=True)
@@ -34,22 +39,10 @@ def make_trainer(
 ) -> Any:
     """A Trainer that logs each step; a stock one without ``offload``."""
     rows = torch.randint(5, VOCAB_SIZE, (64, 16), generator=torch.Generator().manual_seed(3)).tolist()
-    all_settings = {
-        "output_dir": str(folder),
-        "max_steps": 3,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "seed": 0,
-        **settings,
-    }
     kind, own = (StockTrainer, {}) if offload is None else (hf_lohan.Trainer, {"offload": offload})
     return kind(
         model,
-        TrainingArguments(**all_settings),
+        TrainingArguments(str(folder), **{**SHORT_RUN, "max_steps": 3, **settings}),
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
         callbacks=callbacks,
         optimizers=optimizers,

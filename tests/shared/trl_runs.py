@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from short_runs import SHORT_RUN
 from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from torch import Tensor
 
@@ -43,18 +44,7 @@ def save_checkpoint(folder: Path, family: str = "llama", **overrides: Any) -> Pa
 
 def arguments(kind: str, folder: Path, **settings: Any) -> Any:
     """Of a kind of trainer ("SFT", "DPO", ...): a few steps in float32 on the CPU."""
-    defaults: dict[str, Any] = {
-        "use_cpu": True,
-        "bf16": False,
-        "max_steps": NUM_STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "seed": 0,
-    }
+    defaults = {**SHORT_RUN, "use_cpu": True, "bf16": False, "max_steps": NUM_STEPS}
     return getattr(trl, f"{kind}Config")(str(folder), **{**defaults, **settings})
 
 
