@@ -7,20 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from broken_runs import a_trainer, assert_same, outcome
+from interrupted_runs import InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from trajectories import dataset
-from transformers import TrainerCallback
-
-
-class StopsAfter(TrainerCallback):
-    """Breaks off when this step has begun."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -31,19 +19,15 @@ class StopsAfter(TrainerCallback):
 def test_the_rest_of_an_epoch_comes_in_its_order(settings: dict[str, Any], tmp_path: Path) -> None:
     """Resume within the third epoch, from the last step and from a checkpoint."""
     settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8), **settings}
-    whole = a_trainer(tmp_path / "whole", family="llama", **settings)
-    whole.train()
-    expected = outcome(whole)
+    whole = make_trainer(tmp_path / "whole", family="llama", **settings)
+    expected = train_to_end(whole)
     saving = {**settings, "save_strategy": "steps", "save_steps": 9}
-    broken = a_trainer(tmp_path / "run", StopsAfter(10), family="llama", **saving)
-    with pytest.raises(KeyboardInterrupt):
-        broken.train()
-    broken.offload_engine.close()
+    broken = make_trainer(tmp_path / "run", InterruptAfter(10), family="llama", **saving)
+    interrupt(broken)
     for resume in ("last_step", str(tmp_path / "run" / "checkpoint-9")):
         torch.manual_seed(99)
-        again = a_trainer(tmp_path / "run", family="llama", **saving)
-        again.train(resume_from_checkpoint=resume)
-        assert_same(outcome(again), expected)
+        again = make_trainer(tmp_path / "run", family="llama", **saving)
+        assert_same(train_to_end(again, resume), expected)
 
 
 @pytest.mark.parametrize("resume", ["last_step", "checkpoint-8"])
@@ -51,16 +35,13 @@ def test_an_epoch_that_began_with_a_resume_comes_in_its_order(resume: str, tmp_p
     """Broken off at the end of the second epoch, and once more within the third."""
     settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8)}
     settings |= {"accelerator_config": {"use_seedable_sampler": False}, "family": "llama"}
-    whole = a_trainer(tmp_path / "whole", **settings)
+    whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
-    expected, saving = outcome(whole), {**settings, "save_strategy": "steps", "save_steps": 8}
+    expected, saving = outcome_of(whole), {**settings, "save_strategy": "steps", "save_steps": 8}
     from_where = resume if resume == "last_step" else str(tmp_path / "run" / resume)
     for step, resumed in ((8, None), (10, from_where)):
-        broken = a_trainer(tmp_path / "run", StopsAfter(step), **saving)
-        with pytest.raises(KeyboardInterrupt):
-            broken.train(resume_from_checkpoint=resumed)
-        broken.offload_engine.close()
+        broken = make_trainer(tmp_path / "run", InterruptAfter(step), **saving)
+        interrupt(broken, resumed)
         torch.manual_seed(99)  # a process begins with its own
-    again = a_trainer(tmp_path / "run", **saving)
-    again.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(again), expected)
+    again = make_trainer(tmp_path / "run", **saving)
+    assert_same(train_to_end(again, "last_step"), expected)

@@ -45,7 +45,7 @@ def test_every_family_trains_as_stock(family: str, activations: str, slots: str,
     num_blocks = sum(block.size_class is SizeClass.EXPERT for block in engine.layout.blocks)
     assert engine.layout.plan.num_slots[SizeClass.EXPERT] == (2 if slots == "two" else num_blocks)
     stock = train_stock(family, tmp_path / "stock", {}, make_model=expert_model, **UNCLIPPED)
-    assert_same_bits(ours, stock)
+    assert_same_bits(ours, stock, norms=False)
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])

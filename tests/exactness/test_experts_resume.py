@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from broken_runs import Breaks, a_trainer, assert_same, outcome
 from expert_models import ALL_SLOTS, least_gpu_memory
+from interrupted_runs import InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from trajectories import arguments, dataset, logged, stored_weights
 from transformers import AutoModelForCausalLM
 from transformers import Trainer as StockTrainer
@@ -56,11 +56,9 @@ def assert_as_stock(trainer: Any, stock: Any) -> None:
 
 @pytest.mark.parametrize(("before", "behind"), [("streamed", "with_layer"), ("with_layer", "streamed")])
 def test_a_checkpoint_goes_on_in_either_form(before: str, behind: str, stock: Any, tmp_path: Path) -> None:
-    first = a_trainer(tmp_path / "a", Breaks(3), **UNCLIPPED, offload={**WIDE, "experts": before})
-    with pytest.raises(KeyboardInterrupt):
-        first.train()
-    first.offload_engine.close()
-    second = a_trainer(tmp_path / "b", **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": behind})
+    first = make_trainer(tmp_path / "a", InterruptAfter(3), **UNCLIPPED, offload={**WIDE, "experts": before})
+    interrupt(first)
+    second = make_trainer(tmp_path / "b", **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": behind})
     second.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert (num_expert_slots(second) > 0) is (behind == "streamed")
     assert_as_stock(second, stock)
@@ -68,13 +66,13 @@ def test_a_checkpoint_goes_on_in_either_form(before: str, behind: str, stock: An
 
 def test_the_last_step_goes_on_under_other_budgets(stock: Any, tmp_path: Path) -> None:
     for step, budgets in ((2, NARROW), (5, WIDE)):
-        broken = a_trainer(tmp_path, Breaks(step), **UNCLIPPED, offload={**budgets, "experts": "streamed"})
+        broken = make_trainer(tmp_path, InterruptAfter(step), **UNCLIPPED, offload={**budgets, "experts": "streamed"})
         with pytest.raises(KeyboardInterrupt):
             broken.train(resume_from_checkpoint="last_step" if step > 2 else None)
         assert num_expert_slots(broken) == (12 if budgets is WIDE else 2)
         broken.offload_engine.close()
         assert hf_lohan.last_step(tmp_path) == step
-    last = a_trainer(tmp_path, **UNCLIPPED, offload={**NARROW, "experts": "streamed"})
+    last = make_trainer(tmp_path, **UNCLIPPED, offload={**NARROW, "experts": "streamed"})
     last.train(resume_from_checkpoint="last_step")
     assert_as_stock(last, stock)
 
@@ -84,30 +82,28 @@ def test_the_store_decides_where_nobody_else_does(
     stored: str, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Budgets under which a run that begins would choose the other form."""
-    first = a_trainer(tmp_path, Breaks(4), **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": stored})
-    with pytest.raises(KeyboardInterrupt):
-        first.train()
-    first.offload_engine.close()
+    first = make_trainer(tmp_path, InterruptAfter(4), **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": stored})
+    interrupt(first)
     other = "with_layer" if stored == "streamed" else "streamed"
-    refused = a_trainer(tmp_path, **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": other})
+    refused = make_trainer(tmp_path, **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": other})
     with pytest.raises(ForeignStoreError, match=f"set experts to auto or {stored} to go on from there"):
         refused.train(resume_from_checkpoint="last_step")
     budgets = WIDE if stored == "streamed" else {"gpu_memory": "1MiB"}
     caplog.set_level(logging.INFO, logger="hf_lohan")
-    last = a_trainer(tmp_path, **UNCLIPPED, offload={**budgets, "experts": "auto"})
+    last = make_trainer(tmp_path, **UNCLIPPED, offload={**budgets, "experts": "auto"})
     last.train(resume_from_checkpoint="last_step")
     said = [record.message for record in caplog.records if "as in the store in" in record.message]
     assert len(said) == 1 and ("one by one" in said[0]) is (stored == "streamed")
     assert (num_expert_slots(last) > 0) is (stored == "streamed")
     assert_as_stock(last, stock)
-    elsewhere = a_trainer(tmp_path / "elsewhere", **UNCLIPPED, max_steps=1, offload={**budgets, "experts": "auto"})
+    elsewhere = make_trainer(tmp_path / "elsewhere", **UNCLIPPED, max_steps=1, offload={**budgets, "experts": "auto"})
     elsewhere.train()
     assert (num_expert_slots(elsewhere) > 0) is (stored == "with_layer")
     elsewhere.offload_engine.close()
 
 
 def test_a_store_of_experts_is_verified_and_exported(tmp_path: Path) -> None:
-    trainer = a_trainer(
+    trainer = make_trainer(
         tmp_path / "run", family=FAMILY, max_steps=2, max_grad_norm=0.0, offload={**NARROW, "experts": "streamed"}
     )
     trainer.train()
@@ -124,7 +120,7 @@ def test_a_store_of_experts_is_verified_and_exported(tmp_path: Path) -> None:
 
 def test_the_best_model_comes_back(tmp_path: Path) -> None:
     """The first checkpoint, as the learning rate ruins the model."""
-    trainer = a_trainer(
+    trainer = make_trainer(
         tmp_path,
         family=FAMILY,
         rows=dataset(8),
@@ -151,15 +147,12 @@ def test_the_best_model_comes_back(tmp_path: Path) -> None:
 def test_broken_off_while_it_clips(clip: str, tmp_path: Path) -> None:
     """To the bit of a run that is not broken off, whose norms are summed alike."""
     settings: dict[str, Any] = {"family": FAMILY, "offload": {**NARROW, "experts": "streamed", "clip": clip}}
-    whole = a_trainer(tmp_path / "whole", **settings)
+    whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
     resume = None
     for step in (2, 5):
-        broken = a_trainer(tmp_path / "run", Breaks(step), **settings)
-        with pytest.raises(KeyboardInterrupt):
-            broken.train(resume_from_checkpoint=resume)
-        broken.offload_engine.close()
+        broken = make_trainer(tmp_path / "run", InterruptAfter(step), **settings)
+        interrupt(broken, resume)
         resume = "last_step"
-    last = a_trainer(tmp_path / "run", **settings)
-    last.train(resume_from_checkpoint=resume)
-    assert_same(outcome(last), outcome(whole))
+    last = make_trainer(tmp_path / "run", **settings)
+    assert_same(train_to_end(last, resume), outcome_of(whole))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken_runs import a_trainer
+from interrupted_runs import make_trainer
 from safetensors.torch import load_file
 
 from hf_lohan.testing.models import tiny_batch
@@ -25,7 +25,7 @@ def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], 
 
     from hf_lohan.huggingface.models.export import export_model
 
-    trainer = a_trainer(tmp_path / "run", family=family, max_steps=2, offload=offload)
+    trainer = make_trainer(tmp_path / "run", family=family, max_steps=2, offload=offload)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     trainer.offload_engine.close()
@@ -42,7 +42,7 @@ def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], 
 def test_weights_are_exported_in_the_dtype_that_the_run_saves_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
     from hf_lohan.huggingface.models.export import export_model
 
-    trainer = a_trainer(tmp_path / "run", family="llama", max_steps=2, bf16=True)
+    trainer = make_trainer(tmp_path / "run", family="llama", max_steps=2, bf16=True)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     trainer.offload_engine.close()

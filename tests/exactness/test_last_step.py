@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from broken_runs import SETTINGS, Breaks, a_trainer, assert_same, outcome
+from interrupted_runs import SETTINGS, InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from trajectories import arguments, dataset
 from transformers import TrainerCallback
 
@@ -19,9 +19,8 @@ from hf_lohan.testing.models import tiny_model
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    trainer = a_trainer(tmp_path_factory.mktemp("uninterrupted"))
-    trainer.train()
-    return outcome(trainer)
+    trainer = make_trainer(tmp_path_factory.mktemp("uninterrupted"))
+    return train_to_end(trainer)
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
@@ -30,15 +29,12 @@ def test_broken_off_again_and_again(clip: str, tmp_path: Path, uninterrupted: An
     settings = {"offload": {"clip": clip}}
     resume = None
     for step in (2, 3, 5, 7):
-        trainer = a_trainer(tmp_path / "run", Breaks(step), **settings)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train(resume_from_checkpoint=resume)
-        trainer.offload_engine.close()
+        trainer = make_trainer(tmp_path / "run", InterruptAfter(step), **settings)
+        interrupt(trainer, resume)
         assert hf_lohan.last_step(tmp_path / "run") == step
         resume = "last_step"
-    trainer = a_trainer(tmp_path / "run", **settings)
-    trainer.train(resume_from_checkpoint=True)
-    assert_same(outcome(trainer), uninterrupted)
+    trainer = make_trainer(tmp_path / "run", **settings)
+    assert_same(train_to_end(trainer, True), uninterrupted)
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
@@ -48,9 +44,9 @@ def test_an_interrupt_within_step(
     """Wherever in it: the step counts whole or not at all, and what was held for it is gone."""
     from hf_lohan.threads import WorkThread
 
-    breaks = Breaks(-1)
+    breaks = InterruptAfter(-1)
     # Planning asks the thread, too, but between steps.
-    trainer = a_trainer(tmp_path / "run", breaks, offload={"clip": clip, "activations": "recompute"})
+    trainer = make_trainer(tmp_path / "run", breaks, offload={"clip": clip, "activations": "recompute"})
     stock_call = WorkThread.call
     num_calls = when = 0
 
@@ -70,8 +66,7 @@ def test_an_interrupt_within_step(
             trainer.train(resume_from_checkpoint=resume)
         trainer.offload_engine.settle()  # a commit may be on its way
         resume = "last_step" if hf_lohan.last_step(tmp_path / "run") is not None else None
-    trainer.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(trainer), uninterrupted)
+    assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 
 
 def lora_model() -> Any:
@@ -108,14 +103,11 @@ def assert_goes_on(run: Callable[..., Any], between: Callable[[], None] = lambda
     """A run that is broken off and goes on from its last step ends as one that never stopped."""
     whole = run("whole")
     whole.train()
-    broken = run("run", Breaks(5))
-    with pytest.raises(KeyboardInterrupt):
-        broken.train()
-    broken.offload_engine.close()
+    broken = run("run", InterruptAfter(5))
+    interrupt(broken)
     between()
     again = run("run")
-    again.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(again), outcome(whole))
+    assert_same(train_to_end(again, "last_step"), outcome_of(whole))
 
 
 @pytest.mark.parametrize("make_model", [lora_model, half_frozen_model])
@@ -133,13 +125,12 @@ def test_with_frozen_weights(make_model: Any, tmp_path: Path) -> None:
 
 def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
     """What a notebook does after an interrupt."""
-    breaks = Breaks(4)
-    trainer = a_trainer(tmp_path / "run", breaks)
+    breaks = InterruptAfter(4)
+    trainer = make_trainer(tmp_path / "run", breaks)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     breaks.step = -1
-    trainer.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(trainer), uninterrupted)
+    assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 
 
 def test_a_model_given_by_path(tmp_path: Path) -> None:
@@ -149,29 +140,26 @@ def test_a_model_given_by_path(tmp_path: Path) -> None:
 
 
 def test_sigterm_finishes_and_commits_the_step(tmp_path: Path, uninterrupted: Any) -> None:
-    trainer = a_trainer(tmp_path / "run", Breaks(3, lambda: signal.raise_signal(signal.SIGTERM)))
+    trainer = make_trainer(tmp_path / "run", InterruptAfter(3, lambda: signal.raise_signal(signal.SIGTERM)))
     with pytest.raises(SystemExit) as exited:
         trainer.train()
     assert exited.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert hf_lohan.last_step(tmp_path / "run") == 4
-    trainer = a_trainer(tmp_path / "run")
-    trainer.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(trainer), uninterrupted)
+    trainer = make_trainer(tmp_path / "run")
+    assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 
 
 def test_true_takes_what_is_newer(tmp_path: Path, uninterrupted: Any) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2}
-    trainer = a_trainer(tmp_path / "run", Breaks(5), **settings)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.offload_engine.close()
-    resumed = a_trainer(tmp_path / "run", **settings)
+    trainer = make_trainer(tmp_path / "run", InterruptAfter(5), **settings)
+    interrupt(trainer)
+    resumed = make_trainer(tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert resumed._resume_point.commit is not None
     assert resumed._resume_point.commit.facts["global_step"] == 5
-    assert_same(outcome(resumed), uninterrupted)
-    elsewhere = a_trainer(tmp_path / "run", **settings, offload={"ssd": str(tmp_path / "other_drive")})
+    assert_same(outcome_of(resumed), uninterrupted)
+    elsewhere = make_trainer(tmp_path / "run", **settings, offload={"ssd": str(tmp_path / "other_drive")})
     elsewhere.args.max_steps = 9
     elsewhere.train(resume_from_checkpoint=True)  # its store knows nothing: the last checkpoint is what there is
     assert elsewhere._resume_point.commit is None
@@ -189,20 +177,15 @@ class EndsAtSave(TrainerCallback):
 def test_what_a_checkpoint_brought_is_the_last_step(tmp_path: Path, uninterrupted: Any) -> None:
     """A run that died when its checkpoint was newer than its last step, and once more before it took another."""
     settings = {"save_strategy": "steps", "save_steps": 3}  # as often as it logs: a checkpoint forgets sums between
-    trainer = a_trainer(tmp_path / "run", EndsAtSave(), **settings)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.offload_engine.close()
+    trainer = make_trainer(tmp_path / "run", EndsAtSave(), **settings)
+    interrupt(trainer)
     assert hf_lohan.last_step(tmp_path / "run") == 2
-    again = a_trainer(tmp_path / "run", Breaks(3), **settings)
-    with pytest.raises(KeyboardInterrupt):
-        again.train(resume_from_checkpoint=True)
-    again.offload_engine.close()
+    again = make_trainer(tmp_path / "run", InterruptAfter(3), **settings)
+    interrupt(again, True)
     assert again._resume_point.commit is None
     assert hf_lohan.last_step(tmp_path / "run") == 3
-    last = a_trainer(tmp_path / "run", **settings)
-    last.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(last), uninterrupted)
+    last = make_trainer(tmp_path / "run", **settings)
+    assert_same(train_to_end(last, "last_step"), uninterrupted)
 
 
 class RunsOutOfMemory(TrainerCallback):
@@ -226,11 +209,10 @@ class RunsOutOfMemory(TrainerCallback):
 def test_another_batch_size_begins_with_the_checkpoint_again(tmp_path: Path) -> None:
     """What is committed as the checkpoint's step is just that, not what an attempt that failed made of it."""
     settings = {"save_strategy": "steps", "save_steps": 3}
-    first = a_trainer(tmp_path / "run", max_steps=3, **settings)
-    first.train()
-    first.offload_engine.close()
+    first = make_trainer(tmp_path / "run", max_steps=3, **settings)
+    train_to_end(first)
     runs_out = RunsOutOfMemory()
-    again = a_trainer(tmp_path / "run", runs_out, auto_find_batch_size=True, **settings)
+    again = make_trainer(tmp_path / "run", runs_out, auto_find_batch_size=True, **settings)
     runs_out.trainer = again
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     again.offload_engine.close()
@@ -243,14 +225,12 @@ def test_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
     settings = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "logging_strategy": "epoch"}
 
     def run(folder: str, *callbacks: TrainerCallback) -> Any:
-        return a_trainer(tmp_path / folder, *callbacks, rows=dataset(8), **settings)
+        return make_trainer(tmp_path / folder, *callbacks, rows=dataset(8), **settings)
 
     whole = run("whole")
     whole.train()
-    broken = run("run", Breaks(whole.state.max_steps // 3))
-    with pytest.raises(KeyboardInterrupt):
-        broken.train()
-    broken.offload_engine.close()
+    broken = run("run", InterruptAfter(whole.state.max_steps // 3))
+    interrupt(broken)
     again = run("run")
     again.train(resume_from_checkpoint="last_step")
 
@@ -259,16 +239,14 @@ def test_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
 
     assert evaluations(again) == evaluations(whole)
     assert len(evaluations(whole)) == 3
-    assert_same(outcome(again), outcome(whole))
+    assert_same(outcome_of(again), outcome_of(whole))
 
 
 def test_a_run_that_had_ended_takes_no_further_step(tmp_path: Path, uninterrupted: Any) -> None:
-    first = a_trainer(tmp_path / "run")
-    first.train()
-    first.offload_engine.close()
-    again = a_trainer(tmp_path / "run")
-    again.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(again), uninterrupted)
+    first = make_trainer(tmp_path / "run")
+    train_to_end(first)
+    again = make_trainer(tmp_path / "run")
+    assert_same(train_to_end(again, "last_step"), uninterrupted)
 
 
 def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
@@ -292,8 +270,7 @@ def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
             control.should_training_stop = state.global_step == 3
 
     first = trainer(Stops())
-    first.train()
-    first.offload_engine.close()
+    train_to_end(first)
     second = trainer()
     second.train(resume_from_checkpoint="last_step")
     assert second.model.num_forwards.item() == 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from broken_runs import a_trainer, assert_same, outcome
+from interrupted_runs import assert_same, make_trainer, outcome_of
 
 from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.testing.models import tiny_batch
@@ -20,7 +20,7 @@ EAGER, LAZY = {"experts": "streamed", "lazy_experts": False}, {"experts": "strea
 
 
 def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **settings: Any) -> Any:
-    trainer = a_trainer(
+    trainer = make_trainer(
         folder,
         family="qwen3_moe",
         rows=FEW_TOKENS,
@@ -47,17 +47,17 @@ def test_a_run_is_the_same(max_grad_norm: float, state_dtype: str, tmp_path: Pat
     assert is_behind(lazy) and not is_behind(eager)
     evaluated = [[row["eval_loss"] for row in run.state.log_history if "eval_loss" in row] for run in (lazy, eager)]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) >= 2
-    assert_same(outcome(lazy), outcome(eager))
+    assert_same(outcome_of(lazy), outcome_of(eager))
 
 
 def test_a_checkpoint_has_all_steps(tmp_path: Path) -> None:
-    expected = outcome(trained(tmp_path / "eager", EAGER))
+    expected = outcome_of(trained(tmp_path / "eager", EAGER))
     saved = trained(tmp_path / "saved", LAZY, save_strategy="steps", save_steps=5)
     assert is_behind(saved)
-    assert_same(outcome(saved), expected)
+    assert_same(outcome_of(saved), expected)
     for offload in (LAZY, EAGER):
         again = trained(tmp_path / "again", offload, resume=str(tmp_path / "saved" / "checkpoint-5"))
-        rows, weights = outcome(again)
+        rows, weights = outcome_of(again)
         assert rows == expected[0]
         assert all(torch.equal(weights[name], weight) for name, weight in expected[1].items())
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from broken_runs import EACH_STEP
-from torch import Tensor
-from trajectories import arguments, dataset
+from interrupted_runs import InterruptAfter, Outcome, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from transformers import TrainerCallback
 
 import hf_lohan
@@ -24,68 +22,23 @@ from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 DTYPES = ("bfloat16", "int8")
-SETTINGS: dict[str, Any] = {
-    "max_steps": 8,
-    "lr_scheduler_type": "cosine",
-    "max_grad_norm": 2.1,  # clips some of the steps
-    "gradient_accumulation_steps": 2,
-    "weight_decay": 0.1,
-}
+SETTINGS: dict[str, Any] = {"logging_steps": 1, "max_grad_norm": 2.1, "weight_decay": 0.1}
+"""Some of the steps clip."""
 
 
-class Breaks(TrainerCallback):
-    """Ends the run in the step after `step`."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
+def trainer_with(folder: Path, dtype: str, *callbacks: TrainerCallback, **settings: Any) -> Any:
+    offload = {"optimizer_state_dtype": dtype, **settings.pop("offload", {})}
+    return make_trainer(folder, *callbacks, family="llama", offload=offload, **{**SETTINGS, **settings})
 
 
-def a_trainer(folder: Path, dtype: str, *callbacks: TrainerCallback, **settings: Any) -> Any:
-    offload = settings.pop("offload", {})
-    model = settings.pop("model", None) or tiny_model("llama")
-    return hf_lohan.Trainer(
-        model,
-        arguments(folder, **{**SETTINGS, **settings}),
-        train_dataset=dataset(),
-        callbacks=list(callbacks),
-        offload={**EACH_STEP, "optimizer_state_dtype": dtype, **offload},
-    )
-
-
-def outcome(trainer: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    """Losses and norms, and every byte of every parameter's records."""
-    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
-    access = trainer.offload_engine.parameters
-    records = {
-        f"{name}.{kind}": access.read_flat(name, kind).view(torch.uint8)
-        for name, _ in trainer.model.named_parameters()
-        for kind in ("param", *access.state_kinds(name))
-    }
-    trainer.offload_engine.close()
-    return rows, records
-
-
-def run(folder: Path, dtype: str, *, resume: Any = None, **settings: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    trainer = a_trainer(folder, dtype, **settings)
-    trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer)
-
-
-def assert_same(ours: Any, expected: Any) -> None:
-    assert ours[0] == expected[0]
-    assert ours[1].keys() == expected[1].keys()
-    for name, record in expected[1].items():
-        assert torch.equal(ours[1][name], record), name
+def run_with(folder: Path, dtype: str, *, resume: Any = None, **settings: Any) -> Outcome:
+    return train_to_end(trainer_with(folder, dtype, **settings), resume)
 
 
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run comes to that nothing disturbs, by dtype."""
-    return {dtype: run(tmp_path_factory.mktemp(dtype), dtype) for dtype in DTYPES}
+    return {dtype: run_with(tmp_path_factory.mktemp(dtype), dtype) for dtype in DTYPES}
 
 
 def learnt_by_heart(folder: Path, dtype: str, working_dtype: torch.dtype) -> list[float]:
@@ -135,47 +88,45 @@ def test_how_it_is_done_changes_no_bit(
     dtype: str, offload: dict[str, Any], whole_runs: dict[str, Any], tmp_path: Path
 ) -> None:
     """Small budgets spill gradients; a speculation that was wrong is done over, and takes weights from their slots."""
-    trainer = a_trainer(tmp_path, dtype, offload=offload)
+    trainer = trainer_with(tmp_path, dtype, offload=offload)
     trainer.train()
     counts = json.loads((tmp_path / "lohan" / "summary.json").read_text())
     if "speculate" in offload.values():
         assert 0 < counts["num_redone_steps"] < counts["num_speculated_steps"]
     assert (counts["scratch_bytes"] > 0) == ("serial" in offload.values())
-    assert_same(outcome(trainer), whole_runs[dtype])
+    assert_same(outcome_of(trainer), whole_runs[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "clip"), [("bfloat16", "speculate"), ("int8", "defer")])
 def test_going_on_from_the_last_step(dtype: str, clip: str, whole_runs: dict[str, Any], tmp_path: Path) -> None:
     resume = None
     for step in (2, 5):
-        trainer = a_trainer(tmp_path, dtype, Breaks(step), offload={"clip": clip})
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train(resume_from_checkpoint=resume)
-        trainer.offload_engine.close()
+        trainer = trainer_with(tmp_path, dtype, InterruptAfter(step), offload={"clip": clip})
+        interrupt(trainer, resume)
         resume = "last_step"
         assert hf_lohan.last_step(tmp_path) == step
-    assert_same(run(tmp_path, dtype, resume=resume), whole_runs[dtype])
+    assert_same(run_with(tmp_path, dtype, resume=resume), whole_runs[dtype])
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_going_on_from_a_checkpoint_elsewhere(dtype: str, whole_runs: dict[str, Any], tmp_path: Path) -> None:
     """Other budgets, and two drives."""
     settings = {"save_strategy": "steps", "save_steps": 4}
-    assert_same(run(tmp_path / "run", dtype, **settings), whole_runs[dtype])
+    assert_same(run_with(tmp_path / "run", dtype, **settings), whole_runs[dtype])
     checkpoint = tmp_path / "run" / "checkpoint-4"
     index = json.loads((checkpoint / "lohan" / "optimizer_index.json").read_text())
     assert index["optimizer_state_dtype"] == dtype
     offload = {"cpu_memory": "64MiB", "ssd": [str(tmp_path / "a"), str(tmp_path / "b")]}
-    resumed = run(tmp_path / "elsewhere", dtype, resume=str(checkpoint), offload=offload)
+    resumed = run_with(tmp_path / "elsewhere", dtype, resume=str(checkpoint), offload=offload)
     assert_same(resumed, whole_runs[dtype])
 
 
 @pytest.mark.parametrize(("saved", "asked"), [("float32", "int8"), ("int8", "bfloat16"), ("bfloat16", "float32")])
 def test_states_of_another_dtype_are_refused(saved: str, asked: str, tmp_path: Path) -> None:
-    run(tmp_path / "run", saved, max_steps=2, save_strategy="steps", save_steps=2)
+    run_with(tmp_path / "run", saved, max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(ForeignStoreError, match=f"with optimizer_state_dtype={saved}, this run has {asked}; set it to"):
-        a_trainer(tmp_path / "run", asked).train(resume_from_checkpoint="last_step")
-    trainer = a_trainer(tmp_path / "elsewhere", asked)
+        trainer_with(tmp_path / "run", asked).train(resume_from_checkpoint="last_step")
+    trainer = trainer_with(tmp_path / "elsewhere", asked)
     with pytest.raises(
         ValueError, match=f"with optimizer_state_dtype={saved}, this run has {asked}; set it to {saved}"
     ):
@@ -185,12 +136,12 @@ def test_states_of_another_dtype_are_refused(saved: str, asked: str, tmp_path: P
 
 def test_an_index_from_before_there_was_a_choice_is_float32(tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = run(tmp_path / "run", "float32", **settings)
+    whole = run_with(tmp_path / "run", "float32", **settings)
     path = tmp_path / "run" / "checkpoint-2" / "lohan" / "optimizer_index.json"
     index = json.loads(path.read_text())
     del index["optimizer_state_dtype"]
     path.write_text(json.dumps(index))
-    resumed = run(tmp_path / "again", "float32", resume=str(path.parents[1]), max_steps=4)
+    resumed = run_with(tmp_path / "again", "float32", resume=str(path.parents[1]), max_steps=4)
     assert_same(resumed, whole)
 
 
@@ -207,17 +158,11 @@ def frozen_and_tied(family: str) -> Any:
 )
 def test_verify_export_and_last_step_of_a_model_with_frozen_weights(dtype: str, family: str, tmp_path: Path) -> None:
     def trained(folder: str, resume: Any = None, *callbacks: TrainerCallback) -> Any:
-        trainer = a_trainer(tmp_path / folder, dtype, *callbacks, model=frozen_and_tied(family), max_steps=4)
-        if callbacks:
-            with pytest.raises(KeyboardInterrupt):
-                trainer.train(resume_from_checkpoint=resume)
-            trainer.offload_engine.close()
-            return None
-        trainer.train(resume_from_checkpoint=resume)
-        return outcome(trainer)
+        trainer = trainer_with(tmp_path / folder, dtype, *callbacks, model=frozen_and_tied(family), max_steps=4)
+        return interrupt(trainer) if callbacks else train_to_end(trainer, resume)
 
     whole = trained("whole")
-    trained("run", None, Breaks(2))
+    trained("run", None, InterruptAfter(2))
     assert_same(trained("run", "last_step"), whole)
     io = IoEngine(2, 1 << 20, 1 << 26)
     with Store.open([StorePath(str(tmp_path / "run" / "_lohan" / "store"))], model=None, engine=io) as store:
@@ -234,10 +179,10 @@ def test_verify_export_and_last_step_of_a_model_with_frozen_weights(dtype: str, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_run_says_once_what_it_gave_up(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(tmp_path / "rounded", dtype, max_steps=1)
+    run_with(tmp_path / "rounded", dtype, max_steps=1)
     (line,) = [record.getMessage() for record in caplog.records if "optimizer_state_dtype" in record.getMessage()]
     assert f"optimizer_state_dtype={dtype}" in line and "docs/configuration.md" in line
     assert f"{ {'bfloat16': 4, 'int8': 2.25}[dtype] } bytes a parameter" in line
     caplog.clear()
-    run(tmp_path / "exact", "float32", max_steps=1)
+    run_with(tmp_path / "exact", "float32", max_steps=1)
     assert not [record for record in caplog.records if "optimizer_state_dtype" in record.getMessage()]

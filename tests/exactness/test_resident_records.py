@@ -9,10 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
+from interrupted_runs import InterruptAfter, assert_same, make_trainer, train_to_end
 from torch import Tensor
-from trajectories import CLIPS_SOME_STEPS, SMALL_BUDGETS, arguments, assert_equal, dataset, train_offloaded, train_stock
-from transformers import TrainerCallback
+from trajectories import CLIPS_SOME_STEPS, SMALL_BUDGETS, assert_equal, train_offloaded, train_stock
 
 import hf_lohan
 import hf_lohan.planning.layout
@@ -65,50 +64,15 @@ def test_with_accumulation_and_dropout(
     assert_equal(train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=offload, **settings), stock)
 
 
-class Breaks(TrainerCallback):
-    """Ends the run in the step after `step`."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def a_trainer(folder: Path, *callbacks: TrainerCallback, **offload: Any) -> Any:
-    settings = {"max_steps": 8, "gradient_accumulation_steps": 2, "max_grad_norm": 0.8, "lr_scheduler_type": "cosine"}
-    return hf_lohan.Trainer(
-        tiny_model("opt", dropout=0.1),
-        arguments(folder, **settings),
-        train_dataset=dataset(),
-        callbacks=list(callbacks),
-        offload={**SMALL_BUDGETS, "commit_every": 1, **offload},
-    )
-
-
-def outcome(trainer: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
-    access = trainer.offload_engine.parameters
-    tensors = {
-        f"{name}.{kind}": access.read_flat(name, kind)
-        for name, _ in trainer.model.named_parameters()
-        for kind in ("param", *access.state_kinds(name))
-    }
-    trainer.offload_engine.close()
-    return rows, tensors
-
-
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_going_on_from_the_last_step(clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
     """In the same engine, whose copies are ahead of the commit, and in new ones, each with copies of other records."""
-    whole = a_trainer(tmp_path / "whole", resident_records="none")
-    whole.train()
-    expected = outcome(whole)
+    whole = make_trainer(tmp_path / "whole", offload={"resident_records": "none"})
+    expected = train_to_end(whole)
     resume = None
     for step in (2, 4):
         keep_some(seed=step)
-        trainer = a_trainer(tmp_path / "run", Breaks(step), clip=clip)
+        trainer = make_trainer(tmp_path / "run", InterruptAfter(step), offload={"clip": clip})
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 trainer.train(resume_from_checkpoint=resume)
@@ -117,11 +81,7 @@ def test_going_on_from_the_last_step(clip: str, keep_some: Callable[..., None], 
             assert hf_lohan.last_step(tmp_path / "run") == step
         trainer.offload_engine.close()
     keep_some(seed=99)
-    trainer = a_trainer(tmp_path / "run", clip=clip)
-    trainer.train(resume_from_checkpoint="last_step")
-    ours = outcome(trainer)
-    assert ours[0] == expected[0]
-    assert all(torch.equal(ours[1][name], tensor) for name, tensor in expected[1].items())
+    assert_same(train_to_end(make_trainer(tmp_path / "run", offload={"clip": clip}), "last_step"), expected)
 
 
 def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **offload: Any) -> OffloadEngine:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from broken_runs import Breaks, a_trainer
+from interrupted_runs import InterruptAfter, interrupt, make_trainer, train_to_end
 from trajectories import arguments, dataset
 
 import hf_lohan
@@ -15,7 +15,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
 def test_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path / "run")
+    trainer = make_trainer(tmp_path / "run")
     with pytest.raises(ValueError, match="no step has been committed in"):
         trainer.train(resume_from_checkpoint="last_step")
     with pytest.raises(ValueError, match="No valid checkpoint found"):
@@ -25,10 +25,9 @@ def test_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
 
 def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> None:
     offload = {"ssd": str(tmp_path / "drive")}
-    first = a_trainer(tmp_path / "first", max_steps=2, offload=offload)
-    first.train()
-    first.offload_engine.close()
-    second = a_trainer(tmp_path / "second", offload=offload)
+    first = make_trainer(tmp_path / "first", max_steps=2, offload=offload)
+    train_to_end(first)
+    second = make_trainer(tmp_path / "second", offload=offload)
     with pytest.raises(ValueError, match=r"holds steps of the run in .*first, not of that in .*second"):
         second.train(resume_from_checkpoint="last_step")
 
@@ -36,7 +35,7 @@ def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> No
 def test_a_run_that_begins_anew_says_which_step_it_overwrites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(**how: Any) -> str:
         caplog.clear()
-        trainer = a_trainer(tmp_path / "run", max_steps=3 if how else 2)
+        trainer = make_trainer(tmp_path / "run", max_steps=3 if how else 2)
         trainer.train(**how)
         trainer.offload_engine.close()
         return caplog.text
@@ -49,10 +48,9 @@ def test_a_run_that_begins_anew_says_which_step_it_overwrites(tmp_path: Path, ca
 
 
 def test_forwards_and_backwards_before_training_cost_no_step(tmp_path: Path) -> None:
-    old = a_trainer(tmp_path / "run", max_steps=2)
-    old.train()
-    old.offload_engine.close()
-    new = a_trainer(tmp_path / "run", max_steps=3)
+    old = make_trainer(tmp_path / "run", max_steps=2)
+    train_to_end(old)
+    new = make_trainer(tmp_path / "run", max_steps=3)
     new.evaluate(dataset(2))
     new.model.train()(**tiny_batch(seed=0)).loss.backward()
     new.model.zero_grad()
@@ -78,32 +76,26 @@ def test_callbacks_may_log_tensors_and_save_in_their_own_way(tmp_path: Path) -> 
         train_dataset=dataset(),
         offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
     )
-    trainer.train()
-    trainer.offload_engine.close()
+    train_to_end(trainer)
     assert hf_lohan.last_step(tmp_path) == 3
 
 
 def test_a_new_run_ends_the_old_ones_steps(tmp_path: Path) -> None:
     """Not before it begins to train: loading alone costs nothing."""
-    old = a_trainer(tmp_path / "run", max_steps=2)
-    old.train()
-    old.offload_engine.close()
-    new = a_trainer(tmp_path / "run", Breaks(0))
+    old = make_trainer(tmp_path / "run", max_steps=2)
+    train_to_end(old)
+    new = make_trainer(tmp_path / "run", InterruptAfter(0))
     new.evaluate(dataset().select(range(2)))
     assert hf_lohan.last_step(tmp_path / "run") == 2
-    with pytest.raises(KeyboardInterrupt):
-        new.train()
-    new.offload_engine.close()
+    interrupt(new)
     assert hf_lohan.last_step(tmp_path / "run") is None
 
 
 def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "offload": {"durability": "checkpoint"}}
-    trainer = a_trainer(tmp_path / "run", Breaks(3), **settings)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.offload_engine.close()
-    again = a_trainer(tmp_path / "run", **settings)
+    trainer = make_trainer(tmp_path / "run", InterruptAfter(3), **settings)
+    interrupt(trainer)
+    again = make_trainer(tmp_path / "run", **settings)
     with pytest.raises(ValueError, match=r"one version .*durability: checkpoint.*resume from .*checkpoint-2"):
         again.train(resume_from_checkpoint="last_step")
     from hf_lohan.huggingface.models.export import export_model
@@ -117,22 +109,20 @@ def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) 
 
 
 def test_a_moved_run_is_found(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path / "run", max_steps=2)
-    trainer.train()
-    trainer.offload_engine.close()
+    trainer = make_trainer(tmp_path / "run", max_steps=2)
+    train_to_end(trainer)
     (tmp_path / "run").rename(tmp_path / "moved")
     assert hf_lohan.last_step(tmp_path / "moved") == 2
-    moved = a_trainer(tmp_path / "moved", max_steps=3)
+    moved = make_trainer(tmp_path / "moved", max_steps=3)
     moved.train(resume_from_checkpoint="last_step")
     assert moved.state.global_step == 3
     moved.offload_engine.close()
 
 
 def test_what_is_on_disk_is_private(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path / "run", max_steps=1)
-    trainer.train()
-    trainer.offload_engine.close()
-    trainer = a_trainer(tmp_path / "run", max_steps=2)
+    trainer = make_trainer(tmp_path / "run", max_steps=1)
+    train_to_end(trainer)
+    trainer = make_trainer(tmp_path / "run", max_steps=2)
     trainer.train(resume_from_checkpoint="last_step")
     trainer.offload_engine.close()
     for folder in (tmp_path / "run" / "_lohan" / "store", tmp_path / "run" / "_lohan" / "last_step"):
