@@ -15,19 +15,17 @@ from hf_lohan.wording import times
 
 
 def rank_folder(directory: str, rank: int | Literal["*"], num_ranks: int) -> str:
-    """The folder of a rank's store under the directory that all ranks are given. A single rank uses the directory
-    itself."""
+    """Return the folder of a rank's store under the directory of all ranks. A single rank uses the directory itself."""
     return directory if num_ranks == 1 else os.path.join(directory, f"rank-{rank}-of-{num_ranks}")
 
 
 def shared_directory(directory: str) -> str:
-    """The directory given to all ranks, from itself or from one rank's folder."""
+    """Return the directory of all ranks, from itself or from one rank's folder."""
     return os.path.dirname(directory) if RANK_FOLDER.fullmatch(os.path.basename(directory)) else directory
 
 
 def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
-    """The (rank, folder) pairs of the stores under a directory, in rank order, by the number of ranks that made them.
-    """
+    """Return (rank, folder) of each store under a directory, in rank order, by their run's number of ranks."""
     stores: dict[int, list[tuple[int, str]]] = {}
     for rank, num_ranks, folder in _folders_under(directory):
         if os.path.exists(os.path.join(folder, MANIFEST_NAME)):
@@ -36,8 +34,8 @@ def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
 
 
 def ranks_under(directory: str) -> int:
-    """The number of ranks that made the stores under a directory; 1 if there is none. Raises ValueError if there are
-    stores of several runs, or if a rank's store is missing."""
+    """Return the number of ranks that made the stores under a directory; 1 if there is none. Raises ValueError if there
+    are stores of several runs, or if a rank's store is missing."""
     stores_by_count = stores_under(directory)
     if len(stores_by_count) > 1:
         counts = " and ".join(map(str, sorted(stores_by_count)))
@@ -58,7 +56,7 @@ def ranks_under(directory: str) -> int:
 
 
 def files_of(directory: str, num_ranks: int) -> str:
-    """Words for the files of the stores of this many ranks, to tell the user what to delete."""
+    """Describe the files of the stores of ``num_ranks`` ranks, which the user may delete."""
     folders = rank_folder(directory, "*", num_ranks)
     if folders != directory:
         return f"the folders {os.path.basename(folders)}"
@@ -66,7 +64,7 @@ def files_of(directory: str, num_ranks: int) -> str:
 
 
 def why_incomplete(num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
-    """Why ``stores``, pairs of rank and folder, cannot go on, in words; "" if they can."""
+    """Explain why training cannot go on with ``stores``, pairs of rank and folder; "" if it can."""
     missing = sorted(set(range(num_ranks)) - {rank for rank, _ in stores})
     if missing:
         return f"that of rank {missing[0]} is missing"
@@ -79,9 +77,9 @@ def why_incomplete(num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
 
 
 def _state(directory: str, num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
-    lacks, files = why_incomplete(num_ranks, stores), files_of(directory, num_ranks)
-    if lacks:
-        return f"that of {times(num_ranks, 'rank')} is incomplete ({lacks}) and consists of {files}"
+    reason, files = why_incomplete(num_ranks, stores), files_of(directory, num_ranks)
+    if reason:
+        return f"that of {times(num_ranks, 'rank')} is incomplete ({reason}) and consists of {files}"
     try:
         commit = read_commit(stores[0][1])
     except StorageError:
@@ -118,9 +116,9 @@ def refuse_other_parts(stores: Sequence[Store]) -> None:
         for record in store.records:
             stop = stops.get((record.block, record.kind), 0)
             if record.first != stop:
-                where = " and ".join(store.paths[0].path for store in stores)
+                paths = " and ".join(store.paths[0].path for store in stores)
                 raise ForeignStoreError(
-                    f"{where} are not the shards of one model: {record.kind} of {record.block} starts with element "
+                    f"{paths} are not the shards of one model: {record.kind} of {record.block} starts with element "
                     f"{record.first} in {store.paths[0].path}, after {stop} elements in the stores before it; restore "
                     "the folders of all ranks as the run left them"
                 )

@@ -109,36 +109,38 @@ class RecordFiles:
         """
         return self._read(block, kind, self.layout.offset_in(block, kind, start_numel), out, is_urgent)
 
-    def _read(self, block: str, kind: str, place: int, out: Tensor, is_urgent: bool = False) -> RecordRead:
-        span = self._span(block, kind, place, out)
+    def _read(self, block: str, kind: str, offset: int, out: Tensor, is_urgent: bool = False) -> RecordRead:
+        granules = self._granules_of(block, kind, offset, out)
         content = byte_tensor(out)
         copy = self.ram.copies.get((block, kind))
         fill: Callable[[int, int], None] | None = None
         if copy is not None:
-            if copy.try_read(span.start_byte, content):
+            if copy.try_read(granules.start_byte, content):
                 return RecordRead.of_memory()
-            copy.wait_for_writes(span.start_byte, content)
-            fill = copy.filler(span.start_byte, content)  # before the read begins, to notice changes
+            copy.wait_for_writes(granules.start_byte, content)
+            fill = copy.filler(granules.start_byte, content)  # before the read begins, to notice changes
         view = sector_view(content)
-        homes, expected = self.versions.live(block, kind, span.first, span.stop)
+        homes, expected = self.versions.live(block, kind, granules.first, granules.stop)
         transfers = []
         for run in homes:
-            part = span.bytes_of(run.first, run.stop)
+            part = granules.bytes_of(run.first, run.stop)
             if run.home is Home.NOWHERE:
                 content[part].zero_()
             elif run.home is Home.RAM:
                 self.ram.read_granules(block, kind, run.first, content[part])
             else:
-                transfers += self._homes[run.home].transfers(block, kind, run.first * span.granule_bytes, view[part])
+                transfers += self._homes[run.home].transfers(
+                    block, kind, run.first * granules.granule_bytes, view[part]
+                )
 
         def check(low: int, high: int) -> None:
             for run in homes:
-                begin, end = max(run.first - span.first, low), min(run.stop - span.first, high)
+                begin, end = max(run.first - granules.first, low), min(run.stop - granules.first, high)
                 if begin < end and run.home in (Home.FIRST, Home.SECOND):
-                    part = content[begin * span.granule_bytes : end * span.granule_bytes]
-                    is_wrong = self._hash_granules(part, span.granule_bytes) != expected[begin:end]
+                    part = content[begin * granules.granule_bytes : end * granules.granule_bytes]
+                    is_wrong = self._hash_granules(part, granules.granule_bytes) != expected[begin:end]
                     if is_wrong.any():
-                        raise self._corruption(block, kind, run.home, span.first + begin + int(np.argmax(is_wrong)))
+                        raise self._corruption(block, kind, run.home, granules.first + begin + int(np.argmax(is_wrong)))
             if fill is not None:
                 fill(low, high)
 
@@ -153,18 +155,18 @@ class RecordFiles:
         ``checksums`` of ``source`` are computed unless given. If the request fails, these elements must be written
         again, or dropped, before a commit.
         """
-        place = self.layout.offset_in(block, kind, start_numel)
+        offset = self.layout.offset_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
         if copy is None:
-            return self._write(block, kind, place, source, checksums)
-        start_byte, content = place * source.element_size(), byte_tensor(source)
+            return self._write(block, kind, offset, source, checksums)
+        start_byte, content = offset * source.element_size(), byte_tensor(source)
         if self.ram.keeps_new:
-            span = self._span(block, kind, place, source)
-            self.ram.store_granules(block, kind, span.first, span.stop, content)
+            granules = self._granules_of(block, kind, offset, source)
+            self.ram.store_granules(block, kind, granules.first, granules.stop, content)
             return IoRequest.finished()
         copy.store(start_byte, content)
         try:
-            request = self._write(block, kind, place, source, checksums)
+            request = self._write(block, kind, offset, source, checksums)
         except BaseException:
             copy.forget(start_byte, content)
             raise
@@ -174,35 +176,39 @@ class RecordFiles:
     def write_back(self) -> None:
         """Write everything that exists in RAM only, and wait until it is in the files (not yet synced). Nobody else may
         write meanwhile. Raises `CapacityError` or `StorageError`; the data then stays in RAM."""
-        under_way: deque[IoRequest] = deque()
-        for block, kind, place, values in self.ram.unwritten():
-            under_way.append(self._write(block, kind, place, values, None))
-            if len(under_way) > _WRITE_BACK_DEPTH:  # leave room for reads of weights
-                under_way.popleft().wait()
-        while under_way:
-            under_way.popleft().wait()
+        in_progress: deque[IoRequest] = deque()
+        for block, kind, offset, values in self.ram.unwritten():
+            in_progress.append(self._write(block, kind, offset, values, None))
+            if len(in_progress) > _WRITE_BACK_DEPTH:  # leave room for reads of weights
+                in_progress.popleft().wait()
+        while in_progress:
+            in_progress.popleft().wait()
 
-    def _write(self, block: str, kind: str, place: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
-        span = self._span(block, kind, place, source)
-        assert checksums is None or len(checksums) == span.stop - span.first, "a checksum for each granule"
+    def _write(self, block: str, kind: str, offset: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
+        granules = self._granules_of(block, kind, offset, source)
+        assert checksums is None or len(checksums) == granules.stop - granules.first, "a checksum for each granule"
         view = sector_view(source)
         tears = False
-        if self.versions.overwrites(block, kind, span.first, span.stop):
+        if self.versions.overwrites(block, kind, granules.first, granules.stop):
             checksums = self.checksums(block, kind, source) if checksums is None else checksums
             # Writing the same bytes again, as when frozen weights are reloaded, does not tear the commit.
-            tears = self.versions.tears(block, kind, span.first, checksums)
+            tears = self.versions.tears(block, kind, granules.first, checksums)
         self._before_write(tears)
         if tears:
             self.versions.mark_torn()
-        targets = self.versions.begin_write(block, kind, span.first, span.stop) if span.first < span.stop else []
+        targets = (
+            self.versions.begin_write(block, kind, granules.first, granules.stop)
+            if granules.first < granules.stop
+            else []
+        )
         transfers = []
         for run in targets:
-            part = view[span.bytes_of(run.first, run.stop)]
-            transfers += self._homes[run.home].transfers(block, kind, run.first * span.granule_bytes, part)
+            part = view[granules.bytes_of(run.first, run.stop)]
+            transfers += self._homes[run.home].transfers(block, kind, run.first * granules.granule_bytes, part)
 
         def end_write() -> None:
             of_source = self.checksums(block, kind, source) if checksums is None else checksums
-            self.versions.end_write(block, kind, span.first, targets, of_source)
+            self.versions.end_write(block, kind, granules.first, targets, of_source)
 
         return self._requests.add(self._engine.write(transfers, end_write, of=Content(block, kind)))
 
@@ -214,14 +220,14 @@ class RecordFiles:
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; blocking."""
-        place = self.layout.offset_in(block, kind, start_numel)
+        offset = self.layout.offset_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
-        start_byte, content = place * out.element_size(), byte_tensor(out)
+        start_byte, content = offset * out.element_size(), byte_tensor(out)
         if copy is not None and copy.try_read(start_byte, content):
             return
-        for low, high, first, staged in self._windows(block, kind, place, out, bounce):
+        for low, high, first, staged in self._windows(block, kind, offset, out, bounce):
             self._read(block, kind, first, staged).wait()
-            out[low - place : high - place].copy_(staged[low - first : high - first])
+            out[low - offset : high - offset].copy_(staged[low - first : high - first])
 
     def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
         """Write ``source`` [numel] from any address to any element, through ``bounce``; blocking.
@@ -229,14 +235,14 @@ class RecordFiles:
         Partly covered granules are read, changed and written, so nothing else may write to them. Used for loading. A
         copy in RAM is filled by the next read.
         """
-        place = self.layout.offset_in(block, kind, start_numel)
+        offset = self.layout.offset_in(block, kind, start_numel)
         granule_numel, copy = self.layout.record(block, kind).granule_numel, self.ram.copies.get((block, kind))
-        for low, high, first, staged in self._windows(block, kind, place, source, bounce):
+        for low, high, first, staged in self._windows(block, kind, offset, source, bounce):
             last = (staged.numel() - 1) // granule_numel * granule_numel
             partial = {0: low > first, last: high < first + staged.numel() or (last == 0 and low > first)}
             for edge in (edge for edge, is_partial in partial.items() if is_partial):
                 self._read(block, kind, first + edge, staged[edge : edge + granule_numel]).wait()
-            staged[low - first : high - first].copy_(source[low - place : high - place])
+            staged[low - first : high - first].copy_(source[low - offset : high - offset])
             try:
                 self._write(block, kind, first, staged, None).wait()
             finally:
@@ -262,11 +268,11 @@ class RecordFiles:
         self.sync()
         if incomplete := self.versions.first_in_flux():
             block, kind, granule = incomplete
-            path, offset, element = self._locate(block, kind, Home.FIRST, granule)
+            path, file_offset, element = self._locate(block, kind, Home.FIRST, granule)
             raise StorageError(
                 f"{kind} of {block} is incomplete from element {element} on, after a failed write, in",
                 path=path,
-                offset=offset,
+                offset=file_offset,
                 advice="check the drive and resume from the last step or a checkpoint",
             )
         return self.versions.draft()
@@ -299,39 +305,39 @@ class RecordFiles:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _span(self, block: str, kind: str, place: int, tensor: Tensor) -> _GranuleSpan:
-        """The granules filled by ``tensor``, whose elements start at ``place`` in the record."""
-        record = self._checked(block, kind, place, tensor)
-        granule_numel, stop = record.granule_numel, place + tensor.numel()
-        if place == stop:
-            return _GranuleSpan(0, 0, record.granule_bytes)
-        assert place % granule_numel == 0, f"element {place} of {kind} of {block} is not the start of a granule"
+    def _granules_of(self, block: str, kind: str, offset: int, tensor: Tensor) -> _GranuleRange:
+        """The granules filled by ``tensor``, whose elements start at ``offset`` of the record."""
+        record = self._checked(block, kind, offset, tensor)
+        granule_numel, stop = record.granule_numel, offset + tensor.numel()
+        if offset == stop:
+            return _GranuleRange(0, 0, record.granule_bytes)
+        assert offset % granule_numel == 0, f"element {offset} of {kind} of {block} is not the start of a granule"
         is_whole = stop == record.numel or stop % granule_numel == 0
         assert is_whole, f"element {stop} of {kind} of {block} is not the end of a granule"
-        return _GranuleSpan(place // granule_numel, granules_of(stop, granule_numel), record.granule_bytes)
+        return _GranuleRange(offset // granule_numel, granules_of(stop, granule_numel), record.granule_bytes)
 
-    def _checked(self, block: str, kind: str, place: int, tensor: Tensor) -> RecordSpec:
+    def _checked(self, block: str, kind: str, offset: int, tensor: Tensor) -> RecordSpec:
         assert not self.closed, "the files are closed"
         record = self.layout.record(block, kind)
         dtype = str(tensor.dtype).removeprefix("torch.")
         assert dtype == record.dtype, f"{kind} of {block} is {record.dtype}, the tensor {dtype}"
-        assert 0 <= place <= place + tensor.numel() <= record.numel, "the range leaves its record"
+        assert 0 <= offset <= offset + tensor.numel() <= record.numel, "the range leaves its record"
         return record
 
     def _windows(
-        self, block: str, kind: str, place: int, tensor: Tensor, bounce: Tensor
+        self, block: str, kind: str, offset: int, tensor: Tensor, bounce: Tensor
     ) -> Iterator[tuple[int, int, int, Tensor]]:
         """Split a range to fit the bounce buffer. Yields elements [low, high) of the record, the first element of the
         granules that cover them, and these granules' part of the buffer."""
-        record = self._checked(block, kind, place, tensor)
-        granule_numel, stop = record.granule_numel, place + tensor.numel()
+        record = self._checked(block, kind, offset, tensor)
+        granule_numel, stop = record.granule_numel, offset + tensor.numel()
         staging = bounce[: bounce.numel() // record.itemsize * record.itemsize].view(tensor.dtype)
         room_numel = staging.numel() // granule_numel * granule_numel
         assert room_numel, f"a bounce buffer has at least one granule of {granule_numel} elements"
-        if place == stop:
+        if offset == stop:
             return
-        for first in range(place // granule_numel * granule_numel, stop, room_numel):
-            low, high = max(place, first), min(stop, first + room_numel)
+        for first in range(offset // granule_numel * granule_numel, stop, room_numel):
+            low, high = max(offset, first), min(stop, first + room_numel)
             last = min(first + granules_of(high - first, granule_numel) * granule_numel, record.numel)
             yield low, high, first, staging[: last - first]
 
@@ -342,16 +348,16 @@ class RecordFiles:
         return path, extent.file_offset, record.first + granule * record.granule_numel
 
     def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
-        path, offset, element = self._locate(block, kind, home, granule)
+        path, file_offset, element = self._locate(block, kind, home, granule)
         return CorruptionError(
             f"{kind} of {block} is damaged from element {element} on (wrong checksum) in",
             path=path,
-            offset=offset,
+            offset=file_offset,
             advice="check the drive and the memory, and resume from a checkpoint",
         )
 
 
-class _GranuleSpan(NamedTuple):
+class _GranuleRange(NamedTuple):
     """Granules [first, stop) of a record."""
 
     first: int
@@ -363,5 +369,5 @@ class _GranuleSpan(NamedTuple):
         return self.first * self.granule_bytes
 
     def bytes_of(self, first: int, stop: int) -> slice:
-        """Where these granules are in the span's bytes."""
+        """Bytes of these granules in the range's bytes."""
         return slice((first - self.first) * self.granule_bytes, (stop - self.first) * self.granule_bytes)

@@ -1,4 +1,4 @@
-"""Copies of records in RAM: of what the drives hold, or the only newest version until a commit."""
+"""Copies of records in RAM. A copy equals the bytes on the drives, or is newer until the next commit."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ResidentCopy:
         with self._lock:
             writes = [request for written, request in self._writes if _overlap(written, part)]
         for request in writes:
-            with contextlib.suppress(Exception):  # the writer gets it
+            with contextlib.suppress(Exception):  # the writer sees the error
                 request.wait()
 
     def filler(self, start: int, out: Tensor) -> Callable[[int, int], None]:
@@ -163,18 +163,18 @@ class ResidentCopy:
         self._num_changes[part] += 1
 
     def _forget_failed_writes(self) -> None:
-        under_way = []
+        in_progress = []
         for part, request in self._writes:
             if not request.done():
-                under_way.append((part, request))
+                in_progress.append((part, request))
             elif request.error is not None:
                 self._is_held[part] = False
-        self._writes = under_way
+        self._writes = in_progress
 
     def _granules(self, start: int, tensor: Tensor) -> slice:
         assert 0 <= start <= start + tensor.numel() <= self._memory.numel(), "the range leaves its record"
         return slice(start // self._granule_bytes, -(-(start + tensor.numel()) // self._granule_bytes))
 
 
-def _overlap(one: slice, other: slice) -> bool:
-    return bool(one.start < other.stop and other.start < one.stop)
+def _overlap(left: slice, right: slice) -> bool:
+    return bool(left.start < right.stop and right.start < left.stop)
