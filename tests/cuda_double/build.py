@@ -1,10 +1,10 @@
-"""Build the CUDA double for the torch of this interpreter, and put it where that torch looks for CUDA.
+"""Build the CUDA double for this interpreter's torch, and install it where torch looks for CUDA.
 
     python tests/cuda_double/build.py [--cuda-include FOLDER]
 
-Only for an environment of its own, because the double's libraries lie where NVIDIA's would. runtime/ becomes
-libcudart.so.13 and libcuda.so.1. The other libraries that torch links become stubs, whose functions say "success".
-kernels/ becomes an extension. torch itself loads cuda_double.py, by an entry point.
+Use a separate environment, because the double's libraries take the place of NVIDIA's. runtime/ becomes libcudart.so.13
+and libcuda.so.1. The other libraries that torch links become stubs whose functions return success. kernels/ becomes an
+extension. torch loads cuda_double.py through an entry point.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNVERSIONED = {
     "libnvshmem_host.so.3": r"nvshmem",
     DRIVER: r"cu(?!File)[A-Z]",
 }
-"""Libraries whose symbols have no version, by which they would be known: what their names begin with."""
+"""Libraries whose symbols have no version, with the beginnings of their symbols' names."""
 
 ANSWERS = {
     "cublasCreate_v2": "*(void**)a = (void*)0x1000; return 0;",
@@ -58,7 +58,7 @@ ANSWERS = {
     "ncclGetLastError": 'return (long)"stub";',
     "ncclGetVersion": "*(int*)a = 23007; return 0;",
     "nvmlDeviceGetComputeRunningProcesses": "*(unsigned*)b = 0; return 0;",
-    "nvmlDeviceGetGpuFabricInfoV": "return 0;",  # which leaves the state at "none"
+    "nvmlDeviceGetGpuFabricInfoV": "return 0;",  # leaves the state at "none"
     "nvmlDeviceGetHandleByPciBusId_v2": "*(void**)b = (void*)0x1000; return 0;",
     "nvmlDeviceGetNvLinkRemoteDeviceType": "return 3;",
     "nvmlDeviceGetNvLinkRemotePciInfo_v2": "return 3;",
@@ -66,10 +66,10 @@ ANSWERS = {
     "nvmlSystemGetCudaDriverVersion_v2": "*(int*)a = 13000; return 0;",
     "nvrtcGetErrorString": 'return (long)"stub";',
 }
-"""Stubs that do more than say "success"."""
+"""Bodies of stubs that do more than return success."""
 
 Symbol = tuple[str, str]
-"""Its name and its version, which may be ""."""
+"""Name and version, which may be ""."""
 
 
 def run(*command: object) -> str:
@@ -77,7 +77,7 @@ def run(*command: object) -> str:
 
 
 def symbols_by_library() -> dict[str, set[Symbol]]:
-    """The NVIDIA libraries that torch links, and what it takes from each."""
+    """Return the symbols that torch uses of each NVIDIA library that it links."""
     symbols: dict[str, set[Symbol]] = defaultdict(set)
     paths = sorted((TORCH / "lib").glob("*.so"))
     with ThreadPoolExecutor() as pool:
@@ -92,7 +92,7 @@ def symbols_by_library() -> dict[str, set[Symbol]]:
                     symbols[library].add((name, version))
                 elif not version and prefix and re.match(prefix, name):
                     symbols[library].add((name, ""))
-    symbols[MONITOR] = {(name, "") for name in ANSWERS if name.startswith("nvml")}  # which torch opens as it runs
+    symbols[MONITOR] = {(name, "") for name in ANSWERS if name.startswith("nvml")}  # torch opens it at run time
     return symbols
 
 
@@ -111,14 +111,14 @@ def write_stubs(path: Path, names: Iterable[str]) -> Path:
 
 
 def write_versions(path: Path, symbols: Iterable[Symbol]) -> list[str]:
-    """The linker's arguments by which a library has the versions that torch asks for."""
+    """Write a version script, and return the linker's arguments for it."""
     versions = sorted({version for _, version in symbols} - {""})
     path.write_text("".join(f"{version} {{ global: *; }};\n" for version in versions), encoding="utf-8")
     return [f"-Wl,--version-script={path}"] if versions else []
 
 
 def build_library(library: str, symbols: set[Symbol], folder: Path, include: Path) -> str:
-    """One of NVIDIA's libraries, from our sources if there are any and stubs for the rest."""
+    """Build one of NVIDIA's libraries from our sources, if there are any, and stubs for the rest."""
     sources = SOURCES.get(library, [])
     missing = {name for name, _ in symbols} - written_functions(sources)
     others = [CUDA / "lib" / RUNTIME] if library == DRIVER else []
@@ -166,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
         folder = Path(name)
         kernels = [pool.submit(compile_kernels, source, folder, include) for source in KERNELS]
-        print(build_library(RUNTIME, symbols[RUNTIME], folder, include))  # first: others link it
+        print(build_library(RUNTIME, symbols[RUNTIME], folder, include))  # first, because others link it
         rest = [
             pool.submit(build_library, library, symbols[library], folder, include)
             for library in sorted(symbols)

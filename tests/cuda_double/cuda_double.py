@@ -1,8 +1,8 @@
-"""The Python side of the CUDA double: switches its kernels on when torch is imported, counts, and says who waited.
+"""The Python side of the CUDA double: installs its kernels when torch is imported, counts calls and finds callers.
 
-torch finds it by its entry point (`torch.backends`); a program that runs on the double need not import it.
+torch loads it through its entry point (`torch.backends`), so a program on the double need not import it.
 
-    python -m cuda_double FOLDER    # sums up the reports in a folder (CUDA_DOUBLE_REPORT); exit status 1: violations
+    python -m cuda_double FOLDER    # sums up the reports of CUDA_DOUBLE_REPORT; exits with status 1 for violations
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _runtime() -> ctypes.CDLL:
 
 
 def autoload() -> None:
-    """torch calls this at its import."""
+    """Called by torch when it is imported."""
     if _is_on("COMPUTE", otherwise=True):
         kernels = ctypes.CDLL(str(_KERNELS))
         kernels.cuda_double_install_kernels()
@@ -39,7 +39,7 @@ def autoload() -> None:
             kernels.cuda_double_poison_freed_memory()
     if folder := os.environ.get("CUDA_DOUBLE_REPORT"):
         atexit.register(write_report, Path(folder))
-    atexit.register(_runtime().cuda_double_drain_all)  # first of all: threads of streams use what is about to go
+    atexit.register(_runtime().cuda_double_drain_all)  # runs first, before the objects that streams use
 
 
 def _is_on(name: str, otherwise: bool = False) -> bool:
@@ -47,14 +47,14 @@ def _is_on(name: str, otherwise: bool = False) -> bool:
 
 
 def write_report(folder: Path) -> None:
-    """The counts of this process, as a file of their own in `folder`."""
+    """Write the counts of this process to a file in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = "".join(f"{name}\t{number}\n" for name, number in counts().items())
     (folder / f"{os.getpid()}.tsv").write_text(rows, encoding="utf-8")
 
 
 def counts() -> dict[str, int]:
-    """What happened since `reset`, by name: "cudaMalloc", "copy h2d bytes", "blocking: cudaStreamSynchronize", ..."""
+    """Return counts since `reset` by name: "cudaMalloc", "copy h2d bytes", "blocking: cudaStreamSynchronize", ..."""
     size = _runtime().cuda_double_write_counts(ctypes.create_string_buffer(1), 1) + 65536  # others may count meanwhile
     text = ctypes.create_string_buffer(size)
     _runtime().cuda_double_write_counts(text, size)
@@ -63,24 +63,24 @@ def counts() -> dict[str, int]:
 
 
 def reset() -> None:
-    """Counts start anew. Violations stay: no test is to hide another one's."""
+    """Reset all counts except violations, so that no test hides another one's."""
     _runtime().cuda_double_reset_counts()
 
 
 def violations() -> dict[str, int]:
-    """What was wrong in this process, and how often: races, reads of poison, bytes past the end of an allocation."""
+    """Return the number of each violation in this process: races, reads of poison, writes past an allocation's end."""
     return {name[len(VIOLATION) :]: number for name, number in counts().items() if name.startswith(VIOLATION)}
 
 
 def drain() -> None:
-    """Wait until all streams are done, without a synchronization that is counted."""
+    """Wait until all streams are done. Does not count as a synchronization."""
     _runtime().cuda_double_drain_all()
 
 
 def fail_allocation(number: int) -> None:
-    """The `number`-th device allocation from now on fails, with the caching allocator's retry of it. 0: none fails.
+    """Have the `number`-th device allocation from now on fail, and the caching allocator's retry of it. 0: none fails.
 
-    `counts()["device allocations"]` says how many there are. The caching allocator makes few; with
+    `counts()["device allocations"]` is the number of allocations. The caching allocator makes few; with
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it makes more.
     """
     _runtime().cuda_double_fail_allocation(ctypes.c_long(number))
@@ -88,14 +88,14 @@ def fail_allocation(number: int) -> None:
 
 @contextmanager
 def pin_limit(num_bytes: int) -> Iterator[None]:
-    """More pinned memory than this is refused, as by WSL2 or a low memlock limit."""
+    """Context in which more pinned memory than this is refused, as by WSL2 or a low memlock limit."""
     with _limit(_runtime().cuda_double_set_pin_limit, num_bytes):
         yield
 
 
 @contextmanager
 def device_memory(num_bytes: int) -> Iterator[None]:
-    """A smaller device, or a larger one."""
+    """Context with another size of the device's memory."""
     with _limit(_runtime().cuda_double_set_memory, num_bytes):
         yield
 
@@ -111,14 +111,14 @@ def _limit(set_limit: Any, num_bytes: int) -> Iterator[None]:
 
 
 class Callers:
-    """Who makes the calls whose names begin with one of `prefixes`:
+    """Counts the callers of calls whose names begin with one of `prefixes`:
 
         with Callers("sync:", "cudaMalloc", inside="hf_lohan") as callers:
             step()
         print(callers)
 
-    `found` counts them by (what, the thread's name, the Python frames in files whose path has `inside`, innermost
-    first). `bytes` has the same keys. Without a frame inside, all frames are taken. One at a time.
+    `found` counts them by (call, thread name, Python frames in files whose path contains `inside`, innermost first), or
+    all frames if none is inside. `bytes` has the same keys. Use one object at a time.
     """
 
     def __init__(self, *prefixes: str, inside: str = "hf_lohan", depth: int = 3) -> None:
@@ -157,7 +157,7 @@ class Callers:
 
 
 def summarize(folder: Path) -> tuple[str, bool]:
-    """What the reports in `folder` say together, and whether nothing is wrong."""
+    """Sum up the reports in `folder`. Returns the text and whether there is no violation."""
     total: Counter[str] = Counter()
     reports = sorted(folder.glob("*.tsv"))
     for report in reports:

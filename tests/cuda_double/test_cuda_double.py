@@ -1,4 +1,4 @@
-"""What the double must find, and must not: faults that are planted, each in a process with a device of its own."""
+"""The double finds planted faults, and reports none in correct programs. Each runs in a process with its own device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 NEEDED = "needs the CUDA double: bash scripts/development/cuda_double.sh"
 cuda_double = pytest.importorskip("cuda_double", reason=NEEDED)
-if not hasattr(cuda_double, "summarize"):  # this folder
+if not hasattr(cuda_double, "summarize"):  # the folder of this name
     pytest.skip(NEEDED, allow_module_level=True)
 
 FINDS_RACES = {"CUDA_DOUBLE_RACES": "1", "CUDA_DOUBLE_POISON": "1"}
@@ -20,13 +20,13 @@ RUNS_LATE = {**FINDS_RACES, "CUDA_DOUBLE_ASYNC": "1", "CUDA_DOUBLE_COPY_DELAY_US
 
 
 class Program:
-    """Runs Python code on a device that the environment describes."""
+    """Runs Python code on a device with the settings of environment variables."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def run(self, code: str, **device: str) -> tuple[str, str]:
-        """Its output, and what the double found wrong."""
+        """Return the output and the report of violations, "" for none."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_DOUBLE_")}
         report = self._folder / "report"
         done = subprocess.run(
@@ -51,7 +51,7 @@ def program(tmp_path: Path) -> Program:
 
 COPY_AND_USE = """
 device, host, side = torch.zeros(1 << 16, device="cuda"), torch.ones(1 << 16).pin_memory(), torch.cuda.Stream()
-device + 1  # what is called for the first time takes longer than a late copy
+device + 1  # the first call of an operation takes longer than a late copy
 torch.cuda.synchronize()
 with torch.cuda.stream(side):
     device.copy_(host, non_blocking=True)
@@ -76,7 +76,7 @@ def test_a_missing_wait_is_a_race_though_the_numbers_are_right(program: Program)
     assert 'race: "aten::add.Tensor" on stream 0 reads what "copy h2d" on stream 1 wrote' in wrong
 
 
-def test_a_missing_wait_gives_wrong_numbers_where_copies_are_late(program: Program) -> None:
+def test_a_missing_wait_gives_wrong_numbers_if_copies_are_late(program: Program) -> None:
     output, wrong = program.run(COPY_AND_USE.format(wait=""), **RUNS_LATE, CUDA_DOUBLE_SEED="3")
     assert float(output) == 1 << 16
     assert "race" in wrong
@@ -94,7 +94,7 @@ torch.cuda.synchronize()
 """
 
 
-def test_memory_that_is_given_back_while_a_stream_uses_it(program: Program) -> None:
+def test_memory_that_is_freed_while_a_stream_uses_it(program: Program) -> None:
     _, wrong = program.run(FREE_WHILE_USED.format(keep=""), **FINDS_RACES)
     assert 'race: "poison" on stream 0 writes what "aten::mul.Tensor" on stream 1 reads' in wrong
 
@@ -104,7 +104,7 @@ def test_memory_that_is_recorded_for_the_stream_is_no_race(program: Program) -> 
     assert not wrong
 
 
-def test_a_read_of_memory_that_was_given_back(program: Program) -> None:
+def test_a_read_of_freed_memory(program: Program) -> None:
     code = """
 torch.zeros(1 << 18, device="cuda")  # freed at once
 again = torch.empty(1 << 18, device="cuda")
@@ -130,8 +130,8 @@ torch.cuda.synchronize()
     assert 'cudaHostUnregister while "copy h2d" uses the memory' in wrong
 
 
-def test_who_makes_the_host_wait(program: Program) -> None:
-    """Here the mistake is `.item()`, and all else waits for nothing."""
+def test_callers_that_make_the_host_wait(program: Program) -> None:
+    """Only `.item()` waits here."""
     code = """
 numbers = torch.ones(1000, device="cuda")
 def careless(): return numbers.sum().item()
@@ -156,7 +156,7 @@ print(cuda_double.counts()["blocking: cudaStreamSynchronize"])
 
 
 @pytest.mark.parametrize("device", [{}, RUNS_LATE], ids=["at_once", "late"])
-def test_numbers_are_those_of_the_cpu(program: Program, device: dict[str, str]) -> None:
+def test_numbers_equal_those_of_the_cpu(program: Program, device: dict[str, str]) -> None:
     code = """
 from torch import nn
 def losses(device):
@@ -181,7 +181,7 @@ print(list(losses("cuda")))
     assert not wrong
 
 
-def test_numbers_of_python_leave_an_operation_in_the_dtype_of_its_tensor(program: Program) -> None:
+def test_python_numbers_do_not_change_the_dtype_of_an_operation(program: Program) -> None:
     code = """
 values = torch.rand(20)
 print(sum(float(value * 0.3) != float(value.cuda() * 0.3) for value in values))
@@ -191,7 +191,7 @@ print(sum(float(value * 0.3) != float(value.cuda() * 0.3) for value in values))
     assert not wrong
 
 
-def test_dropout_is_the_same_while_the_program_sets_the_state_of_the_cpu(program: Program) -> None:
+def test_dropout_does_not_depend_on_the_cpus_random_state(program: Program) -> None:
     code = """
 value, state, found = torch.ones(1 << 14, device="cuda", requires_grad=True), torch.get_rng_state(), []
 for _ in range(100):
@@ -207,7 +207,7 @@ print(sum(not torch.equal(dropped, found[0]) for dropped in found))
 
 
 def test_work_belongs_to_the_device_that_its_tensors_are_on(program: Program) -> None:
-    """Whichever device is current: the default stream of each has the same handle."""
+    """Whichever device is current; the default streams of all devices have the same handle."""
     code = """
 first = torch.ones(4, device="cuda:1")
 joined = torch.cat([first, first + 1])
@@ -226,7 +226,7 @@ def is_refused(num_bytes, **options):
     try: torch.empty(num_bytes, dtype=torch.uint8, **options)
     except torch.OutOfMemoryError: return True
     return False
-half = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")  # resident where it is touched
+half = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")  # only touched pages are resident
 print(torch.cuda.get_device_properties(0).total_memory >> 30, torch.cuda.mem_get_info()[0] >> 30)
 print(is_refused(12 << 30, device="cuda"), is_refused(11 << 30, device="cuda"))
 with cuda_double.device_memory(13 << 30):
@@ -238,12 +238,12 @@ with cuda_double.device_memory(13 << 30):
 
 
 @pytest.mark.parametrize("late", ["0", "1"], ids=["at_once", "late"])
-def test_pinning_that_is_refused(program: Program, late: str) -> None:
-    """As CUDA does, it leaves an error behind that the next launch reports if nobody takes it."""
+def test_refused_pinning(program: Program, late: str) -> None:
+    """As in CUDA, the next launch reports the error unless it is cleared."""
     code = """
 import mmap
 memory = torch.frombuffer(mmap.mmap(-1, 8 << 20), dtype=torch.uint8)
-kept = torch.ones(1, device="cuda")  # a launch needs no memory of the device
+kept = torch.ones(1, device="cuda")  # launches without device memory
 print(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)), memory.is_pinned())
 try: kept.add_(1)
 except RuntimeError as error: print("out of memory" in str(error))
@@ -285,7 +285,7 @@ except RuntimeError as error: print("invalid device" in str(error))
 
 
 def test_kernels_can_be_left_out(program: Program) -> None:
-    """Then torch's own CUDA code runs, with allocations that are exactly CUDA's, and numbers that mean nothing."""
+    """Then torch's own CUDA code runs, with CUDA's exact allocations and meaningless numbers."""
     code = """
 a = torch.empty(64, 64, device="cuda")
 (a @ a).relu()

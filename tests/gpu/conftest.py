@@ -1,5 +1,4 @@
-"""Every GPU passes for one of 24 GB: what fits a larger one by chance is found here. Makes the modules beside this file
-importable."""
+"""Limits every GPU to 24 GB, so that a test does not pass only on a larger one. Makes the modules here importable."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def a_gpu_of_24_gb() -> None:
 
 @pytest.fixture
 def double() -> Any:
-    """The double of the CUDA runtime; tests that ask it are skipped without it."""
+    """The double of the CUDA runtime; skips the test on a real GPU."""
     from doubled_device import find_double
 
     found = find_double()

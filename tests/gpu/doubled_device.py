@@ -1,4 +1,4 @@
-"""The double of the CUDA runtime, for tests that ask it what happened. The only file here that knows its name."""
+"""Access to the double of the CUDA runtime, whose module only this file imports."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 
 def find_double() -> Any:
-    """The double's module; None where it is not what torch runs on, so also where CUDA is real."""
+    """Return the double's module; None if torch does not run on it."""
     try:
         double = importlib.import_module("cuda_double")
         double.counts()
-    except (ImportError, OSError, AttributeError):  # not installed; no runtime of that name; another one's
+    except (ImportError, OSError, AttributeError):  # not installed, no CUDA runtime, or the real one
         return None
     return double
 
 
 @contextmanager
 def pin_limit(double: Any, num_bytes: int) -> Iterator[None]:
-    """Within, no more than this can be pinned in addition to what is pinned already."""
-    gc.collect()  # else what an earlier test has pinned makes room meanwhile
+    """Context in which at most ``num_bytes`` more than at present can be pinned."""
+    gc.collect()  # unpins memory of earlier tests, which would make room later
     with double.pin_limit(double.counts().get("pinned bytes now", 0) + num_bytes):
         yield
 
 
 def environment_of_double(**settings: int) -> dict[str, str]:
-    """The variables by which another process gets a double of these settings: ``SEED=7``, ``DEVICES=2``, ..."""
+    """Return environment variables for another process with a double of these settings (``SEED=7``, ``DEVICES=2``)."""
     return {f"CUDA_DOUBLE_{name}": str(value) for name, value in settings.items()}

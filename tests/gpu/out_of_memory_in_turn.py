@@ -1,5 +1,8 @@
-"""python out_of_memory_in_turn.py FOLDER NUMBER...: on the double, a short run for each number, whose allocation of
-that number fails, and the run that goes on from it. Prints "NUMBER ended" or "NUMBER whole" for each that went well."""
+"""python out_of_memory_in_turn.py FOLDER NUMBER...
+
+For each number, trains a short run on the double whose device allocation of that number fails, and resumes it. Prints
+"NUMBER ended" or "NUMBER whole" for each that has the weights of an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,9 @@ def main(folder: Path, numbers: list[int]) -> None:
             double.fail_allocation(0)
         if ended and broken.offload_engine is not None:
             broken.offload_engine.close()
-        found_losses, found = outcome(resumed_in(folder / str(number)) if ended else broken)
-        assert found_losses == losses, number
-        assert all(torch.equal(found[name], weight) for name, weight in weights.items()), number
+        final_losses, final = outcome(resumed_in(folder / str(number)) if ended else broken)
+        assert final_losses == losses, number
+        assert all(torch.equal(final[name], weight) for name, weight in weights.items()), number
         print(number, "ended" if ended else "whole", flush=True)
         shutil.rmtree(folder / str(number))
 

@@ -1,4 +1,4 @@
-"""The exactness and budget promises on CUDA: real streams, real events, pinned memory."""
+"""Exactness and budgets on CUDA, with real streams, events and pinned memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "in_backward": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
 }
 RELATIVE_TOLERANCE = 1e-5
-"""Fused AdamW on CUDA and on the CPU round differently; both sides' gradients come from the same CUDA kernels."""
+"""Fused AdamW rounds differently on CUDA and on the CPU. The gradients come from the same CUDA kernels."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_twenty_steps(family: str, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
 def test_vertical_micro_batches(family: str, hold: bool, tmp_path: Path) -> None:
-    """On a stream that is not the default one, which the micro-batches' threads have to take along."""
+    """On another stream than the default one, which the micro-batches' threads must use as well."""
     num_micro_batches, overrides = 4, {"output_router_logits": True} if family == "mixtral" else {}
     reference = make_model(family, recompute=True, **overrides).cuda()
     torch_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
@@ -140,8 +140,8 @@ def test_vertical_micro_batches(family: str, hold: bool, tmp_path: Path) -> None
     assert worst < 1e-4
 
 
-def test_same_run_twice_is_equal_to_the_bit(tmp_path: Path) -> None:
-    """Copies that race would show as differences between runs."""
+def test_a_repeated_run_is_equal_to_the_bit(tmp_path: Path) -> None:
+    """Races of copies would change the weights."""
 
     def run(folder: Path) -> dict[str, torch.Tensor]:
         model = make_model("llama", recompute=True, num_layers=8)

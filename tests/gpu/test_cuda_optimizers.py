@@ -1,4 +1,4 @@
-"""Other optimizers than AdamW on CUDA: their steps on the CPU, but for Muon's matrix products."""
+"""Other optimizers than AdamW on CUDA. They run on the CPU, except Muon's matrix products."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def train(model: Any, optimizers: Any, backward: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize(
     ("make", "tolerance"), [(sgd, 1e-5), (muon_and_adamw, 2e-4)], ids=["sgd", "muon"]
-)  # Newton-Schulz is in bfloat16, and Adam divides what is nearly zero
-def test_steps_are_those_of_torch_on_the_gpu(make: Any, tolerance: float, tmp_path: Path) -> None:
+)  # Newton-Schulz is in bfloat16, and Adam divides by numbers near 0
+def test_steps_equal_those_of_torch_on_the_gpu(make: Any, tolerance: float, tmp_path: Path) -> None:
     stock = tiny_model("llama").train().cuda()
     train(stock, make(stock), lambda loss: loss.backward())
     offload = {"cpu_memory": "8MiB", "gpu_memory": "4MiB", "ssd": str(tmp_path)}
@@ -58,9 +58,9 @@ def test_steps_are_those_of_torch_on_the_gpu(make: Any, tolerance: float, tmp_pa
     assert worst < tolerance
 
 
-def test_what_is_computed_aside_is_there_when_it_returns() -> None:
+def test_compute_aside_returns_a_finished_host_tensor() -> None:
     device, value = device_for("cuda"), torch.randn(512, 1024)
     for _ in range(20):
-        found = device.compute_aside(lambda matrix: matrix @ matrix.T, value)
-        assert found.device.type == "cpu"
-        assert torch.allclose(found, value @ value.T, rtol=1e-2, atol=1e-1)
+        product = device.compute_aside(lambda matrix: matrix @ matrix.T, value)
+        assert product.device.type == "cpu"
+        assert torch.allclose(product, value @ value.T, rtol=1e-2, atol=1e-1)

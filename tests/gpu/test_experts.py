@@ -1,4 +1,4 @@
-"""Experts one by one on CUDA: whether a group computed by itself has the bits that it has among the others."""
+"""Streamed experts on CUDA: an expert computed alone equals the same expert in the grouped product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 LOSS_TOLERANCE = 1e-5
-"""Relative, over 10 steps in float32: kernels may be chosen by the number of rows and groups."""
+"""Relative, over 10 steps in float32, because CUDA chooses kernels by the number of rows and groups."""
 
 
 def experts_module(dtype: torch.dtype) -> Any:
@@ -29,8 +29,8 @@ def experts_module(dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_tokens", [1, 16, 257, 2048])
-def test_an_expert_alone_is_as_among_others(dtype: torch.dtype, num_tokens: int) -> None:
-    """bfloat16, in which experts train, has the bits of the grouped product; float32 an ulp or so at most."""
+def test_an_expert_alone_equals_the_grouped_product(dtype: torch.dtype, num_tokens: int) -> None:
+    """To the bit in bfloat16, and within rounding in float32."""
     module = experts_module(dtype)
     generator = torch.Generator(device="cuda").manual_seed(0)
     rows = torch.randn(num_tokens, 128, device="cuda", dtype=dtype, generator=generator)
@@ -43,16 +43,16 @@ def test_an_expert_alone_is_as_among_others(dtype: torch.dtype, num_tokens: int)
         return compute_expert(module, of_expert, own)
 
     ids, order = torch.sort(chosen.reshape(-1))
-    made = torch.empty(ids.numel(), 128, device="cuda", dtype=dtype)
+    outputs = torch.empty(ids.numel(), 128, device="cuda", dtype=dtype)
     for expert in ids.unique().tolist():
-        made[ids == expert] = alone(expert, rows[order[ids == expert] // 4])
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device="cuda")
-    found = (made * 0.25)[place].view(num_tokens, 4, 128).sum(1)
+        outputs[ids == expert] = alone(expert, rows[order[ids == expert] // 4])
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.numel(), device="cuda")
+    total = (outputs * 0.25)[position].view(num_tokens, 4, 128).sum(1)
     if dtype == torch.bfloat16:
-        assert torch.equal(found, expected), f"{(found != expected).sum()} of {found.numel()} elements differ"
+        assert torch.equal(total, expected), f"{(total != expected).sum()} of {total.numel()} elements differ"
     else:
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(total, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_training_follows_torch(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_training_follows_torch(tmp_path: Path) -> None:
         optimizers.append(OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine))
         for step in range(10):
             batch = {key: value.cuda() for key, value in tiny_batch(seed=step).items()}
-            losses = [one(**batch).loss for one in (reference, model)]
+            losses = [either(**batch).loss for either in (reference, model)]
             assert torch.allclose(losses[1], losses[0], rtol=LOSS_TOLERANCE, atol=0)
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 loss.backward()

@@ -1,6 +1,6 @@
-"""Where the host waits for the device in a steady step: each place is known, and how often.
+"""Where and how often the host waits for the device in a steady step.
 
-A thread that computes enqueues work far ahead of the device. Whenever it waits, the device is about to run out of work.
+A computing thread enqueues work far ahead of the device. Whenever it waits, the device may run out of work.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_lohan.testing.models import tiny_model
 NUM_LAYERS = 4
 NUM_STEPS = 4
 DEPTH = 60
-"""Frames of a call, as far as they are looked at."""
+"""Recorded frames of a call."""
 BESIDE = ("lohan-gradients", "lohan-prefetch", "lohan-experts", "lohan-activations")
-"""Threads that wait so that those that compute need not."""
+"""Threads that wait in place of the computing ones."""
 SHAPE_UNKNOWN_TO_THE_DOUBLE = "blocking: aten::index.Tensor"
-"""On a GPU an index of whole numbers has nobody wait."""
+"""An index of integers, which does not wait on a GPU."""
 
 CLIP_NORM = "updates/gradients.py _norms"
 ROUTED = "experts/routing.py numbers"
@@ -39,7 +39,7 @@ LEFT = "activations/swapper.py drain"
 class Case:
     family: str
     expected: dict[str, int]
-    """How often the host waits, by the place that made it."""
+    """Number of waits by caller."""
     offload: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     has_adapters: bool = False
@@ -53,14 +53,14 @@ CASES = {
     "adapters": Case("llama", ONCE, has_adapters=True),
     "accumulated": Case("llama", ONCE, settings=TWO_MICRO_BATCHES),
     "vertical": Case("llama", ONCE, {"vertical_micro_batches": True}, TWO_MICRO_BATCHES),
-    # Behind each layer but the last two the host lets the device put away what it left: that bounds memory.
+    # To bound memory, the host waits for the swapped activations of each layer but the last two.
     "swapped": Case("llama", {**ONCE, LEFT: NUM_LAYERS - 2}, {"activations": "swap"}),
     "experts_with_layer": Case("qwen3_moe", ONCE, {"experts": "with_layer"}),
     "experts_streamed": Case("qwen3_moe", EACH_LAYER_AND_PASS, {"experts": "streamed"}),
     "experts_recomputed": Case("qwen3_moe", EACH_LAYER_AND_PASS, {"experts": "streamed", "activations": "recompute"}),
     "experts_vertical": Case(
         "qwen3_moe",
-        {**ONCE, ROUTED: 2 * 2 * NUM_LAYERS},  # of each micro-batch
+        {**ONCE, ROUTED: 2 * 2 * NUM_LAYERS},  # for each micro-batch
         {"experts": "streamed", "vertical_micro_batches": True},
         TWO_MICRO_BATCHES,
     ),
@@ -68,19 +68,19 @@ CASES = {
 
 
 def files_of(package: Any) -> frozenset[str]:
-    """As the double names them: by their last two parts."""
+    """The package's files by the last two parts of their paths, as the double names them."""
     folder = Path(package.__file__).parent
     return frozenset("/".join(file.parts[-2:]) for file in folder.rglob("*.py"))
 
 
 class LastStep(TrainerCallback):
-    """Notes who waits in the last step, on the threads that compute."""
+    """Records the waits of the computing threads in the last step."""
 
     def __init__(self, double: Any) -> None:
         self._double = double
         self._callers = double.Callers("sync:", inside="/", depth=DEPTH)
         self.blocking_operations: list[str] = []
-        """By the results that they return, which only a double whose streams are threads can tell."""
+        """Operations that wait because their result's shape depends on values. Known only if streams have threads."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == NUM_STEPS - 1:
@@ -94,15 +94,15 @@ class LastStep(TrainerCallback):
             self.blocking_operations = [name for name in names if not name.startswith(SHAPE_UNKNOWN_TO_THE_DOUBLE)]
 
     def waits(self) -> Counter[str]:
-        """How often, by the frames from the innermost one outside torch, where that is one of ours: what transformers
-        has the host wait for it does in any run."""
-        torchs, ours = files_of(torch), files_of(hf_lohan)
+        """Number of waits by frames, from the innermost one outside torch. Only those whose innermost frame is in
+        hf_lohan, because transformers' own waits happen in any run."""
+        torch_files, our_files = files_of(torch), files_of(hf_lohan)
         of_each: dict[str, Counter[bool]] = {}
         for (what, thread, frames), number in self._callers.found.items():
-            outside = [frame for frame in frames.split(" < ") if frame.partition(":")[0] not in torchs]
-            if thread in BESIDE or not outside or outside[0].partition(":")[0] not in ours:
+            outside = [frame for frame in frames.split(" < ") if frame.partition(":")[0] not in torch_files]
+            if thread in BESIDE or not outside or outside[0].partition(":")[0] not in our_files:
                 continue
-            # A copy from or to pageable memory, and the wait for it, are told apart.
+            # The double counts a copy of pageable memory and the wait for it separately.
             of_each.setdefault(" < ".join(outside), Counter())["pageable" in what] += number
         return Counter({frames: max(of.values()) for frames, of in of_each.items()})
 
@@ -121,29 +121,29 @@ def run(double: Any, folder: Path, case: Case, callbacks: list[Any]) -> LastStep
     return step
 
 
-def place_of(frames: str, expected: dict[str, int]) -> str:
-    """The first of the places that is among the frames, or all of these."""
+def caller_in(frames: str, expected: dict[str, int]) -> str:
+    """Return the first expected caller among the frames, or else all frames."""
     without_lines = re.sub(r":\d+ ", " ", frames)
-    return next((place for place in expected if f" < {place} < " in f" < {without_lines} < "), frames)
+    return next((caller for caller in expected if f" < {caller} < " in f" < {without_lines} < "), frames)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_host_waits_where_it_has_to(double: Any, tmp_path: Path, name: str) -> None:
+def test_the_host_waits_only_where_expected(double: Any, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     step = run(double, tmp_path, case, [])
-    found: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
     for frames, number in step.waits().items():
-        found[place_of(frames, case.expected)] += number
-    assert found == case.expected
+        waits[caller_in(frames, case.expected)] += number
+    assert waits == case.expected
     assert step.blocking_operations == []
 
 
-def test_a_wait_that_nobody_expects_is_named(double: Any, tmp_path: Path) -> None:
+def test_an_unexpected_wait_is_reported(double: Any, tmp_path: Path) -> None:
     class Waiting(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             device = device_for("cuda")
             model.register_forward_pre_hook(lambda *_: device.record(Lane.COMPUTE).synchronize())
 
     waits = run(double, tmp_path, CASES["dense"], [Waiting()]).waits()
-    (unexpected,) = [frames for frames in waits if place_of(frames, ONCE) != CLIP_NORM]
+    (unexpected,) = [frames for frames in waits if caller_in(frames, ONCE) != CLIP_NORM]
     assert re.match(r"device/cuda.py:\d+ synchronize < gpu/test_host_waits.py:\d+ <lambda>", unexpected)

@@ -1,4 +1,4 @@
-"""Measuring a CUDA device: real streams, pinned memory, and a device that a run can use afterwards."""
+"""Measuring a CUDA device, which a run can use afterwards."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class CardRates(NamedTuple):
 
 
 def rates_of_the_card() -> tuple[CardRates, CardRates]:
-    """(slowest, fastest) that a measurement may find. Every GPU is faster than the slowest; the double, whose kernels
-    run on the CPU, has a bound of its own. A measurement of enqueueing alone would be beyond the fastest."""
+    """Return bounds (slowest, fastest) of the measured rates. The double has a slower bound, because its kernels run on
+    the CPU. A rate beyond the fastest would measure enqueueing alone."""
     card = torch.cuda.get_device_properties(0)
     clocks_per_s = 1e3 * getattr(card, "clock_rate", 3e6)
     fastest = CardRates(card.multi_processor_count * clocks_per_s * 16384, 1e14)
@@ -62,7 +62,7 @@ def test_a_profile_of_the_device(tmp_path: Path) -> None:
 
 
 def test_pools_can_be_pinned_after_measuring(tmp_path: Path) -> None:
-    """What was pinned to measure with is given back: else its addresses, used again, could not be."""
+    """Measuring unpins its memory, whose addresses could not be pinned again otherwise."""
     device = device_for("cuda")
     effort = MeasuringEffort(budget_s=0.0, scratch_bytes=16 << 20)
     for _ in range(3):
@@ -72,12 +72,12 @@ def test_pools_can_be_pinned_after_measuring(tmp_path: Path) -> None:
     assert device.describe()["pinned_host_memory"]
 
 
-def test_measuring_keeps_no_memory_of_the_device(tmp_path: Path) -> None:
-    """What the caching allocator would keep no run could use in other sizes."""
+def test_measuring_keeps_no_device_memory(tmp_path: Path) -> None:
+    """A run could not use cached memory of these sizes."""
     device = device_for("cuda")
     effort = MeasuringEffort(budget_s=0.0, scratch_bytes=16 << 20)
     reserved_bytes = []
-    for _ in range(2):  # workspaces of libraries, which stay, are made by the first
+    for _ in range(2):  # the first also makes workspaces of libraries, which stay
         measure_hardware(make_config(tmp_path), device, matrix_shapes=SHAPES, dtype=torch.bfloat16, effort=effort)
         reserved_bytes.append(torch.cuda.memory_reserved())
         torch.cuda.empty_cache()
@@ -85,7 +85,7 @@ def test_measuring_keeps_no_memory_of_the_device(tmp_path: Path) -> None:
     assert reserved_bytes[0] == reserved_bytes[1]
 
 
-def test_the_facts(tmp_path: Path) -> None:
+def test_facts_of_the_machine(tmp_path: Path) -> None:
     facts = examine_machine(make_config(tmp_path), device_for("cuda"))
     assert facts.device_type == "cuda"
     assert facts.device_name == torch.cuda.get_device_name()

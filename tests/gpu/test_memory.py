@@ -1,4 +1,4 @@
-"""Device memory: how it is taken, what the plan says of it, and what a run says when there is none left."""
+"""Device memory: segments, peaks beside the plan, and out of memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainer_runs import train
 from hf_lohan.device import device_for
 
 PAGE_TABLES_BYTES = 8 << 20
-"""What a driver may take for itself when memory is mapped."""
+"""What a driver may use itself to map memory."""
 
 
-def test_segments_grow_where_the_driver_lets_them() -> None:
+def test_segments_grow_if_the_driver_supports_it() -> None:
     device = device_for("cuda")
     memory = device.empty(100 << 20)
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] <= memory.data_ptr()]
-    own = max(segments, key=lambda segment: segment["address"])
-    assert own["is_expandable"] is device.grows_segments
+    segment = max(segments, key=lambda segment: segment["address"])
+    assert segment["is_expandable"] is device.grows_segments
 
 
-def test_what_the_allocator_keeps_counts_as_free() -> None:
+def test_cached_memory_counts_as_free() -> None:
     device = device_for("cuda")
     before = device.total_memory_bytes()
     memory = device.empty(64 << 20)
@@ -51,7 +51,7 @@ def test_the_record_has_peaks_beside_the_plan(tmp_path: Path) -> None:
 
 
 QUICK = (3, 60, 400)
-"""When slots are taken, in the first step, in a later one."""
+"""An allocation of slots, one in the first step and one in a later step."""
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ QUICK = (3, 60, 400)
     ids=lambda numbers: f"{numbers[0]}_to_{numbers[-1]}",
 )
 def test_out_of_memory_at_one_allocation_after_another(double: Any, numbers: Sequence[int], tmp_path: Path) -> None:
-    """Without the cache of torch's allocator, so that each tensor asks the device. What fails in planning costs the
-    plan; what fails in a step ends the run, with an answer, and the next one goes on from what was committed."""
+    """A failure in planning only loses the plan. A failure in a step ends the run with advice, and the next run resumes
+    from the last commit. torch's allocator does not cache, so each tensor is a device allocation."""
     if not hasattr(double, "fail_allocation"):
         pytest.skip("this double cannot fail an allocation")
     command = [sys.executable, str(Path(__file__).with_name("out_of_memory_in_turn.py")), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Host memory that cannot be pinned, as under WSL2 or a low memlock limit: copies are slower, no bit changes."""
+"""Host memory that cannot be pinned, as under WSL2 or a low memlock limit, changes no bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_runs import assert_same_bits, train
 from hf_lohan.device import device_for
 
 
-def test_after_a_refusal_torch_goes_on(double: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_works_after_a_refusal(double: Any, caplog: pytest.LogCaptureFixture) -> None:
     with pin_limit(double, 1 << 20), caplog.at_level(logging.WARNING):
         device = device_for("cuda")
         buffers = [device.host_empty(num_bytes) for num_bytes in (4 << 20, 2 << 20, 4096)]
@@ -24,7 +24,7 @@ def test_after_a_refusal_torch_goes_on(double: Any, caplog: pytest.LogCaptureFix
 
 
 def test_a_run_whose_memory_cannot_be_pinned(double: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Measuring, pools, swapped activations: all of it asks for pinned memory."""
+    """Measuring, pools and swapped activations all pin memory."""
     offload = {
         "cpu_memory": "64MiB",
         "gpu_memory": "4MiB",

@@ -1,4 +1,4 @@
-"""Host memory that several processes share is pinned in each, and copied from and to as any other."""
+"""Host memory that several processes share is pinned in each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_BYTES = 64 << 20
 
 
 def double_it(fd_of_parent: str, connection: Connection) -> None:
-    """In another process, with a CUDA context of its own."""
+    """Double the values, in another process with its own CUDA context."""
     device = device_for("cuda")
     fd = os.open(fd_of_parent, os.O_RDWR)
     host = device.host_shared(fd, NUM_BYTES)
@@ -49,6 +49,6 @@ def test_memory_that_two_processes_share_is_pinned_in_both() -> None:
     assert torch.equal(on_device.cpu().view(torch.float32), 2 * torch.arange(NUM_BYTES // 4, dtype=torch.float32))
     address = host.data_ptr()
     del host
-    again = device.host_shared(fd, NUM_BYTES)  # likely at the same address, which was given back
+    again = device.host_shared(fd, NUM_BYTES)  # probably at the same address, which was unpinned
     assert again.is_pinned(), address
     os.close(fd)

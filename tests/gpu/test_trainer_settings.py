@@ -1,7 +1,7 @@
-"""Whatever is asked of Trainer, a run on CUDA is that of the stock Trainer on the same device.
+"""With any of Trainer's settings, a run on CUDA equals the stock Trainer on the same device.
 
-On the double of the CUDA runtime to the bit, late copies or not: its kernels are the CPU's. On a GPU within
-`ON_A_GPU`: there attention's backward sums in any order, and torch's AdamW on the GPU rounds otherwise than on the CPU.
+On the double of the CUDA runtime it is equal to the bit, because kernels are the CPU's. On a GPU it is within
+`ON_A_GPU`, because attention's backward sums in any order and torch's AdamW rounds differently on the GPU.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from hf_lohan.testing.models import tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 4
 SMALL: dict[str, Any] = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "activations": "recompute", "commit_every": 1}
-"""Room for two or three blocks on the device, and not for all gradients on the host."""
+"""Two or three blocks fit on the device, and not all gradients fit on the host."""
 ROOMY = {**SMALL, "cpu_memory": "64MiB", "gpu_memory": "16MiB", "activations": "keep"}
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Of losses and norms, relative; of weights, absolute. AdamW moves a weight whose gradient is noise by up to the
-    learning rate, 1e-3, a step."""
+    """Relative for losses and norms, absolute for weights. AdamW moves a weight whose gradient is noise by up to the
+    learning rate (1e-3) per step."""
 
     loss: float = 0.0
     norm: float = 0.0
@@ -52,7 +52,7 @@ ON_A_GPU_IN_BFLOAT16 = Tolerances(1e-2, 5e-2, 4e-3)
 
 @dataclass(frozen=True)
 class Setting:
-    """Of the stock run, the arguments; of ours, the offload settings beside the small budgets."""
+    """TrainingArguments of both runs, and offload settings of ours, which override the small budgets."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, Any] = field(default_factory=dict)
@@ -67,11 +67,11 @@ def accumulated(number: int, **arguments: Any) -> dict[str, Any]:
 
 
 LOGGED_LOSS = Tolerances(loss=1e-6)
-"""A step's losses are added up before they are added to earlier ones."""
+"""Ours adds a step's losses before it adds them to earlier ones."""
 NORM_OF_PARTS = Tolerances(norm=1e-5)
-"""Stock has all experts of a layer in one parameter; here each has a norm of its own, and the run's is put together."""
+"""Stock has all experts of a layer in one parameter; ours combines the norms of single experts."""
 SUMMED_OTHERWISE = Tolerances(loss=1e-5, norm=1e-4, weight=2e-5)
-"""As tests/exactness/test_chunked_loss.py states it."""
+"""See tests/exactness/test_chunked_loss.py."""
 
 SETTINGS = {
     "defer, clips": Setting({"max_grad_norm": 0.3}, {"clip": "defer"}),
@@ -136,7 +136,7 @@ SLOW = {
     "bfloat16 experts",
     "bfloat16 states",
 }
-"""What nearly shows in others."""
+"""Settings that others nearly cover."""
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def whole_float32_products() -> Any:
 
 
 def assert_within(ours: Outcome, expected: Outcome, exact: Tolerances, on_a_gpu: Tolerances) -> None:
-    """``exact`` on the double; on a GPU what its kernels add to that."""
+    """Compare within ``exact`` on the double, and within ``on_a_gpu`` on a GPU."""
     bounds = exact if find_double() is not None else on_a_gpu
     assert len(ours.losses) == len(expected.losses) > 0
     assert_near(ours.losses, expected.losses, bounds.loss, "losses")
@@ -167,20 +167,20 @@ def assert_near(ours: list[float], expected: list[float], relative: float, what:
 
 
 def is_near(ours: Tensor, expected: Tensor, absolute: float) -> bool:
-    return bool(((ours - expected).abs() <= absolute).all())  # not so where anything is NaN
+    return bool(((ours - expected).abs() <= absolute).all())  # False for NaN
 
 
 @pytest.fixture(scope="module")
 def stock_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What stock makes of a setting; several settings of ours have the same."""
-    made: dict[str, Outcome] = {}
+    """Runs stock once for all settings with the same model and arguments."""
+    outcomes: dict[str, Outcome] = {}
 
     def run(setting: Setting) -> Outcome:
         key = repr((setting.family, setting.model, setting.arguments))
-        if key not in made:
+        if key not in outcomes:
             folder = tmp_path_factory.mktemp("stock")
-            made[key] = train(folder, tiny_model(setting.family, **setting.model), **of_run(setting))
-        return made[key]
+            outcomes[key] = train(folder, tiny_model(setting.family, **setting.model), **of_run(setting))
+        return outcomes[key]
 
     return run
 
@@ -195,7 +195,7 @@ def train_offloaded(folder: Path, setting: Setting, model: Any = None, **more: A
 
 
 @pytest.mark.parametrize("name", slow_but(SETTINGS.keys() - SLOW, SETTINGS))
-def test_a_run_is_that_of_stock(name: str, stock_of: Any, tmp_path: Path) -> None:
+def test_a_run_equals_stock(name: str, stock_of: Any, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     ours = train_offloaded(tmp_path, setting)
     assert_within(ours, stock_of(setting), setting.tolerances, setting.on_a_gpu)
@@ -219,8 +219,8 @@ ROUNDED = {
 
 
 @pytest.mark.parametrize("name", slow_but(ROUNDED.keys() - SLOW, ROUNDED))
-def test_what_rounds_is_the_same_wherever_it_lies(name: str, tmp_path: Path) -> None:
-    """Stock has no such numbers: its bfloat16 is autocast, its moments are float32."""
+def test_rounding_does_not_depend_on_placement(name: str, tmp_path: Path) -> None:
+    """Compared with a roomy run of ours, because stock rounds elsewhere (autocast, float32 moments)."""
     setting = ROUNDED[name]
     kept = {key: value for key, value in setting.offload.items() if key == "optimizer_state_dtype"}
     elsewhere = train(tmp_path / "roomy", tiny_model(setting.family), offload={**ROOMY, **kept}, **of_run(setting))
@@ -255,7 +255,7 @@ def test_muon(max_grad_norm: float, tmp_path: Path) -> None:
     stock = train(tmp_path / "stock", model, optimizers=(MuonAndAdamW(model, 1e-3), None), **settings)
     offload = {**SMALL, "cpu_memory": "8MiB", "gpu_memory": "4MiB", "optimizer": "muon"}
     ours = train(tmp_path / "ours", "llama", offload=offload, **settings)
-    # Newton-Schulz is in bfloat16, in which a GPU's kernels are chosen by shape and time.
+    # Newton-Schulz is in bfloat16, for which a GPU chooses kernels by shape and time.
     assert_within(ours, stock, Tolerances(), replace(ON_A_GPU, loss=1e-4, weight=4e-4))
 
 
@@ -309,10 +309,10 @@ def test_a_model_generates_from_the_store(family: str, tmp_path: Path) -> None:
     assert engine is not None
     try:
         for settings in ({"do_sample": False}, {"do_sample": True, "top_p": 0.9}, {"num_beams": 3}):
-            found, expected = (generated(each, prompt, settings) for each in (model, stock))
-            assert torch.equal(found.sequences, expected.sequences), settings
+            ours, expected = (generated(either, prompt, settings) for either in (model, stock))
+            assert torch.equal(ours.sequences, expected.sequences), settings
             bound = 0.0 if find_double() is not None else 1e-4
-            assert all(is_near(a, b, bound) for a, b in zip(found.logits, expected.logits, strict=True))
+            assert all(is_near(a, b, bound) for a, b in zip(ours.logits, expected.logits, strict=True))
     finally:
         engine.close()
 
@@ -326,16 +326,16 @@ def generated(model: Any, prompt: Tensor, settings: dict[str, Any]) -> Any:
 
 
 def environment_with(*paths: Path, **more: str) -> dict[str, str]:
-    found = [*map(str, paths), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(found), **more}
+    folders = [*map(str, paths), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **more}
 
 
 def run_python(*arguments: object, environment: dict[str, str], status: int = 0) -> None:
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=1800
     )
-    assert found.returncode == status, found.stdout + found.stderr
-    assert "VIOLATION" not in found.stderr, found.stderr
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "VIOLATION" not in done.stderr, done.stderr
 
 
 CLIPPED_BY_A_GUESS = Setting(accumulated(2, max_grad_norm=3.2), {"clip": "speculate"}, "opt", {"dropout": 0.1})
@@ -343,7 +343,7 @@ DIES_AT_STEP = 3
 
 
 def train_until_killed(folder: Path) -> None:
-    """What another process does."""
+    """Train in another process, which kills itself."""
 
     class Dies(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -353,8 +353,8 @@ def train_until_killed(folder: Path) -> None:
     train_offloaded(folder, CLIPPED_BY_A_GUESS, callbacks=[Dies()], max_steps=6)
 
 
-def test_a_killed_process_is_gone_on_from(tmp_path: Path) -> None:
-    """With random numbers of the device, which the last step has kept."""
+def test_a_run_resumes_after_a_killed_process(tmp_path: Path) -> None:
+    """The last step includes the device's random state, which dropout needs."""
     program = (
         f"import pathlib, torch, test_trainer_settings; torch.set_num_threads({torch.get_num_threads()});"
         f"test_trainer_settings.train_until_killed(pathlib.Path({str(tmp_path / 'run')!r}))"
@@ -367,7 +367,7 @@ def test_a_killed_process_is_gone_on_from(tmp_path: Path) -> None:
     assert_within(resumed, whole, Tolerances(), ON_A_GPU)
 
 
-def test_two_ranks_on_two_devices_train_as_stock_accumulates(tmp_path: Path) -> None:
+def test_two_ranks_on_two_devices_equal_stock_with_accumulation(tmp_path: Path) -> None:
     double = find_double()
     if double is None and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
@@ -385,7 +385,7 @@ def test_two_ranks_on_two_devices_train_as_stock_accumulates(tmp_path: Path) -> 
         weights = load_file(tmp_path / what / "model.safetensors")
         return Outcome([row["loss"] for row in rows], [row["grad_norm"] for row in rows], weights)
 
-    # At ten times the others' learning rate.
+    # The learning rate is ten times that of the other tests.
     assert_within(outcome("whole"), outcome("stock"), Tolerances(), replace(ON_A_GPU, weight=1e-3))
 
 
@@ -394,7 +394,7 @@ def test_two_ranks_on_two_devices_train_as_stock_accumulates(tmp_path: Path) -> 
 @pytest.mark.parametrize("seed", range(1, 11))
 @pytest.mark.usefixtures("double")
 def test_late_copies_change_nothing(seed: int) -> None:
-    """All of the above once more, with copies that come up to 2 ms late, in another order for each seed."""
+    """Run all tests above with copies that are up to 2 ms late, in another order for each seed."""
     late = environment_of_double(SEED=seed, ASYNC=1, POISON=1, RACES=1, COPY_DELAY_US=2000)
     others = ("-k", "not late_copies", __file__)
     run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *others, environment=environment_with(**late))
