@@ -1,4 +1,4 @@
-"""For all tests: no network, few threads, and GPU tests only where there is a GPU."""
+"""All tests: no network, two threads of torch, and GPU tests only on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 
 import pytest
 
-# What the user's shell has set is for the user's runs. `LOHAN_TEST_...` is ours.
+# Settings of the user's shell would change the tests. Ours are named `LOHAN_TEST_...`.
 _OTHERS = ("ACCELERATE_", "DATASETS_", "HF_", "KMP_", "MKL_", "OMP_", "TRANSFORMERS_")
 for _name in [name for name in os.environ if name.startswith(_OTHERS)]:
     del os.environ[_name]
-# Read by the libraries when they are first imported, so set before any test module is.
+# The libraries read these when they are imported, so they are set before any test module is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# OpenMP threads that wait by spinning take the cores from the engine's own threads, all the more on a busy machine.
+# Spinning OpenMP threads would take the cores from the engine's threads, above all on a busy machine.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-_DOUBLE = importlib.util.find_spec("cuda_double")  # see tests/cuda_double, a folder that pytest in tests/ would find
+_DOUBLE = importlib.util.find_spec("cuda_double")  # without a location it is the folder tests/cuda_double
 ON_CUDA_DOUBLE = _DOUBLE is not None and _DOUBLE.has_location
-if ON_CUDA_DOUBLE:  # its streams compute in one thread each, in which MKL gives other alignments other bits
+if ON_CUDA_DOUBLE:  # each of its streams computes in one thread, where the bits of MKL depend on the alignment
     os.environ["MKL_CBWR"] = "COMPATIBLE"
-# What runs measure of this busy machine is no profile to keep; the processes of one test run share it.
+# Profiles measured on a busy machine are not kept. All processes of a test run share them.
 os.environ.setdefault("LOHAN_TEST_CACHE", tempfile.mkdtemp(prefix="lohan-tests-"))
 os.environ["XDG_CACHE_HOME"] = os.environ["LOHAN_TEST_CACHE"]
-os.environ["HF_HOME"] = os.path.join(os.environ["LOHAN_TEST_CACHE"], "huggingface")  # nobody's accelerate config either
+os.environ["HF_HOME"] = os.path.join(os.environ["LOHAN_TEST_CACHE"], "huggingface")  # no accelerate config
 
-sys.path.insert(0, str(Path(__file__).parent / "shared"))  # what tests of several rooms use
+sys.path.insert(0, str(Path(__file__).parent / "shared"))  # modules that several rooms use
 pytest.register_assert_rewrite("engines")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -43,12 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     from hypothesis import settings
 
-    settings.register_profile("any machine", deadline=None)  # a busy machine is no fault of an example
+    settings.register_profile("any machine", deadline=None)  # a busy machine is slow
     settings.load_profile("any machine")
     config.addinivalue_line(
         "markers",
-        "covering(strength): of many cases, those run that have each value (1) or each pair (2) of parameters;"
-        " the others are slow",
+        "covering(strength): only cases that cover each value (1) or each pair (2) of parameters run; others are slow",
     )
     torch.set_num_threads(1 if ON_CUDA_DOUBLE else 2)  # the same sums in the same order on every machine
     if ON_CUDA_DOUBLE:
@@ -58,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Trainer collects garbage in every run: the half million objects of imported modules are none."""
+    """Trainer collects garbage in every run. Freeze the half million objects of imported modules to save time."""
     gc.collect()
     gc.freeze()
 
@@ -79,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def ram_folder(tmp_path: Path) -> Iterator[Path]:
-    """For tests whose drive is a double, which a real one below only slows down. Without room in RAM, `tmp_path`."""
+    """A folder in RAM, or `tmp_path` if RAM is short, for tests whose drive is a double."""
     if not os.access(FILES_IN_RAM, os.W_OK) or shutil.disk_usage(FILES_IN_RAM).free < 1 << 28:
         yield tmp_path
         return

@@ -19,21 +19,21 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("strength", "num_cases"), [(1, 5), (2, 15)])
-def test_all_that_occurs_together_is_covered_by_few(strength: int, num_cases: int) -> None:
+def test_few_cases_cover_all_combinations(strength: int, num_cases: int) -> None:
     chosen = few_that_cover(CASES, strength)
     assert len(chosen) == num_cases
     for values in {values for case in CASES for values in itertools.combinations(case, strength)}:
         assert any(set(values) <= set(case) for case in chosen)
 
 
-def test_each_value_has_about_as_many_cases() -> None:
+def test_cases_are_spread_evenly_over_values() -> None:
     of_pairs = [(("clips", clips), ("read", read)) for clips in "ab" for read in "abcdef"]
     chosen = few_that_cover(of_pairs, 1)
     assert len(chosen) == 6
     assert sum(("clips", "a") in case for case in chosen) == 3
 
 
-def test_a_strength_beyond_all_parameters_keeps_all() -> None:
+def test_a_strength_above_the_number_of_parameters_keeps_all() -> None:
     assert few_that_cover(CASES, 4) == set(CASES)
 
 
@@ -63,15 +63,15 @@ def test_all(x): ...
 
 
 @pytest.mark.parametrize(
-    ("selection", "told"),
+    ("selection", "summary"),
     [
         (["-m", "not slow"], "6 passed, 3 deselected"),
         (["-m", "slow"], "3 passed, 6 deselected"),
         (["-m", "not slow", "test_it.py::test_few[1-3]"], "1 passed"),
     ],
 )
-def test_cases_that_are_left_out_are_slow(selection: list[str], told: str, tmp_path: Path) -> None:
-    """One that is asked for by its name is not left out."""
+def test_other_cases_are_slow(selection: list[str], summary: str, tmp_path: Path) -> None:
+    """A case that is selected by its name runs."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)
     ran = subprocess.run(
@@ -81,4 +81,4 @@ def test_cases_that_are_left_out_are_slow(selection: list[str], told: str, tmp_p
         capture_output=True,
         text=True,
     )
-    assert told in ran.stdout, ran.stdout
+    assert summary in ran.stdout, ran.stdout

@@ -27,7 +27,7 @@ CODECS = {
     "gradients, int4": (GRADIENTS_INT4, torch.float32),
     "weights, int8": (WEIGHTS_INT8, torch.bfloat16),
 }
-"""With the type of what they save from being sent."""
+"""Each with the dtype that would be sent without it."""
 CHANGED_FRACTIONS = {"5e-6": (0.015, 0.003), "2e-5": (0.045, 0.005), "1e-4": (0.155, 0.025)}
 """By the learning rate of a fine-tune of SmolLM2-135M: the weights that a step changes, and by more than one ulp."""
 NUM_PARTS = 4

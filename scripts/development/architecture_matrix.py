@@ -53,7 +53,7 @@ class Outcome:
     model_class: str
     what: str
     why: str = ""
-    """One sentence, if it is not exact."""
+    """The reason, if the model is not exact."""
 
 
 # One class, in a child.
@@ -184,7 +184,7 @@ def first_difference(expected: Any, found: Any, relative_tolerance: float = 0.0)
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the library said no, in a sentence of its own, and nothing broke within."""
+    """Return whether the library refused the model with its own error, rather than failed."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -218,14 +218,14 @@ def run_child(activations: str, experts: str, names: list[str]) -> None:
 
 
 def class_names() -> list[str]:
-    """Every class that `AutoModelForCausalLM` may give, once."""
+    """Return every class that `AutoModelForCausalLM` may return, once."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), key=str.lower)
 
 
 def outcomes_of(names: list[str], activations: str = "recompute", experts: str = "with_layer") -> Iterator[Outcome]:
-    """One child at a time, for some classes each; a child that dies takes one class with it."""
+    """Run one child at a time, each for several classes. A child that dies loses one class."""
     waiting = list(names)
     while waiting:
         batch = waiting[:CLASSES_PER_CHILD]
@@ -244,7 +244,7 @@ def child_outcomes(names: list[str], activations: str, experts: str = "with_laye
         killer = Deadline(child)
         for line in child.stdout:
             if not line.startswith("{"):
-                continue  # what a model prints
+                continue  # output of a model
             message = json.loads(line)
             killer.restart()
             if "begins" in message:
@@ -312,7 +312,7 @@ cannot recompute them. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {co
 
 def main(
     only: Annotated[str, typer.Option(help="a regular expression: classes whose names have a match")] = "",
-    results: Annotated[Path | None, typer.Option(help="JSON: found before, brought up to date")] = None,
+    results: Annotated[Path | None, typer.Option(help="JSON file with earlier results, which are updated")] = None,
     activations: Annotated[str, typer.Option(help="as in the configuration; the page is of `recompute`")] = "recompute",
     experts: Annotated[str, typer.Option(help="the page is of `with_layer`; `streamed`: not clipped")] = "with_layer",
     page: Annotated[Path, typer.Option(help="the page to write, if all classes are known")] = PAGE,

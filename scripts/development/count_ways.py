@@ -1,4 +1,4 @@
-"""Counts the files that a gradient and a weight pass through, and finds calls that climb.
+"""Count the files that a gradient and a weight pass through, and find calls that climb.
 
     python scripts/development/count_ways.py
 
@@ -94,7 +94,7 @@ def chain_of(frame: FrameType) -> list[tuple[str, str, FrameType]]:
 
 
 def is_attribute(frame: FrameType) -> bool:
-    """Whether the call is a property or an operator."""
+    """Return whether the call is a property or an operator."""
     name = frame.f_code.co_name
     if name.startswith("__") and name not in ("__init__", "__call__"):
         return True

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The CUDA path without a GPU: PyTorch's CUDA build on the double of tests/cuda_double, in an environment of its own
-# (.venv-cuda-double, 2 GB). Without arguments it runs tests/gpu, the double's own tests and some of tests/exactness, with
-# streams that run late, poisoned memory and the race finder. Other arguments go to pytest:
+# Test the CUDA path without a GPU: PyTorch's CUDA build runs on the double of tests/cuda_double, in its own environment
+# (.venv-cuda-double, 2 GB). Without arguments it runs tests/gpu, the tests of the double and some of tests/exactness, with
+# late streams, poisoned memory and the race finder. Arguments go to pytest:
 #   bash scripts/development/cuda_double.sh
 #   bash scripts/development/cuda_double.sh tests/gpu -k experts
-#   CUDA_DOUBLE_COPY_DELAY_US=2000 CUDA_DOUBLE_SEED=7 bash scripts/development/cuda_double.sh   # copies that come late, by a seed
-#   bash scripts/development/cuda_double.sh --require                  # fail where the double cannot be had, in place of a sentence
+#   CUDA_DOUBLE_COPY_DELAY_US=2000 CUDA_DOUBLE_SEED=7 bash scripts/development/cuda_double.sh   # late copies, drawn from a seed
+#   bash scripts/development/cuda_double.sh --require                  # fail if the double is not available
 # Environment: PYTHON, the interpreter that makes the environment; WORKERS, how many processes run tests (0: pytest itself);
-# CUDA_DOUBLE_*, what the device is: tests/cuda_double/README.md.
+# CUDA_DOUBLE_*, properties of the device: see tests/cuda_double/README.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -34,14 +34,14 @@ if [ "${1:-}" = --require ]; then
     is_required=1
     shift
 fi
-cannot_be_had() {
+not_available() {
     echo "cuda_double: not run, because $1."
     exit $is_required
 }
 
-[ "$(uname -sm)" = "Linux x86_64" ] || cannot_be_had "the double is for Linux on x86_64, and this is $(uname -sm)"
+[ "$(uname -sm)" = "Linux x86_64" ] || not_available "the double is for Linux on x86_64, and this is $(uname -sm)"
 for tool in g++ readelf; do
-    command -v $tool >/dev/null || cannot_be_had "$tool is missing"
+    command -v $tool >/dev/null || not_available "$tool is missing"
 done
 
 # The versions of the default environment, but its torch. They are for Python 3.11 and newer.
@@ -57,16 +57,16 @@ if [ "$(cat $environment/installed-for 2>/dev/null)" != "$pins" ]; then
     pip=("$python" -m pip install --quiet --disable-pip-version-check)
     [ -x $python ] || "${PYTHON:-python3}" -m venv $environment || {
         rm -rf $environment # without pip the next call would take it for whole
-        cannot_be_had "python -m venv $environment failed"
+        not_available "python -m venv $environment failed"
     }
     "${pip[@]}" --no-deps "torch==$torch_version" "${headers[@]}" ||
-        cannot_be_had "torch $torch_version for CUDA could not be installed (no network, or no wheel for this Python)"
+        not_available "torch $torch_version for CUDA could not be installed (no network, or no wheel for this Python)"
     packages=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")
-    [ -e "$packages/torch/lib/libtorch_cuda.so" ] || cannot_be_had "pip's index has torch $torch_version without CUDA"
+    [ -e "$packages/torch/lib/libtorch_cuda.so" ] || not_available "pip's index has torch $torch_version without CUDA"
     # NVIDIA's libraries and triton are what the double stands for: pip is not to miss them.
     sed -i -E '/^Requires-Dist: (nvidia|cuda|triton)/d' "$packages/torch-$torch_version"*.dist-info/METADATA
     "${pip[@]}" -c "$constraints" "torch==$torch_version" -e . "${test_packages[@]}" ||
-        cannot_be_had "what the tests need could not be installed"
+        not_available "what the tests need could not be installed"
     rm -f $environment/built-for
     echo "$pins" >$environment/installed-for
 fi

@@ -1,4 +1,4 @@
-"""Renew what the documents take from the program: answers of `lohan plan`, the README's table, and the settings.
+"""Renew the parts of the documents that the program writes: answers of `lohan plan`, README's table and the settings.
 
     python scripts/development/renew_docs.py
 A quoted answer follows its command, `$ lohan plan ...`, in a code block. It is shortened by `shortened`, or by

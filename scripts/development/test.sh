@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install into .venv (made if there is none), then ruff, mypy and pytest. Arguments go to pytest:
 #   bash scripts/development/test.sh tests/config -k ssd
-#   bash scripts/development/test.sh -m slow                 # kills by the hundred, full disks, all of each matrix: left out otherwise
+#   bash scripts/development/test.sh -m slow                 # hundreds of kills, full disks and whole matrices, not run by default
 #   bash scripts/development/test.sh --newest                # in .venv-newest, with the newest release of every dependency
 # Versions are those of constraints.txt, so that two machines test the same.
 # Environment: PYTHON, the interpreter that makes the environment; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0";

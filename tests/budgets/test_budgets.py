@@ -1,4 +1,4 @@
-"""Budgets are hard: measured from outside, on models far larger than they are."""
+"""A process keeps within its budgets while it trains models that are far larger."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_lohan.testing.models import tiny_model
 SCRIPT = Path(__file__).with_name("train_within_budgets.py")
 MIB = 1024**2
 NUM_STEPS = 3
-STATE_BYTES_PER_PARAMETER = 12  # float32 weights, which are the master, and two moments
+STATE_BYTES_PER_PARAMETER = 12  # float32 weights and two moments
 SLACK_FRACTION = 0.15
 SLACK_BYTES = 150 * MIB
 
 
-HEAP_GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Else glibc keeps what was freed in gaps: with activations of this size, in any run, 300 MB that nobody holds."""
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""By default glibc does not give back freed gaps: 300 MB with activations of this size."""
 
 
 def run(*arguments: object, environment: dict[str, str] | None = None) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def thin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As deep, a quarter of the parameters: its activations are what is large."""
+    """As many layers with a quarter of the parameters, so that activations are large."""
     folder = tmp_path_factory.mktemp("thin")
     tiny_model("llama", num_layers=56, hidden_size=128, intermediate_size=512).save_pretrained(folder)
     return folder
@@ -77,16 +77,16 @@ def test_state_twenty_times_the_budgets(
     assert len(result["losses"]) == NUM_STEPS
     assert all(math.isfinite(loss) for loss in result["losses"])
     if max_grad_norm:
-        assert result["num_spilled_blocks"] > 0  # else the budget was not tight
+        assert result["num_spilled_blocks"] > 0  # the budget is tight
 
 
 @pytest.mark.slow
 def test_activations_five_times_the_budgets(thin_checkpoint: Path, idle_bytes: int, tmp_path: Path) -> None:
-    """They pass through the device two layers at a time, and wait on the SSD."""
+    """Activations of two layers are on the device at a time. The others wait on the SSD."""
     cpu_bytes, gpu_bytes = 24 * MIB, 12 * MIB
     shape = (4, 160)
     arguments = ("train", thin_checkpoint, tmp_path, cpu_bytes, gpu_bytes, 1.0, "swap", *shape)
-    result = run(*arguments, environment=HEAP_GIVES_BACK)
+    result = run(*arguments, environment=RETURN_FREED_MEMORY)
     print(result, idle_bytes)
     bytes_a_step = result["swapped_bytes"] / (NUM_STEPS - 1)  # the first one recomputes
     assert bytes_a_step > 5 * (cpu_bytes + gpu_bytes)
@@ -113,7 +113,7 @@ def test_a_base_five_times_the_budget_is_adapted_merged_and_saved(
 
 @pytest.mark.parametrize("family", ["MixtralConfig", pytest.param("GraniteMoeConfig", marks=pytest.mark.slow)])
 def test_experts_of_a_layer_that_are_five_times_the_budget(family: str, idle_bytes: int, tmp_path: Path) -> None:
-    """Loaded and saved, from a checkpoint that has them one by one, and from one that has them in one tensor."""
+    """Load and save checkpoints with one tensor for each expert, and with one tensor for all experts."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 1024, "num_local_experts": 64}
     model = tiny_experts(family, **sizes)
     fused_bytes = max(p.nbytes for p in model.parameters())

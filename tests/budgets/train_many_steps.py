@@ -1,4 +1,4 @@
-"""Run by `test_growth` in a process of its own: train many steps, print what the process holds now and then.
+"""Train many steps and print the memory of the process at intervals; `test_growth` runs it in a new process.
 
 python train_many_steps.py OUT NUM_STEPS LOOK_EVERY
 """
@@ -20,7 +20,7 @@ from hf_lohan.testing.models import tiny_model
 
 
 class Looks(TrainerCallback):
-    """Anonymous memory, Python objects and threads, every so many steps."""
+    """Counts anonymous memory and Python objects at intervals."""
 
     def __init__(self, every: int) -> None:
         self._every = every

@@ -1,4 +1,4 @@
-"""Run by `test_budgets` in a process of its own: load a checkpoint by streaming, train, print what was held.
+"""Load a checkpoint by streaming, train, and print the peak memory; `test_budgets` runs it in a new process.
 
 python train_within_budgets.py idle                                    anonymous memory after the imports alone
 python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES

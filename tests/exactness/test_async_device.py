@@ -1,4 +1,4 @@
-"""The engine's waits are sufficient, and each is necessary: shown on a device whose copies run late."""
+"""The engine's waits are sufficient and necessary, as a device shows whose copies run late."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_SEEDS = 20
 NUM_QUICK_SEEDS = 2
-"""Of each family and mode; the others are slow."""
+"""Of each family and mode. Tests with other seeds are slow."""
 NUM_STEPS = 4
 DELAYS_S = (1e-3, 5e-3, 2e-2, 8e-2, 0.32)
-"""How late copies may be, from most races that a missing wait brings to all, also on a busy machine."""
+"""The longest delays of copies. The first shows most races, the last shows all of them on a busy machine, too."""
 MODES: dict[str, dict[str, Any]] = {
     "held": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
     "in_backward": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
     "swap": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
     "lent": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
 }
-"""Lent: with a slot more, updates in backward take the weights from the slot that backward is using."""
+"""In "lent" there is one more slot, so updates in backward borrow the weights from the slot that backward uses."""
 BOUND_MEMORY = ("drain",)
-"""Without these waits numbers are right, but nothing holds the forward back while activations leave the device."""
+"""Without these waits the numbers are right, but the forward does not wait for activations to leave the device."""
 SHOWN_APART = ("_free_copied", "push_top")
-"""In these runs a buffer is hardly ever used again in time. In tests/updates/test_handover.py it is at once:
-`test_what_waits_to_be_written_is_copied_and_stays_until_it_is`. Compute waits for copies on the host here, so what it
-has read is never under way any more. In tests/device/test_host_stack.py it may be:
-`test_the_host_writes_only_behind_the_last_copy_from_what_was_there`."""
+"""Waits that these runs hardly need, because a buffer is rarely reused in time. Other tests show them:
+tests/updates/test_handover.py reuses a buffer at once, and in tests/device/test_host_stack.py a copy still runs while
+compute writes."""
 Outcome = dict[str, Tensor]
 
 
@@ -63,7 +62,7 @@ def train(
 
 
 def swap_here_and_there(memory: PlannedMemory) -> None:
-    """By turns to RAM and to the SSD; the last layer, which comes back at once, all to RAM."""
+    """Swap in turn to RAM and to the SSD. The last layer, which is needed at once, goes to RAM."""
     places = itertools.cycle([Placement.CPU, Placement.SSD])
     mixture = {name: {what: next(places) for what in layer.sizes()} for name, layer in memory.trace.items()}
     last = list(mixture)[-1]
@@ -72,7 +71,7 @@ def swap_here_and_there(memory: PlannedMemory) -> None:
 
 @pytest.fixture(scope="module")
 def references() -> dict[tuple[str, str], Outcome]:
-    """What in-memory torch makes of every family in every mode."""
+    """The weights of every family and mode, trained by torch in memory."""
     outcomes = {}
     for family in FAMILIES:
         for mode, settings in MODES.items():
@@ -99,7 +98,7 @@ def _model(family: str, *, recompute: bool) -> Any:
 
 @contextlib.contextmanager
 def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[tuple[OffloadEngine, OffloadAdamW]]:
-    """A tiny model under an engine with as few slots and buffers as it can run with."""
+    """Offload a tiny model with as few slots and buffers as possible."""
     settings = MODES[mode]
     model = _model(family, recompute=settings["recompute"])
     config = OffloadConfig.load(
@@ -174,7 +173,7 @@ def test_late_copies_change_no_bit(
 
 @pytest.mark.slow
 def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_path: Path) -> None:
-    """Without any one of its waits, the engine goes wrong: a wrong weight, a NaN, or an error."""
+    """Without any one of its waits, the engine gives a wrong weight, a NaN or an error."""
     needless: list[WaitSite] = []
     for mode in MODES:
         watching = AsyncDevice(0)
@@ -192,8 +191,7 @@ def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_pa
 def goes_wrong_without(
     site: WaitSite, mode: str, attempt: int, references: dict[tuple[str, str], Outcome], folder: Path
 ) -> bool:
-    """Whether a run shows that the wait is missing. Not every race is lost: copies that are later still show the
-    others."""
+    """Return whether a run shows that the wait is missing. Later attempts delay copies more and show more races."""
     device = AsyncDevice(attempt, max_delay_s=DELAYS_S[attempt], ignored=frozenset([site]))
     try:
         return not same(run("llama", mode, device, folder), references["llama", mode])

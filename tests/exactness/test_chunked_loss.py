@@ -1,4 +1,4 @@
-"""`chunked_loss: true` under the Trainer: what is trained is what whole logits train, but for the order of sums."""
+"""With `chunked_loss: true` training differs from that with whole logits only by the order of sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 CHUNKED = {**SMALL_BUDGETS, "chunked_loss": True}
 RELATIVE = 1e-5
-"""Of losses and norms, in steps whose weights differ by what AdamW makes of rounding."""
+"""For losses and norms. AdamW amplifies the rounding of gradients, so weights differ between steps."""
 
 
 def assert_nearly_equal(ours: Trajectory, stock: Trajectory) -> None:
@@ -37,14 +37,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # the second has a tied head
-def test_a_run_is_that_of_whole_logits(family: str, case: str, tmp_path: Path) -> None:
+def test_equals_whole_logits_up_to_rounding(family: str, case: str, tmp_path: Path) -> None:
     settings = {"max_steps": 4, **CASES[case]}
     offload = {**CHUNKED, "cpu_memory": "6MiB", "vertical_micro_batches": "together" in case}
     stock = train_stock(family, tmp_path / "stock", {}, **settings)
     assert_nearly_equal(train_offloaded(family, tmp_path / "ours", {}, offload=offload, **settings), stock)
 
 
-def test_a_smoothed_loss_leaves_the_routers_out_as_that_of_stock_does(tmp_path: Path) -> None:
+def test_label_smoothing_ignores_the_router_loss_as_stock_does(tmp_path: Path) -> None:
     settings = {"max_steps": 2, "label_smoothing_factor": 0.3}
     router = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
     stock = train_stock("mixtral", tmp_path / "stock", router, **settings)
@@ -52,7 +52,7 @@ def test_a_smoothed_loss_leaves_the_routers_out_as_that_of_stock_does(tmp_path: 
     assert_nearly_equal(train_offloaded("mixtral", tmp_path / "ours", router, offload=offload, **settings), stock)
 
 
-def test_logits_of_a_step_that_is_over_are_refused(tmp_path: Path) -> None:
+def test_logits_of_a_finished_step_are_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
     accelerator = hf_lohan.Accelerator(
         cpu=True, lohan_plugin=hf_lohan.LohanPlugin(offload={**CHUNKED, "ssd": str(tmp_path)})
@@ -74,7 +74,7 @@ def test_logits_of_a_step_that_is_over_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunked", [True, "auto"])
-def test_a_head_with_a_forward_of_somebodys_own_keeps_it_or_is_refused(chunked: Any, tmp_path: Path) -> None:
+def test_a_head_with_a_custom_forward_keeps_it_or_is_refused(chunked: Any, tmp_path: Path) -> None:
     model = tiny_model("llama")
     head = model.lm_head
     head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight) * 0.5
@@ -110,11 +110,11 @@ def test_adapters_beside_a_frozen_head_train_alike(tmp_path: Path) -> None:
     ours.offload_engine.close()
 
 
-def test_evaluation_has_whole_logits_and_training_reads_true_ones_or_none(tmp_path: Path) -> None:
+def test_evaluation_and_reading_in_training_give_true_logits(tmp_path: Path) -> None:
     read: list[Any] = []
 
     class Reading(hf_lohan.Trainer):
-        """Looks at the logits of training, as those do who log its accuracy."""
+        """Reads the logits of training steps, for example to log the accuracy."""
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -144,7 +144,7 @@ def test_evaluation_has_whole_logits_and_training_reads_true_ones_or_none(tmp_pa
     trainer.offload_engine.close()
 
 
-def test_a_head_that_is_no_plain_product_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_head_that_is_not_a_plain_linear_layer_is_refused(tmp_path: Path) -> None:
     class Head(torch.nn.Linear):
         pass
 

@@ -1,4 +1,4 @@
-"""Both ways to clip give the stock Trainer's numbers, whether every step clips, none does, or some do."""
+"""Deferred and speculative clipping equal the stock Trainer if all steps clip, some do, or none does."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def summary_in(folder: Path) -> Any:
     return json.loads((folder / "lohan" / "summary.json").read_text())
 
 
-def test_the_summary_tells_what_ran(tmp_path: Path) -> None:
+def test_the_summary_counts_speculated_and_redone_steps(tmp_path: Path) -> None:
     trainer = hf_lohan.Trainer(
         tiny_model("llama"),
         arguments(tmp_path, max_grad_norm=CLIPS_SOME_STEPS["llama"]),
@@ -68,7 +68,7 @@ def test_the_summary_tells_what_ran(tmp_path: Path) -> None:
     trainer.train()
     clipped = sum(norm > CLIPS_SOME_STEPS["llama"] for norm in logged(trainer)[1])
     summary = summary_in(tmp_path)
-    # The first step of all knows no commit to go back to but that of the load, which Trainer makes before it.
+    # The first step can be undone, too: Trainer commits the loaded weights before it.
     assert summary["num_speculated_steps"] == NUM_STEPS
     assert summary["num_redone_steps"] == clipped
     assert summary["undone_update_s"] > 0
@@ -90,7 +90,7 @@ class Poisoned(StockTrainer):
 
 
 class PoisonedOffloaded(OffloadTrainerMixin, Poisoned):
-    """The same, offloaded."""
+    """`Poisoned`, offloaded."""
 
 
 def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
@@ -111,7 +111,7 @@ def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 2.6])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_path: Path) -> None:
-    """Neither weights nor states nor the learning rate: the good steps are those of a run without the bad ones."""
+    """A skipped step changes neither weights nor states nor the learning rate."""
     settings = {"max_grad_norm": max_grad_norm, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
     skipping = train_poisoned(tmp_path / "bad", {0, 3, 4}, offload={"clip": clip}, **settings)
     rows = [row for row in skipping.state.log_history if "loss" in row]
@@ -137,7 +137,7 @@ def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_pa
 def test_too_many_poisoned_steps_end_the_run_and_harm_nothing(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteGradientError, match=r"gradient of model\.embed_tokens\.weight is not finite"):
         train_poisoned(tmp_path / "run", set(range(2, 8)), offload={"max_skipped_steps": 2})
-    assert hf_lohan.last_step(tmp_path / "run") == 3  # step 2 was skipped and counted; step 3 is the last straw
+    assert hf_lohan.last_step(tmp_path / "run") == 3  # step 2 was skipped and counted; step 3 raised
     resumed = PoisonedOffloaded(
         tiny_model("llama"), arguments(tmp_path / "run", max_steps=8), train_dataset=dataset(), offload=SMALL_BUDGETS
     )

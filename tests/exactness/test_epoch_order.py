@@ -1,4 +1,4 @@
-"""The order of an epoch's data is that of a run that was never stopped, whoever draws it."""
+"""A resumed run sees the data of an epoch in the order of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trajectories import dataset
 @pytest.mark.parametrize(
     "settings",
     [{"accelerator_config": {"use_seedable_sampler": False}}, {"train_sampling_strategy": "group_by_length"}],
-    ids=["sampler_of_torch", "by_length"],
+    ids=["torch_sampler", "by_length"],
 )
-def test_the_rest_of_an_epoch_comes_in_its_order(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_epoch_keeps_its_order(settings: dict[str, Any], tmp_path: Path) -> None:
     """Resume within the third epoch, from the last step and from a checkpoint."""
     settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8), **settings}
     whole = make_trainer(tmp_path / "whole", family="llama", **settings)
@@ -31,8 +31,8 @@ def test_the_rest_of_an_epoch_comes_in_its_order(settings: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("resume", ["last_step", "checkpoint-8"])
-def test_an_epoch_that_began_with_a_resume_comes_in_its_order(resume: str, tmp_path: Path) -> None:
-    """Broken off at the end of the second epoch, and once more within the third."""
+def test_an_epoch_that_began_with_a_resume_keeps_its_order(resume: str, tmp_path: Path) -> None:
+    """Interrupt at the end of the second epoch, and again within the third."""
     settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8)}
     settings |= {"accelerator_config": {"use_seedable_sampler": False}, "family": "llama"}
     whole = make_trainer(tmp_path / "whole", **settings)
@@ -42,6 +42,6 @@ def test_an_epoch_that_began_with_a_resume_comes_in_its_order(resume: str, tmp_p
     for step, resumed in ((8, None), (10, from_where)):
         broken = make_trainer(tmp_path / "run", InterruptAfter(step), **saving)
         interrupt(broken, resumed)
-        torch.manual_seed(99)  # a process begins with its own
+        torch.manual_seed(99)  # a new process has another seed
     again = make_trainer(tmp_path / "run", **saving)
     assert_same(train_to_end(again, "last_step"), expected)

@@ -1,4 +1,4 @@
-"""A run over experts that come one by one goes on from its steps and checkpoints, also with whole layers."""
+"""A run with streamed experts resumes from steps and checkpoints, with streamed experts or with whole layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NARROW: dict[str, Any] = {
     "cpu_memory": "6MiB",
     "prefetch_blocks": 1,
 }
-"""Two slots of an expert."""
+"""Two slots for experts."""
 WIDE: dict[str, Any] = {"gpu_memory": ALL_SLOTS, "cpu_memory": "16MiB"}
 
 
@@ -55,7 +55,7 @@ def assert_as_stock(trainer: Any, stock: Any) -> None:
 
 
 @pytest.mark.parametrize(("before", "behind"), [("streamed", "with_layer"), ("with_layer", "streamed")])
-def test_a_checkpoint_goes_on_in_either_form(before: str, behind: str, stock: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_either_form(before: str, behind: str, stock: Any, tmp_path: Path) -> None:
     first = make_trainer(tmp_path / "a", InterruptAfter(3), **UNCLIPPED, offload={**WIDE, "experts": before})
     interrupt(first)
     second = make_trainer(tmp_path / "b", **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": behind})
@@ -64,7 +64,7 @@ def test_a_checkpoint_goes_on_in_either_form(before: str, behind: str, stock: An
     assert_as_stock(second, stock)
 
 
-def test_the_last_step_goes_on_under_other_budgets(stock: Any, tmp_path: Path) -> None:
+def test_the_last_step_resumes_under_other_budgets(stock: Any, tmp_path: Path) -> None:
     for step, budgets in ((2, NARROW), (5, WIDE)):
         broken = make_trainer(tmp_path, InterruptAfter(step), **UNCLIPPED, offload={**budgets, "experts": "streamed"})
         with pytest.raises(KeyboardInterrupt):
@@ -78,10 +78,8 @@ def test_the_last_step_goes_on_under_other_budgets(stock: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stored", ["streamed", "with_layer"])
-def test_the_store_decides_where_nobody_else_does(
-    stored: str, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Budgets under which a run that begins would choose the other form."""
+def test_auto_follows_the_store(stored: str, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A new run would choose the other form under these budgets."""
     first = make_trainer(tmp_path, InterruptAfter(4), **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": stored})
     interrupt(first)
     other = "with_layer" if stored == "streamed" else "streamed"
@@ -92,8 +90,8 @@ def test_the_store_decides_where_nobody_else_does(
     caplog.set_level(logging.INFO, logger="hf_lohan")
     last = make_trainer(tmp_path, **UNCLIPPED, offload={**budgets, "experts": "auto"})
     last.train(resume_from_checkpoint="last_step")
-    said = [record.message for record in caplog.records if "as in the store in" in record.message]
-    assert len(said) == 1 and ("one by one" in said[0]) is (stored == "streamed")
+    messages = [record.message for record in caplog.records if "as in the store in" in record.message]
+    assert len(messages) == 1 and ("one by one" in messages[0]) is (stored == "streamed")
     assert (num_expert_slots(last) > 0) is (stored == "streamed")
     assert_as_stock(last, stock)
     elsewhere = make_trainer(tmp_path / "elsewhere", **UNCLIPPED, max_steps=1, offload={**budgets, "experts": "auto"})
@@ -102,7 +100,7 @@ def test_the_store_decides_where_nobody_else_does(
     elsewhere.offload_engine.close()
 
 
-def test_a_store_of_experts_is_verified_and_exported(tmp_path: Path) -> None:
+def test_a_store_with_experts_is_verified_and_exported(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path / "run", family=FAMILY, max_steps=2, max_grad_norm=0.0, offload={**NARROW, "experts": "streamed"}
     )
@@ -118,8 +116,8 @@ def test_a_store_of_experts_is_verified_and_exported(tmp_path: Path) -> None:
         assert torch.equal(weight, other), name
 
 
-def test_the_best_model_comes_back(tmp_path: Path) -> None:
-    """The first checkpoint, as the learning rate ruins the model."""
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """It is the first checkpoint, because the learning rate ruins the model."""
     trainer = make_trainer(
         tmp_path,
         family=FAMILY,
@@ -144,8 +142,8 @@ def test_the_best_model_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", ["defer", pytest.param("speculate", marks=pytest.mark.slow)])
-def test_broken_off_while_it_clips(clip: str, tmp_path: Path) -> None:
-    """To the bit of a run that is not broken off, whose norms are summed alike."""
+def test_interrupted_runs_that_clip(clip: str, tmp_path: Path) -> None:
+    """They equal an uninterrupted run, which sums norms in the same order."""
     settings: dict[str, Any] = {"family": FAMILY, "offload": {**NARROW, "experts": "streamed", "clip": clip}}
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()

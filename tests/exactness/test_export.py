@@ -1,4 +1,4 @@
-"""What is exported of a run's last step is the model that it would have saved."""
+"""An export of the last step equals the model that the run saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_lohan.testing.models import tiny_batch
         ("mixtral", {"experts": "streamed", "activations": "keep"}),
     ],
 )
-def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], tmp_path: Path) -> None:
+def test_an_export_equals_save_model(family: str, offload: dict[str, str], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from hf_lohan.huggingface.models.export import export_model
@@ -39,7 +39,7 @@ def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], 
     assert configs[0] == configs[1]
 
 
-def test_weights_are_exported_in_the_dtype_that_the_run_saves_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_dtype_of_an_export(tmp_path: Path) -> None:
     from hf_lohan.huggingface.models.export import export_model
 
     trainer = make_trainer(tmp_path / "run", family="llama", max_steps=2, bf16=True)

@@ -1,4 +1,4 @@
-"""Going on from the last committed step, in one process: the numbers are those of a run that was never stopped."""
+"""A run that resumes from its last committed step equals an uninterrupted run. All runs are in one process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
-def test_broken_off_again_and_again(clip: str, tmp_path: Path, uninterrupted: Any) -> None:
-    """With dropout, accumulation, a schedule, and three steps between two logs."""
+def test_interrupted_several_times(clip: str, tmp_path: Path, uninterrupted: Any) -> None:
+    """Runs have dropout, accumulation and a schedule, and log every third step."""
     settings = {"offload": {"clip": clip}}
     resume = None
     for step in (2, 3, 5, 7):
@@ -41,11 +41,11 @@ def test_broken_off_again_and_again(clip: str, tmp_path: Path, uninterrupted: An
 def test_an_interrupt_within_step(
     clip: str, tmp_path: Path, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever in it: the step counts whole or not at all, and what was held for it is gone."""
+    """An interrupted step is committed whole or not at all, and its held gradients are dropped."""
     from hf_lohan.threads import WorkThread
 
     breaks = InterruptAfter(-1)
-    # Planning asks the thread, too, but between steps.
+    # With other activations planning calls the thread, too, between steps.
     trainer = make_trainer(tmp_path / "run", breaks, offload={"clip": clip, "activations": "recompute"})
     stock_call = WorkThread.call
     num_calls = when = 0
@@ -54,7 +54,7 @@ def test_an_interrupt_within_step(
         nonlocal num_calls
         num_calls += 1
         if num_calls == when:
-            thread.submit(command)  # it runs, but nobody waits for it
+            thread.submit(command)  # it runs, but the caller does not wait
             raise KeyboardInterrupt
         return stock_call(thread, command)
 
@@ -64,7 +64,7 @@ def test_an_interrupt_within_step(
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(WorkThread, "call", interrupted_call)
             trainer.train(resume_from_checkpoint=resume)
-        trainer.offload_engine.settle()  # a commit may be on its way
+        trainer.offload_engine.settle()  # a commit may be running
         resume = "last_step" if hf_lohan.last_step(tmp_path / "run") is not None else None
     assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 
@@ -77,7 +77,7 @@ def lora_model() -> Any:
 
 
 def half_frozen_model() -> Any:
-    """Frozen parameters that share a granule, which only has one home."""
+    """Some frozen parameters share a granule with trained ones, and a granule has one home."""
     model = tiny_model("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" not in name and "mlp" not in name)
@@ -85,7 +85,7 @@ def half_frozen_model() -> Any:
 
 
 def runs_of(make_model: Callable[[], Any], folder: Path) -> Callable[..., Any]:
-    """Trainers of a model, each run in a folder of its own."""
+    """Return a function that makes a trainer of the model for a named folder."""
 
     def run(name: str, *callbacks: TrainerCallback) -> Any:
         return hf_lohan.Trainer(
@@ -99,8 +99,8 @@ def runs_of(make_model: Callable[[], Any], folder: Path) -> Callable[..., Any]:
     return run
 
 
-def assert_goes_on(run: Callable[..., Any], between: Callable[[], None] = lambda: None) -> None:
-    """A run that is broken off and goes on from its last step ends as one that never stopped."""
+def assert_resumes(run: Callable[..., Any], between: Callable[[], None] = lambda: None) -> None:
+    """A run that is interrupted and resumes from its last step equals an uninterrupted one."""
     whole = run("whole")
     whole.train()
     broken = run("run", InterruptAfter(5))
@@ -115,16 +115,16 @@ def test_with_frozen_weights(make_model: Any, tmp_path: Path) -> None:
     run = runs_of(make_model, tmp_path)
 
     def evaluate() -> None:
-        looked_at = run("run")
-        looked_at.evaluate(dataset(2))  # loads the frozen weights over themselves
-        looked_at.offload_engine.close()
+        evaluated = run("run")
+        evaluated.evaluate(dataset(2))  # loads the frozen weights over themselves
+        evaluated.offload_engine.close()
         assert hf_lohan.last_step(tmp_path / "run") == 5
 
-    assert_goes_on(run, evaluate)
+    assert_resumes(run, evaluate)
 
 
 def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
-    """What a notebook does after an interrupt."""
+    """Resume in the same process, as in a notebook."""
     breaks = InterruptAfter(4)
     trainer = make_trainer(tmp_path / "run", breaks)
     with pytest.raises(KeyboardInterrupt):
@@ -134,9 +134,9 @@ def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
 
 
 def test_a_model_given_by_path(tmp_path: Path) -> None:
-    """Loading the checkpoint again does not cost the steps that were taken."""
+    """Loading the model again does not lose the committed steps."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    assert_goes_on(runs_of(lambda: str(tmp_path / "model"), tmp_path))
+    assert_resumes(runs_of(lambda: str(tmp_path / "model"), tmp_path))
 
 
 def test_sigterm_finishes_and_commits_the_step(tmp_path: Path, uninterrupted: Any) -> None:
@@ -150,7 +150,7 @@ def test_sigterm_finishes_and_commits_the_step(tmp_path: Path, uninterrupted: An
     assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 
 
-def test_true_takes_what_is_newer(tmp_path: Path, uninterrupted: Any) -> None:
+def test_true_resumes_from_the_newer_of_step_and_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(tmp_path / "run", InterruptAfter(5), **settings)
     interrupt(trainer)
@@ -161,7 +161,7 @@ def test_true_takes_what_is_newer(tmp_path: Path, uninterrupted: Any) -> None:
     assert_same(outcome_of(resumed), uninterrupted)
     elsewhere = make_trainer(tmp_path / "run", **settings, offload={"ssd": str(tmp_path / "other_drive")})
     elsewhere.args.max_steps = 9
-    elsewhere.train(resume_from_checkpoint=True)  # its store knows nothing: the last checkpoint is what there is
+    elsewhere.train(resume_from_checkpoint=True)  # its store is empty, so the last checkpoint is used
     assert elsewhere._resume_point.commit is None
     assert elsewhere.state.global_step == 9
     elsewhere.offload_engine.close()
@@ -174,9 +174,12 @@ class EndsAtSave(TrainerCallback):
         raise KeyboardInterrupt
 
 
-def test_what_a_checkpoint_brought_is_the_last_step(tmp_path: Path, uninterrupted: Any) -> None:
-    """A run that died when its checkpoint was newer than its last step, and once more before it took another."""
-    settings = {"save_strategy": "steps", "save_steps": 3}  # as often as it logs: a checkpoint forgets sums between
+def test_a_loaded_checkpoint_is_committed_as_the_last_step(tmp_path: Path, uninterrupted: Any) -> None:
+    """A run ends when its checkpoint is newer than its last step, resumes, and ends again before another step."""
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }  # as often as it logs: a checkpoint does not keep the sums between two logs
     trainer = make_trainer(tmp_path / "run", EndsAtSave(), **settings)
     interrupt(trainer)
     assert hf_lohan.last_step(tmp_path / "run") == 2
@@ -189,16 +192,16 @@ def test_what_a_checkpoint_brought_is_the_last_step(tmp_path: Path, uninterrupte
 
 
 class RunsOutOfMemory(TrainerCallback):
-    """Once, some steps after a run has been resumed. Sees what each attempt begins with."""
+    """Raises once, some steps after a resume, and keeps the first weight of each attempt."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
         self.has_failed = False
-        self.began_with: list[torch.Tensor] = []
+        self.first_weights: list[torch.Tensor] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         name, _ = next(self.trainer.model.named_parameters())
-        self.began_with.append(self.trainer.offload_engine.parameters.read_parameter(name).clone())
+        self.first_weights.append(self.trainer.offload_engine.parameters.read_parameter(name).clone())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 5 and not self.has_failed:
@@ -206,8 +209,8 @@ class RunsOutOfMemory(TrainerCallback):
             raise RuntimeError("CUDA out of memory.")
 
 
-def test_another_batch_size_begins_with_the_checkpoint_again(tmp_path: Path) -> None:
-    """What is committed as the checkpoint's step is just that, not what an attempt that failed made of it."""
+def test_a_smaller_batch_size_starts_from_the_checkpoint_again(tmp_path: Path) -> None:
+    """The weights of the failed attempt are not used."""
     settings = {"save_strategy": "steps", "save_steps": 3}
     first = make_trainer(tmp_path / "run", max_steps=3, **settings)
     train_to_end(first)
@@ -216,12 +219,12 @@ def test_another_batch_size_begins_with_the_checkpoint_again(tmp_path: Path) -> 
     runs_out.trainer = again
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     again.offload_engine.close()
-    assert runs_out.has_failed and len(runs_out.began_with) == 2
-    assert torch.equal(*runs_out.began_with)
+    assert runs_out.has_failed and len(runs_out.first_weights) == 2
+    assert torch.equal(*runs_out.first_weights)
 
 
-def test_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
-    """Evaluation and logging at the end of an epoch come after the step, and are neither lost nor repeated."""
+def test_the_end_of_an_epoch_is_neither_lost_nor_repeated(tmp_path: Path) -> None:
+    """Evaluation and logging at the end of an epoch come after its last step."""
     settings = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "logging_strategy": "epoch"}
 
     def run(folder: str, *callbacks: TrainerCallback) -> Any:
@@ -242,15 +245,15 @@ def test_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
     assert_same(outcome_of(again), outcome_of(whole))
 
 
-def test_a_run_that_had_ended_takes_no_further_step(tmp_path: Path, uninterrupted: Any) -> None:
+def test_a_finished_run_takes_no_further_step(tmp_path: Path, uninterrupted: Any) -> None:
     first = make_trainer(tmp_path / "run")
     train_to_end(first)
     again = make_trainer(tmp_path / "run")
     assert_same(train_to_end(again, "last_step"), uninterrupted)
 
 
-def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
-    """Router biases, running statistics: no parameter, but part of the model's state."""
+def test_persistent_buffers_are_committed_with_the_step(tmp_path: Path) -> None:
+    """Buffers such as router biases and running statistics are part of the model's state."""
     from hf_lohan.huggingface.models.export import export_model
 
     def trainer(*callbacks: TrainerCallback) -> Any:

@@ -1,4 +1,4 @@
-"""`vertical_micro_batches: auto`: together where the plan says that it pays and nothing forbids it."""
+"""`vertical_micro_batches: auto` runs micro-batches together if that is faster and nothing forbids it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REASON = "vertical_micro_batches: auto runs micro-batches one after the other: "
 
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Has the machine measured with a drive of so many bytes a second."""
+    """Set the bandwidth of the drive, in bytes per second, that measurements find."""
 
     def measured(bytes_per_s: float) -> None:
         hardware = HardwareProfile.from_mapping(
@@ -45,7 +45,7 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def trained(folder: Path, trainer_class: Any = hf_lohan.Trainer, model: Any = None, **settings: Any) -> Any:
-    """An offloaded trainer behind two steps."""
+    """Return an offloaded trainer after two steps."""
     offload = settings.pop("offload", BUDGETS)
     rest = {name: settings.pop(name) for name in ("callbacks", "compute_loss_func") if name in settings}
     args = arguments(folder, max_steps=2, gradient_accumulation_steps=ACCUMULATED, **settings)
@@ -63,7 +63,7 @@ def ran_together(trainer: Any) -> bool:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_a_slow_drive_has_them_run_together_with_the_numbers_of_stock(
+def test_on_a_slow_drive_they_run_together_and_equal_stock(
     max_grad_norm: float, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     drive(SLOW)
@@ -81,15 +81,15 @@ def test_a_slow_drive_has_them_run_together_with_the_numbers_of_stock(
     assert all(torch.equal(weights[name], parameter) for name, parameter in stock_model.named_parameters())
 
 
-def test_where_it_does_not_pay_they_run_one_after_the_other(drive: Any, tmp_path: Path) -> None:
+def test_on_a_fast_drive_they_run_one_after_the_other(drive: Any, tmp_path: Path) -> None:
     drive(FAST)
     trainer = trained(tmp_path)
     assert not ran_together(trainer)
     trainer.offload_engine.close()
 
 
-def test_a_training_is_planned_anew_for_its_own_number(drive: Any, tmp_path: Path) -> None:
-    """What was chosen for the first is not what the second asks for."""
+def test_another_number_of_micro_batches_is_planned_anew(drive: Any, tmp_path: Path) -> None:
+    """The same trainer trains again with one micro-batch a step."""
     drive(SLOW)
     trainer = trained(tmp_path)
     engine = trainer.offload_engine
@@ -100,17 +100,17 @@ def test_a_training_is_planned_anew_for_its_own_number(drive: Any, tmp_path: Pat
     engine.close()
 
 
-class OwnLoss(hf_lohan.Trainer):
+class CustomLoss(hf_lohan.Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
 
 
-class OwnStep(hf_lohan.Trainer):
+class CustomStep(hf_lohan.Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)
 
 
-class Looks(TrainerCallback):
+class Watch(TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass
 
@@ -126,11 +126,11 @@ def model_with_a_hook() -> Any:
 
 
 FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
-    "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has a compute_loss of its own"),
-    "training_step": ({"trainer_class": OwnStep}, "OwnStep has a training_step of its own"),
+    "compute_loss": ({"trainer_class": CustomLoss}, "CustomLoss has a compute_loss of its own"),
+    "training_step": ({"trainer_class": CustomStep}, "CustomStep has a training_step of its own"),
     "compute_loss_func": ({"compute_loss_func": mean_loss}, "compute_loss_func"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-    "callback": ({"callbacks": [Looks()]}, "Looks has an on_substep_end"),
+    "callback": ({"callbacks": [Watch()]}, "Watch has an on_substep_end"),
     "dropout": ({"model": ("opt", {"dropout": 0.1})}, "dropout=0.1"),
     "router": ({"model": ("mixtral", {"output_router_logits": True})}, "output_router_logits"),
     "hook": ({"model": model_with_a_hook}, "model.norm.weight has a hook"),
@@ -138,7 +138,9 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_what_forbids_it_is_said_once(name: str, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_against_it_is_logged_once(
+    name: str, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     drive(SLOW)
     options, words = FORBIDDEN[name]
     if isinstance(model := options.get("model"), tuple):
@@ -149,5 +151,5 @@ def test_what_forbids_it_is_said_once(name: str, drive: Any, tmp_path: Path, cap
         trainer = trained(tmp_path, **options)
     assert not ran_together(trainer)
     trainer.offload_engine.close()
-    said = [record.getMessage() for record in caplog.records if REASON in record.getMessage()]
-    assert len(said) == 1 and words in said[0], said
+    messages = [record.getMessage() for record in caplog.records if REASON in record.getMessage()]
+    assert len(messages) == 1 and words in messages[0], messages

@@ -1,5 +1,5 @@
-"""Moments stored as bfloat16 or int8: training stays near that with float32 moments, and is a matter of seed, steps and
-dtype alone: not of budgets, chunks, threads, schedules, speculation, copies in RAM, nor of where it was broken off."""
+"""With moments in bfloat16 or int8, training stays close to that with float32 moments. Its bits depend on the seed, the
+steps and the dtype only: not on budgets, threads, schedules, speculation, copies in RAM or interruptions."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def run_with(folder: Path, dtype: str, *, resume: Any = None, **settings: Any) -
 
 
 @pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run comes to that nothing disturbs, by dtype."""
+def undisturbed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of an undisturbed run for each dtype."""
     return {dtype: run_with(tmp_path_factory.mktemp(dtype), dtype) for dtype in DTYPES}
 
 
-def learnt_by_heart(folder: Path, dtype: str, working_dtype: torch.dtype) -> list[float]:
-    """Losses of a model that is shown the same few rows again and again."""
+def losses_of_repeated_batch(folder: Path, dtype: str, working_dtype: torch.dtype) -> list[float]:
+    """Train on one batch again and again; return the losses."""
     offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "activations": "recompute", "ssd": str(folder)}
     config = OffloadConfig.load(offload, optimizer_state_dtype=dtype)
     model = tiny_model("llama").train()
@@ -63,12 +63,12 @@ def learnt_by_heart(folder: Path, dtype: str, working_dtype: torch.dtype) -> lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("working_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_training_is_near_that_with_float32_moments(working_dtype: torch.dtype, tmp_path: Path) -> None:
-    """The loss falls from 5.5 to nearly nothing, and what rounding does to it on the way is a hundredth of that."""
-    exact = learnt_by_heart(tmp_path / "exact", "float32", working_dtype)
+def test_losses_are_close_to_those_with_float32_moments(working_dtype: torch.dtype, tmp_path: Path) -> None:
+    """The loss falls from 5.5 to less than 0.2. Rounding changes it by a hundredth of that on the way."""
+    exact = losses_of_repeated_batch(tmp_path / "exact", "float32", working_dtype)
     assert exact[0] > 5 and exact[-1] < 0.2
     for dtype, tolerance in (("bfloat16", 0.05), ("int8", 0.1)):
-        rounded = learnt_by_heart(tmp_path / dtype, dtype, working_dtype)
+        rounded = losses_of_repeated_batch(tmp_path / dtype, dtype, working_dtype)
         assert rounded[0] == exact[0] and rounded != exact
         assert max(abs(a - b) for a, b in zip(rounded, exact, strict=True)) < tolerance, dtype
 
@@ -84,57 +84,59 @@ def test_training_is_near_that_with_float32_moments(working_dtype: torch.dtype, 
     ids=["large", "small", "speculation"],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_how_it_is_done_changes_no_bit(
-    dtype: str, offload: dict[str, Any], whole_runs: dict[str, Any], tmp_path: Path
+def test_budgets_and_schedules_change_no_bit(
+    dtype: str, offload: dict[str, Any], undisturbed_runs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Small budgets spill gradients; a speculation that was wrong is done over, and takes weights from their slots."""
+    """Small budgets spill gradients. A wrong speculation is redone and takes weights from their slots."""
     trainer = trainer_with(tmp_path, dtype, offload=offload)
     trainer.train()
     counts = json.loads((tmp_path / "lohan" / "summary.json").read_text())
     if "speculate" in offload.values():
         assert 0 < counts["num_redone_steps"] < counts["num_speculated_steps"]
     assert (counts["scratch_bytes"] > 0) == ("serial" in offload.values())
-    assert_same(outcome_of(trainer), whole_runs[dtype])
+    assert_same(outcome_of(trainer), undisturbed_runs[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "clip"), [("bfloat16", "speculate"), ("int8", "defer")])
-def test_going_on_from_the_last_step(dtype: str, clip: str, whole_runs: dict[str, Any], tmp_path: Path) -> None:
+def test_resuming_from_the_last_step(dtype: str, clip: str, undisturbed_runs: dict[str, Any], tmp_path: Path) -> None:
     resume = None
     for step in (2, 5):
         trainer = trainer_with(tmp_path, dtype, InterruptAfter(step), offload={"clip": clip})
         interrupt(trainer, resume)
         resume = "last_step"
         assert hf_lohan.last_step(tmp_path) == step
-    assert_same(run_with(tmp_path, dtype, resume=resume), whole_runs[dtype])
+    assert_same(run_with(tmp_path, dtype, resume=resume), undisturbed_runs[dtype])
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
-def test_going_on_from_a_checkpoint_elsewhere(dtype: str, whole_runs: dict[str, Any], tmp_path: Path) -> None:
-    """Other budgets, and two drives."""
+def test_resuming_from_a_checkpoint_elsewhere(dtype: str, undisturbed_runs: dict[str, Any], tmp_path: Path) -> None:
+    """The resumed run has other budgets and two drives."""
     settings = {"save_strategy": "steps", "save_steps": 4}
-    assert_same(run_with(tmp_path / "run", dtype, **settings), whole_runs[dtype])
+    assert_same(run_with(tmp_path / "run", dtype, **settings), undisturbed_runs[dtype])
     checkpoint = tmp_path / "run" / "checkpoint-4"
     index = json.loads((checkpoint / "lohan" / "optimizer_index.json").read_text())
     assert index["optimizer_state_dtype"] == dtype
     offload = {"cpu_memory": "64MiB", "ssd": [str(tmp_path / "a"), str(tmp_path / "b")]}
     resumed = run_with(tmp_path / "elsewhere", dtype, resume=str(checkpoint), offload=offload)
-    assert_same(resumed, whole_runs[dtype])
+    assert_same(resumed, undisturbed_runs[dtype])
 
 
-@pytest.mark.parametrize(("saved", "asked"), [("float32", "int8"), ("int8", "bfloat16"), ("bfloat16", "float32")])
-def test_states_of_another_dtype_are_refused(saved: str, asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved", "wanted"), [("float32", "int8"), ("int8", "bfloat16"), ("bfloat16", "float32")])
+def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: Path) -> None:
     run_with(tmp_path / "run", saved, max_steps=2, save_strategy="steps", save_steps=2)
-    with pytest.raises(ForeignStoreError, match=f"with optimizer_state_dtype={saved}, this run has {asked}; set it to"):
-        trainer_with(tmp_path / "run", asked).train(resume_from_checkpoint="last_step")
-    trainer = trainer_with(tmp_path / "elsewhere", asked)
     with pytest.raises(
-        ValueError, match=f"with optimizer_state_dtype={saved}, this run has {asked}; set it to {saved}"
+        ForeignStoreError, match=f"with optimizer_state_dtype={saved}, this run has {wanted}; set it to"
+    ):
+        trainer_with(tmp_path / "run", wanted).train(resume_from_checkpoint="last_step")
+    trainer = trainer_with(tmp_path / "elsewhere", wanted)
+    with pytest.raises(
+        ValueError, match=f"with optimizer_state_dtype={saved}, this run has {wanted}; set it to {saved}"
     ):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     trainer.offload_engine.close()
 
 
-def test_an_index_from_before_there_was_a_choice_is_float32(tmp_path: Path) -> None:
+def test_an_old_index_without_a_dtype_means_float32(tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = run_with(tmp_path / "run", "float32", **settings)
     path = tmp_path / "run" / "checkpoint-2" / "lohan" / "optimizer_index.json"
@@ -146,7 +148,7 @@ def test_an_index_from_before_there_was_a_choice_is_float32(tmp_path: Path) -> N
 
 
 def frozen_and_tied(family: str) -> Any:
-    """Blocks with frozen weights behind the trained ones, and records whose ends are padded."""
+    """Blocks have frozen weights after the trained ones, and records are padded at the end."""
     model = tiny_model(family, hidden_size=48)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" not in name)
@@ -178,7 +180,7 @@ def test_verify_export_and_last_step_of_a_model_with_frozen_weights(dtype: str, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_run_says_once_what_it_gave_up(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_loss_of_precision_is_logged_once(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_with(tmp_path / "rounded", dtype, max_steps=1)
     (line,) = [record.getMessage() for record in caplog.records if "optimizer_state_dtype" in record.getMessage()]
     assert f"optimizer_state_dtype={dtype}" in line and "docs/configuration.md" in line

@@ -1,4 +1,4 @@
-"""The device that computes by waiting: its numbers are the CPU's, and its times are those that were stated."""
+"""The paced device waits instead of computing. Its numbers equal the CPU's, and its times are the configured ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def paced_model(device: PacedDevice | None) -> Any:
 
 
 def train(model: Any, device: Device, folder: Path, *, max_grad_norm: float, accumulation: int, **settings: Any) -> Any:
-    """A trainer behind its last step."""
+    """Return a trainer after its last step."""
     config = OffloadConfig.load({**SMALL_BUDGETS, "ssd": str(folder / "store"), **settings})
     is_held = max_grad_norm > 0 or (accumulation > 1 and not config.vertical_micro_batches)
     offload_model(
@@ -72,7 +72,7 @@ RUNS = [(True, mode) for mode in MODES] + [pytest.param(False, "defer", marks=py
 
 
 @pytest.mark.parametrize(("is_paced", "mode"), RUNS)
-def test_numbers_are_those_of_the_cpu(is_paced: bool, mode: str, tmp_path: Path) -> None:
+def test_numbers_equal_those_of_the_cpu(is_paced: bool, mode: str, tmp_path: Path) -> None:
     outcomes = []
     for device in (CpuDevice(), make_device()):
         paced_by = device if isinstance(device, PacedDevice) else None
@@ -88,8 +88,8 @@ def test_numbers_are_those_of_the_cpu(is_paced: bool, mode: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "swap", "auto"])
-def test_gradients_that_come_once_are_held_where_activations_may_be(activations: str, tmp_path: Path) -> None:
-    """On a device with memory of its own; and the plan has the rest of RAM for copies."""
+def test_gradients_that_arrive_once_are_held_beside_activations(activations: str, tmp_path: Path) -> None:
+    """The device has its own memory, so the plan uses the rest of RAM for copies."""
     trainer = train(
         tiny_model("llama"),
         make_device(),
@@ -122,11 +122,11 @@ def test_a_step_takes_the_time_of_its_products(activations: str, num_products: i
     trainer.offload_engine.close()
 
 
-def test_a_plan_counts_the_flops_that_are_waited_for() -> None:
+def test_a_plan_counts_the_flops_of_paced_layers() -> None:
     models = tiny_model("llama"), paced_model(None)
     true, paced = (trace_blocks(model, batch_size=2, sequence_length=16).profile.layers for model in models)
     assert [layer.flops for layer in paced] == [layer.flops for layer in true]
-    for layer in paced:  # each of them can be kept, too
+    for layer in paced:  # each product can be kept, too
         assert {operation.name for operation in layer.operations} >= {f"lohan_paced.mm#{number}" for number in range(7)}
 
 
@@ -150,7 +150,7 @@ def test_a_lane_copies_one_after_the_other_at_the_rate_of_the_link() -> None:
     assert device.timeline.totals()["h2d"].busy_s == pytest.approx(3 * 4096 / LINK_BYTES_PER_S)
 
 
-def test_lanes_wait_for_each_other_and_nobody_waits_for_them() -> None:
+def test_lanes_wait_for_each_other_without_blocking_the_host() -> None:
     device = make_device()
     clock, began_s = device.clock, device.clock.now_s()
     source, target = device.host_empty(4096), device.empty(4096)
@@ -173,12 +173,12 @@ def test_a_linear_layer_with_a_bias_is_refused() -> None:
         pace_layers([nn.Sequential(nn.Linear(4, 4))], None)
 
 
-def test_it_is_measured_as_a_device_beside_the_cpu(tmp_path: Path) -> None:
+def test_it_is_measured_as_a_device_that_does_not_share_the_cpu(tmp_path: Path) -> None:
     config = OffloadConfig.load({**SMALL_BUDGETS, "ssd": str(tmp_path)}).resolve(
         host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
     )
     effort = MeasuringEffort(budget_s=0.1, scratch_bytes=1 << 20)
     shapes = [MatrixShape(8, 8, 8)]
-    for device, is_beside in ((make_device(), True), (CpuDevice(), False)):
+    for device, has_its_own_cores in ((make_device(), True), (CpuDevice(), False)):
         measured = measure_hardware(config, device, matrix_shapes=shapes, dtype=torch.float32, effort=effort)
-        assert measured.device.shares_cpu is not is_beside
+        assert measured.device.shares_cpu is not has_its_own_cores

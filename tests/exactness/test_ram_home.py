@@ -1,4 +1,4 @@
-"""What lives in RAM between commits: numbers are stock's to the bit, and the SSD carries what the plan says."""
+"""With copies of records in RAM between commits, numbers equal stock, and the SSD traffic is as planned."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_equals_the_stock_trainer(
     ],
     ids=["bf16", "bf16-accumulated", "int8", "muon", "adafactor", "naive", "serial"],
 )
-def test_how_often_is_committed_changes_no_bit(
-    settings: dict[str, Any], offload: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_commit_interval_changes_no_bit(settings: dict[str, Any], offload: dict[str, Any], tmp_path: Path) -> None:
     asked = {"max_grad_norm": 3.1, "weight_decay": 0.1, "max_steps": 6, **settings}
     each, seldom = (
         train_offloaded(
@@ -69,7 +67,7 @@ def test_how_often_is_committed_changes_no_bit(
 
 
 class Evaluates(TrainerCallback):
-    """Uses the model between steps, and changes a weight there."""
+    """Evaluates between steps, and changes a weight once."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -86,7 +84,7 @@ class Evaluates(TrainerCallback):
 
 @pytest.mark.parametrize("offload", [ALL_IN_RAM, SOME_IN_RAM], ids=["all", "some"])
 def test_checkpoints_evaluation_and_changed_weights(offload: dict[str, Any], tmp_path: Path) -> None:
-    """What reads or writes the store between two commits finds the last step."""
+    """Reads and writes between two commits see the last step."""
     found = []
     for every in (1, 4):
         callback = Evaluates()
@@ -112,7 +110,7 @@ def test_checkpoints_evaluation_and_changed_weights(offload: dict[str, Any], tmp
 
 
 def trained_bytes(folder: Path, num_steps: int, **offload: Any) -> tuple[int, int, int]:
-    """Bytes that so many steps read and wrote, and those of one version of all records."""
+    """Train; return the bytes read, the bytes written and the bytes of one version of all records."""
     trainer = hf_lohan.Trainer(
         tiny_model("llama"),
         arguments(folder, max_steps=num_steps, max_grad_norm=1.0, gradient_accumulation_steps=1),
@@ -128,8 +126,8 @@ def trained_bytes(folder: Path, num_steps: int, **offload: Any) -> tuple[int, in
 
 
 @pytest.mark.parametrize("num_steps", [pytest.param(8, marks=pytest.mark.slow), 6])
-def test_only_commits_are_written(num_steps: int, tmp_path: Path) -> None:
-    """Beside what is loaded: each step, or one step of four and the last."""
+def test_only_committed_steps_are_written(num_steps: int, tmp_path: Path) -> None:
+    """Besides the loaded weights: each step, or every fourth step and the last."""
     _, loaded_bytes, _ = trained_bytes(tmp_path / "loaded", 1, commit_every=4)
     read_bytes, each_bytes, version_bytes = trained_bytes(tmp_path / "each", num_steps, commit_every=1)
     loaded_bytes -= version_bytes  # its only step is the last

@@ -1,4 +1,4 @@
-"""Which records have a copy in RAM changes no number, and exactly the SSD reads that copies spare."""
+"""Copies of records in RAM change no number, and save exactly the reads of these records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 @pytest.fixture
 def keep_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Give copies to a random part of the records, whatever the budget says."""
+    """Keep copies of a random part of the records, whatever the budget is."""
 
     def keep(seed: int, fraction: float = 0.5) -> None:
         random = Random(seed)
@@ -65,8 +65,8 @@ def test_with_accumulation_and_dropout(
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
-def test_going_on_from_the_last_step(clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
-    """In the same engine, whose copies are ahead of the commit, and in new ones, each with copies of other records."""
+def test_resuming_from_the_last_step(clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
+    """Resume in the same engine, whose copies are ahead of the commit, and in new ones with copies of other records."""
     whole = make_trainer(tmp_path / "whole", offload={"resident_records": "none"})
     expected = train_to_end(whole)
     resume = None
@@ -77,7 +77,7 @@ def test_going_on_from_the_last_step(clip: str, keep_some: Callable[..., None], 
             with pytest.raises(KeyboardInterrupt):
                 trainer.train(resume_from_checkpoint=resume)
             resume = "last_step"
-            trainer.offload_engine.settle()  # the commit may be on its way
+            trainer.offload_engine.settle()  # the commit may be running
             assert hf_lohan.last_step(tmp_path / "run") == step
         trainer.offload_engine.close()
     keep_some(seed=99)
@@ -95,7 +95,7 @@ def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **off
 
 
 def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num_backwards: int) -> None:
-    """Some steps, until the blocks for the next one have been read as far ahead as there is room."""
+    """Train some steps, then wait until the next blocks are prefetched as far as there is room."""
     model: Any = engine.model
     for step in range(num_steps):
         for number in range(num_backwards):
@@ -123,7 +123,7 @@ def trained(engine: OffloadEngine) -> OffloadAdamW:
 def test_a_step_reads_what_the_planner_says(
     num_backwards: int, frozen: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no more where updates hand their weights over when there is time for it."""
+    """Updates hand weights over when there is time, which only saves reads."""
     read: Counter[tuple[str, str]] = Counter()
     real_read = Store.read
 
@@ -158,7 +158,7 @@ def test_a_step_reads_what_the_planner_says(
 
 
 @pytest.mark.parametrize("hold_gradients", [False, True])
-def test_copies_spare_exactly_the_reads_of_their_records(
+def test_copies_save_exactly_the_reads_of_their_records(
     hold_gradients: bool, keep_some: Callable[..., None], tmp_path: Path
 ) -> None:
     keep_some(seed=7)
@@ -167,7 +167,7 @@ def test_copies_spare_exactly_the_reads_of_their_records(
         with pytest.MonkeyPatch.context() as patch:
             if mode == "none":
                 patch.setattr(hf_lohan.planning.layout, "choose_resident_records", lambda *_, **__: ())
-            # Under this schedule all that is read comes from the store: no update hands its weights over.
+            # With this schedule updates hand no weights over, so all reads come from the store.
             engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, schedule="naive")
             engine.planned_memory.allocate_copies()
         optimizer = trained(engine)
@@ -182,7 +182,7 @@ def test_copies_spare_exactly_the_reads_of_their_records(
     assert read_bytes["auto"] == (read_bytes["none"][0] - saved, read_bytes["none"][1])
 
 
-def test_with_room_for_all_nothing_is_read(tmp_path: Path) -> None:
+def test_nothing_is_read_if_all_records_fit(tmp_path: Path) -> None:
     engine = an_engine(tmp_path, hold_gradients=True, cpu_memory="64MiB")
     assert len(engine.layout.resident_records) == len(engine.layout.records)
     assert engine.layout.cpu_bytes <= 64 << 20

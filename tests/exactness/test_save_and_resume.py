@@ -1,4 +1,4 @@
-"""Saving, resuming and picking the best model lose no bit, experts included."""
+"""Saving, resuming and loading the best model change no bit, experts included."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(family: str, folder: Path, *, offload: Any = None, model: Any = None, *
 
 
 @pytest.mark.parametrize("family", slow_but(("opt", "mixtral"), FAMILIES))
-def test_resume_goes_on_to_the_bit(family: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(family: str, tmp_path: Path) -> None:
     whole = finish(make(family, tmp_path))
     resumed = make(family, tmp_path, model=tiny_model(family, seed=9, **({"dropout": 0.1} if family == "opt" else {})))
     assert_same_bits(finish(resumed, str(tmp_path / f"checkpoint-{HALF}")), whole)

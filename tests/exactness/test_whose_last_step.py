@@ -1,4 +1,4 @@
-"""Which step a run may go on from: not another run's, not before there is one, and not one that training has ended."""
+"""From which steps a run may resume: not from those of other runs, and not from overwritten or torn ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import hf_lohan
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
-def test_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+def test_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run")
     with pytest.raises(ValueError, match="no step has been committed in"):
         trainer.train(resume_from_checkpoint="last_step")
@@ -23,7 +23,7 @@ def test_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     assert hf_lohan.last_step(tmp_path / "run") is None
 
 
-def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> None:
+def test_steps_of_another_run_are_refused(tmp_path: Path) -> None:
     offload = {"ssd": str(tmp_path / "drive")}
     first = make_trainer(tmp_path / "first", max_steps=2, offload=offload)
     train_to_end(first)
@@ -32,22 +32,22 @@ def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> No
         second.train(resume_from_checkpoint="last_step")
 
 
-def test_a_run_that_begins_anew_says_which_step_it_overwrites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def run(**how: Any) -> str:
+def test_a_new_run_logs_which_step_it_overwrites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(**options: Any) -> str:
         caplog.clear()
-        trainer = make_trainer(tmp_path / "run", max_steps=3 if how else 2)
-        trainer.train(**how)
+        trainer = make_trainer(tmp_path / "run", max_steps=3 if options else 2)
+        trainer.train(**options)
         trainer.offload_engine.close()
         return caplog.text
 
     assert "is overwritten" not in run()
-    told = run()
-    assert f"step 2, the last one that the run in {tmp_path / 'run'} has committed, is overwritten" in told
-    assert 'this run begins anew; to go on from such a step, call trainer.train(resume_from_checkpoint="last_st' in told
+    log = run()
+    assert f"step 2, the last one that the run in {tmp_path / 'run'} has committed, is overwritten" in log
+    assert 'this run begins anew; to go on from such a step, call trainer.train(resume_from_checkpoint="last_st' in log
     assert "is overwritten" not in run(resume_from_checkpoint="last_step")
 
 
-def test_forwards_and_backwards_before_training_cost_no_step(tmp_path: Path) -> None:
+def test_forward_and_backward_before_training_keep_the_last_step(tmp_path: Path) -> None:
     old = make_trainer(tmp_path / "run", max_steps=2)
     train_to_end(old)
     new = make_trainer(tmp_path / "run", max_steps=3)
@@ -61,8 +61,8 @@ def test_forwards_and_backwards_before_training_cost_no_step(tmp_path: Path) -> 
     new.offload_engine.close()
 
 
-def test_callbacks_may_log_tensors_and_save_in_their_own_way(tmp_path: Path) -> None:
-    class Own(hf_lohan.Trainer):  # type: ignore[misc]
+def test_subclasses_may_log_tensors_and_save_differently(tmp_path: Path) -> None:
+    class CustomTrainer(hf_lohan.Trainer):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             self.log({"seen": torch.tensor(float(self.state.global_step))})
             return super().training_step(*args, **kwargs)
@@ -70,7 +70,7 @@ def test_callbacks_may_log_tensors_and_save_in_their_own_way(tmp_path: Path) -> 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             Path(self.args.output_dir, "mine").mkdir(exist_ok=True)
 
-    trainer = Own(
+    trainer = CustomTrainer(
         tiny_model("llama"),
         arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=1),
         train_dataset=dataset(),
@@ -80,8 +80,8 @@ def test_callbacks_may_log_tensors_and_save_in_their_own_way(tmp_path: Path) -> 
     assert hf_lohan.last_step(tmp_path) == 3
 
 
-def test_a_new_run_ends_the_old_ones_steps(tmp_path: Path) -> None:
-    """Not before it begins to train: loading alone costs nothing."""
+def test_a_new_run_discards_the_steps_of_the_old_one(tmp_path: Path) -> None:
+    """It discards them when it begins to train, not when it loads."""
     old = make_trainer(tmp_path / "run", max_steps=2)
     train_to_end(old)
     new = make_trainer(tmp_path / "run", InterruptAfter(0))
@@ -91,7 +91,7 @@ def test_a_new_run_ends_the_old_ones_steps(tmp_path: Path) -> None:
     assert hf_lohan.last_step(tmp_path / "run") is None
 
 
-def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) -> None:
+def test_a_torn_single_version_store_names_the_checkpoint(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "offload": {"durability": "checkpoint"}}
     trainer = make_trainer(tmp_path / "run", InterruptAfter(3), **settings)
     interrupt(trainer)
@@ -105,7 +105,7 @@ def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) 
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 8
     again.offload_engine.close()
-    export_model(tmp_path / "run", tmp_path / "out")  # a run that ended leaves its store whole
+    export_model(tmp_path / "run", tmp_path / "out")  # a finished run leaves its store whole
 
 
 def test_a_moved_run_is_found(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_moved_run_is_found(tmp_path: Path) -> None:
     moved.offload_engine.close()
 
 
-def test_what_is_on_disk_is_private(tmp_path: Path) -> None:
+def test_files_on_disk_are_private(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", max_steps=1)
     train_to_end(trainer)
     trainer = make_trainer(tmp_path / "run", max_steps=2)

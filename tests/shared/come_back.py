@@ -1,4 +1,4 @@
-"""What is given back on an I/O thread comes back after whoever waits for the request has been told."""
+"""Wait for buffers: I/O threads return them shortly after the request ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITHIN_S = 10.0
 
 
 def comes_true(is_so: Callable[[], bool]) -> bool:
-    """Whether it is so now, or soon."""
+    """Return whether the condition holds within ten seconds."""
     gives_up_s = time.monotonic() + WITHIN_S
     while not is_so() and time.monotonic() < gives_up_s:
         time.sleep(0.001)
@@ -19,5 +19,5 @@ def comes_true(is_so: Callable[[], bool]) -> bool:
 
 
 def assert_all_come_back(pool: BufferPool) -> None:
-    """Nobody keeps a buffer of ``pool``."""
+    """All buffers of ``pool`` are free, at once or soon."""
     assert comes_true(lambda: pool.num_free == pool.num_buffers), f"{pool.name} has lost buffers"

@@ -1,4 +1,4 @@
-"""Of the many cases of one test, few that have each value, or each pair of values, of its parameters."""
+"""Choose few cases of a test that cover each value, or each pair of values, of its parameters."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from typing import Any
 import pytest
 
 Case = tuple[tuple[str, str], ...]
-"""Which value each parameter has, as `repr` shows it."""
+"""The name and the `repr` of each parameter's value."""
 
 
 def few_that_cover(cases: Sequence[Case], strength: int) -> set[Case]:
-    """Cases in which each `strength` values occur together that do so anywhere.
+    """Return cases that contain every combination of `strength` values which occurs in ``cases``.
 
-    The case with the most that is new comes first; of equals one whose values were had least, so that all get about
-    as many cases.
+    A case with more new combinations is chosen first. Among equals, a case with rarer values is chosen.
     """
     left = {values for case in cases for values in _together(case, strength)}
     chosen: set[Case] = set()
-    num_had: Counter[tuple[str, str]] = Counter()
+    num_chosen: Counter[tuple[str, str]] = Counter()
     while left:
-        best = max(cases, key=lambda case: (len(left & _together(case, strength)), -sum(num_had[v] for v in case)))
+        best = max(cases, key=lambda case: (len(left & _together(case, strength)), -sum(num_chosen[v] for v in case)))
         left -= _together(best, strength)
-        num_had.update(best)
+        num_chosen.update(best)
         chosen.add(best)
     return chosen
 
 
 def mark_others_slow(items: Iterable[pytest.Item]) -> None:
-    """Tests marked `covering(strength)`: those cases that `few_that_cover` leaves out are slow."""
+    """Mark as slow the cases of tests marked `covering(strength)` that `few_that_cover` does not choose."""
     by_test: dict[str, list[tuple[Case, pytest.Item]]] = {}
     strengths: dict[str, int] = {}
     for item in items:
@@ -56,5 +55,5 @@ def _together(case: Case, strength: int) -> set[Case]:
 
 
 def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Values of a parameter, those that are not among the quick ones marked slow."""
+    """Mark the values of a parameter as slow, except the quick ones."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -1,4 +1,4 @@
-"""A data file, and what is moved to and from it."""
+"""Data files, and transfers to and from them."""
 
 from __future__ import annotations
 

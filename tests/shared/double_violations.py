@@ -1,4 +1,4 @@
-"""On the CUDA double a test fails where the double found something wrong while it ran: a race, a read of poison, ..."""
+"""On the CUDA double, a test fails if the double finds a violation while it runs, such as a race."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 
 class FailsOnViolations:
-    """A plugin of pytest, registered where torch runs on the double."""
+    """A pytest plugin for runs on the double."""
 
     @pytest.fixture(autouse=True)
-    def nothing_is_wrong_on_the_cuda_double(self) -> Iterator[None]:
+    def fail_on_violations(self) -> Iterator[None]:
         before = cuda_double.violations()
         yield
-        cuda_double.drain()  # what is queued is found late
+        cuda_double.drain()  # queued work may still violate
         found = [text for text, number in cuda_double.violations().items() if number > before.get(text, 0)]
         if found:
             pytest.fail("the CUDA double found violations:\n" + "\n".join(found), pytrace=False)

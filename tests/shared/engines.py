@@ -1,4 +1,4 @@
-"""Engines over tiny models, with budgets that are tight on purpose, and twins of them that torch trains in memory."""
+"""Engines over tiny models with tight budgets, and twins of these models that torch trains in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ConfigFactory = Callable[..., OffloadConfig]
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> ConfigFactory:
-    """Resolved configurations with a store in the test's folder."""
+    """Make resolved configurations with a store in the test's folder."""
 
     def make(**settings: Any) -> OffloadConfig:
         defaults = {
@@ -50,7 +50,7 @@ def make_config(tmp_path: Path) -> ConfigFactory:
 
 @pytest.fixture
 def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFactory]:
-    """Offload a model that stands in memory: engines that end with the test."""
+    """Offload models from memory. The engines close with the test."""
     engines: list[OffloadEngine] = []
 
     def build(
@@ -90,9 +90,9 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Twins:
-    """One model twice: `stock` under torch in memory, `model` under an engine. `pair` has both with their optimizers.
+    """One model twice: `stock` under torch in memory, and `model` under an engine.
 
-    Every step of a test is taken with both; `assert_equal` then compares weights and step counts to the bit.
+    Each step is taken with both. `assert_equal` then compares weights, states and step counts to the bit.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Twins:
         optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """`optimizers`: one of torch over each model, of which the second is taken over; default AdamW."""
+        """``optimizers``: one torch optimizer for each model, AdamW by default. The engine takes over the second."""
         self.stock, self.model, self.engine = stock, engine.model, engine
         if optimizers is not None:
             self.stock_optimizer, self.optimizer = optimizers[0], take_over(optimizers[1], engine)
@@ -117,7 +117,7 @@ class Twins:
         return self.stock, self.model
 
     def losses(self, batch_seed: int, *, rng_seed: int | None = None, scale: float = 1.0, **shape: int) -> list[Tensor]:
-        """The losses of both on one batch (``shape``: see `tiny_batch`), with equal random numbers."""
+        """Return the losses of both on one batch (``shape``: see `tiny_batch`), which must be equal."""
         losses = []
         for model in self.models:
             if rng_seed is not None:
@@ -163,7 +163,7 @@ TwinsFactory = Callable[..., Twins]
 
 @pytest.fixture
 def make_twins(build_engine: EngineFactory) -> TwinsFactory:
-    """Twins of a family, or of what `model_factory` makes (equal at every call)."""
+    """Make twins of a family, or of the models that ``model_factory`` makes. Each call must give equal models."""
 
     def make(
         family: str = "llama",

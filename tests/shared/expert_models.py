@@ -1,4 +1,4 @@
-"""Tiny mixtures of many families, and how little of the device each can be trained with."""
+"""Tiny mixture-of-experts models of many families, and the least device memory to train them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ FAMILIES = {
 }
 NUM_EXPERTS = 4
 ALL_SLOTS = "8MiB"
-"""More than any of these models takes."""
+"""Device memory that holds all experts of any of these models."""
 
 
 def expert_model(family: str, *, seed: int = 0) -> Any:
-    """Randomly initialised in float32, in training; rows of the experts' weights are whole vectors of the CPU: of
-    others it rounds the last elements of a tensor as it does no others, and experts are parts of one in memory."""
+    """Make a random float32 model in training mode.
+
+    Rows of expert weights are whole CPU vectors. Otherwise kernels round the last elements of a tensor differently, and
+    the last elements of an expert are in the middle of the tensor of all experts.
+    """
     from tiny_configs import model_class_of, tiny_config
 
     model_class = model_class_of(FAMILIES[family])
@@ -51,13 +54,13 @@ def expert_model(family: str, *, seed: int = 0) -> Any:
 
 
 def least_gpu_memory(model: Any, **settings: Any) -> int:
-    """Bytes that hold two slots of a layer, two of an expert and one of what is outside the layers."""
+    """Return the bytes of two slots for layers, two for experts and one for the rest of the model."""
     config = OffloadConfig.load({"gpu_memory": "4KiB", "cpu_memory": "64MiB", "experts": "streamed", **settings})
     resolved = config.resolve(
         host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path="nowhere"
     )
     with pytest.raises(BudgetError) as refused:
         lay_out(model, resolved, working_dtype=None, hold_gradients=True)
-    found = re.search(r"set gpu_memory to at least (\d+)", str(refused.value))
-    assert found is not None, refused.value
-    return int(found[1])
+    match = re.search(r"set gpu_memory to at least (\d+)", str(refused.value))
+    assert match is not None, refused.value
+    return int(match[1])

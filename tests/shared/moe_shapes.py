@@ -1,4 +1,4 @@
-"""The shapes of large mixture-of-experts models, as their config.json has them; what is not said is the default."""
+"""The config.json of large mixture-of-experts models, without values that are the default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offloaded models whose engines end with the test, and the state that Hugging Face's libraries keep globally."""
+"""Offloaded models whose engines close with the test, and the global state of Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from hf_lohan.huggingface import engine_of, offload_model
 
 @pytest.fixture(autouse=True)
 def forget_global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What accelerate shares between all its objects, tests of other folders included, what TrainingArguments tell it
-    through the environment, and the thread count that offloading sets."""
+    """Reset accelerate's shared state, the environment variable of TrainingArguments and the number of threads."""
     num_threads = torch.get_num_threads()
     forget_accelerator_state()
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
@@ -48,7 +47,7 @@ def budgets(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def offload(open_engines: list[OffloadEngine], tmp_path: Path) -> Callable[..., OffloadEngine]:
-    """Drain a model that stands in memory, under small budgets."""
+    """Offload a model from memory, with small budgets."""
 
     def build(model: Any, *, dtype: torch.dtype | None = None, **settings: Any) -> OffloadEngine:
         folder = tmp_path / f"store{len(open_engines)}"
@@ -67,7 +66,7 @@ def offload(open_engines: list[OffloadEngine], tmp_path: Path) -> Callable[..., 
 
 @pytest.fixture
 def load_streamed(open_engines: list[OffloadEngine], tmp_path: Path) -> Callable[..., Any]:
-    """`hf_lohan.from_pretrained` under small budgets."""
+    """Call `hf_lohan.from_pretrained` with small budgets."""
 
     def load(checkpoint: Path, *, settings: dict[str, Any] | None = None, **options: Any) -> Any:
         folder = tmp_path / f"store{len(open_engines)}"

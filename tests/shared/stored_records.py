@@ -1,4 +1,4 @@
-"""Engines and buffers for the storage tests, and the modules beside this file."""
+"""I/O engines, records and paths for the storage tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EngineFactory = Callable[..., IoEngine]
 
 @pytest.fixture
 def make_engine() -> Iterator[EngineFactory]:
-    """Engines that end with the test."""
+    """Make I/O engines, which close with the test."""
     engines: list[IoEngine] = []
 
     def make(
@@ -65,7 +65,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[StorePath]:
 
 @pytest.fixture
 def random_values() -> Callable[[RecordSpec, int], torch.Tensor]:
-    """Values of a record's dtype ``[numel]`` in aligned memory, every bit pattern of a byte among them."""
+    """Make random bytes as values ``[numel]`` of a record's dtype, in aligned memory."""
     generator = torch.Generator().manual_seed(0)
 
     def make(record: RecordSpec, numel: int) -> torch.Tensor:

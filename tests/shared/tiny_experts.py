@@ -1,4 +1,4 @@
-"""Tiny models with experts, one of each way in which transformers' checkpoints hold them."""
+"""Tiny models with experts, one for each format of experts in transformers' checkpoints."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ FAMILIES = tuple(_OWN)
 FUSED_IN_FILES = frozenset({"GptOssConfig", "GraniteMoeConfig"})
 """Families whose checkpoints have one tensor for all experts of a layer."""
 FLOAT32_ROUTERS = frozenset({"Ernie4_5_MoeConfig", "HunYuanMoEV1Config"})
-"""Families whose routers stay float32 where the rest is loaded in bfloat16."""
+"""Families whose routers stay float32 if the model is loaded in bfloat16."""
 
 
 def tiny_experts(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -114,5 +114,5 @@ def tiny_experts(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any() or (parameter == 1).all():
-                parameter.add_(torch.randn(parameter.shape) * 0.02)  # else a mistake would not show
+                parameter.add_(torch.randn(parameter.shape) * 0.02)  # mistakes would not show in zeros or ones
     return model

@@ -1,4 +1,4 @@
-"""A tokenizer made on the spot, and what it can say."""
+"""A tiny tokenizer, and the sentences that it was trained on."""
 
 from __future__ import annotations
 

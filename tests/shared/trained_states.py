@@ -1,4 +1,4 @@
-"""Engines with optimizer states, and everything that such an engine has stored."""
+"""Train an engine, and read all that it stores."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def train(engine: OffloadEngine, seeds: range, *, max_norm: float = 0.5) -> None
 
 def everything(engine: OffloadEngine) -> dict[str, Any]:
     access = engine.parameters
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in engine.parameter_slices:
         for kind in ("param", *access.state_kinds(part.name)):
-            found[f"{part.name}.{kind}"] = access.read_flat(part.name, kind)
-        found[f"{part.name}.num_updates"] = engine.step_counts[part]
-    return found
+            values[f"{part.name}.{kind}"] = access.read_flat(part.name, kind)
+        values[f"{part.name}.num_updates"] = engine.step_counts[part]
+    return values

@@ -1,6 +1,6 @@
-"""Where the tests of exactness train: on the CPU, or with LOHAN_TEST_DEVICE=cuda on the double of tests/cuda_double.
+"""The device of the exactness tests: the CPU, or with LOHAN_TEST_DEVICE=cuda the double of tests/cuda_double.
 
-A real GPU's kernels round otherwise than the CPU, on which AdamW runs. There the tolerances of these tests do not hold.
+The tolerances of these tests do not hold on a real GPU, which rounds differently from the CPU that runs AdamW.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same run of a TRL trainer twice, stock and offloaded, with all that it logged and the weights it left."""
+"""Run a TRL trainer twice, stock and offloaded, and compare its logs and weights."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_model
 
 BUDGETS = {"cpu_memory": "8MiB", "gpu_memory": "2MiB"}
-"""Room for two engines with two or three blocks on the device each."""
+"""Two engines fit, each with two or three blocks on the device."""
 NUM_STEPS = 3
-_OF_THE_CLOCK = ("runtime", "per_second", "step_time", "total_flos", "epoch")
+_TIMES = ("runtime", "per_second", "step_time", "total_flos", "epoch")
 NORM_RELATIVE_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a trainer did."""
+    """The logs and final weights of a trainer."""
 
     trainer: Any
     logs: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Run:
 
 
 def save_checkpoint(folder: Path, family: str = "llama", **overrides: Any) -> Path:
-    """A tiny model and its tokenizer, as a user has them on disk."""
+    """Save a tiny model and its tokenizer."""
     tokenizer = tiny_tokenizer()
     tiny_model(family, eos_token_id=tokenizer.eos_token_id, **overrides).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -43,13 +43,13 @@ def save_checkpoint(folder: Path, family: str = "llama", **overrides: Any) -> Pa
 
 
 def arguments(kind: str, folder: Path, **settings: Any) -> Any:
-    """Of a kind of trainer ("SFT", "DPO", ...): a few steps in float32 on the CPU."""
+    """Arguments of a kind of trainer ("SFT", "DPO", ...) for a few steps in float32 on the CPU."""
     defaults = {**SHORT_RUN, "use_cpu": True, "bf16": False, "max_steps": NUM_STEPS}
     return getattr(trl, f"{kind}Config")(str(folder), **{**defaults, **settings})
 
 
 def run(kind: str, args: Any, *, offload: Any = None, **given: Any) -> Run:
-    """Make the trainer and train, stock if ``offload`` is None."""
+    """Make a trainer, stock if ``offload`` is None, and train."""
     if offload is None:
         trainer = getattr(trl, f"{kind}Trainer")(args=args, **given)
     else:
@@ -75,14 +75,12 @@ def close(found: Run) -> None:
 
 
 def comparable(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a log without what the clock says."""
-    return [
-        {key: value for key, value in row.items() if not any(word in key for word in _OF_THE_CLOCK)} for row in history
-    ]
+    """Rows of a log without times."""
+    return [{key: value for key, value in row.items() if not any(word in key for word in _TIMES)} for row in history]
 
 
 def assert_same(ours: Run, stock: Run) -> None:
-    """Everything to the bit but gradient norms, whose parts are summed in another order."""
+    """All values are equal to the bit, except gradient norms, which are summed in another order."""
     assert len(ours.logs) == len(stock.logs) > 0
     for ours_row, stock_row in zip(ours.logs, stock.logs, strict=True):
         assert ours_row.keys() == stock_row.keys()
@@ -95,14 +93,14 @@ def assert_same(ours: Run, stock: Run) -> None:
 
 
 def assert_trained(found: Run, before: dict[str, Tensor]) -> None:
-    """Some weight is another one now."""
+    """At least one weight has changed."""
     assert any(not torch.equal(found.weights[name], weight) for name, weight in before.items())
 
 
 def both(
     kind: str, folder: Path, settings: dict[str, Any], given: Callable[[], dict[str, Any]], **offload: Any
 ) -> tuple[Run, Run]:
-    """(ours, stock), each with what ``given`` makes for it."""
+    """Return the offloaded and the stock run. ``given`` makes the options of each."""
     stock = run(kind, arguments(kind, folder / "stock", **settings), **given())
     ours = run(kind, arguments(kind, folder / "ours", **settings), offload={**BUDGETS, **offload}, **given())
     close(ours)
@@ -110,7 +108,7 @@ def both(
 
 
 def lora(**settings: Any) -> Any:
-    """Of two matrices a layer, so that hidden states and a layer's middle are adapted."""
+    """Adapt two matrices of each layer."""
     import peft
 
     return peft.LoraConfig(
