@@ -11,7 +11,7 @@ from hf_lohan.files.durable_file import AppendedLog
 from hf_lohan.testing.recorded_disk import RecordedDisk
 
 
-def test_lines_follow_what_is_committed(tmp_path: Path) -> None:
+def test_lines_follow_the_committed_ones(tmp_path: Path) -> None:
     log = AppendedLog(str(tmp_path / "log"))
     assert log.append(0, b"") == 0 and not (tmp_path / "log").exists() and log.read(0, 0) == b""
     with RecordedDisk(tmp_path) as disk:
@@ -50,7 +50,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])  # open, cut, write, sync
-def test_a_failure_leaves_what_is_committed(tmp_path: Path, call: int, code: int) -> None:
+def test_a_failure_keeps_the_committed_lines(tmp_path: Path, call: int, code: int) -> None:
     log = AppendedLog(str(tmp_path / "log"))
     log.append(0, b"one\n")
     log.append(4, b"lost\n")

@@ -29,15 +29,15 @@ def round_trip(file: DataFile) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [4096, 5000, 12288, 20000])
-def test_short_calls_go_on_where_they_stopped(tmp_path: Path, max_bytes: int) -> None:
+def test_short_calls_are_continued(tmp_path: Path, max_bytes: int) -> None:
     backend = ShortBackend(max_bytes)
     round_trip(DataFile(str(tmp_path / "f"), backend, create=True))
     assert backend.calls["write"] >= NUM_BYTES // max_bytes
 
 
-def test_a_direct_call_that_ends_inside_a_sector_goes_on_at_its_start(tmp_path: Path) -> None:
+def test_a_direct_call_that_ends_inside_a_sector_continues_at_its_start(tmp_path: Path) -> None:
     class Reports(FileBackend):
-        """Moves all and reports less, as a direct call that is cut short by the kernel."""
+        """Moves all bytes but reports fewer, like a direct call that the kernel cuts short."""
 
         def write(self, fd, offset, views):  # type: ignore[no-untyped-def]
             assert offset % 4096 == 0
@@ -53,13 +53,13 @@ def test_a_direct_call_that_ends_inside_a_sector_goes_on_at_its_start(tmp_path: 
     round_trip(file)
 
 
-def test_less_than_a_sector_at_a_time_still_arrives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_of_less_than_a_sector_are_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     round_trip(DataFile(str(tmp_path / "f"), ShortBackend(1000), create=True))
     assert len(caplog.records) <= 1
 
 
 @pytest.mark.parametrize("refuses_at_open", [True, False])
-def test_falls_back_to_buffered_and_says_so_once(
+def test_the_fallback_to_buffered_io_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, refuses_at_open: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -87,7 +87,7 @@ def test_the_end_of_the_file_is_an_error_with_counts(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_write_that_moves_nothing_does_not_spin(tmp_path: Path) -> None:
+def test_a_write_that_moves_nothing_raises(tmp_path: Path) -> None:
     file = DataFile(str(tmp_path / "f"), ShortBackend(0), create=True)
     with pytest.raises(StorageError, match="ended early"):
         file.write(0, [sector_view(mapped_empty(4096))])
@@ -95,7 +95,7 @@ def test_a_write_that_moves_nothing_does_not_spin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
-def test_zeros_are_written_where_space_cannot_be_preallocated(
+def test_zeros_are_written_if_space_cannot_be_preallocated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     num_bytes = (4 << 20) + 8192
@@ -115,7 +115,7 @@ def test_sync_errors_are_named(tmp_path: Path) -> None:
     file.close()
 
 
-def test_files_are_private_and_never_reached_through_links(tmp_path: Path) -> None:
+def test_files_are_private_and_links_are_not_followed(tmp_path: Path) -> None:
     file = DataFile(str(tmp_path / "f"), FileBackend(), create=True)
     file.close()
     assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
@@ -127,8 +127,8 @@ def test_files_are_private_and_never_reached_through_links(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_a_sync_after_a_failed_one_succeeds_only_where_nothing_can_be_lost(tmp_path: Path, is_direct: bool) -> None:
-    """Through the page cache, the system forgets what it could not write."""
+def test_a_sync_after_a_failed_one_succeeds_only_with_direct_io(tmp_path: Path, is_direct: bool) -> None:
+    """The page cache forgets data that it could not write."""
     backend = FaultyBackend("sync", 1, errno.EIO)
     file = DataFile(str(tmp_path / "f"), backend, create=True)
     file.is_direct = is_direct

@@ -1,4 +1,4 @@
-"""Paths that can hold a store are told from those that cannot, also while other ranks do the same."""
+"""Checks of store directories, also while other ranks make them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_lohan.files.directories import StorePath, make_directory, validate_directories
 
 
-def test_ranks_may_try_and_make_folders_under_one_that_is_missing(tmp_path: Path) -> None:
+def test_ranks_check_and_make_folders_at_the_same_time(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 
     def begin(turn: int, rank: int, meeting: threading.Barrier) -> None:
@@ -32,6 +32,6 @@ def test_ranks_may_try_and_make_folders_under_one_that_is_missing(tmp_path: Path
     assert all(len(os.listdir(tmp_path / str(turn) / "ssd")) == 4 for turn in range(50))
 
 
-def test_what_was_tried_is_taken_away(tmp_path: Path) -> None:
+def test_trial_folders_are_removed(tmp_path: Path) -> None:
     validate_directories([StorePath(str(tmp_path / "a" / "b" / "c"))])
     assert os.listdir(tmp_path) == []

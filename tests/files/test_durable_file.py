@@ -18,7 +18,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_the_file_is_whole_private_and_synced_before_and_after_its_renaming(tmp_path: Path) -> None:
+def test_the_file_is_private_and_synced_before_and_after_its_renaming(tmp_path: Path) -> None:
     file = tmp_path / "state"
     with RecordedDisk(tmp_path) as disk:
         replace_durably(str(file), b"one")
@@ -29,7 +29,7 @@ def test_the_file_is_whole_private_and_synced_before_and_after_its_renaming(tmp_
     assert [call.folder for call in disk.calls if call.name == "sync"] == ["", ".", "", "."]
 
 
-def test_leftovers_and_links_do_not_lead_elsewhere(tmp_path: Path) -> None:
+def test_leftovers_and_links_are_replaced(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"precious")
     for name in ("state", "state.new"):
@@ -77,7 +77,7 @@ def test_a_removal_is_synced_and_a_second_one_does_nothing(tmp_path: Path) -> No
             remove_durably(str(file))
 
 
-def test_a_write_goes_on_after_a_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, content, offset: real(fd, content[:3], offset))
     replace_durably(str(tmp_path / "state"), b"in several calls")

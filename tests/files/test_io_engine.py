@@ -56,7 +56,7 @@ def test_more_buffers_than_the_kernel_takes_in_one_call(make_engine: EngineFacto
     file.close()
 
 
-def test_callbacks_come_once_and_nothing_is_started_after_their_errors(
+def test_callbacks_run_once_and_their_errors_stop_new_pieces(
     make_engine: EngineFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = GatedBackend()
@@ -81,7 +81,9 @@ def test_callbacks_come_once_and_nothing_is_started_after_their_errors(
     file.close()
 
 
-def test_an_error_names_path_and_offset_and_spares_other_requests(make_engine: EngineFactory, tmp_path: Path) -> None:
+def test_an_error_names_path_and_offset_and_does_not_affect_other_requests(
+    make_engine: EngineFactory, tmp_path: Path
+) -> None:
     engine = make_engine(FaultyBackend("write", 2, errno.EIO), num_threads=1, max_inflight_bytes=65536)
     file = new_file(engine, tmp_path)
     request = engine.write([transfer(file, 0, mapped_empty(65536))])
@@ -96,7 +98,7 @@ def test_an_error_names_path_and_offset_and_spares_other_requests(make_engine: E
     file.close()
 
 
-def test_an_unexpected_error_reaches_the_waiter(make_engine: EngineFactory, tmp_path: Path) -> None:
+def test_an_unexpected_error_is_raised_by_wait(make_engine: EngineFactory, tmp_path: Path) -> None:
     class Broken(CountingBackend):
         def read(self, fd, offset, views):  # type: ignore[no-untyped-def]
             raise ZeroDivisionError("a bug")
@@ -108,20 +110,20 @@ def test_an_unexpected_error_reaches_the_waiter(make_engine: EngineFactory, tmp_
     file.close()
 
 
-def test_nothing_to_move_is_done_at_once(engine: IoEngine) -> None:
+def test_a_request_without_bytes_is_done_at_once(engine: IoEngine) -> None:
     request = engine.read([])
     assert request.done() and request.num_bytes == 0
     request.wait()
 
 
-def test_a_closed_engine_starts_nothing() -> None:
+def test_a_closed_engine_refuses_requests() -> None:
     engine = IoEngine(1, 4096, 4096)
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.read([])
 
 
-def test_close_finishes_what_is_in_flight(tmp_path: Path) -> None:
+def test_close_finishes_requests_in_progress(tmp_path: Path) -> None:
     backend = GatedBackend()
     engine = IoEngine(1, 4096, 1 << 20, backend)
     file = new_file(engine, tmp_path)
@@ -148,7 +150,7 @@ def test_close_moves_queued_pieces_that_no_thread_has_taken(tmp_path: Path, monk
     file.close()
 
 
-def test_an_empty_transfer_is_no_piece(engine: IoEngine, tmp_path: Path) -> None:
+def test_an_empty_transfer_has_no_piece(engine: IoEngine, tmp_path: Path) -> None:
     file = new_file(engine, tmp_path)
     request = engine.write([Transfer(file, 0, (memoryview(b""),))])
     assert request.done() and request.num_bytes == 0
@@ -164,7 +166,7 @@ def test_bad_bounds_are_refused() -> None:
         IoEngine(1, 4096, 0)
 
 
-def test_misaligned_memory_is_caught() -> None:
+def test_misaligned_memory_is_refused() -> None:
     memory = mapped_empty(8192)
     assert memory.data_ptr() % 4096 == 0 and os.sysconf("SC_PAGE_SIZE") % 4096 == 0
     with pytest.raises(AssertionError, match="sector-aligned"):

@@ -120,7 +120,7 @@ def test_a_request_above_the_budget_runs_alone(make_engine: EngineFactory, tmp_p
     file.close()
 
 
-def test_an_interrupt_is_raised_once_no_piece_is_in_progress(
+def test_an_interrupt_is_raised_when_no_piece_is_in_progress(
     make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = GatedBackend()

@@ -1,4 +1,4 @@
-"""Cloning shares blocks where the file system can, says so where it cannot, and fails loudly otherwise."""
+"""Cloning shares blocks if the file system supports it, returns False if not, and raises for other failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 4096
 
 @pytest.fixture(params=["xfs", "btrfs"])
 def reflink_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A small file system of a kind that clones."""
+    """A small file system that supports cloning."""
     if os.geteuid() != 0 or shutil.which(f"mkfs.{request.param}") is None:
         pytest.skip(f"making a small file system needs root and mkfs.{request.param}")
     image, disk = tmp_path / "image", tmp_path / "disk"
@@ -51,7 +51,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
 
 
-def test_a_real_clone_has_the_bytes_and_takes_no_room(reflink_disk: Path) -> None:
+def test_a_real_clone_has_the_bytes_and_takes_no_space(reflink_disk: Path) -> None:
     num_bytes = 32 << 20
     data = os.urandom(num_bytes)
     (reflink_disk / "source").write_bytes(data)
@@ -67,7 +67,7 @@ def test_a_real_clone_has_the_bytes_and_takes_no_room(reflink_disk: Path) -> Non
 
 
 def test_a_clone_keeps_its_bytes_when_the_source_is_overwritten(reflink_disk: Path) -> None:
-    """What a store does in its next step."""
+    """The store's next step overwrites the source."""
     with open(reflink_disk / "source", "w+b") as source, open(reflink_disk / "target", "w+b") as target:
         source.write(b"a" * 2 * BLOCK)
         source.flush()
@@ -90,7 +90,7 @@ def test_real_extents_make_a_record(reflink_disk: Path) -> None:
     cloner.close()
 
 
-def test_another_file_system_is_told_by_false(reflink_disk: Path, fds: tuple[int, int]) -> None:
+def test_cloning_to_another_file_system_returns_false(reflink_disk: Path, fds: tuple[int, int]) -> None:
     with open(reflink_disk / "target", "w+b") as target:
         assert not clone_range(fds[0], 0, BLOCK, target.fileno(), 0)
 
@@ -99,7 +99,7 @@ REASONS_TO_COPY = [errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, er
 
 
 @pytest.mark.parametrize("code", REASONS_TO_COPY, ids=errno.errorcode.__getitem__)
-def test_files_that_cannot_share_are_told_by_false(
+def test_cloning_without_support_returns_false(
     code: int, fds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, code)
@@ -107,7 +107,7 @@ def test_files_that_cannot_share_are_told_by_false(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.__getitem__)
-def test_other_failures_name_the_file_and_the_place(
+def test_other_failures_name_the_file_and_the_offset(
     code: int, fds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, code)
@@ -116,13 +116,13 @@ def test_other_failures_name_the_file_and_the_place(
     assert (caught.value.errno, caught.value.offset) == (code, BLOCK)
 
 
-def test_nothing_is_not_the_rest_of_the_file(fds: tuple[int, int]) -> None:
-    """To the kernel a length of 0 means: up to the end."""
+def test_cloning_no_bytes_does_not_clone_the_rest_of_the_file(fds: tuple[int, int]) -> None:
+    """For the kernel, a length of 0 means up to the end."""
     assert clone_range(fds[0], 0, 0, fds[1], 0)
     assert os.fstat(fds[1]).st_size == 0
 
 
-def test_a_cloner_that_was_refused_does_not_ask_again(
+def test_a_refused_cloner_does_not_try_again(
     fds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -156,7 +156,7 @@ def test_a_cloner_opens_each_source_once_and_closes_it(
 
 
 def _num_open(path: Path) -> int:
-    """Descriptors of this process for a file; those of others come and go."""
+    """File descriptors of this process for a file; those of other files come and go."""
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ ALL: Place = ("layer", "param", 0)
 
 
 def values(record: RecordSpec, numel: int | None = None, *, fill: float | None = None) -> Tensor:
-    """Aligned memory [numel] of a record's dtype, `fill` or NaN all over."""
+    """Aligned memory [numel] of a record's dtype, filled with `fill` or NaN."""
     memory = mapped_empty((numel or record.numel) * record.itemsize).view(getattr(torch, record.dtype))
     return memory.fill_(torch.nan if fill is None else fill)
 
@@ -37,7 +37,7 @@ def open_store(
     resident: tuple[RecordSpec, ...] = RECORDS,
     backend: FileBackend | None = None,
 ) -> Iterator[tuple[Store, IoEngine]]:
-    """A store in `folder`, new or as it was left."""
+    """Create or open the store in `folder`."""
     engine = IoEngine(2, 1 << 20, 1 << 24, backend)
     try:
         store = Store.open_or_create(

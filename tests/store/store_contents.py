@@ -1,4 +1,4 @@
-"""What is in a store, and in its folders."""
+"""The content of a store and of its folders."""
 
 from __future__ import annotations
 

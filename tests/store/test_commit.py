@@ -31,7 +31,7 @@ def fields(commit: Commit) -> dict[str, object]:
     return asdict(commit) | arrays
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_commit_is_read(tmp_path: Path) -> None:
     assert read_commit(str(tmp_path)) is None
     write_commit(COMMIT, str(tmp_path))
     found = read_commit(str(tmp_path))
@@ -51,7 +51,7 @@ def test_facts_that_json_cannot_hold_leave_the_last_commit(tmp_path: Path) -> No
     assert found is not None and found.number == 7
 
 
-def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     write_commit(COMMIT, str(tmp_path))
     file, random = tmp_path / COMMIT_NAME, Random(0)
     sound = file.read_bytes()
@@ -63,7 +63,7 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
             read_commit(str(tmp_path))
 
 
-def test_a_part_of_a_commit_is_none(tmp_path: Path) -> None:
+def test_a_truncated_commit_is_refused(tmp_path: Path) -> None:
     write_commit(COMMIT, str(tmp_path))
     file = tmp_path / COMMIT_NAME
     sound = file.read_bytes()
@@ -76,7 +76,7 @@ def test_a_part_of_a_commit_is_none(tmp_path: Path) -> None:
         read_commit(str(tmp_path))
 
 
-def test_other_files_are_no_commits(tmp_path: Path) -> None:
+def test_other_files_are_refused_as_commits(tmp_path: Path) -> None:
     file = tmp_path / COMMIT_NAME
     header = json.dumps({"home": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
     for content in (b"", b"{}", bytes(100), len(header).to_bytes(8, "little") + header + b"\0"):

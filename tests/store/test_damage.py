@@ -1,4 +1,4 @@
-"""Bits that flip on the disk: an error that says where, or the right data; never wrong data."""
+"""A flipped bit on the disk gives an error with its position, or the right data, but never wrong data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def paths(tmp_path: Path) -> list[StorePath]:
 
 @pytest.fixture
 def content(paths: list[StorePath], engine: IoEngine) -> Content:
-    """Of a store in ``paths`` of which a part is current in each home, and a part in neither is."""
+    """Content of a store in ``paths`` whose current records are partly in each home, and partly in neither."""
     random = Random(0)
     with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2, stripe_bytes=20480) as store:
         for record in RECORDS:
@@ -59,7 +59,7 @@ def flip(file: Path, byte: int, random: Random) -> None:
 
 
 def current_bytes(store: Store) -> set[tuple[str, int]]:
-    """The sectors that hold what is committed."""
+    """The sectors with committed bytes."""
     return {
         (path, sector)
         for record in store.records
@@ -69,7 +69,7 @@ def current_bytes(store: Store) -> set[tuple[str, int]]:
 
 
 def damaged_granules(store: Store, content: Content) -> list[CorruptionError]:
-    """Read all granules one by one, which must be right or refused."""
+    """Read all granules one by one. Each must be right or refused."""
     errors = []
     for record in store.records:
         for start in range(0, record.numel, record.granule_numel):
@@ -87,7 +87,7 @@ def damaged_granules(store: Store, content: Content) -> list[CorruptionError]:
 
 
 @pytest.mark.parametrize("name", ["records-0.bin", "records-1.bin"])
-def test_a_flipped_bit_of_a_record_is_named_if_it_counts(
+def test_a_flipped_bit_of_a_committed_record_is_reported(
     paths: list[StorePath], content: Content, engine: IoEngine, name: str
 ) -> None:
     random, num_named = Random(1), 0
@@ -110,7 +110,7 @@ def test_a_flipped_bit_of_a_record_is_named_if_it_counts(
     assert num_named > 0
 
 
-def test_a_flipped_bit_of_a_manifest_is_no_store(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+def test_a_flipped_bit_of_a_manifest_is_refused(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
     random = Random(2)
     for path in paths:
         file = Path(path.path) / "manifest.json"
@@ -129,7 +129,7 @@ def test_a_flipped_bit_of_a_manifest_is_no_store(paths: list[StorePath], content
         assert content_of(store) == content
 
 
-def test_a_flipped_bit_of_a_commit_is_named(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+def test_a_flipped_bit_of_a_commit_is_reported(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
     random = Random(3)
     file = Path(paths[0].path) / "commit.safetensors"
     sound = file.read_bytes()
@@ -144,7 +144,7 @@ def test_a_flipped_bit_of_a_commit_is_named(paths: list[StorePath], content: Con
         file.write_bytes(sound)
 
 
-def test_a_flipped_bit_of_the_log_is_named(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+def test_a_flipped_bit_of_the_log_is_reported(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
     file = Path(paths[0].path) / "log.jsonl"
     for byte in range(file.stat().st_size):
         sound = file.read_bytes()
@@ -160,7 +160,9 @@ def test_a_flipped_bit_of_the_log_is_named(paths: list[StorePath], content: Cont
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_bit_that_flips_on_its_way_is_noticed(paths: list[StorePath], make_engine: EngineFactory, verb: str) -> None:
+def test_a_bit_that_flips_in_transfer_is_detected(
+    paths: list[StorePath], make_engine: EngineFactory, verb: str
+) -> None:
     record = RECORDS[1]
     engine = make_engine(FlippingBackend(verb, 2, bit=12345))
     with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2) as store:
@@ -175,8 +177,8 @@ def test_a_bit_that_flips_on_its_way_is_noticed(paths: list[StorePath], make_eng
             assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
 
 
-def test_old_bytes_in_place_of_new_ones_are_noticed(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
-    """As a drive does that loses a write and says nothing."""
+def test_a_lost_write_is_detected(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+    """The drive loses a write without an error."""
     file = Path(paths[0].path) / "records-0.bin"
     before = file.read_bytes()
     with Store.open(paths, model=MODEL, engine=engine) as store:
@@ -192,7 +194,7 @@ def test_old_bytes_in_place_of_new_ones_are_noticed(paths: list[StorePath], cont
 
 
 @pytest.mark.parametrize("name", ["commit.safetensors", "manifest.json", "records-0.bin", "records-1.bin", "lock"])
-def test_links_in_a_store_lead_nowhere(
+def test_links_in_a_store_are_not_followed(
     tmp_path: Path, paths: list[StorePath], content: Content, engine: IoEngine, name: str
 ) -> None:
     file = Path(paths[0].path) / name
@@ -228,7 +230,7 @@ def test_all_files_are_private(paths: list[StorePath], content: Content, engine:
 
 
 @pytest.mark.parametrize("name", ["commit.safetensors", "log.jsonl", "records-1.bin", "gradients.bin"])
-def test_files_of_somebody_else_survive(tmp_path: Path, engine: IoEngine, name: str) -> None:
+def test_foreign_files_are_kept(tmp_path: Path, engine: IoEngine, name: str) -> None:
     for make in (lambda: (tmp_path / name).write_text("precious"), lambda: (tmp_path / name).symlink_to("nowhere")):
         make()
         with pytest.raises(ForeignStoreError, match=f"holds {name} but no store: choose another"):
@@ -241,7 +243,7 @@ METADATA = ("manifest.json", "commit.safetensors", "log.jsonl", "model-0/config.
 
 
 def checked(paths: list[StorePath], engine: IoEngine) -> str:
-    """What a look at the store, or `verify`, has to say of it, in one line; nothing if all is well."""
+    """Return the one-line error of opening or verifying the store; "" if there is none."""
     try:
         last_commit([path.path for path in paths])
         committed_log([path.path for path in paths])
@@ -262,7 +264,7 @@ def told(tmp_path: Path, engine: IoEngine) -> list[StorePath]:
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_any_damage_of_any_metadata_is_one_line_with_its_name(
+def test_damaged_metadata_is_reported_in_one_line_with_its_name(
     name: str, told: list[StorePath], engine: IoEngine
 ) -> None:
     file, random = Path(told[0].path) / name, Random(name)
@@ -285,7 +287,7 @@ def test_any_damage_of_any_metadata_is_one_line_with_its_name(
 
 @pytest.mark.parametrize("name", METADATA)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "giant"])
-def test_what_is_no_such_file_is_an_error_at_once(
+def test_a_file_of_another_kind_is_refused_at_once(
     kind: str, name: str, told: list[StorePath], engine: IoEngine
 ) -> None:
     file = Path(told[0].path) / name
@@ -300,7 +302,7 @@ def test_what_is_no_such_file_is_an_error_at_once(
     assert file.name in checked(told, engine)
 
 
-def test_a_path_that_is_not_mounted_is_named(tmp_path: Path, engine: IoEngine) -> None:
+def test_an_unmounted_path_is_named(tmp_path: Path, engine: IoEngine) -> None:
     paths = [StorePath(str(tmp_path / name), 1 << 20) for name in ("a", "b")]
     with Store.create(paths, RECORDS, model=MODEL, engine=engine) as store:
         store.commit()

@@ -34,7 +34,7 @@ def test_each_granule_has_the_hash_of_its_own_bytes(num_bytes: int, granule_byte
     assert found.dtype == np.uint64 and found.tolist() == [xxhash.xxh3_64_intdigest(part) for part in parts]
 
 
-def test_xxhash_lets_other_threads_run_while_it_hashes_a_large_granule() -> None:
+def test_xxhash_releases_the_gil_for_a_large_granule() -> None:
     assert MAX_GRANULE_NUMEL * torch.bfloat16.itemsize > _xxhash._GIL_MINSIZE  # type: ignore[attr-defined]
 
 
@@ -48,7 +48,7 @@ def test_any_flipped_bit_changes_one_checksum(content: bytes, data: st.DataObjec
 
 
 @given(st.lists(st.integers(0, 2), max_size=30))
-def test_runs_tell_the_values_and_end_where_the_next_begins(values: list[int]) -> None:
+def test_runs_have_their_values_and_are_contiguous(values: list[int]) -> None:
     found = list(runs(np.array(values, np.uint8)))
     assert [value for value, start, stop in found for _ in range(start, stop)] == values
     assert [start for _, start, _ in found] == [0, *(stop for _, _, stop in found)][: len(found)]

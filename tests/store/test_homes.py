@@ -1,4 +1,4 @@
-"""What a store takes, keeps and refuses with one home or two for each record."""
+"""Stores with one or two homes: sizes, extents, frozen records and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_frozen_records_loaded_again_do_not_harm_the_commit(tmp_path: Path, engi
         Store.open(paths, model=MODEL, engine=engine)
 
 
-def test_nothing_versioned_needs_no_second_room(tmp_path: Path, engine: IoEngine) -> None:
+def test_a_store_without_versioned_records_needs_no_second_home(tmp_path: Path, engine: IoEngine) -> None:
     frozen = (RECORDS[3],)
     with new_store(tmp_path, engine, 2, frozen) as store:
         assert store.size_bytes == frozen[0].num_bytes and store.num_homes == 2
@@ -55,7 +55,7 @@ def test_two_homes_take_the_versioned_part_twice(tmp_path: Path, engine: IoEngin
         assert sum(file.stat().st_size for file in on_disk) == store.size_bytes
 
 
-def test_extents_hold_the_bytes_that_are_read(tmp_path: Path, engine: IoEngine) -> None:
+def test_extents_have_the_bytes_that_are_read(tmp_path: Path, engine: IoEngine) -> None:
     with new_store(tmp_path, engine, 2) as store:
         assert store.extents("a", "param") is None
         for seed in (1, 2):
@@ -118,7 +118,7 @@ def test_a_commit_that_does_not_fit_its_manifest_is_refused(tmp_path: Path, engi
         Store.open(paths, model=MODEL, engine=engine)
 
 
-def test_a_store_that_is_half_made_is_made_again_but_never_one_with_a_commit(tmp_path: Path, engine: IoEngine) -> None:
+def test_an_unfinished_store_is_created_again_unless_it_has_a_commit(tmp_path: Path, engine: IoEngine) -> None:
     new_store(tmp_path, engine, 2).close()
     paths = [StorePath(str(tmp_path / part), 10**7) for part in "ab"]
     (tmp_path / "b" / "manifest.json").unlink()
@@ -137,7 +137,7 @@ def test_a_store_that_is_half_made_is_made_again_but_never_one_with_a_commit(tmp
 
 
 @pytest.mark.parametrize(("durability", "num_homes"), [("auto", 2), ("step", 2), ("checkpoint", 1)])
-def test_durability_decides_the_homes_and_stays(
+def test_durability_decides_the_number_of_homes(
     tmp_path: Path, engine: IoEngine, durability: Any, num_homes: int
 ) -> None:
     paths = [StorePath(str(tmp_path), 10**7)]

@@ -41,7 +41,7 @@ def refuse_too_small(layout: StoreLayout) -> None:
 
 
 @given(layouts)
-def test_every_byte_has_exactly_one_place(layout: StoreLayout) -> None:
+def test_every_byte_has_exactly_one_position(layout: StoreLayout) -> None:
     places = [bytearray(num_bytes // SECTOR_BYTES) for num_bytes in layout.file_bytes]
     for record in layout.records:
         covered_bytes = 0
@@ -57,7 +57,7 @@ def test_every_byte_has_exactly_one_place(layout: StoreLayout) -> None:
 
 
 @given(layouts, st.data())
-def test_a_range_lies_where_its_record_puts_it(layout: StoreLayout, data: st.DataObject) -> None:
+def test_ranges_of_a_record_have_the_right_extents(layout: StoreLayout, data: st.DataObject) -> None:
     record = data.draw(st.sampled_from(layout.records))
     start = data.draw(st.integers(0, record.numel))
     numel = data.draw(st.integers(0, record.numel - start))
@@ -83,7 +83,7 @@ def test_extents_are_merged(layout: StoreLayout) -> None:
             )
 
 
-def test_one_path_is_plain_contiguous() -> None:
+def test_one_path_is_contiguous() -> None:
     layout = layout_of([5, 7], [10**9])
     assert extents(layout, "layers.1", "param", 0, 7 * RECORD_ALIGN_NUMEL) == [(0, 5 * 8192, 0, 7 * 4096)]
 
@@ -103,7 +103,7 @@ def test_json_round_trip(layout: StoreLayout) -> None:
     assert again == layout and again.file_bytes == layout.file_bytes
 
 
-def test_too_small_a_capacity_is_refused_with_numbers() -> None:
+def test_a_capacity_that_is_too_small_is_refused_with_numbers() -> None:
     with pytest.raises(CapacityError, match=r"disk0 needs 40,960 bytes .* capacity is 40,959 bytes") as caught:
         refuse_too_small(layout_of([5], [40_959]))
     (shortfall,) = caught.value.shortfalls
@@ -111,7 +111,7 @@ def test_too_small_a_capacity_is_refused_with_numbers() -> None:
     refuse_too_small(layout_of([5], [40_960]))
 
 
-def test_no_capacity_at_all_is_refused() -> None:
+def test_a_capacity_of_zero_is_refused() -> None:
     with pytest.raises(CapacityError, match=r"disk0 .*; disk1 "):
         refuse_too_small(layout_of([5], [0, 0]))
 

@@ -92,7 +92,7 @@ def as_an_older_version_made_it(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(sealed(fields)))
 
 
-def test_a_store_from_before_manifests_named_a_rank_goes_on_as_it_is(
+def test_a_manifest_without_a_rank_is_accepted(
     manifests: list[Path], paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
     for file in manifests:
@@ -124,7 +124,7 @@ def test_a_manifest_of_other_records_is_refused(
     engine: IoEngine,
     change: dict[str, Any],
 ) -> None:
-    """Its checksum is right: somebody changed it, or put that of another store there."""
+    """Its checksum is right, so it was edited or belongs to another store."""
     with Store.open(paths, model=model, engine=engine) as store:
         store.commit()
     sound = [file.read_text() for file in manifests]
@@ -145,7 +145,7 @@ def test_a_manifest_of_other_records_is_refused(
         Store.open_or_create(paths, records, model=model, engine=engine)
 
 
-def test_a_manifest_from_before_there_was_a_choice_is_of_float32_states(
+def test_a_manifest_without_a_state_dtype_means_float32(
     manifests: list[Path], paths: list[StorePath], model: ModelIdentity, engine: IoEngine
 ) -> None:
     for file in manifests:
@@ -189,7 +189,7 @@ def test_paths_in_a_manifest_are_never_followed(
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_rewrite_that_fails_keeps_nothing_half_written(
+def test_a_failed_rewrite_leaves_no_partial_file(
     paths: list[StorePath],
     records: Records,
     model: ModelIdentity,

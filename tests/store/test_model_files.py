@@ -1,4 +1,4 @@
-"""The model's files are part of the commit: there and right after any power cut, or known to be wrong."""
+"""The model's files are part of the commit: after a power cut they are right, or known to be wrong."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def opened(folder: Path, engine: IoEngine) -> Store:
 
 
 def files_of(store: Store) -> dict[str, bytes] | None:
-    """Raises where they are not as they were committed."""
+    """Raises if a file differs from the commit."""
     if store.model_folder is None:
         return None
     folder = Path(store.model_folder)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_they_stay_until_others_are_committed(tmp_path: Path, engine: IoEngine) -> None:
+def test_files_stay_until_others_are_committed(tmp_path: Path, engine: IoEngine) -> None:
     with opened(tmp_path, engine) as store:
         assert store.model_folder is None
         store.commit()
@@ -51,7 +51,9 @@ def test_they_stay_until_others_are_committed(tmp_path: Path, engine: IoEngine) 
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "folder", "pipe"])
-def test_what_was_changed_is_told_and_mended_by_the_next_commit(damage: str, tmp_path: Path, engine: IoEngine) -> None:
+def test_changed_files_are_reported_and_repaired_by_the_next_commit(
+    damage: str, tmp_path: Path, engine: IoEngine
+) -> None:
     with opened(tmp_path, engine) as store:
         store.commit(model_files=FIRST)
         file = Path(store.model_folder or "") / "config.json"
@@ -71,7 +73,7 @@ def test_what_was_changed_is_told_and_mended_by_the_next_commit(damage: str, tmp
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_power_cut_leaves_those_of_the_last_commit(seed: int, ram_folder: Path, engine: IoEngine) -> None:
+def test_a_power_cut_leaves_the_files_of_the_last_commit(seed: int, ram_folder: Path, engine: IoEngine) -> None:
     committed: list[Mapping[str, bytes]] = [FIRST, FIRST, SECOND, FIRST]
     with RecordedDisk(ram_folder / "disk") as disk, opened(disk.root / "0", engine) as store:
         for number, files in enumerate(committed, start=1):

@@ -1,4 +1,4 @@
-"""The power is cut after every call that changes a file; what is found then is a committed state, to the bit."""
+"""After a power cut behind any call that changes a file, the store has a committed state, to the bit."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Mark:
-    """What may be found from here on. A commit that ``is_sure`` has returned: nothing older may be found."""
+    """A state that later cuts may leave. If ``is_sure``, its commit has returned, so no older one may be found."""
 
     state: Found
     is_sure: bool
 
 
 class Run:
-    """A store on a disk that remembers; its commits are marks among the calls."""
+    """A store on a disk that records all calls, with its commits as marks among them."""
 
     def __init__(
         self, disk: RecordedDisk, engine: IoEngine, *, num_paths: int, num_homes: int, lives_in_ram: bool = False
@@ -61,7 +61,7 @@ class Run:
         disk.mark(Mark(Found("", content_of(self.store), b""), is_sure=True))
 
     def write(self) -> None:
-        """Some of the versioned granules, and the frozen one with its own bytes again."""
+        """Write some versioned granules, and the frozen one with its present bytes."""
         if self.lives_in_ram:
             self.store.keep_new_in_ram(self.random.random() < 0.7)
         record = self.random.choice(RECORDS)
@@ -79,7 +79,7 @@ class Run:
         self.disk.mark(Mark(state, is_sure=True))
 
     def commit_fails(self, key: str) -> None:
-        """At its very end: nobody knows which of two commits a power cut would leave."""
+        """Fail the last call: a power cut may then leave either commit."""
         before = self.store.committed
         self.disk.fail(2, errno.EIO, after="rename")
         with pytest.raises(StorageError, match=r"cannot write .*commit\.safetensors"):
@@ -119,7 +119,7 @@ class Run:
 
 
 def cut_after_each_call(run: Run, image: Path, engine: IoEngine, random: Random) -> set[str]:
-    """Check what is found after each cut. Returns the keys of the commits that were, "torn" for stores that were."""
+    """Check the store after each cut. Returns the keys of the commits that were found, and "torn" for torn stores."""
     cut = PowerCut()
     allowed: dict[str, Found] = {}
     keys = set()
@@ -164,7 +164,7 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found])
 
 @pytest.mark.parametrize("lives_in_ram", [False, True])
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
-def test_with_two_homes_there_is_always_a_whole_state(
+def test_with_two_homes_a_complete_state_survives(
     ram_folder: Path, engine: IoEngine, num_paths: int, lives_in_ram: bool
 ) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
@@ -177,7 +177,9 @@ def test_with_two_homes_there_is_always_a_whole_state(
 
 
 @pytest.mark.parametrize("num_paths", [1, 2])
-def test_with_one_home_a_state_is_whole_or_known_to_be_torn(ram_folder: Path, engine: IoEngine, num_paths: int) -> None:
+def test_with_one_home_a_state_is_complete_or_known_to_be_torn(
+    ram_folder: Path, engine: IoEngine, num_paths: int
+) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=num_paths, num_homes=1)
         run.live_through_much()
@@ -186,7 +188,7 @@ def test_with_one_home_a_state_is_whole_or_known_to_be_torn(ram_folder: Path, en
     assert keys >= {"", "torn", "1", "2", "3", "4", "6", "7"}
 
 
-def test_a_run_that_dies_while_it_makes_its_store_leaves_nothing_in_the_way(ram_folder: Path, engine: IoEngine) -> None:
+def test_a_store_can_be_created_after_a_run_died_creating_it(ram_folder: Path, engine: IoEngine) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         for key in ("1", "2"):  # in place of nothing, and of a store
             run = Run(disk, engine, num_paths=2, num_homes=2)
@@ -211,9 +213,7 @@ def test_a_run_that_dies_while_it_makes_its_store_leaves_nothing_in_the_way(ram_
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("retries", [True, False])
-def test_a_commit_that_fails_in_any_call_is_none_and_can_be_tried_again(
-    ram_folder: Path, engine: IoEngine, code: int, retries: bool
-) -> None:
+def test_a_failed_commit_can_be_repeated(ram_folder: Path, engine: IoEngine, code: int, retries: bool) -> None:
     num_failed = 0
     for call in range(1, 100):
         root = ram_folder / str(call)
@@ -259,7 +259,7 @@ def _is_named(error: Exception, code: int) -> None:
             raise error
 
 
-def test_a_store_that_cannot_be_marked_torn_is_not_written(ram_folder: Path, engine: IoEngine) -> None:
+def test_no_record_is_written_if_the_torn_mark_fails(ram_folder: Path, engine: IoEngine) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=1, num_homes=1)
         run.write()

@@ -1,4 +1,4 @@
-"""Until all ranks have a commit, the one before it is there as well: to the bit, wherever the power is cut."""
+"""The previous commit survives any power cut, to the bit, until all ranks have the next one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORDS = (
 
 @dataclass
 class OtherRanks:
-    """Who say that they have a commit when they are waited for."""
+    """Ranks that confirm a commit when they are waited for."""
 
     group_id: str = "run"
     keeps_previous: bool = True
@@ -112,7 +112,7 @@ def check(store: Store, state: State) -> None:
     assert folder is not None and (Path(folder) / "config.json").read_text() == state.model
 
 
-def test_after_a_power_cut_all_that_other_ranks_may_be_at_is_there(ram_folder: Path, engine: IoEngine) -> None:
+def test_after_a_power_cut_every_commit_that_another_rank_may_have_exists(ram_folder: Path, engine: IoEngine) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(ram_folder / "disk", engine, disk)
         run.live()
@@ -162,7 +162,7 @@ def test_after_a_power_cut_all_that_other_ranks_may_be_at_is_there(ram_folder: P
     assert set(states) == {1, 2, 3, 4, 5, 6} and num_with_two > 20
 
 
-def test_a_store_can_be_opened_where_it_went_back_to(ram_folder: Path, engine: IoEngine) -> None:
+def test_a_store_can_be_opened_at_the_previous_commit(ram_folder: Path, engine: IoEngine) -> None:
     run = Run(ram_folder, engine)
     run.write()
     run.commit(model="one")
@@ -176,7 +176,7 @@ def test_a_store_can_be_opened_where_it_went_back_to(ram_folder: Path, engine: I
         assert [commit.number for commit in store.kept_commits] == [1], "the one behind is of no run any more"
 
 
-def test_nothing_is_written_before_all_have_the_last_commit(ram_folder: Path, engine: IoEngine) -> None:
+def test_no_record_is_written_before_all_ranks_have_the_last_commit(ram_folder: Path, engine: IoEngine) -> None:
     run = Run(ram_folder, engine)
     run.write()
     run.commit(model="one")
@@ -199,7 +199,7 @@ def test_nothing_is_written_before_all_have_the_last_commit(ram_folder: Path, en
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_commit_that_fails_in_any_call_leaves_those_before(ram_folder: Path, engine: IoEngine, code: int) -> None:
+def test_a_failed_commit_leaves_the_earlier_ones(ram_folder: Path, engine: IoEngine, code: int) -> None:
     num_failed = 0
     for call in range(1, 100):
         root = ram_folder / str(call)
@@ -231,7 +231,7 @@ def test_a_commit_that_fails_in_any_call_leaves_those_before(ram_folder: Path, e
     assert num_failed == 4 + 4 + 6 + 2
 
 
-def test_where_files_have_one_name_the_commit_before_is_copied(ram_folder: Path, engine: IoEngine) -> None:
+def test_without_hard_links_the_previous_commit_is_copied(ram_folder: Path, engine: IoEngine) -> None:
     run = Run(ram_folder, engine)
 
     def refuse(*_: object, **__: object) -> None:
@@ -248,7 +248,7 @@ def test_where_files_have_one_name_the_commit_before_is_copied(ram_folder: Path,
     run.store.close()
 
 
-def test_a_store_of_one_rank_keeps_none(ram_folder: Path, engine: IoEngine) -> None:
+def test_a_store_of_one_rank_keeps_no_previous_commit(ram_folder: Path, engine: IoEngine) -> None:
     paths = [StorePath(str(ram_folder), 10**6)]
     with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2) as store:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What only a second process or a really full disk can show."""
+"""Stores and other processes, and full or read-only disks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_forked_child_outlives_its_killed_parent_without_the_lock(paths: list[
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_system_without_inodes_says_so(tmp_path: Path, engine: IoEngine, model: ModelIdentity) -> None:
+def test_a_file_system_without_inodes_is_reported(tmp_path: Path, engine: IoEngine, model: ModelIdentity) -> None:
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small file system needs root")
     disk = tmp_path / "disk"
@@ -137,9 +137,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_small_disk_is_measured_before_anything_is_written(
-    small_disk: Path, engine: IoEngine, model: ModelIdentity
-) -> None:
+def test_free_space_is_checked_before_any_write(small_disk: Path, engine: IoEngine, model: ModelIdentity) -> None:
     two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
     for capacity_bytes, limit in ((None, "capacity"), (1 << 30, "free space")):
         with pytest.raises(CapacityError, match=rf"needs 2,097,152 bytes .* its {limit} is 1,0\d\d,\d+ bytes"):
@@ -148,7 +146,7 @@ def test_a_small_disk_is_measured_before_anything_is_written(
     assert not list(small_disk.iterdir())
 
 
-def test_a_disk_that_fills_up_meanwhile_is_refused_and_left_clean(
+def test_a_disk_that_fills_up_during_creation_is_left_clean(
     small_disk: Path, engine: IoEngine, model: ModelIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 1 << 30)  # it was free when checked
@@ -159,7 +157,7 @@ def test_a_disk_that_fills_up_meanwhile_is_refused_and_left_clean(
     assert [entry.name for entry in (small_disk / "store").iterdir()] == ["lock"]
 
 
-def test_a_full_disk_does_not_stop_a_store_that_has_its_room(
+def test_a_full_disk_does_not_stop_a_preallocated_store(
     small_disk: Path, engine: IoEngine, model: ModelIdentity
 ) -> None:
     half = RecordSpec("layers.0", "param", "float32", 1 << 17)

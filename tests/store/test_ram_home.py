@@ -1,5 +1,5 @@
-"""Between two commits the newest version of a record may be in RAM alone: it reads as if it were written, is whole in
-the next commit, and is gone with a drop."""
+"""Between two commits, the newest version of a record may be in RAM only. It reads like a written one. The next commit
+writes it, and dropping drafts loses it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_nothing_is_written_before_the_commit(tmp_path: Path) -> None:
         assert is_all(store, 3)
 
 
-def test_what_has_no_copy_is_written_at_once(tmp_path: Path) -> None:
+def test_records_without_a_copy_are_written_at_once(tmp_path: Path) -> None:
     with open_store(tmp_path, resident=(MOMENT,)) as (store, engine):
         store.keep_new_in_ram(True)
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
@@ -47,7 +47,7 @@ def test_what_has_no_copy_is_written_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_homes", [1, 2])
-def test_a_drop_brings_back_the_commit(num_homes: int, tmp_path: Path) -> None:
+def test_dropping_drafts_restores_the_commit(num_homes: int, tmp_path: Path) -> None:
     with open_store(tmp_path, num_homes=num_homes) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
@@ -57,7 +57,7 @@ def test_a_drop_brings_back_the_commit(num_homes: int, tmp_path: Path) -> None:
         assert is_all(store, 1) and is_all(store, 1)
 
 
-def test_it_is_changed_in_place(tmp_path: Path) -> None:
+def test_borrowed_memory_is_changed_in_place(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, engine):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
@@ -76,7 +76,7 @@ def test_it_is_changed_in_place(tmp_path: Path) -> None:
         assert engine.write_bytes == before + GRANULE_NUMEL * WEIGHT.itemsize
 
 
-def test_what_is_not_held_is_not_lent(tmp_path: Path) -> None:
+def test_records_that_are_not_in_ram_cannot_be_borrowed(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
@@ -87,7 +87,7 @@ def test_what_is_not_held_is_not_lent(tmp_path: Path) -> None:
         assert store.ram.borrow("layer", "param", 0, GRANULE_NUMEL) is not None
 
 
-def test_half_a_change_is_not_committed(tmp_path: Path) -> None:
+def test_an_unfinished_change_is_not_committed(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
@@ -104,7 +104,7 @@ def test_half_a_change_is_not_committed(tmp_path: Path) -> None:
         assert is_all(store, 1)
 
 
-def test_a_commit_that_fails_may_be_tried_again(tmp_path: Path) -> None:
+def test_a_failed_write_back_can_be_repeated(tmp_path: Path) -> None:
     backend = FaultyBackend("write", 1 << 60, errno.EIO)
     with open_store(tmp_path, backend=backend) as (store, _):
         store.keep_new_in_ram(True)
@@ -121,7 +121,7 @@ def test_a_commit_that_fails_may_be_tried_again(tmp_path: Path) -> None:
         assert is_all(store, 2)
 
 
-def test_loading_over_it_is_read_again(tmp_path: Path) -> None:
+def test_loaded_values_are_read_again(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, _):
         store.keep_new_in_ram(True)
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
@@ -152,8 +152,10 @@ Contents = dict[str, Tensor]
     st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=30),
     st.sets(st.sampled_from(RECORDS), min_size=1),
 )
-def test_it_reads_as_memory_does(seed: int, num_homes: int, operations: list[str], resident: set[RecordSpec]) -> None:
-    """Against tensors in memory: as they are now, and as they were at the last commit."""
+def test_a_store_reads_like_tensors_in_memory(
+    seed: int, num_homes: int, operations: list[str], resident: set[RecordSpec]
+) -> None:
+    """Compared with tensors in memory, at present and at the last commit."""
     random = Random(seed)
     now = {str(record): torch.zeros(record.numel) for record in RECORDS}
     committed: Contents | None = None

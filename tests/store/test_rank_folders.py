@@ -1,4 +1,4 @@
-"""Stores of several ranks lie side by side, and those of another number of ranks are not overlooked."""
+"""Folders of several ranks' stores, and stores of another number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make(folder: str, records: list[RecordSpec], model: ModelIdentity, engine: I
     Store.create([StorePath(folder)], records, model=model, engine=engine).close()
 
 
-def test_the_only_rank_has_the_directory_itself() -> None:
+def test_a_single_rank_uses_the_directory_itself() -> None:
     assert rank_folder("/drive/store", 0, 1) == "/drive/store"
     assert rank_folder("/drive/store", 2, 4) == "/drive/store/rank-2-of-4"
 
@@ -40,7 +40,7 @@ def test_another_number_of_ranks_is_refused(
     refuse_other_ranks(directory, 4)
 
 
-def test_folders_without_a_store_are_none(tmp_path: Path) -> None:
+def test_folders_without_a_store_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "rank-0-of-2").mkdir()
     (tmp_path / "rank-0-of-2-old").mkdir()
     (tmp_path / "records").touch()

@@ -125,7 +125,7 @@ def test_edges_are_read_only_where_they_are_partial(
             files.write_unaligned(record.block, record.kind, 3000, random_values(record, 10), bounce[:8191])
 
 
-def test_the_record_decides_dtype_and_alignment(tmp_path: Path, engine: IoEngine, records: Records) -> None:
+def test_wrong_dtypes_and_alignments_are_refused(tmp_path: Path, engine: IoEngine, records: Records) -> None:
     with new_files(tmp_path, records, engine) as files:
         sector = mapped_empty(4096)
         with pytest.raises(AssertionError, match=r"param of layers\.0 is bfloat16, the tensor float16"):
@@ -183,7 +183,7 @@ def test_a_failing_disk_is_named(tmp_path: Path, make_engine: EngineFactory, rec
             request.wait()
 
 
-def test_nothing_is_a_range_too(tmp_path: Path, engine: IoEngine, records: Records) -> None:
+def test_empty_ranges_are_allowed(tmp_path: Path, engine: IoEngine, records: Records) -> None:
     with new_files(tmp_path, records, engine) as files:
         nothing = torch.empty(0, dtype=torch.float32)
         for start in (0, 1, 2048, 8192):
@@ -194,7 +194,7 @@ def test_nothing_is_a_range_too(tmp_path: Path, engine: IoEngine, records: Recor
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_bytes_changed_on_their_way_are_noticed(
+def test_bytes_changed_in_transfer_are_detected(
     tmp_path: Path, make_engine: EngineFactory, records: Records, random_values: Values, verb: str
 ) -> None:
     record = records[2]

@@ -1,4 +1,4 @@
-"""Reads that are verified by who uses them."""
+"""Reads whose granules the caller verifies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def files(tmp_path: Path, engine: IoEngine) -> Iterator[RecordFiles]:
 
 @pytest.fixture
 def damaged(files: RecordFiles, random_values: Values, tmp_path: Path) -> RecordRead:
-    """A read of a record that has a bit wrong in its third granule of four."""
+    """A read of a record with a flipped bit in the third of four granules."""
     files.write("block", "exp_avg", 0, random_values(RECORD, RECORD.numel)).wait()
     with (tmp_path / "r.bin").open("r+b") as stream:
         stream.seek(2 * 4 * GRANULE + 5)
@@ -35,7 +35,7 @@ def damaged(files: RecordFiles, random_values: Values, tmp_path: Path) -> Record
     return files.read("block", "exp_avg", 0, random_values(RECORD, RECORD.numel))
 
 
-def test_what_arrives_is_not_verified_and_what_is_verified_counts(damaged: RecordRead) -> None:
+def test_only_verified_granules_count(damaged: RecordRead) -> None:
     damaged.wait_for_bytes()
     assert damaged.done() and damaged.num_bytes == RECORD.num_bytes and not damaged.is_verified
     damaged.verify(0, 2)
@@ -56,7 +56,7 @@ def test_only_granules_that_were_read_are_verified(damaged: RecordRead) -> None:
             damaged.verify(first, stop)
 
 
-def test_part_by_part_is_all(files: RecordFiles, random_values: Values) -> None:
+def test_verifying_part_by_part_verifies_all(files: RecordFiles, random_values: Values) -> None:
     values, out = random_values(RECORD, RECORD.numel), random_values(RECORD, RECORD.numel)
     files.write("block", "exp_avg", 0, values, checksums=files.checksums("block", "exp_avg", values)).wait()
     read = files.read("block", "exp_avg", GRANULE, out[: 3 * GRANULE])
@@ -68,7 +68,7 @@ def test_part_by_part_is_all(files: RecordFiles, random_values: Values) -> None:
     assert torch.equal(out[: 3 * GRANULE].view(torch.int32), values[GRANULE:].view(torch.int32))
 
 
-def test_given_checksums_are_those_that_reads_are_held_to(files: RecordFiles, random_values: Values) -> None:
+def test_reads_are_verified_with_the_given_checksums(files: RecordFiles, random_values: Values) -> None:
     values = random_values(RECORD, RECORD.numel)
     wrong = files.checksums("block", "exp_avg", values)
     wrong[1] += 1
@@ -79,7 +79,7 @@ def test_given_checksums_are_those_that_reads_are_held_to(files: RecordFiles, ra
         files.write("block", "exp_avg", 0, values, checksums=wrong[1:])
 
 
-def test_what_was_in_memory_needs_no_verifying() -> None:
+def test_a_read_from_memory_needs_no_verification() -> None:
     read = RecordRead.of_memory()
     read.wait_for_bytes()
     read.verify(5, 7)

@@ -1,4 +1,4 @@
-"""Records with a copy in RAM: they read as the store does, whatever becomes of it, and do not read the SSD."""
+"""Records with a copy in RAM read like the store without reading the SSD."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def opened(tmp_path: Path) -> Iterator[tuple[Store, IoEngine]]:
         yield both
 
 
-def test_what_was_written_is_not_read_from_the_ssd(opened: tuple[Store, IoEngine]) -> None:
+def test_written_records_are_not_read_from_the_ssd(opened: tuple[Store, IoEngine]) -> None:
     store, engine = opened
     store.write(*ALL, values(WEIGHT, fill=3)).wait()
     for _ in range(2):
@@ -33,7 +33,7 @@ def test_what_was_written_is_not_read_from_the_ssd(opened: tuple[Store, IoEngine
     assert engine.write_bytes == WEIGHT.num_bytes
 
 
-def test_what_was_read_once_is_not_read_again(tmp_path: Path) -> None:
+def test_records_are_read_from_the_ssd_once(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=3)).wait()
         store.commit()
@@ -43,14 +43,14 @@ def test_what_was_read_once_is_not_read_again(tmp_path: Path) -> None:
         assert engine.read_bytes == WEIGHT.num_bytes
 
 
-def test_what_has_no_copy_is_read_from_the_ssd(tmp_path: Path) -> None:
+def test_records_without_a_copy_are_read_from_the_ssd(tmp_path: Path) -> None:
     with open_store(tmp_path, resident=(MOMENT,)) as (store, engine):
         store.write(*ALL, values(WEIGHT, fill=3)).wait()
         assert is_all(store, 3) and is_all(store, 3)
         assert engine.read_bytes == 2 * WEIGHT.num_bytes
 
 
-def test_memory_is_taken_once_and_is_as_large_as_the_records(tmp_path: Path) -> None:
+def test_memory_is_allocated_once_with_the_size_of_the_records(tmp_path: Path) -> None:
     taken: list[int] = []
 
     def host_empty(num_bytes: int) -> Tensor:
@@ -67,7 +67,7 @@ def test_memory_is_taken_once_and_is_as_large_as_the_records(tmp_path: Path) -> 
         assert is_all(store, 2) and is_all(store, 4, record=MOMENT)
 
 
-def test_a_drop_brings_back_the_commit(opened: tuple[Store, IoEngine]) -> None:
+def test_dropping_drafts_restores_the_commit(opened: tuple[Store, IoEngine]) -> None:
     store, engine = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.write("layer", "exp_avg", 0, values(MOMENT, fill=5)).wait()
@@ -81,7 +81,7 @@ def test_a_drop_brings_back_the_commit(opened: tuple[Store, IoEngine]) -> None:
     assert engine.read_bytes == WEIGHT.num_bytes
 
 
-def test_a_read_that_a_drop_overtakes_is_not_held(opened: tuple[Store, IoEngine]) -> None:
+def test_a_read_during_a_drop_is_not_kept(opened: tuple[Store, IoEngine]) -> None:
     store, _ = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.commit()
@@ -95,7 +95,7 @@ def test_a_read_that_a_drop_overtakes_is_not_held(opened: tuple[Store, IoEngine]
     assert is_all(store, 1)
 
 
-def test_records_begun_anew_are_zeros_until_a_drop(opened: tuple[Store, IoEngine]) -> None:
+def test_cleared_records_are_zeros_until_a_drop(opened: tuple[Store, IoEngine]) -> None:
     store, _ = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.commit()
@@ -111,7 +111,7 @@ def test_records_begun_anew_are_zeros_until_a_drop(opened: tuple[Store, IoEngine
     assert is_all(store, 1)
 
 
-def test_a_failed_write_leaves_what_the_store_has(tmp_path: Path) -> None:
+def test_a_failed_write_is_not_kept_in_ram(tmp_path: Path) -> None:
     backend = FaultyBackend("write", 1 << 60, errno.EIO)
     with open_store(tmp_path, backend=backend) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
@@ -126,7 +126,7 @@ def test_a_failed_write_leaves_what_the_store_has(tmp_path: Path) -> None:
         assert is_all(store, 3)
 
 
-def test_a_write_that_cannot_begin_leaves_what_the_store_has(opened: tuple[Store, IoEngine]) -> None:
+def test_a_write_that_cannot_begin_is_not_kept_in_ram(opened: tuple[Store, IoEngine]) -> None:
     store, _ = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     proceed, store._before_write = store._before_write, _refuse
@@ -140,7 +140,7 @@ def _refuse(_tears: bool) -> None:
     raise OSError("planned")
 
 
-def test_one_home_that_is_torn_reads_as_it_is(tmp_path: Path) -> None:
+def test_a_torn_store_reads_like_its_files(tmp_path: Path) -> None:
     with open_store(tmp_path, num_homes=1) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
@@ -152,7 +152,7 @@ def test_one_home_that_is_torn_reads_as_it_is(tmp_path: Path) -> None:
         assert (out[:GRANULE_NUMEL] == 2).all() and (out[GRANULE_NUMEL:] == 1).all()
 
 
-def test_damage_is_an_error_and_is_not_held(tmp_path: Path) -> None:
+def test_damaged_granules_raise_and_are_not_kept(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
@@ -162,7 +162,7 @@ def test_damage_is_an_error_and_is_not_held(tmp_path: Path) -> None:
         assert is_all(store, 1)  # read again: this time whole
 
 
-def test_half_of_a_record_held_is_read_from_the_ssd_where_it_must_be(tmp_path: Path) -> None:
+def test_only_missing_parts_are_read_from_the_ssd(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, _):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
@@ -177,7 +177,7 @@ def test_half_of_a_record_held_is_read_from_the_ssd_where_it_must_be(tmp_path: P
         assert engine.read_bytes > 0
 
 
-def test_unaligned_access_reads_the_copy_and_never_leaves_it_old(opened: tuple[Store, IoEngine]) -> None:
+def test_unaligned_access_uses_the_copy_and_keeps_it_current(opened: tuple[Store, IoEngine]) -> None:
     store, engine = opened
     bounce = mapped_empty(4 * GRANULE_NUMEL)
     store.write(*ALL, values(WEIGHT, fill=1)).wait()

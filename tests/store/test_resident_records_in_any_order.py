@@ -1,4 +1,4 @@
-"""Whatever happens to it, in any order and in several threads, a resident store reads as the store below it."""
+"""A store with copies in RAM reads like one without, after any operations in any order and in several threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_lohan.testing.storage_doubles import GatedBackend
 
 
 class Gate:
-    """Holds up all I/O of a store while it is shut; opened at the end of the block at the latest."""
+    """Blocks all I/O of a store while it is closed; the end of the block opens it."""
 
     def __init__(self) -> None:
         self.backend = GatedBackend()
@@ -84,8 +84,8 @@ CHUNKS = [
 ]
 
 
-def test_threads_that_use_different_parts_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """As the prefetcher and the pipeline do: rounds of writes and reads, with commits and drops between them."""
+def test_threads_with_different_parts_do_not_interfere(tmp_path: Path) -> None:
+    """Rounds of writes and reads, as by loader and pipeline, with commits and drops between them."""
     num_rounds, own = 30, len(CHUNKS) // 2
     failures: list[BaseException] = []
     with open_store(tmp_path) as (store, _):

@@ -1,4 +1,4 @@
-"""Records beside a store that end with it."""
+"""Scratch records beside a store, which are deleted with it."""
 
 from __future__ import annotations
 

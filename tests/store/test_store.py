@@ -1,4 +1,4 @@
-"""A store is made, closed, found again and moved, and has its values and its room from the first moment on."""
+"""Creating, closing, opening and moving a store."""
 
 from __future__ import annotations
 

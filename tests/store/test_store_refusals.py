@@ -1,4 +1,4 @@
-"""Whose store it is not, what does not fit, what is in use or broken: refused by name, and nothing is harmed."""
+"""Foreign, full, used and damaged stores are refused by name and not changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_files_of_somebody_else_are_not_overwritten(
     assert (tmp_path / "records-0.bin").read_text() == "precious"
 
 
-def test_too_small_a_capacity_writes_nothing(
+def test_a_capacity_that_is_too_small_writes_nothing(
     paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
     tight = [replace(paths[0], capacity_bytes=30_000), replace(paths[1], capacity_bytes=50_000)]
@@ -57,7 +57,7 @@ def test_too_small_a_capacity_writes_nothing(
     assert not any(os.path.exists(path.path) for path in paths)
 
 
-def test_more_than_the_disk_has_free_is_refused_before_anything_is_written(
+def test_too_little_free_space_is_refused_before_any_write(
     tmp_path: Path, model: ModelIdentity, engine: IoEngine
 ) -> None:
     huge = [RecordSpec("layers.0", "param", "float32", 2048 << 36)]
@@ -139,7 +139,7 @@ def test_a_second_use_is_refused(paths: Paths, records: Records, model: ModelIde
     Store.open(paths, model=model, engine=engine).close()
 
 
-def test_open_says_what_is_missing_or_damaged(
+def test_open_names_missing_or_damaged_files(
     tmp_path: Path, paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
     with pytest.raises(StorageError, match=r"there is no store in .*/a: give the directory"):

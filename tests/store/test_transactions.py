@@ -24,7 +24,7 @@ from hf_lohan.testing.stored_state import Content, aligned, content_of, zeros
 
 @dataclass
 class State:
-    """What a store would hold. ``written`` has the granules that are more than virtual zeros."""
+    """The expected content of a store. ``written`` has all granules except virtual zeros."""
 
     content: Content = field(default_factory=lambda: zeros(RECORDS))
     written: set[tuple[str, str, int]] = field(default_factory=set)
@@ -41,7 +41,7 @@ class State:
 
 
 class Transactions(RuleBasedStateMachine):
-    """Everything a run does to its store, in any order."""
+    """All operations of a run on its store, in any order."""
 
     @initialize(
         num_homes=st.sampled_from([1, 2]),
@@ -160,7 +160,7 @@ class Transactions(RuleBasedStateMachine):
         self.live = State()
 
     @invariant()
-    def everything_reads_as_it_should(self) -> None:
+    def everything_reads_as_expected(self) -> None:
         if not hasattr(self, "store"):
             return
         assert content_of(self.store) == self.live.content

@@ -36,13 +36,13 @@ def live(versions: Versions, record: RecordSpec) -> list[tuple[Home, int]]:
     return list(zip(homes, checksum.tolist(), strict=True))
 
 
-def test_nothing_is_anywhere_at_first() -> None:
+def test_new_records_have_no_home() -> None:
     versions = versions_of(2)
     assert live(versions, A) == [(Home.NOWHERE, 0)] * 5
     assert not versions.has_drafts and not versions.is_written("a", "param", 0, 5)
 
 
-def test_drafts_go_where_the_commit_is_not() -> None:
+def test_drafts_go_to_the_other_home() -> None:
     versions = versions_of(2)
     assert write(versions, A, 0, 5, 1) == [HomeRun(Home.FIRST, 0, 5)]
     assert write(versions, A, 1, 2, 2) == [HomeRun(Home.FIRST, 1, 2)]  # its own draft may go
@@ -68,7 +68,7 @@ def test_drafts_go_where_the_commit_is_not() -> None:
     assert not versions.has_drafts
 
 
-def test_what_is_kept_once_is_written_in_place() -> None:
+def test_records_with_one_home_are_written_in_place() -> None:
     versions = versions_of(2)
     for record in (FROZEN_TAIL, FROZEN):
         write(versions, record, 0, record.numel // GRANULE, 1)
@@ -80,7 +80,7 @@ def test_what_is_kept_once_is_written_in_place() -> None:
 
 
 @pytest.mark.parametrize("num_homes", [1, 2])
-def test_only_other_bytes_over_committed_ones_tear(num_homes: int) -> None:
+def test_only_changed_committed_bytes_tear(num_homes: int) -> None:
     versions = versions_of(num_homes)
     checksums = np.array([1, 2], np.uint64)
     assert not versions.overwrites("c", "param", 0, 2)
@@ -121,7 +121,7 @@ def test_a_write_that_never_ends_leaves_its_granules_in_flux() -> None:
     assert versions.first_in_flux() is None
 
 
-def test_beginning_anew_keeps_the_commit() -> None:
+def test_clearing_records_keeps_the_commit() -> None:
     versions = versions_of(2)
     write(versions, A, 0, 5, 1)
     commit(versions)
@@ -132,7 +132,7 @@ def test_beginning_anew_keeps_the_commit() -> None:
     assert live(versions, A) == [(Home.FIRST, 1)] * 5
 
 
-def test_what_was_taken_for_a_commit_does_not_change_any_more() -> None:
+def test_the_arrays_of_a_commit_do_not_change() -> None:
     versions = versions_of(1)
     write(versions, A, 0, 5, 1)
     home, checksum = versions.draft()
@@ -144,7 +144,7 @@ def test_what_was_taken_for_a_commit_does_not_change_any_more() -> None:
     assert np.array_equal(home, before[0]) and np.array_equal(checksum, before[1])
 
 
-def test_a_torn_store_must_be_written_anew() -> None:
+def test_a_torn_store_must_be_written_again() -> None:
     versions = versions_of(2)
     for record in RECORDS:
         write(versions, record, 0, record.numel // GRANULE, 1)
@@ -176,7 +176,7 @@ def test_versions_of_other_records_are_refused() -> None:
     empty.restore(*empty.draft())
 
 
-def test_a_granule_is_versioned_as_a_whole_or_not_at_all() -> None:
+def test_a_partly_versioned_granule_is_refused() -> None:
     record = RecordSpec("a", "param", "float32", 3 * GRANULE, versioned_numel=GRANULE, granule_numel=2 * GRANULE)
     with pytest.raises(ValueError, match="versioned_numel 2048 of 6144: round it to a multiple of 4096"):
         Versions([record], num_homes=2)
