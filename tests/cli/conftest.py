@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from planned_models import model_13b, tiny
+from planned_models import equal_requests_planned_once, model_13b, tiny
 
-__all__ = ["model_13b", "tiny"]
+__all__ = ["equal_requests_planned_once", "model_13b", "tiny"]

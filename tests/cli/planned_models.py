@@ -1,21 +1,59 @@
-"""Models and machines to plan for: LoHan's and a tiny one."""
+"""Models and machines to plan for, and `lohan plan` for them."""
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
+from click.testing import Result
 from transformers import OPTConfig
 from typer.testing import CliRunner
 
+from hf_lohan.cli import app, plan_changes, plan_report
+from hf_lohan.cli.plan_request import plan_run
 from hf_lohan.testing.models import tiny_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PAPER = CONFIGS / "hardware" / "rtx4090_p5510.yaml"
+DESKTOP = CONFIGS / "hardware" / "rtx4090_desktop.yaml"
+LLAMA_8B = str(CONFIGS / "models" / "llama-3.1-8b")
 
 runner = CliRunner()
+
+
+def plan(model: str, *options: object, batch_size: int = 16, seq_len: int = 1024, with_changes: bool = False) -> Result:
+    """Run `lohan plan`, by default without the nearest changes, which are up to five more plans."""
+    sizes = ["--batch-size", str(batch_size), "--seq-len", str(seq_len)]
+    arguments = ["plan", "--model", model, *sizes, *map(str, options)]
+    if with_changes:
+        return runner.invoke(app, arguments)
+    with (
+        mock.patch.object(plan_changes, "nearest_changes", return_value=[]),
+        mock.patch.object(plan_report, "nearest_changes", return_value=[]),
+    ):
+        return runner.invoke(app, arguments)
+
+
+def planned(model: str, *options: object, **keywords: Any) -> dict[str, Any]:
+    """The values that `lohan plan --json` prints."""
+    result = plan(model, *options, "--json", **keywords)
+    assert result.exit_code == 0, result.stderr
+    values: dict[str, Any] = json.loads(result.stdout)
+    return values
+
+
+@pytest.fixture
+def equal_requests_planned_once() -> Iterator[None]:
+    """A test that prints one plan twice, as JSON and as tables, computes it once."""
+    once = functools.cache(plan_run)
+    with mock.patch.object(plan_report, "plan_run", once), mock.patch.object(plan_changes, "plan_run", once):
+        yield
 
 
 @pytest.fixture
@@ -26,7 +64,7 @@ def tiny(tmp_path: Path) -> str:
 
 @pytest.fixture
 def model_13b(tmp_path: Path) -> str:
-    """LoHan's."""
+    """The model of the LoHan paper."""
     OPTConfig(
         hidden_size=5120,
         word_embed_proj_dim=5120,
@@ -49,4 +87,5 @@ def hardware_file(path: Path, machine: Path = PAPER, **changes: Any) -> str:
 
 
 def drives(num: int, **changes: Any) -> list[dict[str, Any]]:
+    """The drives of a hardware file: `num` of the paper's, with some keys changed."""
     return [{**yaml.safe_load(PAPER.read_text())["ssd"][0], "count": num, **changes}]

@@ -1,4 +1,4 @@
-"""`lohan plan`: what it prints, what it refuses, and LoHan's own table."""
+"""`lohan plan` and `lohan estimate`: their output, their refusals, and the table of the LoHan paper."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from planned_models import PAPER, drives, hardware_file, runner
+from planned_models import DESKTOP, LLAMA_8B, PAPER, drives, hardware_file, plan, planned, runner
 from rich.console import Console
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
@@ -25,53 +24,39 @@ from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile, sweep_swapped_bytes
 from hf_lohan.testing.models import tiny_config
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-DESKTOP = CONFIGS / "hardware" / "rtx4090_desktop.yaml"
-LLAMA_8B = str(CONFIGS / "models" / "llama-3.1-8b")
-PAPERS_TFLOPS = {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2}
+MEASURED_TFLOPS = {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2}
 KEYS = {
     *("step_s", "forward_s", "backward_s", "bottleneck", "tflops", "swapped_bytes", "spilled_bytes"),
     *("recomputed_flops", "fits", "tier_bytes", "ssd_write_bytes_per_step"),
 }
 
 
-def plan(model: str, *options: object, batch_size: int = 16, seq_len: int = 1024) -> Result:
-    sizes = ["--batch-size", str(batch_size), "--seq-len", str(seq_len)]
-    return runner.invoke(app, ["plan", "--model", model, *sizes, *map(str, options)])
+def test_predictions_match_the_table_of_the_paper(model_13b: str, tmp_path: Path) -> None:
+    """LoHan keeps all state on the SSDs.
 
-
-def planned(model: str, *options: object, **sizes: int) -> dict[str, Any]:
-    result = plan(model, *options, "--json", **sizes)
-    assert result.exit_code == 0, result.stderr
-    values: dict[str, Any] = json.loads(result.stdout)
-    return values
-
-
-def test_the_papers_table(model_13b: str, tmp_path: Path) -> None:
-    """LoHan keeps all state on the SSDs. Its batch's logits need a device that holds them, with the room for kept
-    activations that 24 GB leave."""
+    The logits of this batch need a device of 80 GB. `gpu_memory` leaves as much for kept activations as 24 GB would.
+    """
     all_on_ssd = tmp_path / "lohan.yaml"
     all_on_ssd.write_text("resident_records: none\nactivations: auto\ngpu_memory: 11GB\n")
     errors = []
-    for num_drives, tflops in PAPERS_TFLOPS.items():
+    for num_drives, measured_tflops in MEASURED_TFLOPS.items():
         hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(num_drives), device={"memory_bytes": "80GB"})
         values = planned(model_13b, "--hardware", hardware, "--offload", all_on_ssd, batch_size=64)
-        errors.append(abs(values["tflops"] / tflops - 1))
+        errors.append(abs(values["tflops"] / measured_tflops - 1))
     assert max(errors) < 0.15
     assert math.fsum(errors) / len(errors) < 0.08
 
 
-def test_the_same_words_as_in_a_run_plan_that_run(tiny: str, tmp_path: Path) -> None:
-    """`lohan` is everything automatic, also on a machine that is not here. `--paper` is the paper's placement."""
-    everything, all_on_ssd = tmp_path / "auto.yaml", tmp_path / "paper.yaml"
-    everything.write_text("resident_records: auto\n")
+def test_default_settings_are_automatic_and_paper_puts_all_state_on_the_ssds(tiny: str, tmp_path: Path) -> None:
+    automatic, all_on_ssd = tmp_path / "auto.yaml", tmp_path / "paper.yaml"
+    automatic.write_text("resident_records: auto\n")
     all_on_ssd.write_text("resident_records: none\n")
     sizes = {"batch_size": 1, "seq_len": 16}
-    plain = planned(tiny, "--hardware", DESKTOP, **sizes)
-    assert plain == planned(tiny, "--hardware", DESKTOP, "--offload", everything, **sizes)
+    default = planned(tiny, "--hardware", DESKTOP, **sizes)
+    assert default == planned(tiny, "--hardware", DESKTOP, "--offload", automatic, **sizes)
     paper = planned(tiny, "--hardware", DESKTOP, "--paper", **sizes)
     assert paper == planned(tiny, "--hardware", DESKTOP, "--offload", all_on_ssd, **sizes)
-    assert paper["ssd_read_bytes_per_step"] > plain["ssd_read_bytes_per_step"]
+    assert paper["ssd_read_bytes_per_step"] > default["ssd_read_bytes_per_step"]
     estimates = [
         json.loads(runner.invoke(app, ["estimate", tiny, "--hardware", str(DESKTOP), "--json", *more]).stdout)
         for more in ([], ["--paper"])
@@ -79,7 +64,7 @@ def test_the_same_words_as_in_a_run_plan_that_run(tiny: str, tmp_path: Path) -> 
     assert estimates[1]["ssd_read_bytes_per_step"] > estimates[0]["ssd_read_bytes_per_step"]
 
 
-def test_json_has_every_figure(model_13b: str) -> None:
+def test_json_has_all_figures(model_13b: str) -> None:
     values = planned(model_13b, "--hardware", PAPER)
     assert values.keys() >= KEYS
     assert values["step_s"] == pytest.approx(values["forward_s"] + values["backward_s"])
@@ -87,14 +72,14 @@ def test_json_has_every_figure(model_13b: str) -> None:
     assert values["fits_without_offloading"] is False
     assert values["refusal"] is None
     assert values["tier_bytes"].keys() == {"gpu", "cpu", "ssd"}
-    assert values["ssd_read_bytes_per_step"] >= 0, "all of it is in RAM"
+    assert values["ssd_read_bytes_per_step"] >= 0, "everything fits in RAM"
     assert 0 < sum(values["tier_bytes"]["gpu"].values()) <= 24e9
     assert sum(values["tier_bytes"]["cpu"].values()) <= 768e9 * 0.6
-    assert values["model_flops"] == pytest.approx(6 * 12.85e9 * 16 * 1024, rel=0.05), "6 for each weight and token"
+    assert values["model_flops"] == pytest.approx(6 * 12.85e9 * 16 * 1024, rel=0.05), "6 a weight and token"
 
 
-def test_tables_say_what_binds_and_what_would_help(model_13b: str) -> None:
-    result = plan(model_13b, "--hardware", PAPER, "--paper")
+def test_tables_name_the_bottleneck_and_the_nearest_changes(model_13b: str) -> None:
+    result = plan(model_13b, "--hardware", PAPER, "--paper", with_changes=True)
     assert result.exit_code == 0, result.stderr
     for text in (
         "OPTForCausalLM, 12.9 billion parameters, bfloat16; batch 16 x 1024 tokens",
@@ -112,8 +97,8 @@ def test_tables_say_what_binds_and_what_would_help(model_13b: str) -> None:
     assert "fits without offloading" not in result.stdout
 
 
-def test_a_model_that_fits_is_told_so(tiny: str) -> None:
-    result = plan(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)
+def test_a_model_that_fits_without_offloading(tiny: str) -> None:
+    result = plan(tiny, "--hardware", PAPER, batch_size=1, seq_len=16, with_changes=True)
     assert "It fits without offloading" in result.stdout
     assert planned(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)["fits_without_offloading"] is True
 
@@ -123,9 +108,8 @@ def test_options_change_the_plan(model_13b: str, tmp_path: Path) -> None:
     assert four["num_tokens"] == 4 * one["num_tokens"]
     assert planned(model_13b, "--hardware", PAPER, "--max-grad-norm", 0)["clip"] == "none"
     assert one["clip"] in ("defer", "speculate")
-    float32 = planned(model_13b, "--hardware", PAPER, "--dtype", "float32", batch_size=16)
-    bfloat16 = planned(model_13b, "--hardware", PAPER, batch_size=16)
-    assert float32["tier_bytes"]["gpu"]["slots"] == 2 * bfloat16["tier_bytes"]["gpu"]["slots"]
+    float32 = planned(model_13b, "--hardware", PAPER, "--dtype", "float32")
+    assert float32["tier_bytes"]["gpu"]["slots"] == 2 * one["tier_bytes"]["gpu"]["slots"]
     offload = tmp_path / "offload.yaml"
     offload.write_text("gpu_memory: 12GB\ncpu_memory: 100GB\ndurability: checkpoint\n")
     values = planned(model_13b, "--hardware", PAPER, "--offload", offload)
@@ -133,23 +117,24 @@ def test_options_change_the_plan(model_13b: str, tmp_path: Path) -> None:
     assert values["durability"] == "checkpoint"
 
 
-def test_adapters_alone_are_written(tiny: str, tmp_path: Path) -> None:
-    """Their records are float32 weights and two moments; the base is read and never written."""
+def test_only_adapters_are_written(tiny: str, tmp_path: Path) -> None:
+    """The records of adapters are float32 weights and two moments. The base is read and never written."""
     offload = tmp_path / "offload.yaml"
     offload.write_text("resident_records: none\n")
     options = ("--hardware", PAPER, "--offload", offload)
-    whole = planned(tiny, *options, batch_size=1, seq_len=16)
+    full = planned(tiny, *options, batch_size=1, seq_len=16)
     lora = planned(tiny, *options, "--lora-rank", 2, batch_size=1, seq_len=16)
-    assert 0 < lora["ssd_write_bytes_per_step"] < whole["ssd_write_bytes_per_step"]
-    assert sum(lora["tier_bytes"]["ssd"].values()) < sum(whole["tier_bytes"]["ssd"].values())
-    shown = plan(tiny, *options, "--lora-rank", 2, batch_size=1, seq_len=16).stdout
-    assert "PeftModelForCausalLM" in shown
+    assert 0 < lora["ssd_write_bytes_per_step"] < full["ssd_write_bytes_per_step"]
+    assert sum(lora["tier_bytes"]["ssd"].values()) < sum(full["tier_bytes"]["ssd"].values())
+    printed = plan(tiny, *options, "--lora-rank", 2, batch_size=1, seq_len=16).stdout
+    assert "PeftModelForCausalLM" in printed
     refused = plan(tiny, *options, "--lora-rank", 0, batch_size=1, seq_len=16)
     assert "the rank of LoRA is 0; it must be at least 1" in refused.stderr
 
 
+@pytest.mark.usefixtures("equal_requests_planned_once")
 def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path) -> None:
-    """As one batch of their size does; but one of them computes at a time, so more can be kept."""
+    """They move as many bytes as one batch of their total size, with a smaller working set."""
     OPTConfig.from_pretrained(model_13b, dropout=0.0).save_pretrained(model_13b)
     offload = tmp_path / "vertical.yaml"
     offload.write_text("vertical_micro_batches: true\nresident_records: none\n")
@@ -168,6 +153,7 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
     assert "batch 8 x" in printed and "4 accumulated vertically" in printed
 
 
+@pytest.mark.usefixtures("equal_requests_planned_once")
 def test_accumulated_micro_batches_run_together_where_that_is_shorter() -> None:
     options = ("--hardware", DESKTOP, "--gradient-accumulation-steps", 32)
     values = planned(LLAMA_8B, *options, batch_size=16)
@@ -177,30 +163,32 @@ def test_accumulated_micro_batches_run_together_where_that_is_shorter() -> None:
     assert "32 accumulated vertically" in printed and "The micro-batches run together; one after the other" in printed
 
 
-def test_the_nearest_changes_are_planned_as_the_run_itself(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("equal_requests_planned_once")
+def test_the_nearest_changes_are_planned_like_the_run(tmp_path: Path) -> None:
     offload = tmp_path / "offload.yaml"
     offload.write_text("clip: auto\n")
     options = ("--hardware", DESKTOP, "--offload", offload)
-    values = planned(LLAMA_8B, *options, batch_size=8)
+    values = planned(LLAMA_8B, *options, batch_size=8, with_changes=True)
     assert values["times_slower_than_hidden"] == pytest.approx(values["step_s"] / values["ssd_hidden_step_s"])
     assert values["ssd_hides_from_tokens"] > values["num_tokens"] and values["times_slower_than_hidden"] > 2
     assert values["drive_life"]["tokens"] == pytest.approx(values["drive_life"]["steps"] * values["num_tokens"])
     changes = {change["description"]: change for change in values["nearest_changes"]}
     assert len(changes) == 3 and all(change["times_faster"] > 1 for change in changes.values())
-    more = next(words for words in changes if words.startswith("gradient_accumulation_steps="))
+    more = next(description for description in changes if description.startswith("gradient_accumulation_steps="))
     steps = int(more.partition("=")[2])
     again = planned(LLAMA_8B, *options, "--gradient-accumulation-steps", steps, batch_size=8)
     assert again["tokens_per_s"] == pytest.approx(changes[more]["tokens_per_s"])
     assert again["num_tokens"] >= values["ssd_hides_from_tokens"]
     roomy = hardware_file(tmp_path / "roomy.yaml", DESKTOP, cpu={"memory_bytes": "128GB"})
     with_ram = planned(LLAMA_8B, "--hardware", roomy, "--offload", offload, batch_size=8)
-    ram = next(change for words, change in changes.items() if words.startswith("twice the RAM"))
+    ram = next(change for description, change in changes.items() if description.startswith("twice the RAM"))
     assert with_ram["tokens_per_s"] == pytest.approx(ram["tokens_per_s"], rel=1e-3)
-    shown = plan(LLAMA_8B, *options, batch_size=8).stdout
-    assert more in shown and "twice the RAM" in shown and "one more SSD" in shown and "tokens/s" in shown
+    printed = plan(LLAMA_8B, *options, batch_size=8, with_changes=True).stdout
+    for text in (more, "twice the RAM", "one more SSD", "tokens/s"):
+        assert text in printed
 
 
-def test_what_keeps_micro_batches_from_running_together_is_printed(tmp_path: Path) -> None:
+def test_the_reason_why_micro_batches_run_one_after_the_other_is_printed(tmp_path: Path) -> None:
     tiny_config("opt", dropout=0.1).save_pretrained(tmp_path)
     options = ("--hardware", DESKTOP, "--gradient-accumulation-steps", 8)
     printed = plan(str(tmp_path), *options, batch_size=1, seq_len=16).stdout
@@ -211,7 +199,7 @@ def test_what_keeps_micro_batches_from_running_together_is_printed(tmp_path: Pat
     assert "true would draw the model's random numbers (dropout=0.1)" in refused.stderr
 
 
-def test_states_in_fewer_bytes_make_a_smaller_store_and_a_shorter_step(model_13b: str, tmp_path: Path) -> None:
+def test_smaller_state_dtypes_shrink_the_store_and_the_step(model_13b: str, tmp_path: Path) -> None:
     values = {}
     for dtype in ("float32", "bfloat16", "int8"):
         offload = tmp_path / f"{dtype}.yaml"
@@ -226,7 +214,7 @@ def test_states_in_fewer_bytes_make_a_smaller_store_and_a_shorter_step(model_13b
     assert values["int8"]["step_s"] < values["bfloat16"]["step_s"] < values["float32"]["step_s"]
 
 
-def test_one_version_of_the_state_where_two_do_not_fit(model_13b: str, tmp_path: Path) -> None:
+def test_durability_is_checkpoint_where_two_versions_of_the_state_do_not_fit(model_13b: str, tmp_path: Path) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="250GB"))
     assert planned(model_13b, "--hardware", PAPER)["durability"] == "step"
     assert planned(model_13b, "--hardware", hardware)["durability"] == "checkpoint"
@@ -241,9 +229,7 @@ def test_one_version_of_the_state_where_two_do_not_fit(model_13b: str, tmp_path:
         ({"device": {"memory_bytes": "1GB"}}, "gpu_memory"),
     ],
 )
-def test_what_cannot_fit_is_refused_with_what_would(
-    model_13b: str, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_refusal_says_what_to_change(model_13b: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", **changes)
     result = plan(model_13b, "--hardware", hardware)
     assert result.exit_code == 2
@@ -272,16 +258,15 @@ def test_what_cannot_fit_is_refused_with_what_would(
         (["--plot", "picture.txt3"], "picture.txt3"),
     ],
 )
-def test_bad_values_are_one_line_on_stderr(tiny: str, options: list[str], message: str) -> None:
-    given = ["--model", tiny, "--hardware", str(PAPER), "--batch-size", "1", "--seq-len", "8"]
-    result = runner.invoke(app, ["plan", *given, *options])
+def test_bad_values_are_reported_in_one_line(tiny: str, options: list[str], message: str) -> None:
+    result = plan(tiny, "--hardware", PAPER, *options, batch_size=1, seq_len=8)
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("shares_cpu", [False, True])
-def test_plot(model_13b: str, tmp_path: Path, shares_cpu: bool) -> None:
+def test_plot_writes_a_picture(model_13b: str, tmp_path: Path, shares_cpu: bool) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(3), device={"shares_cpu": shares_cpu})
     picture = tmp_path / "plan.png"
     result = plan(model_13b, "--hardware", hardware, "--plot", picture)
@@ -290,31 +275,28 @@ def test_plot(model_13b: str, tmp_path: Path, shares_cpu: bool) -> None:
     assert ("copies to the device" in result.stdout) == shares_cpu
 
 
-def test_the_pictures_curve_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps that are committed as the plan's are, and no word lies on another."""
+def test_the_plotted_minimum_is_the_plan_and_labels_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plan_plot, "sweep_swapped_bytes", partial(sweep_swapped_bytes, num_points=3))
     request = PlanRequest(model=LLAMA_8B, batch_size=32, sequence_length=1024, hardware=str(DESKTOP))
-    planned = plan_request.plan_run(request)
-    assert planned.plan.commit_every_steps > 1
-    figure = plan_plot.draw_plan(planned)
+    run = plan_request.plan_run(request)
+    assert run.plan.commit_every_steps > 1
+    figure = plan_plot.draw_plan(run)
     figure.draw_without_rendering()
     step, *_, dot = figure.axes[0].lines
     assert dot.get_ydata()[0] == pytest.approx(min(step.get_ydata()), rel=1e-6)
     legend = figure.axes[0].get_legend()
     assert legend is not None
-    words = [*figure.axes[0].texts, *legend.get_texts(), *figure.axes[1].texts]
-    boxes = [figure.axes[0].bbox, *(word.get_window_extent() for word in words)]
+    labels = [*figure.axes[0].texts, *legend.get_texts(), *figure.axes[1].texts]
+    boxes = [figure.axes[0].bbox, *(label.get_window_extent() for label in labels)]
     assert not [one for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
 @pytest.mark.parametrize("bound_by", ["link", "cpu"])
-def test_bars_are_whole_in_80_columns(tiny: str, bound_by: str) -> None:
-    """Beside the longest words for what binds."""
-    planned = plan_request.plan_run(PlanRequest(model=tiny, batch_size=1, sequence_length=16, hardware=str(DESKTOP)))
-    plan = planned.plan
+def test_bars_fit_in_80_columns_beside_the_longest_bottlenecks(tiny: str, bound_by: str) -> None:
+    run = plan_request.plan_run(PlanRequest(model=tiny, batch_size=1, sequence_length=16, hardware=str(DESKTOP)))
     phases = {"forward_bottleneck": bound_by, "backward_bottleneck": bound_by}
-    bound = replace(planned, plan=replace(plan, prediction=replace(plan.prediction, **phases)))
+    bound = replace(run, plan=replace(run.plan, prediction=replace(run.plan.prediction, **phases)))
     console = Console(width=80, record=True, file=StringIO())
     print_plan(bound, console)
     printed = console.export_text()
@@ -322,19 +304,42 @@ def test_bars_are_whole_in_80_columns(tiny: str, bound_by: str) -> None:
     assert "share of the step" in printed
 
 
-def test_without_hardware_this_machine_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def test_without_a_hardware_file_this_machine_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {}
 
     def cached_hardware(config: Any, device: Any, **options: Any) -> HardwareProfile:
-        asked.update(config=config, device=device, **options)
+        arguments.update(config=config, device=device, **options)
         return read_hardware(PAPER)
 
     monkeypatch.setattr(plan_request, "cached_hardware", cached_hardware)
     result = plan(tiny, batch_size=2, seq_len=16)
     assert result.exit_code == 0, result.stderr
-    assert asked["config"].is_resolved
-    rows = {shape.num_rows for shape in asked["matrix_shapes"]}
-    assert rows == {2 * 16}
+    assert arguments["config"].is_resolved
+    assert {shape.num_rows for shape in arguments["matrix_shapes"]} == {2 * 16}
+
+
+def test_estimate_prints_at_most_12_lines(model_13b: str) -> None:
+    result = runner.invoke(app, ["estimate", model_13b, "--hardware", str(PAPER), "--paper"])
+    assert result.exit_code == 0, result.stderr
+    assert "batch 8 x 2048 tokens" in result.stdout
+    assert "fits      yes, offloaded, in " in result.stdout
+    assert "Without offloading it does not fit" in result.stdout
+    assert "gradient_accumulation_steps=" in result.stdout and "tokens/s, " in result.stdout
+    assert "they last " in result.stdout and " x as long as if they were hidden" in result.stdout
+    assert len(result.stdout.splitlines()) <= 12
+
+
+def test_estimate_takes_as_many_tokens_as_the_model_has_positions(tmp_path: Path) -> None:
+    tiny_config("opt").save_pretrained(tmp_path / "short")
+    result = runner.invoke(app, ["estimate", str(tmp_path / "short"), "--hardware", str(PAPER), "--json"])
+    assert json.loads(result.stdout)["num_tokens"] == 8 * 128
+
+
+def test_estimate_refuses_a_store_that_does_not_fit(model_13b: str, tmp_path: Path) -> None:
+    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="90GB"))
+    result = runner.invoke(app, ["estimate", model_13b, "--hardware", hardware])
+    assert result.exit_code == 2
+    assert "give the SSDs" in result.stderr
 
 
 @pytest.mark.slow
