@@ -13,7 +13,7 @@ import torch
 
 from hf_lohan.threads.work_thread import CHECK_INTERVAL_S
 
-_Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 
 
 class ThreadSettings:
@@ -45,7 +45,7 @@ class ThreadSettings:
             yield
 
 
-def uninterrupted(work: Callable[[], _Result], settings: ThreadSettings) -> _Result:
+def uninterrupted(work: Callable[[], _Value], settings: ThreadSettings) -> _Value:
     """Run ``work`` under ``settings`` on a thread of its own, where Python calls no signal handlers. Returns or raises
     as ``work`` does. An interrupt of the calling thread is raised after the work has ended, so keep that short.
 
@@ -53,7 +53,7 @@ def uninterrupted(work: Callable[[], _Result], settings: ThreadSettings) -> _Res
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    results: list[_Result] = []
+    results: list[_Value] = []
     errors: list[BaseException] = []
     may_begin: SimpleQueue[bool] = SimpleQueue()
     ended = threading.Lock()
