@@ -29,7 +29,7 @@ def sent(num_nodes: int, num_local: int, *, is_summed: bool = False, **ways: str
 
 
 @pytest.mark.parametrize(("num_nodes", "num_local"), SHAPES)
-def test_formulas_of_one_box_and_pass(num_nodes: int, num_local: int) -> None:
+def test_bytes_that_one_node_sends_in_a_pass(num_nodes: int, num_local: int) -> None:
     others = Fraction(num_nodes - 1, num_nodes)
     exact, quantized = sent(num_nodes, num_local), sent(num_nodes, num_local, forward="int8", gradients="int8")
     assert exact["forward_weights"] == exact["backward_weights"] == others * M
@@ -63,9 +63,7 @@ def test_frozen_weights_do_not_change() -> None:
 
 
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(1, 10**6), st.sampled_from(["exact", "int8"]))
-def test_parts_that_are_not_equal_are_counted_as_the_largest(
-    num_nodes: int, num_local: int, num_params: int, forward: str
-) -> None:
+def test_unequal_parts_count_as_the_largest(num_nodes: int, num_local: int, num_params: int, forward: str) -> None:
     ways = Collectives(forward=forward, backward="world")  # type: ignore[arg-type]
     cluster = Cluster(num_nodes=num_nodes, num_local=num_local, collectives=ways)
     found = cluster.bytes_by_collective(
@@ -82,7 +80,7 @@ def test_parts_that_are_not_equal_are_counted_as_the_largest(
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 1000])
-def test_payloads_are_as_long_as_the_codecs_make_them(num_blocks: int) -> None:
+def test_payload_sizes_equal_those_of_the_codecs(num_blocks: int) -> None:
     from hf_lohan.ranks.collectives import block_codec
 
     for codec, size in (
@@ -98,7 +96,7 @@ def test_one_node_sends_nothing() -> None:
     assert set(sent(1, 4).values()) == {0}
 
 
-def test_a_setting_leaves_open_what_it_does_not_name_and_rounds_only_what_it_names() -> None:
+def test_settings_fix_the_ways_they_name_and_round_only_those() -> None:
     exact = Collectives().open_ways()
     assert len(exact) == 5 and all(way.is_exact for way in exact) and exact[0] == WAY_WITHIN_A_NODE
     ways = all_ways()

@@ -99,7 +99,7 @@ def test_a_histogram_says_what_each_expert_is_chosen_with() -> None:
             EXPERTS.routed(counts)
 
 
-def test_from_so_many_tokens_on_all_are_hit() -> None:
+def test_the_number_of_tokens_that_hit_all_experts() -> None:
     tokens = EXPERTS.all_hit_from_tokens
     assert tokens is not None
     left_out = [16 * (1 - 2 / 16) ** number for number in (tokens - 1, tokens)]
@@ -154,7 +154,7 @@ def test_keeping_the_output_is_the_best_trade() -> None:
         assert [own for own, place in placed.items() if place is Placement.GPU] == ["input", name]
 
 
-def test_what_ram_has_a_copy_of_is_not_read() -> None:
+def test_experts_with_a_copy_in_ram_are_not_read() -> None:
     """Half of the experts' weights save half of each pass, and are still read by no update."""
     setup = kept(update_reads_param=True)
     copies = tuple(
@@ -221,12 +221,12 @@ def test_many_tokens_make_lazy_updates_equal_eager_ones() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "is_lazy"), [(4, True), (16, False)])
-def test_updates_are_lazy_by_themselves_where_a_step_leaves_out_a_fifth(num_tokens: int, is_lazy: bool) -> None:
+def test_auto_makes_updates_lazy_where_a_step_leaves_out_a_fifth(num_tokens: int, is_lazy: bool) -> None:
     model = moe_model(num_tokens=num_tokens)
     experts = model.experts[0]
     assert (experts.hits() <= 0.8 * experts.num_experts) == is_lazy
-    by_itself, said = (
+    automatic, explicit = (
         plan_offload(model, machine(), kept(lazy_experts=value)).prediction.ssd_write_bytes_per_step
         for value in ("auto", is_lazy)
     )
-    assert by_itself == said
+    assert automatic == explicit

@@ -63,7 +63,7 @@ def test_a_batch_whose_layers_are_larger_than_the_device() -> None:
     assert plan(int(batch.group(1))).fits
 
 
-def test_more_kept_than_the_device_has() -> None:
+def test_kept_activations_larger_than_the_device() -> None:
     setup = paper_setup(gpu_memory_bytes=349, activations="keep")
     needed = numbers_after("set it to at least", plan_offload(MODEL, machine(), setup))
     assert needed == 350
@@ -90,7 +90,7 @@ def test_the_limit_on_the_drives_counts_if_it_is_less() -> None:
         assert plan_offload(MODEL, machine(), paper_setup(ssd_capacity_bytes=limit)).fits == fits
 
 
-def test_inputs_that_have_room_nowhere() -> None:
+def test_inputs_that_fit_neither_in_ram_nor_on_the_drives() -> None:
     model = tiny_model([(600.0, 100)], num_layers=4)
     setup, hardware = paper_setup(cpu_memory_bytes=100), machine(ssd_capacity_bytes=4 * 1400 + 50)
     plan = plan_offload(model, hardware, setup)
@@ -111,7 +111,9 @@ def test_swapping_never_fills_the_drives_beyond_their_end() -> None:
 
 @settings(max_examples=200)
 @given(tiny_models, machines, setups)
-def test_doing_as_told_helps(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
+def test_each_change_that_a_refusal_names_helps(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup
+) -> None:
     hardware = replace(hardware, ssd=(replace(hardware.ssd[0], capacity_bytes=2000),))
     plan = plan_offload(model, hardware, setup)
     if plan.refusal is None or "the SSDs'" not in plan.refusal:

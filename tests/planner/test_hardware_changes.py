@@ -1,4 +1,4 @@
-"""What the next euro buys, and how long drives last."""
+"""Which hardware change shortens a step most, and how long drives last."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_more_ram_holds_more_records() -> None:
 
 @settings(max_examples=60)
 @given(tiny_models, machines, setups)
-def test_nothing_that_is_bought_makes_a_step_longer(
+def test_no_hardware_change_makes_a_step_longer(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup
 ) -> None:
     now = plan_offload(model, hardware, setup)

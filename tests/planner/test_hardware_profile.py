@@ -56,7 +56,7 @@ def test_numbers_are_read_as_yaml_leaves_them() -> None:
     assert not profile.device.shares_cpu
 
 
-def test_what_is_written_reads_back_the_same() -> None:
+def test_a_written_profile_reads_back_equal() -> None:
     values = minimal()
     values |= {"duplex_bytes_per_s": 30e9, "ssd_together_read_bytes_per_s": 6e9, "ssd_mixed_bytes_per_s": "5GB/s"}
     values["device"] |= {"shares_cpu": True, "memory_bytes_per_s": 1e12, "name": "a device"}
@@ -110,7 +110,7 @@ def test_equal_drives_are_counted() -> None:
         ("cpu.optimizer_params_per_s", [1], ["cpu.optimizer_params_per_s", "[1]"]),
     ],
 )
-def test_what_is_wrong_is_named(path: str, value: object, words: list[str]) -> None:
+def test_errors_name_the_key_and_the_value(path: str, value: object, words: list[str]) -> None:
     with pytest.raises(ProfileError) as caught:
         HardwareProfile.from_mapping(changed(path, value))
     message = str(caught.value)

@@ -129,7 +129,7 @@ def better_setups(setup: TrainingSetup, factor: float) -> Iterator[TrainingSetup
 
 @settings(max_examples=100)
 @given(mixed_models, machines, setups, st.floats(1.0, 4.0), st.booleans())
-def test_more_of_anything_never_makes_a_plan_slower(
+def test_better_hardware_or_budgets_never_make_a_plan_slower(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, factor: float, shares_cpu: bool
 ) -> None:
     hardware = replace(hardware, device=replace(hardware.device, shares_cpu=shares_cpu))
@@ -143,7 +143,7 @@ def test_more_of_anything_never_makes_a_plan_slower(
 
 
 def assert_not_worse(better: OffloadPlan, plan: OffloadPlan, *, has_more_memory: bool = False) -> None:
-    """Of the ways to divide the device between what is kept and what is on its way some are tried, others with more."""
+    """More device memory changes which divisions of it are tried, so a plan may then be up to 10% slower."""
     if plan.fits:
         assert better.fits, better.refusal
         assert better.prediction.step_s <= plan.prediction.step_s * (1.1 if has_more_memory else ROUNDING)
@@ -189,7 +189,7 @@ def test_the_last_layers_are_kept_and_the_first_spilled() -> None:
     assert inputs == [Placement.SSD, Placement.SSD, Placement.CPU, Placement.GPU]
 
 
-def test_the_dearest_are_swapped_first() -> None:
+def test_outputs_with_the_most_flops_a_byte_are_swapped_first() -> None:
     model = tiny_model([(100.0, 100), (900.0, 100), (500.0, 100)])
     for swapped_bytes, dropped in [(50, {0, 1, 2}), (150, {0, 2}), (250, {0}), (350, set())]:
         plan = plan_offload(model, machine(), paper_setup(), swapped_bytes=swapped_bytes)
@@ -201,7 +201,7 @@ def test_the_dearest_are_swapped_first() -> None:
     ("activations", "place", "flops"),
     [("recompute", Placement.RECOMPUTE, 2000.0), ("swap", Placement.CPU, 0.0), ("keep", Placement.GPU, 0.0)],
 )
-def test_one_way_for_all(activations: Any, place: Placement, flops: float) -> None:
+def test_one_activation_mode_places_all_outputs_alike(activations: Any, place: Placement, flops: float) -> None:
     model = tiny_model([(600.0, 100), (400.0, 200)], num_layers=2)
     gpu_memory = 10_000 if activations == "keep" else 0
     plan = plan_offload(model, machine(), paper_setup(activations=activations, gpu_memory_bytes=gpu_memory))

@@ -60,7 +60,7 @@ def predict(
 def test_one_rank_costs_the_same_by_either_model(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, swapped: int, spilled: int, clip: ClipMode
 ) -> None:
-    """To the last digit, though plans of one rank do not count as those of several do."""
+    """The two cost models agree to the last digit, though they compute a step in different ways."""
     setup = replace(setup, records=records_of(model), record_cpu_bytes=2 * model.param_bytes)
     choice = Choice(*(np.array([float(value)]) for value in (swapped, min(swapped, spilled), 3, spilled // 2, 0)))
     alone, ranks = (kind(model, hardware, setup) for kind in (StepCosts, RankStepCosts))
@@ -73,7 +73,7 @@ def test_one_rank_costs_the_same_by_either_model(
         assert all(getattr(one.load, name) == getattr(other.load, name) for name in alike)
 
 
-def test_plans_of_one_rank_say_nothing_of_several() -> None:
+def test_plans_of_one_rank_have_no_fields_of_several() -> None:
     shared = machine(net_bytes_per_s=1e-6)
     shared = replace(shared, cpu=replace(shared.cpu, memory_bytes_per_s=1e-6))
     plan, same = (plan_offload(MODEL, own, paper_setup()) for own in (machine(), shared))
@@ -81,7 +81,7 @@ def test_plans_of_one_rank_say_nothing_of_several() -> None:
     assert not plan.to_mapping().keys() & {"ranks", "cluster", "tried_ways"}
 
 
-def test_two_ranks_of_a_box_share_its_drives_and_each_has_its_link() -> None:
+def test_two_ranks_of_one_node_share_its_drives_but_not_its_links() -> None:
     one, two = predict(Cluster()), predict(cluster_of(1, 2))
     assert two.ssd_read_bytes_per_step == one.ssd_read_bytes_per_step == 200 + 200 + 1200
     assert two.ssd_write_bytes_per_step == one.ssd_write_bytes_per_step
@@ -94,7 +94,7 @@ def test_two_ranks_of_a_box_share_its_drives_and_each_has_its_link() -> None:
     assert spilled == [150, 300]
 
 
-def test_each_box_has_its_part_of_the_records() -> None:
+def test_each_node_holds_its_part_of_the_records() -> None:
     for num_nodes in (2, 4):
         step = predict(cluster_of(num_nodes, 1))
         assert step.ssd_read_bytes_per_step == (200 + 200 + 1200) // num_nodes
@@ -114,7 +114,7 @@ def test_each_box_has_its_part_of_the_records() -> None:
         ({"forward": "int8", "gradients": "int4"}, 100 + 100 + 600, 700, 260, 260 + 34, 700),
     ],
 )
-def test_where_backwards_weights_come_from(
+def test_bytes_of_each_source_of_weights_for_backward(
     ways: dict[str, str], reads: int, writes: int, forward_net: int, backward_net: int, stored: int
 ) -> None:
     """Two nodes of one rank each: half of P = 100 parameters in each, 2 bytes of weight and 12 of states."""
@@ -127,13 +127,13 @@ def test_where_backwards_weights_come_from(
     assert step.ranks is not None and step.ranks.sent_bytes_per_step == forward_net + backward_net
 
 
-def test_the_network_can_be_the_limit() -> None:
+def test_the_network_can_be_the_bottleneck() -> None:
     fast, slow = (predict(cluster_of(2, 1), machine(net_bytes_per_s=rate)) for rate in (1e9, 0.1))
     assert fast.bottleneck != "net" and slow.bottleneck == "net"
     assert (slow.forward_s, slow.backward_s) == (100 / 0.1, 200 / 0.1)
 
 
-def test_ram_that_all_links_share_can_be_the_limit() -> None:
+def test_shared_ram_can_be_the_bottleneck() -> None:
     def with_ram(rate: float, num_local: int) -> StepPrediction:
         hardware = machine(link_bytes_per_s=1e9, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
         own = replace(hardware, cpu=replace(hardware.cpu, memory_bytes_per_s=rate))
@@ -150,7 +150,7 @@ def test_ram_that_all_links_share_can_be_the_limit() -> None:
     assert with_ram(1e9, 2).bottleneck == "compute"
 
 
-def test_cores_that_compute_for_several_ranks_take_so_many_times_longer() -> None:
+def test_a_step_on_shared_cores_is_longer_by_the_number_of_ranks() -> None:
     hardware = machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
     cores = replace(hardware, device=replace(hardware.device, shares_cpu=True))
     one, two = predict(Cluster(), cores), predict(cluster_of(1, 2), cores)
@@ -182,7 +182,7 @@ def hides_from(cluster: Cluster, resource: str, **rates: float) -> float:
     return found
 
 
-def test_drives_hide_from_so_many_times_more_tokens() -> None:
+def test_tokens_that_hide_the_drives_grow_with_the_ranks_of_a_node() -> None:
     rate = {"ssd_read_bytes_per_s": 6e9, "ssd_write_bytes_per_s": 6e9}
     one = full_recompute(Cluster(), 1000, **rate).ssd_hides_from_tokens
     assert one == pytest.approx(30 * F / (8 * 6e9)), "4 of weights for two passes, 26 of updates a parameter"
@@ -195,7 +195,7 @@ def test_drives_hide_from_so_many_times_more_tokens() -> None:
         assert step.ranks.hides_from_tokens["ssd"] == pytest.approx(step.ssd_hides_from_tokens)
 
 
-def test_a_devices_link_hides_from_the_same_tokens_a_device() -> None:
+def test_tokens_that_hide_a_link_are_the_same_for_each_device() -> None:
     for num_local in (2, 4):
         found = hides_from(cluster_of(1, num_local), "h2d", link_bytes_per_s=20e9)
         assert found / num_local == pytest.approx(F / (2 * 20e9))
@@ -203,7 +203,7 @@ def test_a_devices_link_hides_from_the_same_tokens_a_device() -> None:
 
 
 @pytest.mark.parametrize(("gbit", "tokens"), [(1, 324e3), (2.5, 130e3), (10, 32e3), (25, 13e3)])
-def test_two_boxes_exact_and_owned_by_half(gbit: float, tokens: float) -> None:
+def test_exact_collectives_of_two_nodes_hide_from_this_many_tokens(gbit: float, tokens: float) -> None:
     """F / (4 BW) tokens a node: bfloat16 weights once, as backward has its own copy, and bfloat16 gradients."""
     rate = 0.94 * gbit / 8 * 1e9
     found = hides_from(cluster_of(2, 1, backward="ram"), "net", net_bytes_per_s=rate)
@@ -220,7 +220,9 @@ def test_two_boxes_exact_and_owned_by_half(gbit: float, tokens: float) -> None:
         ({"backward": "ram", "forward": "int8", "gradients": "int8"}, 2, 1.015625 + 1.03125),
     ],
 )
-def test_other_ways_hide_by_their_bytes(ways: dict[str, str], num_local: int, bytes_per_param: float) -> None:
+def test_tokens_that_hide_the_network_follow_the_bytes_sent(
+    ways: dict[str, str], num_local: int, bytes_per_param: float
+) -> None:
     found = hides_from(cluster_of(2, num_local, **ways), "net", net_bytes_per_s=1e9)
     assert found / (2 * num_local) == pytest.approx(bytes_per_param / 2 * F / (8 * 1e9), rel=1e-3)
 
@@ -262,13 +264,13 @@ def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
     assert plan.prediction.bottleneck != "net"
 
 
-def test_without_ram_the_copy_is_on_the_drives() -> None:
+def test_the_copy_is_on_the_drives_where_ram_is_too_small() -> None:
     slow, plan = choice(1.0, cpu_memory_bytes=6 * 10**9)
     assert (slow.forward, slow.backward) == ("delta", "ssd")
     assert {way.fits for way in plan.tried_ways if way.collectives.backward == "ram"} == {False}
 
 
-def test_rounding_is_chosen_only_where_it_may_be() -> None:
+def test_rounding_is_chosen_only_where_it_is_allowed() -> None:
     exact, plan = choice(1.0)
     quantized, faster = choice(1.0, may_round=True)
     assert exact.is_exact and not quantized.is_exact
@@ -279,7 +281,6 @@ def test_rounding_is_chosen_only_where_it_may_be() -> None:
 
 @settings(max_examples=100)
 @given(tiny_models)
-def test_more_ranks_never_take_a_longer_step_of_the_drives(model: ModelProfile) -> None:
-    """Of their nodes, as each has a smaller part."""
+def test_more_nodes_never_read_more_bytes_each(model: ModelProfile) -> None:
     reads = [predict(cluster_of(number, 1), model=model).ssd_read_bytes_per_step for number in (2, 3, 4)]
     assert reads == sorted(reads, reverse=True)
