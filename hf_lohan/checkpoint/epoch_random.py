@@ -17,13 +17,11 @@ class EpochRandomNumbers:
     epoch has another order, unless it is accelerate's seedable sampler that draws it.
     """
 
-    def __init__(self, save: Callable[[str], None], load: Callable[[str], None], rank: int | None = None) -> None:
-        """`save` and `load` are Trainer's own, for `rng_state.pth` in a folder; of one rank of several they are for
-        `rng_state_<rank>.pth`."""
+    def __init__(self, save: Callable[[str], None], load: Callable[[str], None], suffix: str = "") -> None:
+        """`save` and `load` are Trainer's, for the file `rng_state<suffix>.pth` in a folder."""
         self._save = save
         self._load = load
-        ending = ".pth" if rank is None else f"_{rank}.pth"
-        self._stock_name, self._file_name = _STOCK_STEM + ending, _FILE_STEM + ending
+        self._stock_name, self._file_name = f"{_STOCK_STEM}{suffix}.pth", f"{_FILE_STEM}{suffix}.pth"
         self._content = b""
         self._resumed: Path | None = None
 

@@ -103,7 +103,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
         for number, block in enumerate(blocks):
             first, last = _own_states(block, links.ranks)
             if first < last:
-                file_name = _file_name(number, links.ranks)
+                file_name = f"optimizer-{number:05d}{links.ranks.file_suffix}.safetensors"
                 _write_states(access, cloner, block, (first, last), folder / file_name)
                 for name, place in _places(engine, block, (first, last), file_name):
                     parameters.setdefault(name, []).append(place)
@@ -121,11 +121,6 @@ def _own_states(block: Block, ranks: Ranks) -> tuple[int, int]:
     """Elements [first, last) of the block's records with states that this rank has."""
     first, last = block.rank_ranges[ranks.rank]
     return min(first, block.state_numel), min(last, block.state_numel)
-
-
-def _file_name(number: int, ranks: Ranks) -> str:
-    of_rank = f"-{ranks.rank}of{ranks.num_ranks}" if ranks.others else ""
-    return f"optimizer-{number:05d}{of_rank}.safetensors"
 
 
 def _write_states(

@@ -150,14 +150,12 @@ def last_step(output_dir: str | Path) -> int | None:
 def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -> Commit | None:
     """Of what the ranks have committed, the last that all of them have. Raises RanksDisagreeError, or returns None, if
     there is none."""
-    if not links.ranks.others:
-        return kept[0] if kept else None
     by_number = {(commit.group_id, commit.number): commit for commit in kept}
-    came = links.all_gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
-    held = [[(str(group), int(number)) for group, number in json.loads(said)] for said in came]
-    if not any(held) or (may_have_none and not set(held[0]).intersection(*held[1:])):
+    packed = links.all_gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
+    held_by_rank = [[(str(group), int(number)) for group, number in json.loads(held)] for held in packed]
+    if not any(held_by_rank) or (may_have_none and not set(held_by_rank[0]).intersection(*held_by_rank[1:])):
         return None
-    return by_number[newest_common_commit(held)]
+    return by_number[newest_common_commit(held_by_rank)]
 
 
 def _resumable(commit: Commit | None, paths: Sequence[str], place: _Place) -> Commit:

@@ -29,6 +29,7 @@ from hf_lohan.huggingface.models.state_dicts import (
     saves_itself,
 )
 from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
+from hf_lohan.huggingface.ranks import gather_number
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.record import LoopRecord, record_folder
@@ -119,11 +120,10 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         """As in accelerate. One number of each rank, as the items of a step's batches, goes over our connections: these
         name a rank that is missing."""
         engine = self.offload_engine
-        if engine is None or not engine.links.ranks.others or not isinstance(tensor, Tensor) or tensor.ndim:
-            return super().gather(tensor)
-        own = tensor.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
-        of_all = b"".join(engine.links.all_gather("a number of each rank", own))
-        return torch.frombuffer(bytearray(of_all), dtype=tensor.dtype).to(tensor.device)
+        gathered = None
+        if engine is not None and isinstance(tensor, Tensor) and not tensor.ndim:
+            gathered = gather_number(tensor, engine.links)
+        return super().gather(tensor) if gathered is None else gathered
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0

@@ -50,7 +50,7 @@ from hf_lohan.huggingface.models.adapters import merge_through_store, needs_all_
 from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work, tell_of_blocks
-from hf_lohan.huggingface.ranks import check_layout, check_rank_model, links_to_other_ranks
+from hf_lohan.huggingface.ranks import check_layout, check_one_model, check_rank_model, links_to_other_ranks
 from hf_lohan.model import Rules
 from hf_lohan.planning import (
     OffloadLayout,
@@ -196,18 +196,10 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
 
 
 def _refuse_a_second_model(config: OffloadConfig) -> None:
-    """Raises ValueError where several ranks would load blocks of two models: these have no common order."""
     assert config.ssd != "auto"
-    if not links_to_other_ranks().ranks.others:
-        return
     folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
-    others = [engine for engine in _attached if not engine.is_closed and not folders & engine.store_folders]
-    if others:
-        raise ValueError(
-            f"several ranks offload one model at a time, and {type(others[0].model).__name__} is offloaded already; "
-            "close it first (engine_of(model).close()), or, for a reference model of TRL, train adapters or set "
-            "precompute_ref_log_probs=True and run in one process"
-        )
+    others = [engine.model for engine in _attached if not engine.is_closed and not folders & engine.store_folders]
+    check_one_model(others, links_to_other_ranks().ranks)
 
 
 _attached: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()

@@ -1,21 +1,25 @@
-"""The ranks of a run: which one this process is, its connections to the others, and what several ranks cannot do.
+"""The ranks of a run: which one this process is, its connections to the others, and what depends on their number.
 
-What is refused is refused before anything is written, with what to do instead.
+Functions that refuse something do so before anything is written.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
+from torch import Tensor
 from transformers import TrainingArguments
 
-from hf_lohan.compat.torch_private import default_process_group_store
+from hf_lohan.compat.torch_private import default_process_group_store, set_collectives_timeout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import num_gpus
+from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files.directories import make_directory
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
@@ -29,25 +33,25 @@ _links: Links | None = None
 
 
 def ranks_here() -> Ranks:
-    """Which rank this process is, by what its launcher said. Raises ValueError if that is not enough."""
+    """The ranks as this process sees them, from its launcher's variables. Raises ValueError if these are incomplete."""
     num_launched = os.environ.get("WORLD_SIZE", "1")
     if num_launched == "1":
         return SINGLE_RANK
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or num_gpus() == 0
-    state = PartialState(cpu=on_cpu)  # the one that Trainer or an Accelerator has made, if there is one
+    state = PartialState(cpu=on_cpu)  # the one of Trainer or of an Accelerator, if there is one
     check_joined(state.num_processes)
     num_local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not num_local.isdigit():
         raise ValueError(
-            f"LOCAL_WORLD_SIZE={num_local!r} does not say how many of the {num_launched} processes are on each "
-            "machine; set it, or start them with lohan launch or torchrun, which do"
+            f"LOCAL_WORLD_SIZE={num_local!r} is not the number of processes on each machine, of {num_launched} in "
+            "all; set it, or start the processes with lohan launch or torchrun, which set it"
         )
     return Ranks(state.process_index, state.num_processes, state.local_process_index, int(num_local))
 
 
 def links_to_other_ranks() -> Links:
-    """To all other processes that a launcher started with this one; alone where it is the only one. Raises
-    RankFailedError or RankTimeoutError where they do not come."""
+    """The connections to all other processes that a launcher started with this one; none if it is the only one. Raises
+    RankFailedError or RankTimeoutError if another process does not connect."""
     global _links
     if _links is None:
         ranks = ranks_here()
@@ -57,8 +61,45 @@ def links_to_other_ranks() -> Links:
     return _links
 
 
+def set_timeouts(links: Links, timeout_s: float) -> None:
+    """Set how long another rank may be silent, for our connections and for torch's collectives."""
+    links.set_timeout(timeout_s)
+    if links.ranks.others:
+        set_collectives_timeout(timeout_s)
+
+
+def random_state_suffix(ranks: Ranks) -> str:
+    """What Trainer adds to the name `rng_state` of a rank's file."""
+    return f"_{ranks.rank}" if ranks.others else ""
+
+
+def gather_number(number: Tensor, links: Links) -> Tensor | None:
+    """The numbers of all ranks, [num_ranks]. None for a single rank."""
+    if not links.ranks.others:
+        return None
+    payload = number.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
+    gathered = b"".join(links.all_gather("a number of each rank", payload))
+    return torch.frombuffer(bytearray(gathered), dtype=number.dtype).to(number.device)
+
+
+def save_on_rank_0(
+    access: Callable[[], ParameterAccess], links: Links, save: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what ``save`` returns for ``kwargs`` and the collective reads, which are None for a single rank.
+
+    All ranks call this together: rank 0 saves, and the others read what it reads.
+    """
+    if not links.ranks.others:
+        return save(None, **kwargs)
+    reads = CollectiveReads(access, links)
+    if links.ranks.rank != 0:
+        return reads.follow_rank_0()
+    with reads.leading():  # rank 0 writes, whatever the caller chose
+        return save(reads, **{name: value for name, value in kwargs.items() if name != "is_main_process"})
+
+
 def check_rank_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError for `TrainingArguments` that the ranks of a run cannot follow alike."""
+    """Raises ValueError for `TrainingArguments` that let ranks do different things."""
     check_joined(args.world_size)
     check_parallelism(getattr(args, "parallelism_config", None))
     if args.world_size == 1:
@@ -66,12 +107,12 @@ def check_rank_arguments(args: TrainingArguments) -> None:
     loaders = args.accelerator_config
     even_batches = loaders.get("even_batches", True) if isinstance(loaders, dict) else loaders.even_batches
     refused = {
-        "auto_find_batch_size=True tries batch sizes on each rank by itself, and ranks have to take steps together; "
-        "set per_device_train_batch_size": args.auto_find_batch_size,
-        "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave "
-        "accelerator_config as it is": not even_batches,
-        "save_on_each_node=True makes a checkpoint on each machine, and each rank saves its part into one; leave it "
-        "off, and put output_dir on a file system that all machines see": args.save_on_each_node,
+        "auto_find_batch_size=True lets each rank try batch sizes by itself, and ranks must take steps together; set "
+        "per_device_train_batch_size": args.auto_find_batch_size,
+        "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave it out "
+        "of accelerator_config": not even_batches,
+        "save_on_each_node=True makes a checkpoint on each machine, and all ranks save their parts into one; leave it "
+        "off, and put output_dir on a file system that all machines share": args.save_on_each_node,
     }
     for sentence, is_refused in refused.items():
         if is_refused:
@@ -79,7 +120,7 @@ def check_rank_arguments(args: TrainingArguments) -> None:
 
 
 def check_rank_accelerator(accelerator: Accelerator) -> None:
-    """Raises ValueError for an `Accelerator` of a raw loop whose processes would not train together."""
+    """Raises ValueError for an `Accelerator` whose processes would not train together."""
     check_joined(accelerator.num_processes)
     check_parallelism(accelerator.parallelism_config)
     if accelerator.num_processes > 1 and not accelerator.even_batches:
@@ -89,30 +130,30 @@ def check_rank_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_joined(num_processes: int) -> None:
-    """Raises ValueError if a launcher started several processes that do not know of each other."""
+    """Raises ValueError if a launcher started several processes that are not connected."""
     num_launched = os.environ.get("WORLD_SIZE", "1")
     if num_processes == 1 and num_launched.isdigit() and int(num_launched) > 1:
         raise ValueError(
-            f"WORLD_SIZE={num_launched} says that {num_launched} processes were launched together, but each of them "
-            "trains alone and all would write the same files; launch them with lohan launch, or set "
-            "ACCELERATE_USE_CPU=true (use_cpu=True in TrainingArguments) to train on CPUs"
+            f"WORLD_SIZE={num_launched}: {num_launched} processes were launched together, but each would train alone "
+            "and write the same files; launch them with lohan launch, or set ACCELERATE_USE_CPU=true (use_cpu=True in "
+            "TrainingArguments) to train on CPUs"
         )
 
 
 def check_parallelism(parallelism: Any) -> None:
-    """Raises ValueError for a `ParallelismConfig` that cuts models or sequences."""
+    """Raises ValueError for a `ParallelismConfig` that shards models or sequences."""
     for name in _OTHER_PARALLELISM:
         size = getattr(parallelism, name, None) or 1
         if size > 1:
             raise ValueError(
-                f"{name}={size} cuts what offload keeps whole on each GPU; leave parallelism_config out, and every "
-                "process is a rank with batches of its own"
+                f"{name}={size} shards the model or its sequences, and offload computes both whole on each GPU; leave "
+                "parallelism_config out: each process is then a rank with batches of its own"
             )
 
 
 def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
-    """Raises ValueError for a model that several ranks cannot train, or whose store is that of other ranks. All ranks
-    call this together; afterwards the directories are there in which each makes a folder of its own."""
+    """Raises ValueError for a model that several ranks cannot train, or for the store of another number of ranks. All
+    ranks call this together; afterwards the directories exist in which each makes its own."""
     num_ranks = links.ranks.num_ranks
     check_rules(layout.blocks, num_ranks)
     assert config.ssd != "auto"
@@ -122,6 +163,17 @@ def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> 
         for ssd in config.ssd:
             make_directory(shared_directory(ssd.path))
         links.barrier("the directories of the ssd paths to be there")
+
+
+def check_one_model(offloaded: Sequence[Any], ranks: Ranks) -> None:
+    """Raises ValueError if models are offloaded already and there are several ranks: the blocks of two models have no
+    common order of loads."""
+    if ranks.others and offloaded:
+        raise ValueError(
+            f"several ranks offload one model at a time, and {type(offloaded[0]).__name__} is offloaded already; "
+            "close it first (engine_of(model).close()), or, for a reference model of TRL, train adapters or set "
+            "precompute_ref_log_probs=True and run in one process"
+        )
 
 
 def check_rank_model(model: Any, ranks: Ranks) -> None:
@@ -136,12 +188,12 @@ def check_rank_model(model: Any, ranks: Ranks) -> None:
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
-    """Raises ValueError for optimizers that need parameters whole, of which each rank has a part."""
+    """Raises ValueError for optimizers that need whole parameters, of which each rank has a shard."""
     whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
     if num_ranks > 1 and whole:
         raise ValueError(
-            f"{' and '.join(whole)} needs each parameter whole, and with {num_ranks} ranks each has a part of them; "
-            "use AdamW, or train in one process"
+            f"{' and '.join(whole)} needs whole parameters, and each of {num_ranks} ranks has a shard of them; use "
+            "AdamW, or train in one process"
         )
 
 
@@ -152,5 +204,20 @@ def check_batches(nums_of_ranks: Iterable[int]) -> None:
         if num != nums[0]:
             raise ValueError(
                 f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one would wait for the other; "
-                "let accelerate prepare the data loader, or give each rank as many"
+                "let accelerate prepare the data loader, or give each rank the same number"
             )
+
+
+def refuse_generation_of_ranks() -> None:
+    """Raises ValueError if this process is one of several ranks."""
+    if ranks_here().others:
+        raise ValueError("a model generates in one process; run it without lohan launch --num_processes or torchrun")
+
+
+def refuse_stores_of_ranks(num_ranks: int, path: str, run: str | Path) -> None:
+    """Raises ValueError if a run has the stores of several ranks under ``path``."""
+    if num_ranks > 1:
+        raise ValueError(
+            f"{path} has the stores of {num_ranks} ranks, each with a part of the model; merge them with lohan reshard "
+            f"{run} --ranks 1 --remove-old, and export again"
+        )

@@ -112,7 +112,7 @@ def test_from_one_rank_to_four_to_two_to_one(run: Path, tmp_path: Path) -> None:
     assert code == 0 and "rank 3 of 4: commit" in said and f"all 4 ranks hold commit {commit.number}" in said
     assert hf_lohan.last_step(run) == 2
     code, said = lohan("export", run, tmp_path / "out")
-    assert code == 2 and "make them one with lohan reshard" in said
+    assert code == 2 and "merge them with lohan reshard" in said
 
     for num_ranks in (2, 1):
         code, said = lohan("reshard", run, "--ranks", num_ranks, "--remove-old")

@@ -22,7 +22,7 @@ from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
 from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
 from hf_lohan.huggingface.models.weightless_model import read_model_config, weightless_model
-from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.huggingface.ranks import refuse_generation_of_ranks
 from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
@@ -76,8 +76,7 @@ def load_for_generation(
             "max_length is needed: room on the device is kept for the keys and values of so many tokens of each "
             "sequence, its prompt's among them; give max_length=2048, for example"
         )
-    if links_to_other_ranks().ranks.num_ranks > 1:
-        raise ValueError("a model generates in one process; run it without lohan launch --num_processes or torchrun")
+    refuse_generation_of_ranks()
     config = settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = replace(

@@ -25,6 +25,7 @@ from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.files.durable_file import write_folder
 from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
+from hf_lohan.huggingface.ranks import refuse_stores_of_ranks
 from hf_lohan.model import StoredForm, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.store import Store
@@ -52,12 +53,7 @@ def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int |
         raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
     keep_from_others()
     paths = store_paths_of(run)
-    num_ranks = ranks_under(paths[0])
-    if num_ranks > 1:
-        raise ValueError(
-            f"the model lies in the stores of {num_ranks} ranks in {paths[0]}; make them one with lohan reshard {run} "
-            "--ranks 1 --remove-old, and export that"
-        )
+    refuse_stores_of_ranks(ranks_under(paths[0]), paths[0], run)
     io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
     try:
         with Store.open([StorePath(path) for path in paths], model=None, engine=io) as store:

@@ -18,6 +18,7 @@ from hf_lohan.compat.transformers_private import config_saved_with
 from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.huggingface.ranks import save_on_rank_0
 from hf_lohan.model import StoredForm
 from hf_lohan.ranks import Links
 
@@ -145,25 +146,24 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._stored_name)
 
 
-def save_together(stored_model: StoredModel, save: Callable[[StoredModel], Any]) -> Any:
-    """What `save` returns. Where there are several ranks all of them call this, and rank 0 saves."""
-    links = stored_model.links
-    if not links.ranks.others:
-        return save(stored_model)
-    reads = CollectiveReads(stored_model.access, links)
-    if links.ranks.rank != 0:
-        return reads.follow_rank_0()
-    with reads.leading():
-        return save(replace(stored_model, led=reads))
+def save_together(stored_model: StoredModel, save: Callable[..., Any], **kwargs: Any) -> Any:
+    """Return what `save` returns for the model and ``kwargs``. All ranks call this together, and rank 0 saves."""
+
+    def save_read_by(reads: CollectiveReads | None, **kwargs: Any) -> Any:
+        return save(replace(stored_model, led=reads), **kwargs)
+
+    return save_on_rank_0(stored_model.access, stored_model.links, save_read_by, kwargs)
 
 
 def save_pretrained_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
     """`save_from_store`, on all ranks together."""
-    if stored_model.links.ranks.others:
-        kwargs.pop("is_main_process", None)  # who writes is decided
-    return save_together(stored_model, lambda model: save_from_store(model, stock, save_directory, **kwargs))
+
+    def save(model: StoredModel, **kwargs: Any) -> Any:
+        return save_from_store(model, stock, save_directory, **kwargs)
+
+    return save_together(stored_model, save, **kwargs)
 
 
 def save_from_store(

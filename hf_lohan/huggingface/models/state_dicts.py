@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,9 +97,7 @@ def is_of_diffusers(model: nn.Module) -> bool:
 
 def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
     """`save_diffusers_from_store`, on all ranks together."""
-    if stored_model.links.ranks.others:
-        kwargs.pop("is_main_process", None)  # who writes is decided
-    save_together(stored_model, lambda model: save_diffusers_from_store(model, save_directory, **kwargs))
+    save_together(stored_model, partial(save_diffusers_from_store, save_directory=save_directory), **kwargs)
 
 
 def save_diffusers_from_store(

@@ -13,12 +13,11 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hf_lohan.checkpoint.resume_point import ResumePoint
-from hf_lohan.compat.torch_private import set_collectives_timeout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
-from hf_lohan.huggingface.ranks import check_batches, links_to_other_ranks
+from hf_lohan.huggingface.ranks import check_batches, links_to_other_ranks, set_timeouts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class TrainsWithRanks(_TrainerBase):
         elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
             super()._save(output_dir, {})  # all but the weights, for which it would take those in memory
             save_state_dict(StoredModel.of(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
-        elif self.args.should_save or not self._links.ranks.others:
+        elif self.args.should_save:
             super()._save(output_dir, state_dict)
         else:
             model.save_pretrained(folder)
@@ -113,10 +112,7 @@ class TrainsWithRanks(_TrainerBase):
         self._step_ended_s = now_s
         if before_s is not None and self._offload_config is not None:
             self._slowest_step_s = max(self._slowest_step_s, now_s - before_s)
-            timeout_s = self._offload_config.net_timeout_s(self._slowest_step_s)
-            self._links.set_timeout(timeout_s)
-            if self._links.ranks.others:
-                set_collectives_timeout(timeout_s)
+            set_timeouts(self._links, self._offload_config.net_timeout_s(self._slowest_step_s))
 
 
 def _place(point: ResumePoint) -> str:

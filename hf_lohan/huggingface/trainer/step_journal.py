@@ -56,7 +56,7 @@ class Termination:
         self.is_requested = False
         """On this rank."""
         self._links = links or Links.alone()
-        self._agreement: StepAgreement | None = None
+        self._agreement = StepAgreement(Links.alone())
         self._previous: Any = None
 
     def ask_by(self, agreement: StepAgreement) -> None:
@@ -67,7 +67,7 @@ class Termination:
 
     def ends_here(self) -> bool:
         """Whether the run ends though there is more to do: behind the last step one of its ranks had been asked to."""
-        return self._agreement.ends_run if self._agreement is not None else self.is_requested
+        return self._agreement.ends_run
 
     def came_at_the_end(self) -> bool:
         """The last step is over, and no other one tells the other ranks: whether any was asked to end. All call this
@@ -96,8 +96,7 @@ class Termination:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
-        if self._agreement is not None:
-            self._agreement.request_end()
+        self._agreement.request_end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         logger.warning("SIGTERM: the run ends when the step in progress is committed; once more ends it at once")
 

@@ -57,6 +57,7 @@ from hf_lohan.huggingface.guards import (
 from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.optimizers import StoredOptimizers
 from hf_lohan.huggingface.progress import begin_step, trainer_line
+from hf_lohan.huggingface.ranks import random_state_suffix
 from hf_lohan.huggingface.trainer.rank_trainer import TrainsWithRanks
 from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
 from hf_lohan.huggingface.trainer.trl_models import TrlModels, by_name, names_of
@@ -382,8 +383,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         if self._journal is not None:
             self.remove_callback(self._journal)
         engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
-        rank = self.args.process_index if self.args.world_size > 1 else None
-        epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, rank)
+        suffix = random_state_suffix(engine.links.ranks)
+        epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, suffix)
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination, epoch)
         self._journal.resume(self._resume_point, resume_from_checkpoint)
         self.add_callback(self._journal)

@@ -52,6 +52,11 @@ class Ranks:
         """The ranks of this box, this one among them."""
         return range(self.node * self.num_local, (self.node + 1) * self.num_local)
 
+    @property
+    def file_suffix(self) -> str:
+        """For the name of a file of which each rank writes its own; empty for a single rank."""
+        return f"-{self.rank}of{self.num_ranks}" if self.num_ranks > 1 else ""
+
     def rank_at(self, node: int, local_rank: int) -> int:
         return node * self.num_local + local_rank
 

@@ -129,5 +129,5 @@ def test_two_runs_that_do_not_know_of_each_other_are_refused(tmp_path: Path) -> 
         timeout=200,
     )
     assert done.returncode == 1
-    assert "WORLD_SIZE=2 says that 2 processes were launched together" in done.stderr
+    assert "WORLD_SIZE=2: 2 processes were launched together" in done.stderr
     assert not (tmp_path / "out").exists()
