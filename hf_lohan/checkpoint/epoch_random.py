@@ -1,4 +1,4 @@
-"""An epoch's data come in the same order, also when a run goes on in the middle of it."""
+"""The order of an epoch's data, also after a resume in the middle of the epoch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _STOCK_STEM = "rng_state"
 
 
 class EpochRandomNumbers:
-    """The state of the random number generators with which the present epoch began.
+    """The state of the random number generators at the begin of the epoch, from which samplers draw its order.
 
-    Samplers draw an epoch's order from it. Upstream saves only the state at the step, with which the rest of a resumed
-    epoch has another order, unless it is accelerate's seedable sampler that draws it.
+    Upstream saves only the state at the step. With that state the rest of a resumed epoch would have another order,
+    except with accelerate's seedable sampler.
     """
 
     def __init__(self, save: Callable[[str], None], load: Callable[[str], None], suffix: str = "") -> None:
@@ -26,14 +26,13 @@ class EpochRandomNumbers:
         self._resumed: Path | None = None
 
     def resume(self, folder: str | Path | None) -> None:
-        """The next epoch is the first one after a resume. `folder` is a journal's or a checkpoint, which may be without
-        our file (of the stock Trainer)."""
+        """Resume from a journal's or a checkpoint's folder. A checkpoint of the stock Trainer has no file of ours."""
         self._resumed = None if folder is None else Path(folder)
-        found = [] if folder is None else Path(folder).glob(f"**/{self._file_name}")
-        self._content = next((path.read_bytes() for path in found), b"")
+        files = [] if folder is None else Path(folder).glob(f"**/{self._file_name}")
+        self._content = next((path.read_bytes() for path in files), b"")
 
-    def begin(self, *, is_rest: bool) -> None:
-        """An epoch begins, whose order has not been drawn yet. ``is_rest``: of one that was broken off."""
+    def begin_epoch(self, *, is_rest: bool) -> None:
+        """Called before the order of an epoch is drawn. ``is_rest``: the rest of an interrupted epoch."""
         resumed, self._resumed = self._resumed, None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, self._stock_name)
@@ -42,11 +41,11 @@ class EpochRandomNumbers:
                 self._load(folder)
                 return
             if resumed is not None and not is_rest:
-                self._load(str(resumed))  # as upstream does when we return, before it draws the order
+                self._load(str(resumed))  # upstream does the same after this call, before it draws the order
             self._save(folder)
             self._content = path.read_bytes() if path.is_file() else b""
 
     def write(self, folder: str) -> None:
-        """For a run that goes on from there. Writes nothing before the first epoch."""
+        """Write the state for a resume. Writes nothing before the first epoch."""
         if self._content:
             Path(folder, self._file_name).write_bytes(self._content)

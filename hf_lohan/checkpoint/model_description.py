@@ -1,4 +1,4 @@
-"""What a store needs beside its records to become a Hugging Face model again: the files that its commit names."""
+"""Files that describe a store's model, so that it can become a Hugging Face model again. A commit names them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hf_lohan.model import dtype_name
 FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
 MODEL_FORMAT_VERSION = 1
-"""Of that file."""
+"""Of the file `FACTS_NAME`."""
 _CONFIGS_BYTES = 64 << 10
-"""About what the configs of a model take."""
+"""Roughly the size of a model's configs."""
 
 
 def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> dict[str, bytes]:
-    """Files with class, config, generation config, adapters, persistent buffers and the tokenizer, to be committed
-    beside the records. Raises `CapacityError` or `StorageError` if they cannot be written."""
+    """The content of the files, by name: class, configs, adapters, persistent buffers and the tokenizer. Raises
+    `CapacityError` or `StorageError` if they cannot be written to a temporary folder."""
     buffers = _persistent_buffers(model)
     needed_bytes = sum(tensor.nbytes for tensor in buffers.values()) + _CONFIGS_BYTES
-    with tempfile.TemporaryDirectory(prefix="lohan-") as name, _written(Path(name), needed_bytes):
+    with tempfile.TemporaryDirectory(prefix="lohan-") as name, _write_failures(Path(name), needed_bytes):
         folder = Path(name)
-        _describe(model, engine, folder, buffers)
+        _write_description(model, engine, folder, buffers)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -42,7 +42,7 @@ def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> 
 
 
 def save_buffers(model: nn.Module, folder: str | Path) -> None:
-    """Write a model's persistent buffers, which no store holds, if it has any."""
+    """Write a model's persistent buffers, if it has any. No store has them."""
     if buffers := _persistent_buffers(model):
         save_file(buffers, Path(folder) / BUFFERS_NAME)
 
@@ -55,13 +55,13 @@ def load_buffers(model: nn.Module, folder: str | Path) -> None:
 
 
 def copy_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Set those of a model's buffers that are in `values`, by their names in its state dict."""
+    """Copy `values` to the model's buffers of the same names."""
     for name, buffer in model.named_buffers():
         if name in values:
             buffer.copy_(values[name])
 
 
-def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str, Tensor]) -> None:
+def _write_description(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str, Tensor]) -> None:
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     configs: list[Any] = [getattr(base, "config", None), getattr(base, "generation_config", None)]
     for config in configs:
@@ -82,8 +82,8 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
     }
     layout = engine.layout
     if layout.other_dtypes:
-        most = dtype_name(layout.master.working_dtype)
-        facts["dtypes"] = {part.name: most for part in engine.parameter_slices} | layout.other_dtypes
+        common = dtype_name(layout.master.working_dtype)
+        facts["dtypes"] = {part.name: common for part in engine.parameter_slices} | layout.other_dtypes
     saved: dict[str, list[str]] = {}
     for name, dtype in layout.saved_dtypes.items():
         saved.setdefault(dtype_name(dtype), []).append(name)
@@ -95,13 +95,13 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
 
 
 @contextlib.contextmanager
-def _written(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Errors tell what was needed."""
+def _write_failures(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """Errors say how many bytes were needed."""
     try:
         yield
     except OSError as error:
         raise write_failure(str(folder), needed_bytes, error) from error
-    except SafetensorError as error:  # how its writer tells of a full disk
+    except SafetensorError as error:  # its writer raises this when the disk is full
         raise write_failure(str(folder), needed_bytes, OSError(errno.ENOSPC, str(error))) from error
 
 

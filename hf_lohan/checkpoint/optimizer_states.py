@@ -1,7 +1,7 @@
-"""Optimizer states in a checkpoint: found by parameter name, in safetensors, independent of budgets, paths and pools.
+"""Optimizer states in a checkpoint, by parameter name, independent of budgets, paths and pools.
 
-`<checkpoint>/lohan/` has one file a block, or one a block and rank, with a flat tensor for each record kind, and an
-index that says for each parameter in which file, and from which element of every tensor there, its own elements begin.
+`<checkpoint>/lohan/` has a safetensors file for each block (and rank), with a flat tensor for each record kind. An
+index has each parameter's file, and the offset of its elements in every tensor of that file.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the states of a parameter's elements [first, last) are: elements [start, stop) of each tensor of `file`, or
-    those that go with these (`MasterFormat.elements`)."""
+class _SavedPart:
+    """The states of a parameter's elements [first, last). They are elements [start, stop) of each tensor in `file`, or
+    the elements of another kind that belong to these (`MasterFormat.elements`)."""
 
     file: str
     start: int
@@ -46,7 +46,7 @@ class _Place:
     num_updates: int
     first: int = 0
     last: int | None = None
-    """None: to the parameter's end."""
+    """None: the parameter's end."""
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,7 @@ class _Place:
         return self.start + self.numel
 
     def to_json(self) -> dict[str, Any]:
-        """A whole parameter's has no range."""
+        """Without a range for a whole parameter."""
         fields = asdict(self)
         if self.last is None:
             del fields["first"], fields["last"]
@@ -68,15 +68,15 @@ class _Index(NamedTuple):
     folder: Path
     working_dtype: str
     other_dtypes: dict[str, str]
-    """By name, of parameters that have another one."""
+    """By name of the parameters that do not have `working_dtype`."""
     optimizer_state_dtype: str
     optimizers: dict[str, str]
-    """By name, of parameters that have another one than AdamW."""
-    parameters: dict[str, list[_Place]]
-    """Each one's parts, in order."""
+    """By name of the parameters that AdamW does not update."""
+    parameters: dict[str, list[_SavedPart]]
+    """Parts of each parameter, in order."""
 
-    def by_file(self) -> dict[str, list[tuple[str, _Place]]]:
-        files: dict[str, list[tuple[str, _Place]]] = {}
+    def by_file(self) -> dict[str, list[tuple[str, _SavedPart]]]:
+        files: dict[str, list[tuple[str, _SavedPart]]] = {}
         for name, places in self.parameters.items():
             for place in places:
                 files.setdefault(place.file, []).append((name, place))
@@ -87,78 +87,78 @@ class _Index(NamedTuple):
 
 
 def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Write moments, master residuals and step counts to `<checkpoint>/lohan/`, streamed; where the file system can
-    share blocks between files, records are cloned from the store. With several ranks all call this: each writes files
-    with its part of the blocks, and rank 0 the index of them all.
+    """Stream moments, master residuals and step counts to `<checkpoint>/lohan/`. Where the file system can share blocks
+    between files, records are cloned. All ranks call this: each writes its shards, and rank 0 the index.
 
-    Raises `StorageError` if the disk is too full, mostly before anything is written.
+    Raises `StorageError` if the disk has too little room, usually before anything is written.
     """
     folder, links = Path(checkpoint) / FOLDER_NAME, engine.links
     make_folders(folder)
     blocks = [block for block in engine.layout.blocks if block.trainable_slices]
-    access = engine.parameters  # waits for updates that are still running, so before the extents are asked for
+    access = engine.parameters  # waits for running updates, which move extents
     _check_room(folder, blocks)
-    parameters: dict[str, list[_Place]] = {}
+    saved_parts: dict[str, list[dict[str, Any]]] = {}
     with closing(RecordCloner()) as cloner:
         for number, block in enumerate(blocks):
-            first, last = _own_states(block, links.ranks)
+            first, last = _shard_of_states(block, links.ranks)
             if first < last:
                 file_name = f"optimizer-{number:05d}{links.ranks.file_suffix}.safetensors"
                 _write_states(access, cloner, block, (first, last), folder / file_name)
-                for name, place in _places(engine, block, (first, last), file_name):
-                    parameters.setdefault(name, []).append(place)
-            links.barrier(f"the states of {block.name} to be saved")  # no rank is silent for longer than that takes
-    described = {name: [place.to_json() for place in places] for name, places in parameters.items()}
-    joined: dict[str, list[dict[str, Any]]] = {}
-    for packed in links.all_gather("where each rank has saved its states", json.dumps(described).encode()):
-        for name, places in json.loads(packed).items():
-            joined.setdefault(name, []).extend(places)
+                for name, part in _saved_parts(engine, block, (first, last), file_name):
+                    saved_parts.setdefault(name, []).append(part.to_json())
+            links.barrier(f"the states of {block.name} to be saved")  # after each block, so that no rank is silent long
+    all_parts: dict[str, list[dict[str, Any]]] = {}
+    for packed in links.all_gather("where each rank has saved its states", json.dumps(saved_parts).encode()):
+        for name, parts in json.loads(packed).items():
+            all_parts.setdefault(name, []).extend(parts)
     if links.ranks.rank == 0:
-        _write_index(engine, folder, joined)
+        _write_index(engine, folder, all_parts)
 
 
-def _own_states(block: Block, ranks: Ranks) -> tuple[int, int]:
-    """Elements [first, last) of the block's records with states that this rank has."""
+def _shard_of_states(block: Block, ranks: Ranks) -> tuple[int, int]:
+    """This rank's elements [first, last) of the block's states."""
     first, last = block.rank_ranges[ranks.rank]
     return min(first, block.state_numel), min(last, block.state_numel)
 
 
 def _write_states(
-    access: ParameterAccess, cloner: RecordCloner, block: Block, own: tuple[int, int], file: Path
+    access: ParameterAccess, cloner: RecordCloner, block: Block, shard: tuple[int, int], file: Path
 ) -> None:
     with ExitStack() as held:
         specs = []
         for kind in block.master.state_kinds:
-            begin, end = block.master.elements(kind, *own)
-            pieces = _record_pieces(access, block, kind, own)
-            held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
+            begin, end = block.master.elements(kind, *shard)
+            pieces = _record_pieces(access, block, kind, shard)
+            held.callback(pieces.close)  # returns its buffers, also if writing fails
             sources = access.extents(block, kind)
             clone = None if sources is None else partial(cloner.clone, sources)
             specs.append(TensorSpec(kind, block.master.state_dtype(kind), end - begin, pieces, clone))
         write_safetensors(file, specs)
 
 
-def _places(engine: OffloadEngine, block: Block, own: tuple[int, int], file_name: str) -> Iterator[tuple[str, _Place]]:
-    """(name, where) for what of each parameter lies in a file with the elements of ``own``."""
+def _saved_parts(
+    engine: OffloadEngine, block: Block, shard: tuple[int, int], file_name: str
+) -> Iterator[tuple[str, _SavedPart]]:
+    """(parameter name, part) for each parameter with elements in the shard."""
     for part in block.trainable_slices:
-        low, high = max(part.start, own[0]), min(part.stop, own[1])
+        low, high = max(part.start, shard[0]), min(part.stop, shard[1])
         if low < high:
-            place = _Place(file_name, low - own[0], tuple(part.shape), engine.step_counts[part])
+            saved = _SavedPart(file_name, low - shard[0], tuple(part.shape), engine.step_counts[part])
             first = part.first + low - part.start
             if not part.is_whole or high - low < part.numel:
-                place = replace(place, first=first, last=first + high - low)
-            yield part.name, place
+                saved = replace(saved, first=first, last=first + high - low)
+            yield part.name, saved
 
 
 def _write_index(engine: OffloadEngine, folder: Path, parameters: Mapping[str, list[dict[str, Any]]]) -> None:
-    """`parameters`: the places of each one's parts, in any order."""
-    for places in parameters.values():
-        places.sort(key=lambda place: place.get("first", 0))
+    """`parameters`: the parts of each parameter, in any order."""
+    for parts in parameters.values():
+        parts.sort(key=lambda part: part.get("first", 0))
     index: dict[str, Any] = {
         "format_version": _FORMAT_VERSION,
         "working_dtype": dtype_name(engine.layout.master.working_dtype),
         "optimizer_state_dtype": engine.layout.master.moment_dtype,
-        "parameters": {name: places if len(places) > 1 else places[0] for name, places in parameters.items()},
+        "parameters": {name: parts if len(parts) > 1 else parts[0] for name, parts in parameters.items()},
     }
     if others := engine.layout.other_dtypes:
         index["other_dtypes"] = {name: dtype for name, dtype in others.items() if name in parameters}
@@ -168,7 +168,8 @@ def _write_index(engine: OffloadEngine, folder: Path, parameters: Mapping[str, l
 
 
 def _check_room(folder: Path, blocks: list[Block]) -> None:
-    """Clones take no room now, but the store does when it writes its next version: it must not find the disk full."""
+    """Raises `StorageError` if the disk has too little room. Clones take no room now, but they do when the store writes
+    its next version."""
     needed_bytes = int(sum(block.state_numel * block.master.state_bytes_per_param for block in blocks))
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < needed_bytes:  # some network file systems tell no sizes
@@ -182,14 +183,13 @@ def _check_room(folder: Path, blocks: list[Block]) -> None:
 
 
 def _record_pieces(
-    access: ParameterAccess, block: Block, kind: str, own: tuple[int, int]
+    access: ParameterAccess, block: Block, kind: str, shard: tuple[int, int]
 ) -> Generator[Tensor, None, None]:
-    """What of a record belongs to the block's elements [first, last), in order, in pieces that are valid until the
-    next; zeros where it only pads."""
+    """The shard's elements of a record in order, zeros for padding. Each piece is valid until the next one."""
     dtype = block.master.state_dtype(kind)
-    end, last = block.master.elements(kind, *own)
+    end, last = block.master.elements(kind, *shard)
     for part in sorted(block.trainable_slices, key=lambda part: part.start):
-        low, high = max(part.start, own[0]), min(part.stop, own[1])
+        low, high = max(part.start, shard[0]), min(part.stop, shard[1])
         if low < high:
             start, stop = block.master.elements(kind, low, high)
             yield torch.zeros(start - end, dtype=dtype)
@@ -202,19 +202,19 @@ def _record_pieces(
 
 
 def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Read back what `save_optimizer_states` wrote, after the weights. Raises ValueError, before anything is
-    overwritten, if it is not there, is damaged or of another model, or has other dtypes."""
+    """Read what `save_optimizer_states` wrote, after the weights. Raises ValueError, before anything is overwritten, if
+    the states are missing, damaged, of another model or of other dtypes."""
     index = _read_index(checkpoint)
     trainable = _check_fits(engine, index)
     _load_kinds(engine, index)
-    for name, places in index.parameters.items():
+    for name, saved_parts in index.parameters.items():
         for part in trainable[name]:
-            engine.step_counts[part] = places[0].num_updates
+            engine.step_counts[part] = saved_parts[0].num_updates
     engine.forget_weights()
 
 
 def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Read back the exact masters behind bfloat16 weights, and nothing else. float32 weights need nothing."""
+    """Read only the master residuals of bfloat16 weights. float32 weights have none."""
     if any(block.master.has_residual for block in engine.layout.blocks) and has_optimizer_states(checkpoint):
         index = _read_index(checkpoint)
         _check_fits(engine, index)
@@ -222,7 +222,7 @@ def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None
 
 
 def has_optimizer_states(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint was written under offload, with optimizer states."""
+    """Whether a checkpoint has optimizer states of an offloaded run."""
     return (Path(checkpoint) / FOLDER_NAME / INDEX_NAME).is_file()
 
 
@@ -231,28 +231,28 @@ def _read_index(checkpoint: str | Path) -> _Index:
     path = folder / INDEX_NAME
     if not path.is_file():
         raise ValueError(
-            f"{str(checkpoint)!r} has no optimizer states of an offloaded run ({path.name} is missing in it); "
-            "resume from a checkpoint saved under offload, or start anew from its weights"
+            f"{str(checkpoint)!r} has no optimizer states of an offloaded run ({path.name} is missing); resume from a "
+            "checkpoint saved under offload, or start a new run from its weights"
         )
     try:
         fields = json.loads(path.read_text())
         version = int(fields["format_version"])
         if version == _FORMAT_VERSION:
-            places = {
-                name: [_place_from(place) for place in (found if isinstance(found, list) else [found])]
-                for name, found in fields["parameters"].items()
+            parameters = {
+                name: [_parse_part(part) for part in (parts if isinstance(parts, list) else [parts])]
+                for name, parts in fields["parameters"].items()
             }
-            state_dtype = str(fields.get("optimizer_state_dtype", "float32"))  # there was nothing else to say
+            state_dtype = str(fields.get("optimizer_state_dtype", "float32"))  # missing in early versions
             other_dtypes = {str(name): str(dtype) for name, dtype in fields.get("other_dtypes", {}).items()}
             optimizers = {name: rule for rule, names in fields.get("optimizers", {}).items() for name in names}
-            return _Index(folder, str(fields["working_dtype"]), other_dtypes, state_dtype, optimizers, places)
+            return _Index(folder, str(fields["working_dtype"]), other_dtypes, state_dtype, optimizers, parameters)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} is damaged ({error!r}); resume from another checkpoint") from error
-    advice = "update hf_lohan" if version > _FORMAT_VERSION else "start anew from the checkpoint's weights"
-    raise ValueError(f"{str(path)!r} has format {version}, this version reads {_FORMAT_VERSION}; {advice}")
+    advice = "update hf_lohan" if version > _FORMAT_VERSION else "start a new run from the checkpoint's weights"
+    raise ValueError(f"{str(path)!r} has format {version}, and this version reads {_FORMAT_VERSION}; {advice}")
 
 
-def _place_from(fields: dict[str, Any]) -> _Place:
+def _parse_part(fields: dict[str, Any]) -> _SavedPart:
     file, start, shape, num_updates = (fields[name] for name in ("file", "start", "shape", "num_updates"))
     if Path(file).name != file:
         raise ValueError(f"names a file outside its folder: {file!r}")
@@ -260,11 +260,11 @@ def _place_from(fields: dict[str, Any]) -> _Place:
     numbers = (start, num_updates, first, 0 if last is None else last, *shape)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ValueError(f"start, num_updates and shape must be whole numbers, not {numbers}")
-    return _Place(file, start, tuple(shape), num_updates, first, last)
+    return _SavedPart(file, start, tuple(shape), num_updates, first, last)
 
 
 def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSlice]]:
-    """The trainable parameters by name, once it is certain that every state of theirs is there and fits."""
+    """The trainable parameters by name. Raises ValueError unless each has all its states in the index's files."""
     trainable: dict[str, list[ParamSlice]] = {}
     for part in engine.parameter_slices:
         if part.trainable:
@@ -275,57 +275,56 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSli
             f"the optimizer states in {str(index.folder)!r} are for other trainable parameters ({len(difference)} "
             f"differ, such as {difference[0]}); resume with the same model and the same frozen weights"
         )
-    for name, places in index.parameters.items():
-        place, shape = places[0], trainable[name][0].shape
-        ends = [0, *(end for each in places for end in (each.first, each.first + each.numel)), shape.numel()]
-        if {each.shape for each in places} == {tuple(shape)} and ends[::2] != ends[1::2]:
+    for name, parts in index.parameters.items():
+        shape = trainable[name][0].shape
+        if any(part.shape != tuple(shape) for part in parts):
             raise ValueError(
-                f"the optimizer states in {str(index.folder)!r} are not for all of {name}; resume from another "
-                "checkpoint"
+                f"the optimizer states in {str(index.folder)!r} are for {name} of shape {list(parts[0].shape)}, and "
+                f"here it has shape {list(shape)}; resume with the same model"
             )
-        if any(each.shape != tuple(shape) for each in places):
+        ends = [0, *(end for part in parts for end in (part.first, part.first + part.numel)), shape.numel()]
+        if ends[::2] != ends[1::2]:
             raise ValueError(
-                f"the optimizer states in {str(index.folder)!r} are for {name} of shape {list(place.shape)}, this "
-                f"model's has {list(shape)}; resume with the same model"
+                f"the optimizer states in {str(index.folder)!r} lack elements of {name}; resume from another checkpoint"
             )
     for name in trainable:
-        saved = index.other_dtypes.get(name, index.working_dtype)
-        found = dtype_name(_master_of(engine, name).working_dtype)
-        if saved != found:
+        saved_dtype = index.other_dtypes.get(name, index.working_dtype)
+        dtype = dtype_name(_master_of(engine, name).working_dtype)
+        if saved_dtype != dtype:
             raise ValueError(
-                f"the checkpoint was trained with {saved} working weights, this run uses {found} (for {name}); set "
-                "bf16 as it was"
+                f"the checkpoint was trained with {saved_dtype} working weights, and this run uses {dtype} (for "
+                f"{name}); set bf16 as in the saved run"
             )
-        theirs, ours = index.optimizers.get(name, str(ADAMW)), str(_master_of(engine, name).rule)
-        if theirs != ours:
+        saved_rule, rule = index.optimizers.get(name, str(ADAMW)), str(_master_of(engine, name).rule)
+        if saved_rule != rule:
             raise ValueError(
-                f"the optimizer states in {str(index.folder)!r} are of {theirs}, this run has {ours} (for {name}); set "
-                "that optimizer, or start anew from the checkpoint's weights"
+                f"the optimizer states in {str(index.folder)!r} are of {saved_rule}, and this run uses {rule} (for "
+                f"{name}); use {saved_rule}, or start a new run from the checkpoint's weights"
             )
     moment_dtype = engine.layout.master.moment_dtype
     if index.optimizer_state_dtype != moment_dtype:
         raise ValueError(
             f"the optimizer states in {str(index.folder)!r} were saved with optimizer_state_dtype="
-            f"{index.optimizer_state_dtype}, this run has {moment_dtype}; set it to {index.optimizer_state_dtype}, or "
-            "start anew from the checkpoint's weights"
+            f"{index.optimizer_state_dtype}, and this run has {moment_dtype}; set it to "
+            f"{index.optimizer_state_dtype}, or start a new run from the checkpoint's weights"
         )
     if moment_dtype != "float32" and any(
-        place.start % SCALE_BLOCK_NUMEL or place.first % SCALE_BLOCK_NUMEL
-        for places in index.parameters.values()
-        for place in places
+        part.start % SCALE_BLOCK_NUMEL or part.first % SCALE_BLOCK_NUMEL
+        for parts in index.parameters.values()
+        for part in parts
     ):
         raise ValueError(
-            f"the optimizer states in {str(index.folder)!r} begin in the middle of a scale block, which none can; "
-            "resume from another checkpoint"
+            f"the optimizer states in {str(index.folder)!r} begin in the middle of a scale block; resume from "
+            "another checkpoint"
         )
     _check_files(engine, index)
     return trainable
 
 
 def _check_files(engine: OffloadEngine, index: _Index) -> None:
-    for file_name, places in index.by_file().items():
-        master = _master_of(engine, places[0][0])
-        last = max(place.stop for _, place in places)
+    for file_name, parts in index.by_file().items():
+        master = _master_of(engine, parts[0][0])
+        last = max(part.stop for _, part in parts)
         with _open_states(index, file_name) as file:
             stored_kinds = set(file.keys())
             for kind in master.state_kinds:
@@ -342,19 +341,19 @@ def _check_files(engine: OffloadEngine, index: _Index) -> None:
 
 def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | None = None) -> None:
     access = engine.parameters
-    for file_name, places in index.by_file().items():
-        master = _master_of(engine, places[0][0])  # a file is of one block, and that of one dtype
+    for file_name, parts in index.by_file().items():
+        master = _master_of(engine, parts[0][0])  # a file has one block, and a block one dtype
         with _open_states(index, file_name) as file:
             for kind in [kind for kind in master.state_kinds if only is None or kind in only]:
                 record = file.get_slice(kind)
-                for name, place in places:
-                    start, _ = master.elements(kind, place.start, place.stop)
-                    source, last = _From(record, start), place.first + place.numel
-                    access.write_state(name, kind, source, first=place.first, last=last)
+                for name, part in parts:
+                    start, _ = master.elements(kind, part.start, part.stop)
+                    source, last = _TensorTail(record, start), part.first + part.numel
+                    access.write_state(name, kind, source, first=part.first, last=last)
 
 
-class _From:
-    """What lies behind element `start` of a file's tensor."""
+class _TensorTail:
+    """A file's tensor from element `start` on."""
 
     def __init__(self, record: Any, start: int) -> None:
         self._record = record

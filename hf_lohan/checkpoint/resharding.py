@@ -1,4 +1,4 @@
-"""The last step of a run, copied into new stores for another number of ranks."""
+"""Copies the last step of a run to new stores for another number of ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
 from hf_lohan.store.store_folders import remove_store
 from hf_lohan.updates import MISSED_STEPS_NAME
+from hf_lohan.wording import times
 
 _IO_PIECE_BYTES = 4 << 20
 _COPY_BYTES = 8 << 20
 _RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
-"""Of one rank. With several ranks the rank's number stands behind the name."""
+"""A rank's random state. With several ranks the name ends with the rank's number."""
 _EPOCH_RANDOM_STATE = "epoch_rng_state"
 
 
@@ -104,8 +105,8 @@ def reshard(
 def _refuse_deferred_steps(commits: Sequence[Commit], paths: Sequence[str]) -> None:
     if any(MISSED_STEPS_NAME in commit.journal for commit in commits):
         raise ValueError(
-            f"experts in {paths[0]} have updates that lazy_experts (auto by default) has deferred, and records for "
-            "another number of ranks cannot catch up; train one step with lazy_experts=false first"
+            f"experts in {paths[0]} have updates that lazy_experts (auto by default) has deferred, and these cannot be "
+            "applied with another number of ranks; train one step with lazy_experts=false first"
         )
 
 
@@ -113,7 +114,7 @@ def _refuse_streamed_experts(form: StoredForm, num_ranks: int, paths: Sequence[s
     if num_ranks > 1 and form.model_blocks.experts:
         raise ValueError(
             f"the experts in {paths[0]} are streamed one by one, which several ranks cannot do; resume from a "
-            "checkpoint of the run, which goes with experts: with_layer"
+            "checkpoint of the run, with experts: with_layer"
         )
 
 
@@ -121,7 +122,7 @@ def _num_ranks_before(paths: Sequence[str], num_ranks: int) -> int:
     """The number of ranks whose stores are there."""
     stores = stores_under(paths[0])
     if not stores:
-        raise ValueError(f"there is no store in {paths[0]}, nor of ranks under it; give the ssd paths of the run")
+        raise ValueError(f"there is no store in {paths[0]} or of ranks under it; give the ssd paths of the run")
     if num_ranks in stores:
         folders = ", ".join(folder for _, folder in stores[num_ranks])
         lacks = why_incomplete(num_ranks, stores[num_ranks])
@@ -131,7 +132,7 @@ def _num_ranks_before(paths: Sequence[str], num_ranks: int) -> int:
                 f"{files_of(paths[0], num_ranks)} on each ssd path, and call this again"
             )
         raise ValueError(
-            f"{folders} holds a store of a run with so many ranks already; if its state is no longer needed, delete "
+            f"{folders} has a store of a run with {times(num_ranks, 'rank')} already; if you no longer need it, delete "
             f"{files_of(paths[0], num_ranks)} on each ssd path"
         )
     return ranks_under(paths[0])

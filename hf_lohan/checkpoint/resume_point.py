@@ -1,4 +1,4 @@
-"""What a run may go on from, as it was chosen: a checkpoint, or the last committed step of its store."""
+"""The state that a run resumes from: a checkpoint, or the last committed step of its store."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _TRAINER_STATE_NAME = "trainer_state.json"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Of one `train()`."""
+    """The state that one `train()` resumes from."""
 
     folder: str | bool | None = None
-    """What upstream is to resume from; True: the last checkpoint, which it finds."""
+    """The folder that upstream resumes from. True: the last checkpoint. None: a new run."""
     commit: Commit | None = None
-    """The step in the store whose journal is laid out in that folder; None: the folder, if there is one, is a
-    checkpoint."""
+    """The step in the store whose journal is in `folder`. None for a checkpoint or a new run."""
 
     @classmethod
     def choose(
@@ -49,63 +48,65 @@ class ResumePoint:
         check: Callable[[Commit, bytes, str], None],
         links: Links | None = None,
     ) -> ResumePoint:
-        """As `train` was asked: "last_step", or True for that or the last checkpoint, whichever is newer, or as
-        upstream. `settled_store` is asked for its paths if need be, `last_checkpoint` for that of the output folder;
-        `check` raises StorageError where a step's journal is none to go on from (see `check_journal`). Several ranks,
-        between which there are `links`, go on from the newest step that all of them have. Raises ValueError if there is
-        no step to go on from."""
+        """Choose for the argument ``asked`` of `train`: "last_step"; True for the last step or the last checkpoint,
+        whichever is newer; else as upstream.
+
+        `settled_store` returns the paths of the store when no commit is in progress, `last_checkpoint` the last one in
+        a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this together, and resume
+        from the newest step that all of them have. Raises ValueError if there is nothing to resume from.
+        """
         if asked is not True and asked != LAST_STEP:
             if asked:
                 _check_checkpoint(str(asked), output_dir, last_checkpoint)
             return cls(asked)
         links = links or Links.alone()
-        store_paths, place = settled_store(), _Place.of(output_dir, links.ranks)
+        store_paths, folders = settled_store(), _RunFolders.of_rank(output_dir, links.ranks)
         last = _last_of_all(kept_commits(store_paths), links, may_have_none=asked is True)
         log = b""
         if last is not None and _is_resumable(last):
             log = committed_log(store_paths, last)
             check(last, log, store_paths[0])
-        if asked is True and not _is_newest(last, store_paths, place, last_checkpoint):
+        if asked is True and not _is_newest(last, store_paths, folders, last_checkpoint):
             return cls(True)
-        commit = _resumable(last, store_paths, place)
-        return cls(_unpack(commit, log, place.journal), commit)
+        commit = _resumable(last, store_paths, folders)
+        return cls(_unpack(commit, log, folders.journal), commit)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Of one rank of a run."""
+class _RunFolders:
+    """Folders of one rank of a run."""
 
     output_dir: str
     store: str
-    """Where its store is if the configuration names no path."""
+    """The default folder of its store."""
     journal: Path
-    """Where that of its last step is laid out."""
+    """The folder for the journal of the last step."""
 
     @classmethod
-    def of(cls, output_dir: str, ranks: Ranks) -> _Place:
+    def of_rank(cls, output_dir: str, ranks: Ranks) -> _RunFolders:
         journal, store = os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP), os.path.join(output_dir, STORE_FOLDER)
         journal, store = (rank_folder(folder, ranks.rank, ranks.num_ranks) for folder in (journal, store))
         return cls(output_dir, os.path.realpath(store), Path(journal))
 
 
 def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[str], str | None]) -> None:
-    """Raises ValueError if Trainer cannot have saved a checkpoint there."""
+    """Raises ValueError if ``folder`` is not a checkpoint of Trainer."""
     if os.path.isfile(os.path.join(folder, _TRAINER_STATE_NAME)):
         return
-    found = f"has no {_TRAINER_STATE_NAME}" if os.path.isdir(folder) else "is not there"
+    fault = f"has no {_TRAINER_STATE_NAME}" if os.path.isdir(folder) else "does not exist"
     last = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     raise ValueError(
-        f"resume_from_checkpoint={folder!r} {found}; give the folder of a checkpoint"
+        f"resume_from_checkpoint={folder!r} {fault}; give the folder of a checkpoint"
         + (f", such as {last}," if last else "")
         + f' or "{LAST_STEP}", the last committed step'
     )
 
 
 def store_paths_of(run: str | Path) -> list[str]:
-    """The ssd paths behind a run's output folder or a folder in it, or behind the folder of a store itself; of several
-    ranks those that all were given. Raises ValueError if no offloaded run wrote there.
+    """The ssd paths of a run, from its output folder, a folder in it, or a store's folder. Ranks share these paths.
+    Raises ValueError if no offloaded run wrote there.
 
-    A store in the output folder itself is found also after the folder was moved.
+    A store inside the output folder is found even if the folder was moved.
     """
     if (Path(run) / "manifest.json").is_file():
         return [str(run)]
@@ -122,21 +123,21 @@ def store_paths_of(run: str | Path) -> list[str]:
 
 
 def last_step(output_dir: str | Path) -> int | None:
-    """The global step that `train(resume_from_checkpoint="last_step")` would go on from, None if there is none.
+    """The global step that `train(resume_from_checkpoint="last_step")` would resume from; None if there is none.
 
-    Looks only; the run may be going on. Of several ranks it is the newest that all of them hold, whose stores have to
-    be here. Raises `StorageError` or `ForeignStoreError` if a store is damaged, RanksDisagreeError if the ranks hold no
-    step in common, and ValueError if not all are here.
+    Changes nothing, and may be called during a run. With several ranks it is the newest step that all of them have, and
+    this machine must see all their stores. Raises `StorageError` or `ForeignStoreError` if a store is damaged,
+    RanksDisagreeError if the ranks have no common step, and ValueError if a store is missing.
     """
     if not (Path(output_dir) / FOLDER / SETTINGS_NAME).is_file():
         return None
     paths = store_paths_of(output_dir)
     num_ranks = ranks_under(paths[0])
     kept = [
-        {(commit.group_id, commit.number): commit for commit in kept_commits(own)}
-        for own in ([rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks))
+        {(commit.group_id, commit.number): commit for commit in kept_commits(store_paths)}
+        for store_paths in ([rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks))
     ]
-    commit = kept[0][newest_common_commit([list(own) for own in kept])] if all(kept) else None
+    commit = kept[0][newest_common_commit([list(commits) for commits in kept])] if all(kept) else None
     if commit is None or not _is_resumable(commit):
         return None
     step = commit.facts.get("global_step")
@@ -148,8 +149,8 @@ def last_step(output_dir: str | Path) -> int | None:
 
 
 def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -> Commit | None:
-    """Of what the ranks have committed, the last that all of them have. Raises RanksDisagreeError, or returns None, if
-    there is none."""
+    """The last of this rank's ``kept`` commits that all ranks have, None if nothing is committed. If ranks have no
+    common commit, raises RanksDisagreeError, or returns None if it may."""
     by_number = {(commit.group_id, commit.number): commit for commit in kept}
     packed = links.all_gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
     held_by_rank = [[(str(group), int(number)) for group, number in json.loads(held)] for held in packed]
@@ -158,8 +159,8 @@ def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -
     return by_number[newest_common_commit(held_by_rank)]
 
 
-def _resumable(commit: Commit | None, paths: Sequence[str], place: _Place) -> Commit:
-    """The commit. Raises ValueError if the run at this place cannot go on from it."""
+def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders) -> Commit:
+    """Return the commit. Raises ValueError if the run in these folders cannot resume from it."""
     where = " and ".join(paths)
     if commit is None or (not commit.is_torn and not commit.facts.get("is_resumable")):
         raise ValueError(
@@ -168,36 +169,36 @@ def _resumable(commit: Commit | None, paths: Sequence[str], place: _Place) -> Co
     if not _is_resumable(commit):
         checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
         raise ValueError(
-            f"the store in {where} has kept one version only of what has been overwritten since (all of it under "
-            "durability: checkpoint, else frozen weights, which are others now); "
+            f"the store in {where} keeps one version of its records (of all under durability: checkpoint, else of "
+            "frozen weights), and these were overwritten since the last commit; "
             f"resume from {checkpoint}, or use durability='step'"
         )
-    if not _is_of_run(commit, paths, place):
+    if not _is_of_run(commit, paths, folders):
         raise ValueError(
-            f"the store in {where} holds steps of the run in {commit.facts['output_dir']}, not of that in "
-            f"{os.path.realpath(place.output_dir)}; set output_dir to that one, or give this run an ssd path of its own"
+            f"the store in {where} has steps of the run in {commit.facts['output_dir']}, and this run's output_dir is "
+            f"{os.path.realpath(folders.output_dir)}; set output_dir to the former, or give this run another ssd path"
         )
     return commit
 
 
 def _is_newest(
-    commit: Commit | None, paths: Sequence[str], place: _Place, last_checkpoint: Callable[[str], str | None]
+    commit: Commit | None, paths: Sequence[str], folders: _RunFolders, last_checkpoint: Callable[[str], str | None]
 ) -> bool:
-    """Whether the run at this place has committed a step after its last checkpoint, or that very one."""
-    if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, place):
+    """Whether the run in these folders committed the step of its last checkpoint, or a later one."""
+    if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, folders):
         return False
-    checkpoint = last_checkpoint(place.output_dir) if os.path.isdir(place.output_dir) else None
+    checkpoint = last_checkpoint(folders.output_dir) if os.path.isdir(folders.output_dir) else None
     if checkpoint is None:
         return True
-    found = re.search(r"(\d+)$", checkpoint)
-    assert found is not None, "a checkpoint is called checkpoint-N"
-    return int(commit.facts["global_step"]) >= int(found.group(1))
+    match = re.search(r"(\d+)$", checkpoint)
+    assert match is not None, "a checkpoint is called checkpoint-N"
+    return int(commit.facts["global_step"]) >= int(match.group(1))
 
 
-def _is_of_run(commit: Commit, paths: Sequence[str], place: _Place) -> bool:
-    """Whether the run at this place made the commit; a store in its folder is its own also after that was moved."""
-    is_inside = [os.path.realpath(path) for path in paths] == [place.store]
-    return commit.facts["output_dir"] == os.path.realpath(place.output_dir) or is_inside
+def _is_of_run(commit: Commit, paths: Sequence[str], folders: _RunFolders) -> bool:
+    """Whether the run in these folders made the commit. A store in its output folder may have been moved with it."""
+    is_inside = [os.path.realpath(path) for path in paths] == [folders.store]
+    return commit.facts["output_dir"] == os.path.realpath(folders.output_dir) or is_inside
 
 
 def _is_resumable(commit: Commit) -> bool:
@@ -205,10 +206,8 @@ def _is_resumable(commit: Commit) -> bool:
 
 
 def _unpack(commit: Commit, log: bytes, folder: Path) -> str:
-    """Lay a committed journal out as the folder that Trainer resumes from; returns its path.
-
-    Raises `CapacityError` or `StorageError` if it cannot be written.
-    """
+    """Write a committed journal to ``folder``, from which Trainer resumes; returns its path. Raises `CapacityError` or
+    `StorageError` if it cannot be written."""
     files = dict(commit.journal)
     state = json.loads(files[_TRAINER_STATE_NAME])
     state["log_history"] = [json.loads(line) for line in log.decode().splitlines()]

@@ -1,4 +1,4 @@
-"""Write a safetensors file piece by piece; the library's own writer wants every tensor in RAM at once."""
+"""Writes a safetensors file piece by piece. The writer of `safetensors` needs all tensors in RAM."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors calls them."""
+"""As in a safetensors header."""
 DATA_ALIGN_BYTES = 4096
-"""The data begin at a multiple of this in the file, so that whole blocks of a file system can be cloned into it."""
+"""The data begin at a multiple of this, so that blocks of a file system can be cloned into the file."""
 
 Clone = Callable[[int, int], bool]
-"""Given the file's descriptor and an offset: puts a tensor's bytes there without moving them; False if it cannot."""
+"""Called with a file descriptor and an offset. Clones a tensor's bytes to there; returns False if it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be written, flat [numel] or of the given shape. `pieces` are its parts in order, each read only when
-    its turn comes, and none of them if `clone` could put the data in place."""
+    """A tensor to write, flat [numel] or of the given shape. `pieces` are its parts in order. Each is read when it is
+    written, and none if `clone` succeeds."""
 
     name: str
     dtype: torch.dtype
@@ -54,11 +54,10 @@ class TensorSpec:
 
 
 def write_safetensors(path: Path, tensors: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
-    """Write `tensors` to `path`: header length, JSON header, then the data from a multiple of `DATA_ALIGN_BYTES` on.
-    ``metadata`` are the header's beside the format.
+    """Write `tensors` and ``metadata`` to `path`, with the data from a multiple of `DATA_ALIGN_BYTES` on.
 
-    The file is whole and on the medium when this returns. Raises `StorageError` with the bytes needed and free if the
-    disk is full, ValueError if pieces do not add up to their tensor, or for a dtype that such files do not have here.
+    The file is complete and durable when this returns. Raises `StorageError` if the disk is full, and ValueError if
+    pieces have fewer or more bytes than their tensor, or for a dtype that is not in `DTYPE_NAMES`.
     """
     specs = list(tensors)
     header = _header_of(specs, metadata or {})
@@ -90,7 +89,7 @@ def _header_of(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     for spec in specs:
         end = offset + spec.num_bytes
         if spec.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{spec.name} is of {spec.dtype}, which cannot be written; convert it to another dtype")
+            raise ValueError(f"{spec.name} has dtype {spec.dtype}, which cannot be saved; convert it to another dtype")
         shape = [spec.numel] if spec.shape is None else list(spec.shape)
         entries[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -101,7 +100,7 @@ def _header_of(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:
 
 def _write_tensor(file: BinaryIO, spec: TensorSpec, offset: int) -> None:
     if spec.clone is not None:
-        file.flush()  # what Python still holds back must not land on top of the cloned blocks
+        file.flush()  # buffered bytes must not overwrite the cloned blocks
         if spec.clone(file.fileno(), offset):
             file.seek(offset + spec.num_bytes)
             return
@@ -110,6 +109,6 @@ def _write_tensor(file: BinaryIO, spec: TensorSpec, offset: int) -> None:
         file.write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     if file.tell() != offset + spec.num_bytes:
         raise ValueError(
-            f"the pieces of {spec.name} have {file.tell() - offset} bytes, its header says {spec.num_bytes}; "
-            "give pieces of numel elements in all"
+            f"the pieces of {spec.name} have {file.tell() - offset} bytes, and its header {spec.num_bytes}; give "
+            "pieces with numel elements in all"
         )

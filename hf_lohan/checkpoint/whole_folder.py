@@ -1,6 +1,6 @@
-"""A checkpoint gets its name only when it is whole and on the medium, so a crash leaves the ones before it.
+"""A checkpoint gets its name when it is complete and durable, so a crash leaves only complete checkpoints.
 
-`transformers.Trainer` writes straight into `checkpoint-N`, where a half-written one passes for the newest.
+`transformers.Trainer` writes directly to `checkpoint-N`, where an incomplete checkpoint would count as the newest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hf_lohan.ranks import Links
 logger = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "_unfinished_checkpoint"
-"""Nothing that looks for checkpoints matches this, and pushes to the Hub leave out what begins with an underscore."""
+"""Does not match the pattern of a checkpoint's name. Pushes to the Hub leave out names with a leading underscore."""
 _REPLACED_NAME = "replaced"
 _DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
-"""What the safetensors library says of it: its writer raises no OSError."""
+"""Texts in errors of the safetensors library, which raises no OSError."""
 _TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
-"""What `torch.save` says when it cannot write, whatever the reason."""
+"""Texts in errors of `torch.save` when it cannot write, for any reason."""
 _FULL_BELOW_BYTES = 1 << 20
 _SEEN_WITHIN_S = 30.0
 _LOOK_S = 0.1
@@ -35,13 +35,13 @@ _LOOK_S = 0.1
 
 @contextmanager
 def unfinished_checkpoint(
-    run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME, show_life: Callable[[], object] = lambda: None
+    run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME, on_file: Callable[[], object] = lambda: None
 ) -> Iterator[Path]:
-    """Give a folder to use in place of `run_dir`: what the body writes to `<it>/<name>` becomes `<run_dir>/<name>`,
-    in place of one that is there, when all of it is on the medium.
+    """Yield a folder to use in place of `run_dir`. When the body ends, `<folder>/<name>` is made durable and becomes
+    `<run_dir>/<name>`, and replaces an older one.
 
-    If anything fails, what was written is removed and `run_dir` is as before. A full disk raises `StorageError`.
-    `show_life` is called between files that are put on the medium, which may take long.
+    If anything fails, the folder is removed and `run_dir` is as before. A full disk raises `StorageError`. `on_file` is
+    called before each file is made durable, which may take long.
     """
     target = Path(run_dir, name)
     unfinished = Path(run_dir, unfinished_name)
@@ -50,33 +50,33 @@ def unfinished_checkpoint(
         make_folders(unfinished)
         yield unfinished
         if (unfinished / name).is_dir():
-            _publish(unfinished / name, target, show_life)
+            _publish(unfinished / name, target, on_file)
         else:
-            logger.warning("%s was not written where it was asked for, so a crash could leave half of it", target)
+            logger.warning("%s was written directly to its place, where a crash can leave an incomplete folder", target)
     except BaseException as error:
         left_bytes = no_room(run_dir, 0).available_bytes
         written_bytes = sum(path.lstat().st_size for path in unfinished.rglob("*") if path.is_file())
         with suppress(OSError):
             remove_unfinished(run_dir, unfinished_name)
-        is_told = isinstance(error, StorageError | CapacityError) or not isinstance(error, Exception)
-        if is_told or not _is_disk_full(error, left_bytes):
+        is_clear = isinstance(error, StorageError | CapacityError) or not isinstance(error, Exception)
+        if is_clear or not _is_disk_full(error, left_bytes):
             raise
         raise StorageError(
             "cannot save the checkpoint",
             path=str(target),
             errno=errno.ENOSPC,
-            advice=f"after {written_bytes:,} bytes of it {left_bytes:,} were left; free space, or keep fewer "
-            "checkpoints with save_total_limit. Earlier checkpoints are untouched",
+            advice=f"{written_bytes:,} bytes of it were written and {left_bytes:,} bytes were free; free space, or "
+            "keep fewer checkpoints with save_total_limit. Earlier checkpoints are untouched",
         ) from error
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
 def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]:
-    """`unfinished_checkpoint` for all ranks of a run, whose bodies each write their part: rank 0 makes the folder, and
-    publishes it when all have written. Raises ValueError where a rank does not see what rank 0 has made."""
+    """`unfinished_checkpoint` for all ranks of a run, whose bodies each write a part. Rank 0 makes the folder, and
+    publishes it when all parts are written. Raises ValueError if a rank does not see the folder."""
     if links.ranks.rank == 0:
-        with unfinished_checkpoint(run_dir, name, show_life=links.send_heartbeat) as unfinished:
+        with unfinished_checkpoint(run_dir, name, on_file=links.send_heartbeat) as unfinished:
             links.barrier("rank 0 to make the folder of a checkpoint")
             yield unfinished
             links.barrier("all ranks to save their parts")
@@ -90,21 +90,21 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
 
 
 def _wait_until_seen(folder: Path, links: Links) -> None:
-    """Network file systems show with some delay what another machine has made. Rank 0 removes it if it fails."""
+    """Network file systems show a new folder to other machines after a delay."""
     rank = links.ranks.rank
     until_s = time.monotonic() + _SEEN_WITHIN_S
     while not folder.is_dir():
         links.raise_if_failed("waited for the folder of a checkpoint")
         if time.monotonic() > until_s:
             raise ValueError(
-                f"rank {rank} does not see {folder}, which rank 0 has made: put output_dir on a file system that all "
+                f"rank {rank} does not see {folder}, which rank 0 has made; put output_dir on a file system that all "
                 "machines of the run share, or save no checkpoints"
             )
         time.sleep(_LOOK_S)
 
 
 def remove_unfinished(run_dir: str, unfinished_name: str = UNFINISHED_NAME) -> None:
-    """Remove what a killed save left in `run_dir`; a checkpoint it had moved aside to replace it comes back."""
+    """Remove the folder that a killed save left in `run_dir`, and restore a checkpoint that the save was replacing."""
     unfinished = Path(run_dir, unfinished_name)
     if not os.path.lexists(unfinished):
         return
@@ -116,10 +116,10 @@ def remove_unfinished(run_dir: str, unfinished_name: str = UNFINISHED_NAME) -> N
     shutil.rmtree(unfinished)
 
 
-def _publish(checkpoint: Path, target: Path, show_life: Callable[[], object]) -> None:
+def _publish(checkpoint: Path, target: Path, on_file: Callable[[], object]) -> None:
     for folder, _, file_names in os.walk(checkpoint, topdown=False):
         for file_name in file_names:
-            show_life()
+            on_file()
             if not os.path.islink(os.path.join(folder, file_name)):
                 _sync(os.path.join(folder, file_name))
         _sync(folder)
@@ -133,7 +133,7 @@ def _publish(checkpoint: Path, target: Path, show_life: Callable[[], object]) ->
 
 
 def _sync(path: str | Path) -> None:
-    """Put a file or a folder on the medium. Some network file systems know no such thing for folders."""
+    """Make a file or a folder durable. Some network file systems cannot sync folders."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

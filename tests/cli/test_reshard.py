@@ -188,7 +188,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(run: Path, tmp_path: Path) -> N
         return said
 
     assert "the number of ranks is 0; it must be at least 1" in refused(run, "--ranks", 0)
-    assert "holds a store of a run with so many ranks already" in refused(run, "--ranks", 1)
+    assert "has a store of a run with 1 rank already" in refused(run, "--ranks", 1)
     (tmp_path / "empty").mkdir()
     assert "is not the output folder of an offloaded run" in refused(tmp_path / "empty", "--ranks", 2)
     paths = tmp_path / "empty", tmp_path / "other"

@@ -28,7 +28,7 @@ def test_steps_of_another_run_are_refused(tmp_path: Path) -> None:
     first = make_trainer(tmp_path / "first", max_steps=2, offload=offload)
     train_to_end(first)
     second = make_trainer(tmp_path / "second", offload=offload)
-    with pytest.raises(ValueError, match=r"holds steps of the run in .*first, not of that in .*second"):
+    with pytest.raises(ValueError, match=r"has steps of the run in .*first, and this run's output_dir is .*second"):
         second.train(resume_from_checkpoint="last_step")
 
 
@@ -42,8 +42,8 @@ def test_a_new_run_logs_which_step_it_overwrites(tmp_path: Path, caplog: pytest.
 
     assert "is overwritten" not in run()
     log = run()
-    assert f"step 2, the last one that the run in {tmp_path / 'run'} has committed, is overwritten" in log
-    assert 'this run begins anew; to go on from such a step, call trainer.train(resume_from_checkpoint="last_st' in log
+    assert f"step 2, the last committed step of the run in {tmp_path / 'run'}, is overwritten" in log
+    assert 'this run begins at step 0; to resume from such a step, call trainer.train(' in log
     assert "is overwritten" not in run(resume_from_checkpoint="last_step")
 
 

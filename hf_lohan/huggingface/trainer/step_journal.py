@@ -173,8 +173,8 @@ class StepJournal(TrainerCallback):
             )
 
     def begin_epoch(self, *, is_rest: bool) -> None:
-        """See `EpochRandomNumbers.begin`."""
-        self._epoch.begin(is_rest=is_rest)
+        """Called before the order of an epoch is drawn."""
+        self._epoch.begin_epoch(is_rest=is_rest)
 
     def add_to_checkpoint(self, folder: str) -> None:
         """What a checkpoint needs beside upstream's files and the optimizer's states."""
