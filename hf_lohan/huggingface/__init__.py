@@ -1,7 +1,6 @@
-"""Hugging Face's side of the house: Trainer, Accelerator, loading, saving, checkpoints, launching.
+"""The interface to Hugging Face: Trainer, Accelerator, loading, saving, checkpoints, launching.
 
-The only room that imports transformers, accelerate and peft. Everything here is a public hook of theirs answered with
-a call to the engine.
+With `compat` the only room that imports transformers, accelerate and peft. It overrides their public methods.
 """
 
 from hf_lohan.checkpoint.resume_point import last_step

@@ -1,4 +1,4 @@
-"""`Accelerator` for raw training loops, and what Trainer's own accelerator needs to leave an offloaded model alone."""
+"""`Accelerator` for raw training loops, and the accelerator of an offloading Trainer."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from hf_lohan.record import LoopRecord, record_folder
 logger = logging.getLogger(__name__)
 
 _MODEL_FOLDER = "lohan_model"
-"""Of a state: adapters, in the form of PEFT. Whole models were there, too, in states of earlier versions."""
+"""In a saved state: adapters as PEFT saves them, and in states of earlier versions whole models."""
 
 
 @dataclass(kw_only=True)
 class LohanPlugin:
-    """How `Accelerator` offloads the model it prepares."""
+    """Settings with which `Accelerator` offloads a model."""
 
     offload: Any = "lohan"
-    """Anything that `OffloadConfig.load` takes: "lohan", a YAML path, a dict, an `OffloadConfig`."""
+    """"lohan", a YAML path, a dict or an `OffloadConfig`."""
 
     bf16: bool = False
     """bfloat16 working weights with exact float32 masters in the store; no autocast."""
 
     max_grad_norm: float | None = None
-    """0 promises that the loop never clips: updates then run in backward. None keeps gradients until `step()`."""
+    """0: the loop never clips, so updates run in backward. None: gradients are held until `step()`."""
 
     ssd_path: str | Path = "lohan_store"
-    """The store's folder if the configuration names none."""
+    """The store's folder if `offload` has no path."""
 
 
 class _PreparedOffloadOptimizer(AcceleratedOptimizer):
-    """Skips as mixed precision does on overflow: schedulers then do not advance."""
+    """Reports skipped steps as mixed precision does, so that schedulers do not advance."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -66,7 +66,7 @@ class _PreparedOffloadOptimizer(AcceleratedOptimizer):
 
 
 class OffloadAwareAccelerator(accelerate.Accelerator):
-    """An `Accelerator` that knows an offloaded model when it sees one. Other models are treated as always."""
+    """An `Accelerator` that also handles offloaded models."""
 
     @property
     def offload_engine(self) -> OffloadEngine | None:
@@ -78,7 +78,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         return None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in accelerate; that of a micro-batch within `run_micro_batches` waits for the forwards of the others."""
+        """As in accelerate. Within `run_micro_batches` it runs after the forwards of all micro-batches."""
         engine = self.offload_engine
         if engine is None or not engine.defers_backwards:
             with (
@@ -95,7 +95,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         engine.defer_backward(loss / self.gradient_accumulation_steps)
 
     def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
-        """As in accelerate. An offloaded model stays as it is; one in `evaluation_mode` is not the one that trains."""
+        """As in accelerate. An offloaded model is not moved or wrapped, and for evaluation not registered."""
         if engine_of(model) is not None:
             mark_prepared(model)
             if evaluation_mode:
@@ -104,21 +104,21 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Nothing: an offloaded model computes in its working dtype, and autocast would keep casts of weights that have
-        left their slots."""
+        """Does nothing. An offloaded model computes in its working dtype, and autocast would cache casts of weights
+        whose slots are overwritten."""
         yield
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if not isinstance(optimizer, OffloadOptimizer):
             return super().prepare_optimizer(optimizer, device_placement=device_placement)
-        # With placement, accelerate would move its state dict to the device and load it back.
+        # With placement, accelerate would move its state dict to the device and load it.
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         become(prepared, _PreparedOffloadOptimizer)
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """As in accelerate. One number of each rank, as the items of a step's batches, goes over our connections: these
-        name a rank that is missing."""
+        """As in accelerate. A number, such as the items of a step's batches, is sent over our connections, whose errors
+        name a missing rank."""
         engine = self.offload_engine
         gathered = None
         if engine is not None and isinstance(tensor, Tensor) and not tensor.ndim:
@@ -128,21 +128,21 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the step's gradients; returns their norm before. Exact, though `.grad` is None everywhere."""
+        """Clip the step's gradients exactly, though `.grad` is None; returns their norm before clipping."""
         engine = self.offload_engine
         if engine is None:
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
-        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-        of_model = {part.parameter for part in engine.parameter_slices}
-        others = [p for p in given - of_model if p.grad is not None]
+        clipped = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        stored = {part.parameter for part in engine.parameter_slices}
+        others = [p for p in clipped - stored if p.grad is not None]
         if others:
             raise ValueError(
-                f"clip_grad_norm_ was given a parameter of shape {tuple(others[0].shape)} that is not in the store and "
-                "has a gradient; add parameters before the model is offloaded, and clip those of other models by "
-                "torch.nn.utils.clip_grad_norm_"
+                f"clip_grad_norm_ was called with a parameter of shape {tuple(others[0].shape)} that has a gradient "
+                "and is not in the store; add parameters before the model is offloaded, and clip parameters of other "
+                "models with torch.nn.utils.clip_grad_norm_"
             )
-        missing = [p.name for p in engine.parameter_slices if p.parameter.requires_grad and p.parameter not in given]
+        missing = [p.name for p in engine.parameter_slices if p.parameter.requires_grad and p.parameter not in clipped]
         if missing:
             raise ValueError(
                 f"clip_grad_norm_ of some parameters only ({missing[0]} and {len(missing) - 1} others are missing) is "
@@ -156,8 +156,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         super().clip_grad_value_(parameters, clip_value)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """All weights, in RAM, as the caller asks for them. `save_state` asks too (with `unwrap=False`), but what it
-        would write is streamed by a hook instead, so it gets nothing."""
+        """All weights, in RAM. `save_state` calls this with `unwrap=False` and gets an empty dict, because a hook
+        streams the weights to its folder."""
         engine = engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap=unwrap)
@@ -189,8 +189,8 @@ class Accelerator(OffloadAwareAccelerator):
         self.register_load_state_pre_hook(self._load_offloaded)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """As in accelerate. Offloads the model and turns its optimizer, of `torch.optim`, into one over the store. Of
-        several (Muon and AdamW, each with some of the parameters) the last to step takes the step."""
+        """As in accelerate. Offloads the model and replaces its optimizer of `torch.optim` by one over the store. With
+        several optimizers (Muon and AdamW, each with some of the parameters) the last one's `step()` takes the step."""
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
@@ -210,25 +210,25 @@ class Accelerator(OffloadAwareAccelerator):
         return super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As in accelerate, for one over the store."""
+        """As in accelerate, with an optimizer over the store."""
         check_given(optimizer)
         if not is_taken_over(optimizer):
             optimizer = self._take_over([optimizer], self.offload_engine)[id(optimizer)]
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in accelerate. Raises ValueError if no optimizer would take the gradients."""
+        """As in accelerate. Raises ValueError if no optimizer of the model was prepared."""
         engine = self.offload_engine
         if engine is not None and engine.optimizer is None:
             raise ValueError(
-                "the model is offloaded, but no optimizer of it was prepared, so nothing would be trained; pass the "
+                "the model is offloaded, but its optimizer was not prepared, so nothing would be trained; pass the "
                 "optimizer to prepare(), too"
             )
         super().backward(loss, **kwargs)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run a step's micro-batches, each of which calls its forward and `backward`, together: all of them through a
-        block of an offloaded model before the next one. Returns what they return.
+        """Run a step's micro-batches together: an offloaded model runs all of them through a block before the next
+        block. Each one calls its forward and `backward`. Returns their results.
 
         ```python
         losses = accelerator.run_micro_batches([partial(forward_and_backward, batch) for batch in batches])
@@ -236,7 +236,7 @@ class Accelerator(OffloadAwareAccelerator):
         optimizer.step()
         ```
 
-        See `OffloadEngine.run_micro_batches`; without an offloaded model they run one after the other.
+        Without an offloaded model they run one after the other.
         """
         engine = self.offload_engine
         if engine is None:
@@ -244,14 +244,14 @@ class Accelerator(OffloadAwareAccelerator):
         return engine.run_micro_batches(micro_batches)
 
     def _offload_one(self, model: nn.Module, engine: OffloadEngine | None, rules: Rules) -> OffloadEngine:
-        """The engine of `model`. `engine` is what this accelerator has so far."""
-        of_model = engine_of(model)
-        if of_model is None and engine is not None and not engine.is_closed:
+        """Return the engine of `model`. `engine` is the one that this accelerator has already."""
+        models_engine = engine_of(model)
+        if models_engine is None and engine is not None and not engine.is_closed:
             raise ValueError(
                 f"an Accelerator offloads one model, and has {type(engine.model).__name__} already; leave "
-                f"{type(model).__name__} out of prepare, or call free_memory() first if it takes its place"
+                f"{type(model).__name__} out of prepare, or call free_memory() first to replace the model"
             )
-        return of_model or self._offload(model, rules)
+        return models_engine or self._offload(model, rules)
 
     def _offload(self, model: nn.Module, rules: Rules) -> OffloadEngine:
         check_accelerator(self)
@@ -260,8 +260,8 @@ class Accelerator(OffloadAwareAccelerator):
         config = settings_given(plugin.offload)
         if config.optimizer == "muon":
             raise ValueError(
-                "optimizer='muon' is for Trainer; leave it out, and prepare torch.optim.Muon over the layers' matrices "
-                "together with an optimizer for the rest"
+                "optimizer='muon' is for Trainer only; leave it out, and prepare torch.optim.Muon over the layers' "
+                "matrices together with an optimizer for the other parameters"
             )
         return offload_model(
             model,
@@ -277,7 +277,7 @@ class Accelerator(OffloadAwareAccelerator):
     def _take_over(
         self, optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine | None
     ) -> dict[int, OffloadOptimizer]:
-        """Ours by the id of the caller's."""
+        """Replace the caller's optimizers by ours; returns ours by the `id` of the caller's."""
         if not optimizers:
             return {}
         if engine is None:
@@ -286,13 +286,13 @@ class Accelerator(OffloadAwareAccelerator):
         if self.project_dir is not None or engine.timeline.is_tracing:
             if self._loop_record is None or self._loop_record.engine is not engine:
                 folder = record_folder(Path(self.project_dir or "."), engine.links.ranks)
-                say = print if self.is_main_process else logger.info
-                self._loop_record = LoopRecord(engine, run_plan_of(engine), folder, say)
+                write_line = print if self.is_main_process else logger.info
+                self._loop_record = LoopRecord(engine, run_plan_of(engine), folder, write_line)
             self._loop_record.follow_optimizer(taken)
-        return {id(optimizer): own for optimizer, own in zip(optimizers, ours, strict=True)}
+        return {id(theirs): our for theirs, our in zip(optimizers, ours, strict=True)}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As in accelerate; `loss`, `grad_norm`, `learning_rate` and `eval_loss` go to `lohan/steps.jsonl` as well."""
+        """As in accelerate. Also writes `loss`, `grad_norm`, `learning_rate` and `eval_loss` to `lohan/steps.jsonl`."""
         super().log(values, *args, **kwargs)
         if self._loop_record is not None:
             self._loop_record.log(values)
@@ -304,7 +304,7 @@ class Accelerator(OffloadAwareAccelerator):
         max_shard_size: int | str | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Sharded safetensors, streamed from the store, by the model's own `save_pretrained` if it has one."""
+        """Save sharded safetensors, streamed from the store, with the model's `save_pretrained` if it has one."""
         kwargs: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         engine = engine_of(model)
         if engine is None:
@@ -315,8 +315,8 @@ class Accelerator(OffloadAwareAccelerator):
             save_together(StoredModel.of(engine), lambda stored: save_shards(stored, save_directory, **kwargs))
 
     def end_training(self) -> None:
-        """As in accelerate; ends what `lohan report` reads, `lohan/` in the project folder. Without a project folder
-        only runs with `trace: true` have it, in the working directory."""
+        """As in accelerate. Also ends the record for `lohan report`: the folder `lohan/` in the project folder, or, if
+        there is none, in the working directory of runs with `trace: true`."""
         try:
             if self._loop_record is not None:
                 self._loop_record.end_run()
@@ -351,6 +351,6 @@ class Accelerator(OffloadAwareAccelerator):
 
 
 def _weights_file(folder: str, num_others: int) -> Path:
-    """Of the offloaded model in a state, as accelerate calls that of its last model. Models in memory come before it:
-    accelerate numbers those that it saves itself."""
+    """The file with the offloaded model's weights in a saved state. It has the name of accelerate's last model, because
+    accelerate numbers the models in memory."""
     return Path(folder) / (f"{WEIGHTS_NAME}_{num_others}.safetensors" if num_others else f"{WEIGHTS_NAME}.safetensors")

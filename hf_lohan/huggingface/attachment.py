@@ -1,4 +1,4 @@
-"""Bring a model and an engine together: configuration, store, drain, recomputation, and the way back to disk."""
+"""Attaches an engine to a model: configuration, store, recomputation, and saving from the store."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ _launched_with: OffloadConfig | None = None
 
 @contextlib.contextmanager
 def launched_with(config: OffloadConfig) -> Iterator[None]:
-    """Within, models of a script that was launched with these settings are offloaded. Where the script gives settings
-    of its own those count, and a warning says so; `trace` is kept for them, too."""
+    """Within, a script's models are offloaded with these settings. Settings of the script itself replace them, with a
+    warning; only `trace` is kept."""
     global _launched_with
     before, _launched_with = _launched_with, config
     try:
@@ -96,7 +96,7 @@ def launched_with(config: OffloadConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfig) -> Iterator[None]:
-    """Within, errors of a device without memory say what to change, also before the model has an engine."""
+    """Within, out-of-memory errors say what to change, also before the model has an engine."""
     try:
         yield
     except RuntimeError as error:
@@ -106,18 +106,17 @@ def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfi
 
 
 def open_device(config: OffloadConfig, torch_device: torch.device | str) -> Device:
-    """Where to compute. With `trace`, all that it does and that is done for it is noted from here on."""
+    """Open the device that computes. With `trace`, its timeline records from here on."""
     keep_from_others()
     is_tracing = config.trace or (_launched_with is not None and _launched_with.trace)
     return device_for(torch_device, Timeline(is_tracing=is_tracing))
 
 
 def settings_given(offload: Any) -> OffloadConfig:
-    """`OffloadConfig.load` of what a script gives, with a warning where it takes the place of what the script was
-    launched with."""
+    """Load a script's settings, with a warning if they replace those that the script was launched with."""
     config, launched = OffloadConfig.load(offload), _launched_with or OffloadConfig()
     if replace(launched, trace=False) not in (OffloadConfig(), replace(config, trace=False)):
-        logger.warning("the script gives its own offload settings; those of `lohan launch --offload` are not used")
+        logger.warning("the script has its own offload settings; those of `lohan launch --offload` are not used")
     return config
 
 
@@ -133,12 +132,12 @@ def offload_model(
     rules: Rules | None = None,
     device: Device | None = None,
 ) -> OffloadEngine:
-    """Drain a model that stands in memory into the store and attach an engine to it.
+    """Move the weights of a model in memory to the store, and attach an engine to it.
 
-    `working_dtype` is what the model computes with from now on (default: each parameter has its own dtype); float32
-    weights keep their exact values as masters. `rules` say whose states the store has. With a `device` of the kind of
-    `torch_device`, that one computes. Raises ValueError where the model, the budgets or the paths do not allow it,
-    before a weight is touched.
+    The model then computes in `working_dtype` (default: each parameter's dtype); float32 weights keep their exact
+    values as masters. `rules` returns the update rule of each parameter, whose states the store has. `device` replaces
+    the one for `torch_device`. Raises ValueError, before a weight is changed, if the model, the budgets or the paths do
+    not allow it.
     """
     device = device or open_device(config, torch_device)
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
@@ -167,14 +166,13 @@ def offload_model(
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    """Of its parameters, by name."""
+    """The dtypes of the model's parameters, by name."""
     return {name: parameter.dtype for name, parameter in model.named_parameters()}
 
 
 def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
-    """`open_tiers`, with the threads and memory that a run has. If an engine of this process holds the store for the
-    same model (a second Trainer in a notebook), it is closed: the new one replaces what it had, as it would in a new
-    process."""
+    """Open the tiers and set up threads and memory. An engine of this process that holds the store for the same model
+    (of an earlier Trainer in a notebook) is closed first."""
     assert isinstance(config.cpu_threads, int)
     check_layout(layout, config, links_to_other_ranks())
     _refuse_a_second_model(config)
@@ -189,9 +187,9 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
         if any(engine.layout.identity != layout.identity for engine in holders):
             raise
         for engine in holders:
-            logger.warning("closing the engine of an earlier model in this process, whose store is used anew")
+            logger.warning("closing the engine of an earlier model in this process, because its store is used again")
             engine.close()
-        wait_until_closed()  # those of models that were dropped just now
+        wait_until_closed()  # engines of models that were just deleted
         return open_tiers(layout, config, device, links_to_other_ranks())
 
 
@@ -208,17 +206,17 @@ _num_attached = 0
 
 
 def num_offloaded() -> int:
-    """How many models this process has offloaded so far."""
+    """Number of models that this process has offloaded."""
     return _num_attached
 
 
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
-    """Give a model whose weights are in the store an engine, and make it behave: saved from the store, recomputing as
-    configured, computing in one dtype."""
+    """Attach an engine to a model whose weights are in the store. The model is then saved from the store, and
+    recomputes activations as configured."""
     check_rank_model(model, tiers.links.ranks)
     config = replace(config, trace=tiers.device.timeline.is_tracing)
     if config.activations != "keep" and needs_all_kept(model):
-        logger.info("activations are kept: layers under prefix tuning cannot run again")
+        logger.info("activations are kept: layers under prefix tuning cannot be recomputed")
         config = replace(config, activations="keep")
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links)
     events = EngineEvents(
@@ -236,9 +234,9 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     _attached.add(engine)
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
-    _belong_to(engine, model)
+    _save_through(engine, model)
     if hasattr(model, "peft_config"):
-        merge_through_store(model, functools.partial(_belong_to, engine))
+        merge_through_store(model, functools.partial(_save_through, engine))
     model.zero_grad = functools.partial(_zero_grad, engine)
     for name, advice in _REFUSED_METHODS.items():
         if hasattr(model, name):
@@ -260,31 +258,31 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     return engine
 
 
-def _belong_to(engine: OffloadEngine, model: Any) -> None:
-    """Weights of this model are in the engine's store; they are saved from there."""
+def _save_through(engine: OffloadEngine, model: Any) -> None:
+    """Save the weights of ``model``, which are in the engine's store, from there."""
     setattr(model, _ENGINE_ATTRIBUTE, engine)
+    stored = replace(StoredModel.of(engine), model=model)
     if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
-        stored = replace(StoredModel.of(engine), model=model)
         model.save_pretrained = functools.partial(save_pretrained_from_store, stored, type(model).save_pretrained)
     elif is_of_diffusers(model):
-        model.save_pretrained = functools.partial(save_diffusers_model, replace(StoredModel.of(engine), model=model))
+        model.save_pretrained = functools.partial(save_diffusers_model, stored)
     elif hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_refuse_saving, type(model).__name__)
 
 
 def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:
-    """What an `Accelerator` that has the model says; without one every backward is a step's last."""
+    """Whether a backward is the step's last, which the model's `Accelerator` decides. Without one every backward is."""
     return not is_prepared(model()) or bool(GradientState().sync_gradients)
 
 
 def _planning() -> contextlib.AbstractContextManager[None]:
-    return long_work("planning the first step; a machine that is new is measured")
+    return long_work("planning the first step; a new machine is measured")
 
 
 def _plan_step(
     model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape, layout: OffloadLayout
 ) -> PlannedStep | None:
-    """With the micro-batches of a step that Trainer or an `Accelerator` was told of."""
+    """Plan a step with the number of micro-batches that Trainer or an `Accelerator` was configured with."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
     with _planning():
         return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1), layout)
@@ -303,7 +301,7 @@ def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
 
 
 def chunked_head_at(model: nn.Module) -> ChunkedHead | None:
-    """What takes an attached model's logits in chunks where they are large, if anything does."""
+    """The head that computes an attached model's large logits in chunks, if it has one."""
     head = getattr(model, _HEAD_ATTRIBUTE, None)
     assert head is None or isinstance(head, ChunkedHead)
     return head
@@ -316,37 +314,37 @@ _REFUSED_METHODS = {
 
 
 def _refuse(name: str, advice: str, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(f"{name} cannot reach weights that are in the store; {advice}")
+    raise ValueError(f"{name} cannot change weights that are in the store; {advice}")
 
 
 def _refuse_saving(class_name: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
-        f"save_pretrained of {class_name}, which is not of transformers, PEFT or diffusers, would look for weights "
-        "that are in the store; save it by accelerator.save_model(model, folder) or trainer.save_model(folder), which "
-        "write its state dict"
+        f"save_pretrained of {class_name}, which is not a class of transformers, PEFT or diffusers, cannot read "
+        "weights from the store; use accelerator.save_model(model, folder) or trainer.save_model(folder), which save "
+        "the state dict"
     )
 
 
 def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
-    """`Module.zero_grad`, for gradients that are on the host."""
+    """`Module.zero_grad` that also drops gradients on the host."""
     engine.drop_gradients()
     type(engine.model).zero_grad(engine.model, set_to_none)
 
 
 def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
-    """Activation checkpointing, non-reentrant: the only kind under which a weight's gradient arrives once. The engine
-    runs the layers, so that what is not made again goes where the plan says."""
+    """Enable non-reentrant activation checkpointing, under which a weight's gradient arrives once. The engine runs the
+    layers and keeps or swaps activations as planned."""
     run_layers_by(model, engine.activations.run_layer)
     enable_checkpointing(model)
 
 
 def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
-    """The configuration with `activations: keep` for a class that cannot make its activations again, and a log line."""
+    """Return the configuration, with `activations: keep` and a warning for a class that cannot recompute its layers."""
     if config.activations == "keep" or _can_recompute(model):
         return config
     logger.warning(
-        "%s cannot recompute its layers (it says so by supports_gradient_checkpointing), so activations: %s becomes "
-        "keep: what they leave for backward stays on the device",
+        "%s cannot recompute its layers (see its supports_gradient_checkpointing), so activations: %s becomes keep, "
+        "and all activations stay on the device",
         type(model).__name__,
         config.activations,
     )
@@ -361,7 +359,7 @@ def _can_recompute(model: nn.Module) -> bool:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Non-reentrant, as transformers does it, for a model that can."""
+    """Enable non-reentrant checkpointing of a model that supports it."""
     if is_of_diffusers(model):
         model.enable_gradient_checkpointing()
     elif hasattr(model, "activation_checkpointing_enable"):
@@ -371,45 +369,44 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def refuse_chunks(model: Any, config: OffloadConfig) -> None:
-    """Raises ValueError if `chunked_loss: true` asks for what the model's head does not allow."""
+    """Raises ValueError for `chunked_loss: true` with a head that cannot compute logits in chunks."""
     chunked_loss = chunked_loss_of(config) if config.chunked_loss is True else None
     if chunked_loss is not None and chunked_head_of(model, chunked_loss) is None:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        found = "not there" if head is None else type(head).__name__
+        kind = "no module" if head is None else type(head).__name__
         if head is not None and has_foreign_forward(head):
-            found += " with a forward that was set on it"
+            kind += " with a replaced forward"
         raise ValueError(
-            f"chunked_loss: true needs a head that is a torch.nn.Linear, and that of {type(model).__name__} is "
-            f"{found}; set chunked_loss: auto or false"
+            f"chunked_loss: true needs a torch.nn.Linear as head, and the head of {type(model).__name__} is {kind}; "
+            "set chunked_loss: auto or false"
         )
 
 
 def recompute_without_reentry(model: nn.Module) -> None:
-    """Make reentrant checkpointing, if it is on, non-reentrant: it fires gradient hooks twice. What is computed is the
-    same."""
+    """Make reentrant checkpointing, which fires gradient hooks twice, non-reentrant. Results are the same."""
     reentrant = [module for module in model.modules() if is_reentrant(module)]
     for module in reentrant:
         make_non_reentrant(module)
     if reentrant:
         logger.warning(
-            "use_reentrant=True: activation checkpointing is non-reentrant under offload, which computes the same; "
-            "use_reentrant=False says so"
+            "use_reentrant=True: activation checkpointing is non-reentrant under offload, with the same results; set "
+            "use_reentrant=False"
         )
 
 
-# Experts of a mixture: transformers calls the engine's in place of its own.
+# Experts of a mixture: transformers calls the engine's implementation.
 
 _EXPERTS_IMPLEMENTATION = "lohan"
 """The name under which transformers calls streamed experts."""
 
 _streamed_experts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StreamedExperts]] = weakref.WeakKeyDictionary()
-"""By the module in whose place they are called."""
+"""By the module that they replace."""
 
 compute_expert = one_expert
 
 
 def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:
-    """From now on these modules' experts come one by one."""
+    """Stream the experts of these modules one by one from now on."""
     if not experts:
         return
     register_experts(_EXPERTS_IMPLEMENTATION, _experts_forward)
@@ -418,8 +415,8 @@ def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:
 
 
 def _experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    found = _streamed_experts.get(module)
-    streamed = found() if found is not None else None
-    if streamed is None:  # of another model with the same configuration object
+    reference = _streamed_experts.get(module)
+    streamed = reference() if reference is not None else None
+    if streamed is None:  # a module of another model with the same configuration object
         return grouped_experts(module, hidden_states, top_k_index, top_k_weights)
     return run_experts(streamed, hidden_states, top_k_index, top_k_weights)

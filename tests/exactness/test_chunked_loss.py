@@ -151,7 +151,7 @@ def test_a_head_that_is_not_a_plain_linear_layer_is_refused(tmp_path: Path) -> N
     model = tiny_model("llama")
     model.lm_head.__class__ = Head
     trainer = hf_lohan.Trainer(model, arguments(tmp_path), train_dataset=dataset(), offload=CHUNKED)
-    with pytest.raises(ValueError, match=r"^chunked_loss: true needs a head .* LlamaForCausalLM is Head; set"):
+    with pytest.raises(ValueError, match=r"^chunked_loss: true needs a torch.nn.Linear as head, .* LlamaForCausalLM is Head; set"):
         trainer.train()
 
 

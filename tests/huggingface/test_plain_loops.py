@@ -139,7 +139,7 @@ model = accelerator.prepare(model)
 accelerator.backward(model(**tiny_batch()).loss)
 optimizer.step()
 """
-    with pytest.raises(ValueError, match="no optimizer of it was prepared"):
+    with pytest.raises(ValueError, match="its optimizer was not prepared"):
         offloaded(BEGIN + rest)
 
 

@@ -63,7 +63,7 @@ def test_what_the_command_asks_for_is_kept_or_a_line_says_that_it_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = {"cpu_memory": "64MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "ssd")}
-    not_used = "the script gives its own offload settings"
+    not_used = "the script has its own offload settings"
     tiny_model("llama").save_pretrained(tmp_path / "base")
     with offload_by_default(OffloadConfig(trace=True)):
         streamed = hf_lohan.from_pretrained(tmp_path / "base", offload=own, torch_device="cpu")

@@ -51,7 +51,7 @@ def test_a_program_of_trls_is_offloaded_with_its_reference(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "gives its own offload settings" not in done.stderr
+    assert "has its own offload settings" not in done.stderr
     assert (tmp_path / "out" / "_lohan" / "store" / "ref").is_dir()
     stock = run("DPO", arguments("DPO", tmp_path / "stock"), model=str(checkpoint), train_dataset=preferences())
     weights = load_file(tmp_path / "out" / "model.safetensors")
