@@ -1,4 +1,4 @@
-"""Refuse what offloading cannot do exactly, at the earliest moment, with what to do instead."""
+"""Refuses, as early as possible, what offloading cannot do exactly, and says what to do instead."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_together, why_not_together
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
-"""Who would place the weights, too."""
+"""They place weights themselves."""
 
 _ONE_STEP_EACH = ("transformers", "hf_lohan")
-"""Packages in whose Trainer the micro-batches of a step know nothing of each other."""
+"""Packages whose Trainer treats the micro-batches of a step independently."""
 
 
 def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> None:
-    """Raises ValueError for what cannot be the first argument of a Trainer. TRL's trainers make models of paths
-    themselves."""
+    """Raises ValueError for an invalid first argument of a Trainer. TRL's trainers load models from paths."""
     if isinstance(model, TrainingArguments):
         raise ValueError(
-            "TrainingArguments were given as the model, which comes first; write Trainer(model=..., args=args, "
-            'offload="lohan")'
+            "TrainingArguments were passed as the model, which is the first argument; write Trainer(model=..., "
+            'args=args, offload="lohan")'
         )
     if isinstance(model, str | Path) and not is_offloaded and not makes_models:
         raise ValueError(
-            f'model={str(model)!r} is a path, and a path needs offload=..., such as offload="lohan", which streams it; '
+            f'model={str(model)!r} is a path, which needs offload=..., such as offload="lohan", to be streamed; '
             "without offload= pass a model in memory"
         )
 
 
 @contextlib.contextmanager
 def ids_within_vocabulary(model: Any, inputs: Any) -> Iterator[None]:
-    """Raises ValueError in place of torch's error about an index, if one of the batch's tokens is not in the model's
-    vocabulary. Nothing is looked at before that error."""
+    """Replaces torch's IndexError by a ValueError if a token of the batch is not in the model's vocabulary."""
     try:
         yield
     except IndexError as error:
@@ -53,15 +51,15 @@ def ids_within_vocabulary(model: Any, inputs: Any) -> Iterator[None]:
         num_words, ids = getattr(embeddings, "num_embeddings", None), inputs.get("input_ids")
         if num_words is None or ids is None or not ids.numel() or 0 <= ids.min() <= ids.max() < num_words:
             raise
-        found = int(ids.max()) if ids.max() >= num_words else int(ids.min())
+        token = int(ids.max()) if ids.max() >= num_words else int(ids.min())
         raise ValueError(
-            f"input_ids has the token {found}, and the model's vocabulary has {num_words} tokens; take the model's own "
-            "tokenizer, or resize_token_embeddings before the model is offloaded"
+            f"input_ids has the token {token}, and the model's vocabulary has {num_words} tokens; use the model's own "
+            "tokenizer, or call resize_token_embeddings before the model is offloaded"
         ) from error
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError for `TrainingArguments` that cannot be honoured under offload."""
+    """Raises ValueError for `TrainingArguments` that offload does not support."""
     optim = getattr(args.optim, "value", args.optim)
     checkpointing = getattr(args, "activation_checkpointing_kwargs", None)
     checkpointing = checkpointing or getattr(args, "gradient_checkpointing_kwargs", None) or {}
@@ -71,7 +69,7 @@ def check_arguments(args: TrainingArguments) -> None:
         "fp16=True needs loss scaling, which offload does not do; use bf16=True or float32": args.fp16,
         "fp16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.fp16_full_eval,
         "bf16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.bf16_full_eval,
-        f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}{_few_bytes(optim)}": (
+        f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}{_int8_advice(optim)}": (
             optim not in OPTIM_NAMES
         ),
         f"optim_args={args.optim_args!r} would be ignored in part with optim={optim!r}; use learning_rate, "
@@ -80,12 +78,12 @@ def check_arguments(args: TrainingArguments) -> None:
             checkpointing.get("offload")
         ),
         "offload cannot be combined with DeepSpeed or FSDP; choose one of them": args.deepspeed or args.fsdp,
-        "use_liger_kernel=True with its fused head reads the head's weights behind the module's back; set "
-        "liger_kernel_config={'fused_linear_cross_entropy': False}, which leaves Liger's other kernels": (
+        "use_liger_kernel=True with its fused head reads the head's weights without calling the module; set "
+        "liger_kernel_config={'fused_linear_cross_entropy': False}, which keeps Liger's other kernels": (
             args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
         ),
         "torch_compile=True cannot follow streamed weights; leave it off under offload": args.torch_compile,
-        f"mixed_precision={launched!r}, which the launcher set, wraps the forward in autocast, which offload replaces; "
+        f"mixed_precision={launched!r}, set by the launcher, wraps the forward in autocast, which offload replaces; "
         "launch with --mixed_precision no, and set bf16=True in the training arguments for bfloat16": (
             launched not in ("no", asked)
         ),
@@ -96,28 +94,28 @@ def check_arguments(args: TrainingArguments) -> None:
     check_rank_arguments(args)
 
 
-def _few_bytes(optim: str) -> str:
-    """What to do instead of an optimizer with small states."""
+def _int8_advice(optim: str) -> str:
+    """What to do instead of an AdamW with small states; empty for other optimizers."""
     if not re.search(r"adamw.*(8bit|4bit|fp8)", optim):
         return ""
     return ", and for AdamW's states in fewer bytes set optimizer_state_dtype: int8 in the offload config"
 
 
 def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head: bool) -> None:
-    """Raises ValueError for what a trainer of TRL is to be made of, by name, that cannot be honoured under offload.
-    ``is_joint``: the micro-batches of a step are to run together."""
+    """Raises ValueError for arguments of a TRL trainer, by name, that offload does not support. ``is_joint``: the
+    micro-batches of a step run together."""
     args = settings["args"]
     is_joint = is_joint and args.gradient_accumulation_steps > 1
     device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
     refused = {
-        "activation_offloading=True is not needed under offload, which keeps, swaps or recomputes activations as it "
+        "activation_offloading=True is not needed under offload, which keeps, swaps or recomputes activations as "
         "planned; leave it off, and set activations in the offload config": (
             getattr(args, "activation_offloading", False)
         ),
-        "sync_ref_model=True changes the reference model, which lies frozen in a store of its own; leave it off under "
+        "sync_ref_model=True changes the reference model, which is frozen in a store of its own; leave it off under "
         "offload": getattr(args, "sync_ref_model", False),
-        "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, and the streamed model "
-        "generates": getattr(args, "use_vllm", False),
+        "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, where the streamed "
+        "model generates": getattr(args, "use_vllm", False),
         "use_transformers_continuous_batching=True casts the whole model, whose weights are in the store; leave it off "
         "under offload": getattr(args, "use_transformers_continuous_batching", False),
         "cast_lm_head_to_fp32=True gives one block a dtype of its own; leave it off under offload, or train in "
@@ -125,9 +123,9 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         f"device_map={device_map!r} places the whole model; leave it out of model_init_kwargs under offload": (
             device_map
         ),
-        "vertical_micro_batches: true would run micro-batches together that GRPO generates one after the other; set it "
-        "to false": is_joint and hasattr(args, "num_generations"),
-        "vertical_micro_batches: true cannot tell apart what micro-batches add to the gradient of TRL's fused head; "
+        "vertical_micro_batches: true would run micro-batches together, and GRPO generates them one after the other; "
+        "set it to false": is_joint and hasattr(args, "num_generations"),
+        "vertical_micro_batches: true cannot separate the micro-batches' gradients of TRL's fused head; "
         "set it to false, or train adapters": is_joint and trains_fused_head,
         "quantization_config: a quantized model cannot be offloaded; load it in float32 or bfloat16": (
             settings.get("quantization_config")
@@ -139,34 +137,34 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
 
 
 def why_trainer_runs_in_turn(trainer: Trainer) -> str | None:
-    """What keeps a trainer's micro-batches from running together unasked, by name; None: nothing does. What others
-    wrote may count its calls, or look at one micro-batch's result before the next one begins."""
+    """Why `vertical_micro_batches: auto` may not run a trainer's micro-batches together; None if it may. Methods of
+    other packages may count their calls, or use one micro-batch's result before the next one begins."""
     for name in ("training_step", "compute_loss", "get_batch_samples", "_prepare_inputs"):
         package = getattr(trainer, name).__module__.partition(".")[0]
         if package not in _ONE_STEP_EACH:
             return f"{type(trainer).__name__} has a {name} of its own ({package})"
     if trainer.compute_loss_func is not None:
-        return "compute_loss_func is given, which may keep something from one micro-batch to the next"
+        return "compute_loss_func is set and may keep state from one micro-batch to the next"
     if trainer.args.neftune_noise_alpha is not None:
-        return "neftune_noise_alpha draws random numbers, which would be others"
+        return "neftune_noise_alpha would draw other random numbers"
     for callback in trainer.callback_handler.callbacks:
         if type(callback).on_substep_end.__module__.partition(".")[0] not in _ONE_STEP_EACH:
-            return f"{type(callback).__name__} has an on_substep_end, before which its micro-batch would not have run"
+            return f"{type(callback).__name__} has an on_substep_end, which would be called before its micro-batch runs"
     return why_not_together(trainer.model)
 
 
 def check_runs_together(trainer: Trainer) -> None:
-    """Raises ValueError if micro-batches that were asked to run together would draw other random numbers."""
+    """Raises ValueError if micro-batches that run together would draw other random numbers."""
     if trainer.args.neftune_noise_alpha is not None:
         raise ValueError(
-            "vertical_micro_batches: true would draw the noise of neftune_noise_alpha in another order than one "
-            "micro-batch after the other; set it to false or auto, or leave neftune_noise_alpha out"
+            "vertical_micro_batches: true would draw the noise of neftune_noise_alpha in another order; set it to "
+            "false or auto, or leave neftune_noise_alpha out"
         )
     check_together(trainer.model)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raises ValueError for an `Accelerator` of a raw loop that was asked for what offload replaces or lacks."""
+    """Raises ValueError for settings of an `Accelerator` of a raw loop that offload replaces or lacks."""
     if accelerator.mixed_precision != "no":
         raise ValueError(
             f"mixed_precision={accelerator.mixed_precision!r} wraps the forward in autocast, which offload replaces; "
@@ -180,7 +178,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_not_compiled(accelerator: Accelerator) -> None:
-    """Raises ValueError if the model would be compiled when it is prepared."""
+    """Raises ValueError if the accelerator would compile the model."""
     backend = accelerator.state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
         raise ValueError(
@@ -194,28 +192,28 @@ def check_model(model: Any) -> None:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(f"a model in {type(model).__name__} cannot be offloaded; pass the bare model")
     if hasattr(model, "_orig_mod"):
-        raise ValueError("a model that torch.compile has wrapped cannot be offloaded; pass the model as it was before")
-    modules = model.modules() if isinstance(model, nn.Module) else ()  # Trainer has a path, or none yet
+        raise ValueError("a model wrapped by torch.compile cannot be offloaded; pass the original model")
+    modules = model.modules() if isinstance(model, nn.Module) else ()  # it may be a path, or not be made yet
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ValueError("a model with compiled modules cannot be offloaded; leave model.compile() out under offload")
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantized model cannot be offloaded; load it in float32 or bfloat16")
     if getattr(model, "hf_device_map", None):
-        raise ValueError("a model loaded with device_map= cannot be offloaded; load it without, or pass its path")
+        raise ValueError("a model loaded with device_map= cannot be offloaded; load it without it, or pass its path")
 
 
 def check_optimizers(
     model: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, config: OffloadConfig
 ) -> None:
-    """Raises ValueError if the caller brings an optimizer that cannot be taken over."""
+    """Raises ValueError for an optimizer or scheduler that cannot be used."""
     if optimizers[0] is not None:
         if not isinstance(model, nn.Module):
             raise ValueError(
-                "an optimizer was passed in together with a model's path, so it cannot be over the model's parameters; "
-                "load the model with hf_lohan.from_pretrained, or pass optimizer_cls_and_kwargs"
+                "an optimizer was passed together with a model's path, so it cannot have the model's parameters; load "
+                "the model with hf_lohan.from_pretrained, or pass optimizer_cls_and_kwargs"
             )
         if config.optimizer != "auto":
-            raise ValueError(f"optimizer={config.optimizer!r} stands beside optimizers=; leave one of them out")
+            raise ValueError(f"optimizer={config.optimizer!r} and optimizers= are both set; leave one of them out")
         check_given(optimizers[0])
     check_schedule(optimizers[1])
     if optimizer_cls_and_kwargs is not None:
@@ -223,19 +221,19 @@ def check_optimizers(
 
 
 def check_schedule(schedule: Any) -> None:
-    """Raises ValueError for a scheduler that cannot follow an offloaded optimizer."""
+    """Raises ValueError for a scheduler that needs the optimizer's states."""
     if isinstance(schedule, AdafactorSchedule):
         raise ValueError(
-            "AdafactorSchedule reads the optimizer's states, which are in the store; give "
-            "Adafactor(relative_step=False, lr=...) and another scheduler, or, in a loop of your own, none"
+            "AdafactorSchedule reads the optimizer's states, which are in the store; use "
+            "Adafactor(relative_step=False, lr=...) with another scheduler, or, in a loop of your own, without one"
         )
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer that would step placeholders."""
+    """Raises ValueError for an optimizer that is not over the store."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, OffloadOptimizer):
         raise ValueError(
-            f"{type(inner).__name__} cannot step an offloaded model; return it from create_optimizer, where it is "
-            "taken over, or pass it as optimizers=(optimizer, scheduler)"
+            f"{type(inner).__name__} cannot update an offloaded model; return it from create_optimizer, which replaces "
+            "it, or pass it as optimizers=(optimizer, scheduler)"
         )

@@ -1,4 +1,4 @@
-"""Offload scripts that have never heard of us: a Trainer that offloads unasked, and accelerate's launcher before it."""
+"""Offloads unmodified scripts: a Trainer and an Accelerator that offload by default, and accelerate's launcher."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.huggingface.trainer.trl_models import begin_above
 from hf_lohan.ranks.transport.rendezvous import SECRET_VARIABLE
 from hf_lohan.threads import usable_cpus
+from hf_lohan.wording import times
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +44,18 @@ _OUR_MODULES = ("hf_lohan.huggingface",)
 _TRAINER_MODULES = ("transformers", "transformers.trainer")
 _ACCELERATOR_MODULES = ("accelerate", "accelerate.accelerator")
 _LAUNCHER_MODULE = "accelerate.commands.launch"
-_UNSAID: Any = object()
+_NOT_GIVEN: Any = object()
 
 
 @contextlib.contextmanager
 def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
-    """While this is open, `transformers.Trainer`, `accelerate.Accelerator` and every class derived from them offload as
-    `offload` says, and so do scripts that are started through accelerate's launcher (`trl sft` starts one). A warning
-    follows if nothing was offloaded, unless an error ends it.
+    """Within, `transformers.Trainer`, `accelerate.Accelerator` and all derived classes offload with these settings, and
+    so do scripts that are started through accelerate's launcher (`trl sft` starts one). Logs a warning in the end if
+    nothing was offloaded and no error was raised.
 
-    Classes that are defined or imported inside keep their offloading base afterwards; those that were there before
-    get their old base back. `offload=` given to a Trainer wins, None (the stock Trainer) included, and so does
-    `lohan_plugin=` given to an Accelerator. Trainer's own accelerator stays what it is.
+    Classes that are defined or imported inside keep their offloading base; others get their old base back. `offload=`
+    of a Trainer (None is the stock Trainer) and `lohan_plugin=` of an Accelerator have priority. Trainer's own
+    accelerator does not change.
 
     Args:
         offload: anything that `OffloadConfig.load` takes. Raises ConfigError, before anything is changed.
@@ -76,41 +77,41 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
         for derived in stock.__subclasses__():
             if not issubclass(derived, OffloadTrainerMixin):
                 bases = tuple(offloading if base is stock else base for base in derived.__bases__)
-                # Some class derived from it has the mixin already, in an order that this would contradict.
+                # A class derived from it may have the mixin already, in an order that contradicts these bases.
                 with contextlib.suppress(TypeError):
                     _replace(undo, derived, "__bases__", bases)
-        ended: SystemExit | None = None
+        system_exit: SystemExit | None = None
         try:
             yield
-        except SystemExit as end:  # `sys.exit(main())` is how installed programs end
-            ended = end
-        has_succeeded = ended is None or ended.code in (None, 0)
+        except SystemExit as error:  # installed programs end with `sys.exit(main())`
+            system_exit = error
+        has_succeeded = system_exit is None or system_exit.code in (None, 0)
         if has_succeeded and num_offloaded() == num_before and not launcher.has_launched:
             logger.warning(
                 "nothing was offloaded: no model was trained by transformers.Trainer or prepared by "
-                "accelerate.Accelerator; what else trains has to use hf_lohan.Accelerator"
+                "accelerate.Accelerator; other training loops must use hf_lohan.Accelerator"
             )
-        if ended is not None:
-            raise ended
+        if system_exit is not None:
+            raise system_exit
 
 
 class _AlreadyMixedIn:
-    """Stands for `OffloadTrainerMixin` in front of a base that has it: the real one twice has no method order."""
+    """Replaces `OffloadTrainerMixin` before a base that has it already: twice the real one has no method order."""
 
 
 def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
     class OffloadingTrainer(Trainer):
         default_offload: ClassVar[OffloadConfig] = config
 
-        def __init__(self, *args: Any, offload: Any = _UNSAID, **kwargs: Any) -> None:
-            super().__init__(*args, offload=self.default_offload if offload is _UNSAID else offload, **kwargs)
+        def __init__(self, *args: Any, offload: Any = _NOT_GIVEN, **kwargs: Any) -> None:
+            super().__init__(*args, offload=self.default_offload if offload is _NOT_GIVEN else offload, **kwargs)
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
             if cls.__module__.partition(".")[0] == "trl":
                 begin_above(cls, config)
 
-    # Scripts look up the arguments of `Trainer.__init__` to tell versions of transformers apart.
+    # Scripts inspect the arguments of `Trainer.__init__` to distinguish versions of transformers.
     functools.update_wrapper(OffloadingTrainer.__init__, stock.__init__)
     OffloadingTrainer.__name__ = OffloadingTrainer.__qualname__ = stock.__name__
     OffloadingTrainer.__doc__ = stock.__doc__
@@ -129,26 +130,27 @@ def _offloading_accelerator(config: OffloadConfig) -> type[Accelerator]:
 
 
 class _OffloadingLauncher:
-    """`launch_command` of accelerate, for programs that start their script through it, as TRL's does."""
+    """Replaces accelerate's `launch_command` for programs that start a script with it, such as TRL's."""
 
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
         self.has_launched = False
-        """Whether a script was started. It says itself whether anything was offloaded."""
+        """Whether a script was started. The script warns itself if nothing was offloaded."""
 
     def __call__(self, options: Namespace) -> None:
-        """Run the script offloaded, in as many processes as `lohan launch` would. Raises ValueError where it cannot."""
+        """Run the script offloaded, in as many processes as `lohan launch` would start. Raises ValueError if it
+        cannot."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
-                f"each of several processes would start {options.training_script} once more; launch the program as one "
-                "process, and give --num_processes to the program itself"
+                f"each of several processes would start {options.training_script} again; start the program as one "
+                "process, and pass --num_processes to the program itself"
             )
         self.has_launched = True
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "lohan.yaml"
             file.write_text(yaml.safe_dump(self._config.to_dict()), encoding="utf-8")
-            _put_in_front(options, ["--offload", str(file)])
-            with patch_environment(**_fill_in(options)):
+            _run_through_us(options, ["--offload", str(file)])
+            with patch_environment(**_complete_options(options)):
                 launch_command(options)
 
 
@@ -160,26 +162,25 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 def launch_script(arguments: Sequence[str]) -> int:
     """`accelerate launch` of an unmodified script, offloaded: `[--offload X] [--trace] [its options] script.py [args]`.
 
-    Returns the script's exit status. Raises ValueError for options that cannot be honoured, before anything is
-    started; argparse exits with 2 for those it does not know.
+    Returns the script's exit status. Raises ValueError, before anything is started, for options that are not supported;
+    argparse exits with 2 for unknown ones.
     """
     options = _parser().parse_args(arguments)
     _run_offloaded(options)
-    variables = _fill_in(options)
+    variables = _complete_options(options)
     try:
         with patch_environment(**variables):
             launch_command(options)
-    except subprocess.CalledProcessError as failed:  # the script has told its own story
-        return _status(failed.returncode)
-    except ChildFailedError as failed:
-        return _status(failed.get_first_failure()[1].exitcode)
-    except SignalException as asked:  # to this process, which has told the ranks and waited for them
-        return _status(-asked.sigval.value)
+    except subprocess.CalledProcessError as error:  # the script has printed its error
+        return _shell_status(error.returncode)
+    except ChildFailedError as error:
+        return _shell_status(error.get_first_failure()[1].exitcode)
+    except SignalException as error:  # a signal to this process, which passed it on to the ranks and waited for them
+        return _shell_status(-error.sigval.value)
     return 0
 
 
-def _status(code: int) -> int:
-    """As the shell reports it."""
+def _shell_status(code: int) -> int:
     return code if code > 0 else 128 - code
 
 
@@ -202,29 +203,31 @@ def _parser() -> ArgumentParser:
 
 
 def _run_offloaded(options: Namespace) -> None:
-    """Put `hf_lohan.run` in front of the script. Raises ValueError if it cannot be."""
+    """Run the script through `hf_lohan.run`. Raises ValueError if the options do not allow it."""
     if not options.module and not Path(options.training_script).is_file():
         raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
     OffloadConfig.load(options.offload)
     is_default = options.offload == "lohan"
     offload = "lohan" if is_default else os.path.abspath(os.path.expanduser(options.offload))
     trace = ["--trace"] if options.trace else []
-    _put_in_front(options, ["--offload", offload, *trace])
+    _run_through_us(options, ["--offload", offload, *trace])
 
 
-def _put_in_front(options: Namespace, words: Sequence[str]) -> None:
+def _run_through_us(options: Namespace, our_options: Sequence[str]) -> None:
     if options.no_python:
         raise ValueError("--no_python starts a program that is not Python, which cannot be offloaded; leave it out")
     target = ["-m", options.training_script] if options.module else [options.training_script]
-    options.training_script_args = [*words, *target, *options.training_script_args]
+    options.training_script_args = [*our_options, *target, *options.training_script_args]
     options.training_script, options.module = "hf_lohan.run", True
 
 
-def _fill_in(options: Namespace) -> dict[str, str]:
-    """What accelerate would choose badly: one thread per process, a process for every GPU, and one process alone where
-    it sees no second GPU. Returns environment variables for the launcher."""
+def _complete_options(options: Namespace) -> dict[str, str]:
+    """Set options whose defaults in accelerate do not suit us: one thread for each process, one process for each GPU,
+    and a single process if there is no second GPU. Returns environment variables for the launcher."""
     if options.config_file is not None and not Path(options.config_file).is_file():
-        raise ValueError(f"there is no accelerate config {options.config_file!r}; give an existing file, or none")
+        raise ValueError(
+            f"there is no accelerate config {options.config_file!r}; give an existing file, or leave it out"
+        )
     defaults = None
     if options.config_file is not None or (Path(default_config_file).is_file() and not options.cpu):
         defaults = load_config_from_file(options.config_file)
@@ -242,30 +245,30 @@ def _fill_in(options: Namespace) -> dict[str, str]:
     on_cpu = options.cpu or getattr(defaults, "use_cpu", False) or num_gpus() == 0
     if not on_cpu and num_local > num_gpus():
         raise ValueError(
-            f"num_processes asks for {num_local} processes on this machine, which has {num_gpus()} GPU"
-            f"{'s' if num_gpus() > 1 else ''}; start one for each GPU, or give --cpu to train on the CPU"
+            f"num_processes asks for {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; "
+            "start one for each GPU, or give --cpu to train on the CPU"
         )
-    vars(options).update(cpu=False, multi_gpu=True)  # torchrun starts them, whatever they compute on
+    vars(options).update(cpu=False, multi_gpu=True)  # so that torchrun starts them, on CPUs as well
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):
-        options.main_process_port = 0  # any: two runs on a machine must not meet
+        options.main_process_port = 0  # any free port: runs on one machine must not share one
     variables = {_SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
     if on_cpu:
         variables[_USE_CPU] = "true"
-    if num_machines == 1:  # the launchers of several would have to agree
+    if num_machines == 1:  # launchers on several machines would need the same one
         variables[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
     return variables
 
 
 def join_other_ranks() -> None:
-    """Let the processes that a launcher started together be one run where there is no GPU: without this variable
-    accelerate takes each for a run of its own, and all of them write the same files."""
+    """Make processes without GPUs that a launcher started together one run. Without the variable, accelerate treats
+    each as a run of its own, and all of them write the same files."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and num_gpus() == 0:
         os.environ.setdefault(_USE_CPU, "true")
 
 
 _USE_CPU = "ACCELERATE_USE_CPU"
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Seconds from SIGTERM to SIGKILL; torchrun's 30 are less than some steps, which are to be committed first."""
+"""Seconds from SIGTERM to SIGKILL. A step in progress is committed first, and may take longer than torchrun's 30."""
 _OTHER_LAUNCHERS = ("tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
-"""Options of accelerate that choose how processes are started."""
+"""Options of accelerate that choose another launcher."""
 _WITHOUT_CONFIG = {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}

@@ -36,7 +36,7 @@ def test_states_for_other_trainable_parameters_are_refused(offload: Offload, tmp
 
 def test_states_of_another_working_dtype_are_refused(offload: Offload, tmp_path: Path) -> None:
     save_optimizer_states(offload(tiny_model("llama")), tmp_path)
-    with pytest.raises(ValueError, match="float32 working weights, this run uses bfloat16"):
+    with pytest.raises(ValueError, match="float32 working weights, and this run uses bfloat16"):
         load_optimizer_states(offload(tiny_model("llama"), dtype=torch.bfloat16), tmp_path)
 
 

@@ -139,7 +139,7 @@ def test_a_checkpoint_knows_parts_by_name_and_range(
     fields = json.loads(index.read_text())
     del fields["parameters"][NAME][1]
     index.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match="not for all of model"):
+    with pytest.raises(ValueError, match="lack elements of model"):
         load_optimizer_states(other, folder)
 
 

@@ -82,7 +82,7 @@ def test_a_head_with_a_custom_forward_keeps_it_or_is_refused(chunked: Any, tmp_p
     plugin = hf_lohan.LohanPlugin(offload={**SMALL_BUDGETS, "chunked_loss": chunked, "ssd": str(tmp_path)})
     accelerator, optimizer = hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin), torch.optim.SGD(model.parameters())
     if chunked is True:
-        with pytest.raises(ValueError, match="is Linear with a forward that was set on it; set chunked_loss"):
+        with pytest.raises(ValueError, match="is Linear with a replaced forward; set chunked_loss"):
             accelerator.prepare(model, optimizer)
         return
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -151,7 +151,7 @@ def test_a_head_that_is_not_a_plain_linear_layer_is_refused(tmp_path: Path) -> N
     model = tiny_model("llama")
     model.lm_head.__class__ = Head
     trainer = hf_lohan.Trainer(model, arguments(tmp_path), train_dataset=dataset(), offload=CHUNKED)
-    with pytest.raises(ValueError, match=r"^chunked_loss: true needs a torch.nn.Linear as head, .* LlamaForCausalLM is Head; set"):
+    with pytest.raises(ValueError, match=r"^chunked_loss: true needs a .* LlamaForCausalLM is Head; set"):
         trainer.train()
 
 

@@ -55,7 +55,7 @@ def test_other_optimizers_are_refused_before_a_weight_is_touched(
 
 def test_a_compiled_model_is_refused_before_a_weight_is_touched(accelerator: Accelerator) -> None:
     model = tiny_model("llama")
-    with pytest.raises(ValueError, match=r"that torch\.compile has wrapped .*; pass the model as it was before"):
+    with pytest.raises(ValueError, match=r"wrapped by torch\.compile .*; pass the original model"):
         accelerator.prepare(torch.compile(model), torch.optim.AdamW(model.parameters()))
     model.model.layers[1].compile()
     with pytest.raises(ValueError, match=r"with compiled modules .*; leave model\.compile\(\) out"):
