@@ -49,7 +49,7 @@ from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.models.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
-from hf_lohan.huggingface.progress import long_work, tell_of_blocks
+from hf_lohan.huggingface.progress import long_work, show_blocks
 from hf_lohan.huggingface.ranks import check_layout, check_one_model, check_rank_model, links_to_other_ranks
 from hf_lohan.model import Rules
 from hf_lohan.planning import (
@@ -224,7 +224,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         plan=functools.partial(_plan_step, weakref.ref(model), plan),
         plan_order=functools.partial(_plan_order, plan),
         step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing),
-        block_began=tell_of_blocks(layout.model_blocks, tiers.device.timeline),
+        block_began=show_blocks(layout.model_blocks, tiers.device.timeline),
     )
     with OutOfMemoryAdvice(config).added_to_errors():
         engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)

@@ -1,4 +1,4 @@
-"""The optimizer that a run asked for, in any of the ways that Hugging Face has to say it, and ours in its place."""
+"""Replaces the optimizer of a run, in whichever way it was chosen, by one over the store."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ else:
 logger = logging.getLogger(__name__)
 
 _LIONS = ("lion_32bit", "paged_lion_32bit")
-"""Upstream takes them from bitsandbytes; the rule needs no package."""
+"""Upstream uses bitsandbytes for them; our rule needs no package."""
 _OPTIM_ARGS = {
     "sgd": ("momentum", "dampening", "nesterov"),
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
-"""What upstream takes from `optim_args`. (Weight decay comes from `weight_decay`, whatever stands there.)"""
+"""Keys of `optim_args` that upstream uses. It ignores a weight decay there."""
 OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_OPTIM_ARGS, "adafactor", *_LIONS)
-"""Values of `TrainingArguments.optim` that can be honoured."""
+"""Supported values of `TrainingArguments.optim`."""
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer that is to be made over a model's parameters."""
+    """An optimizer to make over a model's parameters."""
 
     rule: UpdateRule
     defaults: dict[str, Any]
-    """Hyperparameters of param groups that do not say theirs."""
+    """Hyperparameters of param groups that do not set them."""
     rest: OptimizerChoice | None = None
-    """Of what is no matrix of a layer, where the rule is for those."""
+    """With Muon, the choice for parameters that are not a layer's matrices."""
 
     def rules(self, model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-        """The `Rules` of a run with it."""
+        """The update rule of each parameter, as `Rules`."""
         if self.rest is None:
             return dict.fromkeys(model.parameters(), self.rule)
         return self.rest.rules(model) | dict.fromkeys(hidden_matrices(model), self.rule)
 
-    def over(self, engine: OffloadEngine) -> tuple[type[OffloadOptimizer], dict[str, Any]]:
-        """Class and keyword arguments that Trainer makes it with, over the param groups that it sees to."""
+    def class_and_settings(self, engine: OffloadEngine) -> tuple[type[OffloadOptimizer], dict[str, Any]]:
+        """Class and keyword arguments with which Trainer makes the optimizer over its param groups."""
         if self.rest is not None:
             return _OffloadedMuon, {"engine": engine, "muon": self.defaults, "rest": self.rest.defaults}
         if self.rule == ADAMW:
@@ -73,7 +73,7 @@ class OptimizerChoice:
 
 
 class _OffloadedMuon(OffloadOptimizer):
-    """Muon for the matrices of the layers, another optimizer for what else is in the param groups."""
+    """Muon for the matrices of the layers, and another optimizer for the other parameters."""
 
     def __init__(
         self, groups: list[dict[str, Any]], muon: dict[str, Any], rest: dict[str, Any], *, engine: OffloadEngine
@@ -87,22 +87,22 @@ class _OffloadedMuon(OffloadOptimizer):
             super().add_param_group(param_group)
             return
         parameters = param_group["params"]
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for group in self._split([{**param_group, "params": given}]):
+        as_list = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for group in self._split([{**param_group, "params": as_list}]):
             super().add_param_group(group)
 
     def _split(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         split = []
         for defaults, is_for_matrices in self._defaults_of_kinds:
             for group in groups:
-                own = [p for p in group["params"] if (p in self._matrices) is is_for_matrices]
-                if own:
-                    split.append({**defaults, **group, "params": own})
+                parameters = [p for p in group["params"] if (p in self._matrices) is is_for_matrices]
+                if parameters:
+                    split.append({**defaults, **group, "params": parameters})
         return split
 
 
 def refused_optim_args(optim: str, optim_args: str | None) -> bool:
-    """Whether something in `TrainingArguments.optim_args` would be ignored."""
+    """Whether a key in `TrainingArguments.optim_args` would be ignored."""
     names = {pair.partition("=")[0] for pair in (optim_args or "").replace(" ", "").split(",") if pair}
     return not names <= set(_OPTIM_ARGS.get(optim, ()))
 
@@ -113,32 +113,33 @@ def choose_optimizer(
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
     config: OffloadConfig,
 ) -> OptimizerChoice:
-    """What `optimizer_cls_and_kwargs` asks for if it is ``given``, else what ``config`` does, else the arguments:
-    ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for what has no rule."""
+    """Choose by ``given`` (`optimizer_cls_and_kwargs`), else by ``config``, else by ``args``. ``by_arguments`` is
+    Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
     optim = getattr(args.optim, "value", args.optim)
     if config.optimizer == "muon":
         if given is not None:
-            raise ValueError("optimizer='muon' stands beside optimizer_cls_and_kwargs; leave one of them out")
+            raise ValueError("optimizer='muon' and optimizer_cls_and_kwargs are both set; leave one of them out")
         given = torch.optim.Muon, {"lr": args.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
         config = replace(config, optimizer="auto")
     if given is None and optim in _LIONS:
         betas = (args.adam_beta1, args.adam_beta2)
         settings = {"lr": args.learning_rate, "betas": betas, "weight_decay": 0.0}
         return OptimizerChoice(rule_for("Lion", [settings]), {RULE_KEY: "Lion", **settings})
-    asked = given if given is not None else by_arguments(args)
-    return make_optimizer_choice(asked, lambda: choose_optimizer(args, None, by_arguments, config))
+    chosen = given if given is not None else by_arguments(args)
+    return make_optimizer_choice(chosen, lambda: choose_optimizer(args, None, by_arguments, config))
 
 
 def make_optimizer_choice(
-    asked: Any, rest: Callable[[], OptimizerChoice] = lambda: make_optimizer_choice(torch.optim.AdamW)
+    optimizer: Any, rest: Callable[[], OptimizerChoice] = lambda: make_optimizer_choice(torch.optim.AdamW)
 ) -> OptimizerChoice:
-    """A choice made already, an optimizer's class, or a class and its keyword arguments; with Muon ``rest`` chooses for
-    what it does not take. Raises ValueError for one that there is no rule for, and for settings that no rule has."""
-    if isinstance(asked, OptimizerChoice):
-        return asked
-    optimizer_class, settings = asked if isinstance(asked, tuple) else (asked, {})
+    """Make a choice from an optimizer's class, or a class and its keyword arguments. An `OptimizerChoice` is returned
+    unchanged. With Muon ``rest`` chooses for the other parameters. Raises ValueError for optimizers and settings
+    without a rule."""
+    if isinstance(optimizer, OptimizerChoice):
+        return optimizer
+    optimizer_class, settings = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
     name = _name_of(optimizer_class)
-    # It fills in its defaults, and refuses values that it does not take.
+    # An instance fills in defaults, and refuses invalid values.
     instance = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings)
     _refuse_instance(instance)
     group = instance.param_groups[0]
@@ -148,12 +149,12 @@ def make_optimizer_choice(
 
 
 def is_taken_over(optimizer: Any) -> bool:
-    """Whether it is one of ours, perhaps prepared by an `Accelerator`."""
+    """Whether the optimizer is over the store, prepared by an `Accelerator` or not."""
     return isinstance(getattr(optimizer, "optimizer", optimizer), OffloadOptimizer)
 
 
 def check_given(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError unless it can be taken over: one that there is a rule for, and that has not stepped."""
+    """Raises ValueError unless the optimizer can be replaced: it has a rule and has not stepped."""
     if is_taken_over(optimizer):
         return
     name = _name_of(type(optimizer))
@@ -161,27 +162,27 @@ def check_given(optimizer: torch.optim.Optimizer) -> None:
     _rule_of(name, optimizer.param_groups)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ValueError(
-            f"only a fresh {name} can be taken over, this one has stepped; make a new one, or resume from a checkpoint "
-            "that was saved under offload"
+            f"this {name} has stepped, and only a new one can be offloaded; make a new one, or resume from a "
+            "checkpoint that was saved under offload"
         )
 
 
 def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
-    """The `Rules` of a run with these optimizers over the model's own parameters."""
-    found: dict[nn.Parameter, UpdateRule] = {}
+    """The `Rules` of a run with these optimizers over the model's parameters."""
+    rule_of: dict[nn.Parameter, UpdateRule] = {}
     for optimizer in optimizers:
         by_name: dict[str, list[dict[str, Any]]] = {}
         for group in optimizer.param_groups:
             by_name.setdefault(group.get(RULE_KEY) or _name_of(type(optimizer)), []).append(group)
         for name, groups in by_name.items():
             rule = _rule_of(name, groups)
-            found.update({parameter: rule for group in groups for parameter in group["params"]})
-    used = set(found.values())
+            rule_of.update({parameter: rule for group in groups for parameter in group["params"]})
+    used = set(rule_of.values())
     rest = used.pop() if len(used) == 1 else ADAMW  # frozen parameters have no states
 
     def rules(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
         return {
-            parameter: found.get(parameter, ADAMW if parameter.requires_grad else rest)
+            parameter: rule_of.get(parameter, ADAMW if parameter.requires_grad else rest)
             for parameter in model.parameters()
         }
 
@@ -189,8 +190,8 @@ def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
 
 
 def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> OffloadOptimizer:
-    """One of ours over the same group dicts: the caller's scheduler goes on writing its learning rates into them.
-    Raises ValueError as `check_given`, and if the groups do not fit the store."""
+    """Replace an optimizer by one over the store with the same group dicts, into which the caller's scheduler writes
+    learning rates. Raises ValueError as `check_given`, and if the groups do not fit the store."""
     if isinstance(optimizer, OffloadOptimizer):
         return optimizer
     check_given(optimizer)
@@ -203,7 +204,7 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
         taken: OffloadOptimizer = OffloadAdamW(optimizer.param_groups, engine=engine, **adamw)
     else:
         taken = OffloadOptimizer(optimizer.param_groups, defaults, engine=engine)
-    _let_go(optimizer, taken)
+    _redirect(optimizer, taken)
     _warn_of_frozen(taken, engine)
     return taken
 
@@ -211,7 +212,7 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
 def take_over_together(
     optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine
 ) -> tuple[OffloadOptimizer, list[OffloadOptimizer]]:
-    """As `take_over`, of one or several over parameters of one model: what the engine has, and ours for each."""
+    """`take_over` for one or several optimizers of a model. Returns the engine's optimizer, and ours for each."""
     if len(optimizers) == 1:
         taken = take_over(optimizers[0], engine)
         return taken, [taken]
@@ -222,35 +223,36 @@ def take_over_together(
     groups, defaults = [optimizer.param_groups for optimizer in optimizers], [*map(_defaults_of, optimizers)]
     joint = JointOptimizer(groups, defaults, engine=engine)
     for optimizer, part in zip(optimizers, joint.parts, strict=True):
-        _let_go(optimizer, part)
+        _redirect(optimizer, part)
     _warn_of_frozen(joint, engine)
     return joint, [*joint.parts]
 
 
 def _defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Hyperparameters of groups that are added later and do not give their own."""
+    """Hyperparameters of groups that are added later and do not set them."""
     return {**optimizer.defaults, RULE_KEY: _name_of(type(optimizer))}
 
 
-def _let_go(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
-    """Another one takes its steps. A group that the caller adds to it is added to that one."""
+def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
+    """Let groups that are added to the caller's optimizer go to ours, and free its states."""
     optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
     optimizer.param_groups = taken.param_groups
     optimizer.state.clear()  # Adagrad makes its sums before it steps
-    mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
+    mark_optimizer_stepped(optimizer)  # its scheduler warns otherwise
 
 
 def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
-    """An optimizer of frozen weights may be meant to train them later. (With adapters their base stays frozen.)"""
+    """Warn of frozen weights in an optimizer, which the caller may want to train later. With adapters the base stays
+    frozen."""
     if hasattr(engine.model, "peft_config"):
         return
     in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     frozen = [part.name for part in engine.parameter_slices if part.parameter in in_groups and not part.trainable]
     if frozen:
         logger.warning(
-            "the optimizer has %d frozen parameters (%s and so on), which have no states in the store and cannot be "
-            "thawed in this run; if they are to be trained later, let them require gradients when the model is "
-            "offloaded, and freeze them afterwards",
+            "the optimizer has %d frozen parameters (such as %s), which have no states in the store and stay frozen in "
+            "this run; to train them later, let them require gradients when the model is offloaded, and freeze them "
+            "afterwards",
             len(frozen),
             frozen[0],
         )
@@ -267,23 +269,23 @@ def _name_of(optimizer_class: Any) -> str:
 
 
 def _refuse_instance(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for what an optimizer was asked for and no param group says."""
-    if getattr(optimizer, "decoupled_wd", False):  # of `lion_pytorch`
+    """Raises ValueError for a setting that is not in the param groups."""
+    if getattr(optimizer, "decoupled_wd", False):  # in `lion_pytorch`
         lr, weight_decay = optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
         raise ValueError(
-            "Lion with decoupled_weight_decay=True is not supported under offload; leave it off, and set "
-            f"weight_decay={weight_decay / lr:g}, which is {weight_decay:g} / {lr:g}, for the same"
+            "Lion with decoupled_weight_decay=True is not supported under offload; for the same updates leave it off, "
+            f"and set weight_decay={weight_decay / lr:g}, which is {weight_decay:g} / {lr:g}"
         )
 
 
 def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:
     if name == "Lion" and any(group.get("cautious_factor", 1.0) != 1.0 for group in groups):
-        raise ValueError("Lion with a cautious_factor is not supported under offload; leave it at 1")
+        raise ValueError("Lion with a cautious_factor other than 1 is not supported under offload; leave it at 1")
     return rule_for(name, groups)
 
 
 class StoredOptimizers(_TrainerBase):
-    """Mixed into a Trainer: its optimizer is ours, of whatever kind was asked for."""
+    """Mixed into a Trainer: its optimizer is over the store."""
 
     optimizer: Any
     optimizer_cls_and_kwargs: Any
@@ -294,7 +296,7 @@ class StoredOptimizers(_TrainerBase):
         def _ensure_engine(self) -> OffloadEngine | None: ...
 
     def _rules(self) -> Rules:
-        """Whose states the store is to have."""
+        """The update rules, whose states the store has."""
         if self.optimizer is None:
             return self._optimizer_choice(self.args).rules
         return rules_of([getattr(self.optimizer, "optimizer", self.optimizer)])
@@ -308,14 +310,14 @@ class StoredOptimizers(_TrainerBase):
         engine = self._ensure_engine()
         if engine is None:
             return super().create_optimizer(*args, **kwargs)
-        asked = self.optimizer_cls_and_kwargs
+        stock = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
-            # Upstream groups the parameters by weight decay; only the class it instantiates is ours.
-            self.optimizer_cls_and_kwargs = self._optimizer_choice(self.args).over(engine)
+            # Upstream groups the parameters by weight decay, and instantiates our class.
+            self.optimizer_cls_and_kwargs = self._optimizer_choice(self.args).class_and_settings(engine)
         try:
             super().create_optimizer(*args, **kwargs)
         finally:
-            self.optimizer_cls_and_kwargs = asked
+            self.optimizer_cls_and_kwargs = stock
         if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), OffloadOptimizer):
             self.optimizer = take_over(self.optimizer, engine)
         return self.optimizer

@@ -1,4 +1,4 @@
-"""Long work shows itself on a terminal: bytes with a rate and the time left, and where a pass through the model is."""
+"""Progress of long work on a terminal: bytes, rate and time left, and the position of a pass in the model."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ from hf_lohan.timeline import Timeline
 from hf_lohan.wording import gb_per_s
 
 DELAY_S = 0.5
-"""What takes less is not worth a line."""
+"""Shorter work shows no line."""
 _MIN_INTERVAL_S = 0.1
 _RATE_INTERVAL_S = 2.0
-"""Over which bytes are counted for a rate."""
+"""A rate is the bytes of so many seconds."""
 _NUM_RECENT = 16
-"""Last steps from which the time left is estimated."""
+"""The time left is estimated from so many last steps."""
 
 _line: ContextVar[tqdm | None] = ContextVar("line", default=None)
-"""The line of the work that this thread does."""
+"""The line of this thread's work."""
 
 
 @contextlib.contextmanager
 def long_work(what: str, total_bytes: int | None = None) -> Iterator[None]:
-    """Within, `advance` moves a line on stderr; work within work belongs to the outer line. Without ``total_bytes`` the
-    line only says what is done, behind that of `live_line` if there is one.
+    """Within, `advance` moves a line on stderr. Nested work moves the outer line. Without ``total_bytes`` the line has
+    no numbers, and is a part of the `live_line` if there is one.
 
-    Nothing is shown where stderr is no terminal, where progress bars of transformers are switched off, or within a
-    `live_line` that is not shown.
+    Shows nothing if stderr is not a terminal, if progress bars of transformers are off, or within a hidden `live_line`.
     """
     live = _live_lines[-1] if _live_lines else None
     if live is not None and total_bytes is None:
-        with live.saying(what):
+        with live.noting(what):
             yield
         return
     if _line.get() is not None or not _is_watched() or (live is not None and not live.is_shown):
@@ -72,7 +71,7 @@ def long_work(what: str, total_bytes: int | None = None) -> Iterator[None]:
 
 
 def advance(num_bytes: int) -> None:
-    """So many bytes are done. Costs a look where there is no line."""
+    """Add ``num_bytes`` to the line of this thread's work."""
     line = _line.get()
     if line is not None:
         line.update(num_bytes)
@@ -82,11 +81,11 @@ def _is_watched() -> bool:
     return sys.stderr.isatty() and transformers_logging.is_progress_bar_enabled()
 
 
-# Where a pass through the model is.
+# The position of a pass in the model.
 
 
 class LiveLine:
-    """Says how far long work is: `step 3/16  backward block 12/32  SSD 1.2 GB/s  ETA 04:10`."""
+    """A line such as `step 3/16  backward block 12/32  SSD 1.2 GB/s  ETA 04:10`."""
 
     def __init__(self, unit: str, total: int | None, *, is_shown: bool, outer: LiveLine | None) -> None:
         self.is_shown = is_shown
@@ -94,39 +93,39 @@ class LiveLine:
         self._total = total
         self._outermost: LiveLine = outer._outermost if outer is not None else self
         self._bar: tqdm | None = None
-        """Of the outermost line, once there is something to say."""
+        """Only in the outermost line, from the first text on."""
         self._number = 0
         self._counts_forwards = True
-        self._where: tuple[PassName | None, int, int] = (None, 0, 0)
+        self._position: tuple[PassName | None, int, int] = (None, 0, 0)
         self._note: str | None = None
         self._began_s = time.perf_counter()
         self._took_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._expected_s: float | None = None
         self._counted = (0.0, 0)
-        """When so many bytes had been moved."""
+        """(time in seconds, bytes moved until then)."""
         self._bytes_per_s: float | None = None
         self._next_s = 0.0
 
-    def begin(self, number: int, total: int, expected_s: float | None) -> None:
-        """One of ``total`` steps begins. ``expected_s``: what one should take, if that is known. Without such calls
-        each forward counts as one."""
+    def begin_step(self, number: int, total: int, expected_s: float | None) -> None:
+        """Begin one of ``total`` steps. ``expected_s``: the expected time of a step, if it is known. Without such calls
+        each forward counts as a step."""
         self._counts_forwards, self._total, self._expected_s = False, total, expected_s
         self._begin(number)
 
-    def enter(self, phase: PassName, place: int, num_places: int, moved_bytes: Callable[[], int]) -> None:
-        """A pass has come to a block."""
-        before, last_place, _ = self._where
-        if self._counts_forwards and phase == "forward" and (before != "forward" or place <= last_place):
+    def enter_block(self, phase: PassName, number: int, num_blocks: int, moved_bytes: Callable[[], int]) -> None:
+        """A pass begins the block of this number, counted from 1 in its own order."""
+        last_phase, last_number, _ = self._position
+        if self._counts_forwards and phase == "forward" and (last_phase != "forward" or number <= last_number):
             self._begin(self._number + 1)
-        self._where = phase, place, num_places
+        self._position = phase, number, num_blocks
         now_s = time.perf_counter()
         if now_s >= self._next_s:
             self._count(now_s, moved_bytes())
             self._draw(now_s)
 
     @contextlib.contextmanager
-    def saying(self, what: str) -> Iterator[None]:
-        """Within, the line says that this is done."""
+    def noting(self, what: str) -> Iterator[None]:
+        """Within, the line shows ``what``."""
         before, self._note = self._note, what
         self._draw(time.perf_counter())
         try:
@@ -149,7 +148,7 @@ class LiveLine:
         self._counted = now_s, num_bytes
 
     def _left_s(self, now_s: float) -> float | None:
-        """The first step does not tell: the hardware may have been measured in it."""
+        # The first step may include a measurement of the hardware.
         usual_s = statistics.median([*self._took_s][1:]) if len(self._took_s) > 1 else self._expected_s
         if usual_s is None:
             usual_s = self._took_s[0] if self._took_s else None
@@ -160,12 +159,12 @@ class LiveLine:
 
     def text(self, now_s: float) -> str:
         total = f"/{self._total}" if self._total is not None else ""
-        phase, place, num_places = self._where
+        phase, number, num_blocks = self._position
         parts = [f"{self._unit} {self._number}{total}" if self._number else self._unit]
         if self._note is not None:
             return "  ".join([*parts, f"{self._note} ..."])
         if phase is not None:
-            parts.append(f"{phase} block {place}/{num_places}")
+            parts.append(f"{phase} block {number}/{num_blocks}")
         if self._bytes_per_s is not None:
             parts.append(f"SSD {gb_per_s(self._bytes_per_s)}")
         left_s = self._left_s(now_s)
@@ -190,13 +189,13 @@ class LiveLine:
 
 
 _live_lines: list[LiveLine] = []
-"""The innermost last. Of the process, not of a thread: a backward may run on one of autograd's."""
+"""The innermost last. Shared by all threads, because a backward may run on a thread of autograd."""
 
 
 @contextlib.contextmanager
 def live_line(unit: str, total: int | None = None, *, is_shown: bool = True) -> Iterator[LiveLine]:
-    """Within, one line on stderr says where the passes through offloaded models are, which are ``total`` of ``unit``.
-    Within another such line it takes its place for a while; within one that is not shown it is not, either."""
+    """Within, a line on stderr shows the position of the current pass, one of ``total``, in an offloaded model. It
+    replaces an outer line for a while, and is hidden if the outer line is."""
     outer = _live_lines[-1] if _live_lines else None
     may_show = outer.is_shown if outer is not None else _is_watched()
     line = LiveLine(unit, total, is_shown=is_shown and may_show, outer=outer)
@@ -209,32 +208,29 @@ def live_line(unit: str, total: int | None = None, *, is_shown: bool = True) -> 
 
 
 def begin_step(number: int, total: int, expected_s: float | None) -> None:
-    """See `LiveLine.begin`. Costs a look where there is no line."""
+    """`LiveLine.begin_step` of the innermost line."""
     if _live_lines:
-        _live_lines[-1].begin(number, total, expected_s)
+        _live_lines[-1].begin_step(number, total, expected_s)
 
 
 def trainer_line(args: TrainingArguments, unit: str, passes: Any = None) -> AbstractContextManager[LiveLine]:
-    """`live_line` of a Trainer, one in each box, unless it is to be quiet; ``passes`` may have a length."""
+    """`live_line` of a Trainer, on one rank of each node, unless `disable_tqdm` is set."""
     is_shown = not args.disable_tqdm and args.local_process_index <= 0
     return live_line(unit, len(passes) if has_length(passes) else None, is_shown=is_shown)
 
 
-def tell_of_blocks(model_blocks: ModelBlocks, timeline: Timeline) -> Callable[[PassName, Block], None]:
-    """What an engine is to call when a pass has come to a block. Costs a look where no line is shown."""
+def show_blocks(model_blocks: ModelBlocks, timeline: Timeline) -> Callable[[PassName, Block], None]:
+    """Return a callback for an engine, to be called when a pass begins a block."""
     with_modules = {blocks[0] for blocks in model_blocks.needs.values() if blocks}
     in_order = [block for block in model_blocks.blocks if block in with_modules]
-    places = {block: place for place, block in enumerate(in_order, start=1)}
+    numbers = {block: number for number, block in enumerate(in_order, start=1)}
 
-    def moved_bytes() -> int:
-        return timeline.drives_bytes
-
-    def tell(phase: PassName, block: Block) -> None:
+    def on_block(phase: PassName, block: Block) -> None:
         if not _live_lines or not _live_lines[-1].is_shown:
             return
-        place = places.get(block)
-        if place is not None:
-            done = place if phase == "forward" else len(places) + 1 - place
-            _live_lines[-1].enter(phase, done, len(places), moved_bytes)
+        number = numbers.get(block)
+        if number is not None:
+            in_pass = number if phase == "forward" else len(numbers) + 1 - number
+            _live_lines[-1].enter_block(phase, in_pass, len(numbers), lambda: timeline.drives_bytes)
 
-    return tell
+    return on_block

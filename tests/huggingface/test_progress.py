@@ -190,15 +190,15 @@ def test_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now.s))
     with live_line("step") as line:
         for number, seconds in enumerate((100.0, 10.0, 10.0), start=1):  # hardware is measured in the first
-            line.begin(number, 16, 20.0)
-            line.enter("forward", 5, 32, lambda: 0)
+            line.begin_step(number, 16, 20.0)
+            line.enter_block("forward", 5, 32, lambda: 0)
             if number == 1:
                 assert line.text(now.s + 5) == "step 1/16  forward block 5/32  ETA 05:15", "by the plan"
             now.s += seconds
-        line.begin(4, 16, 20.0)
-        line.enter("backward", 12, 32, lambda: 3_000_000_000)
+        line.begin_step(4, 16, 20.0)
+        line.enter_block("backward", 12, 32, lambda: 3_000_000_000)
         now.s += 4
-        line.enter("backward", 13, 32, lambda: 9_000_000_000)
+        line.enter_block("backward", 13, 32, lambda: 9_000_000_000)
         assert line.text(now.s) == "step 4/16  backward block 13/32  SSD 1.5 GB/s  ETA 02:06"
         with long_work("saving the world"):
             assert line.text(now.s) == "step 4/16  saving the world ..."
