@@ -163,7 +163,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap=unwrap)
         if not unwrap:
             return {}
-        weights = StoredWeights(StoredModel.of(engine), model)
+        weights = StoredWeights(StoredModel.from_engine(engine), model)
         return {name: weights.get(name, tensor) for name, tensor in model.state_dict().items()}
 
 
@@ -312,7 +312,7 @@ class Accelerator(OffloadAwareAccelerator):
         elif saves_itself(model) or is_of_diffusers(model):
             model.save_pretrained(save_directory, **kwargs)
         else:
-            save_together(StoredModel.of(engine), lambda stored: save_shards(stored, save_directory, **kwargs))
+            save_together(StoredModel.from_engine(engine), lambda stored: save_shards(stored, save_directory, **kwargs))
 
     def end_training(self) -> None:
         """As in accelerate. Also ends the record for `lohan report`: the folder `lohan/` in the project folder, or, if
@@ -332,7 +332,7 @@ class Accelerator(OffloadAwareAccelerator):
                 if hasattr(model, "peft_config"):
                     model.save_pretrained(Path(output_dir) / _MODEL_FOLDER)
                 else:
-                    save_state_dict(StoredModel.of(engine), _weights_file(output_dir, num_others))
+                    save_state_dict(StoredModel.from_engine(engine), _weights_file(output_dir, num_others))
                 save_optimizer_states(engine, output_dir)
 
     def _load_offloaded(self, models: list[Any], input_dir: str) -> None:

@@ -261,7 +261,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
 def _save_through(engine: OffloadEngine, model: Any) -> None:
     """Save the weights of ``model``, which are in the engine's store, from there."""
     setattr(model, _ENGINE_ATTRIBUTE, engine)
-    stored = replace(StoredModel.of(engine), model=model)
+    stored = replace(StoredModel.from_engine(engine), model=model)
     if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         model.save_pretrained = functools.partial(save_pretrained_from_store, stored, type(model).save_pretrained)
     elif is_of_diffusers(model):

@@ -1,4 +1,4 @@
-"""PEFT over a base that is in a store: adapters are made, merged and unmerged, and it never stands in memory whole."""
+"""Makes, merges and unmerges adapters of PEFT over a base whose weights are in a store."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WHOLE_MODEL = ("merge_and_unload", "unload")
 
 
 def check_peft_config(peft_config: Any) -> None:
-    """Raises ValueError for what describes no adapters."""
+    """Raises ValueError unless ``peft_config`` is a configuration of PEFT."""
     from peft import PeftConfig
 
     if not isinstance(peft_config, PeftConfig):
         raise ValueError(
-            f"peft_config={peft_config!r} is no configuration of PEFT; give one, such as peft.LoraConfig(r=16, "
+            f"peft_config={peft_config!r} is not a configuration of PEFT; give one, such as peft.LoraConfig(r=16, "
             'target_modules="all-linear", task_type="CAUSAL_LM")'
         )
 
 
 def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:
-    """A model on meta with its adapters, and by their names in the base what its parameters are called now."""
+    """Add adapters to a model on meta. Returns it, and the new names of the base's parameters by their old names."""
     from peft import get_peft_model
 
     before = {parameter: name for name, parameter in skeleton.named_parameters()}
@@ -42,8 +42,8 @@ def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, st
 
 
 def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping[str, str]) -> Any:
-    """A model of placeholders, whose weights are stored under ``names``, with adapters: theirs are stored as well. An
-    initialisation that looks at a weight is brought it; one that changes weights is refused."""
+    """Add adapters to a model of placeholders, whose weights are stored under ``names``, and store their weights.
+    Initialisations may read the base's weights, and raise if they change them."""
     from peft import get_peft_model
 
     stored = _StoredBase(access, {parameter: names[name] for name, parameter in base.named_parameters()})
@@ -63,7 +63,7 @@ def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping
 
 
 class _StoredBase:
-    """A `WeightProvider` for as long as a model is put together."""
+    """The `WeightProvider` while adapters are added."""
 
     def __init__(self, access: ParameterAccess, names: dict[nn.Parameter, str]) -> None:
         self.names = names
@@ -88,15 +88,15 @@ class _StoredBase:
         raise RuntimeError("weights can be gathered when the model is loaded, not before")
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
-        """Nothing is saved of it: there is no forward yet."""
+        """Does nothing: no forward saves views yet."""
 
 
 # Merging.
 
 
-def merge_through_store(model: Any, adopt: Callable[[Any], None]) -> None:
-    """Let `merge_and_unload`, `merge_adapter`, `unmerge_adapter` and `unload` of a `PeftModel` do what they always do.
-    ``adopt`` is given the base model that they return, whose weights stay in the store."""
+def merge_through_store(model: Any, on_base: Callable[[Any], None]) -> None:
+    """Make `merge_and_unload`, `merge_adapter`, `unmerge_adapter` and `unload` of a `PeftModel` work on stored weights.
+    ``on_base`` is called with the base model that they return, whose weights stay in the store."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in model.modules():
@@ -107,11 +107,11 @@ def merge_through_store(model: Any, adopt: Callable[[Any], None]) -> None:
     for owner in (model, model.base_model):
         for name in _WHOLE_MODEL:
             if hasattr(owner, name):
-                setattr(owner, name, functools.partial(_adopted, model, getattr(owner, name), adopt))
+                setattr(owner, name, functools.partial(_return_base, model, getattr(owner, name), on_base))
 
 
 def needs_all_kept(model: Any) -> bool:
-    """Whether its layers are given keys and values of a prefix, which transformers takes from layers that run again."""
+    """Whether the model has prefix tuning, whose keys and values transformers does not pass to recomputed layers."""
     configs = getattr(model, "peft_config", {})
     return any(getattr(config, "peft_type", None) == "PREFIX_TUNING" for config in configs.values())
 
@@ -127,12 +127,14 @@ def _bytes_of(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-def _adopted(model: Any, stock: Callable[..., Any], adopt: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
+def _return_base(
+    model: Any, stock: Callable[..., Any], on_base: Callable[[Any], None], *args: Any, **kwargs: Any
+) -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     total_bytes = sum(_bytes_of(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
     is_merged = getattr(stock, "__name__", "") == "merge_and_unload"
     with long_work("merging adapters", total_bytes) if is_merged else contextlib.nullcontext():
         base = stock(*args, **kwargs)
-    adopt(base)
+    on_base(base)
     return base

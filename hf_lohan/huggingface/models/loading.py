@@ -1,4 +1,4 @@
-"""Stream a checkpoint into the store, tensor by tensor: the model never stands in RAM."""
+"""Streams a checkpoint to the store, tensor by tensor, so that the model is never in RAM."""
 
 from __future__ import annotations
 
@@ -50,54 +50,55 @@ _CONVERSIONS = {
     method: f"from_pretrained(path, dtype='bfloat16', quantization_config={config}(dequantize=True)).save_pretrained()"
     for method, config in (("fp8", "FineGrainedFP8Config"), ("mxfp4", "Mxfp4Config"))
 }
-"""How transformers itself makes a bfloat16 checkpoint of a quantized one."""
+"""How transformers makes a bfloat16 checkpoint of a quantized one."""
 _MOST_ROWS_BYTES = 32 << 20
-"""Of larger weights so much is read and converted at a time, or what one buffer holds, if that is less."""
+"""Larger weights are read and converted in pieces of at most this size, and at most one buffer."""
 
 
 class WeightSink:
-    """Writes loaded weights into the store, under the names that they have there."""
+    """Writes loaded weights to the store."""
 
     def __init__(
         self, access: ParameterAccess, names: Mapping[str, str] | None = None, *, of_any_dtype: bool = True
     ) -> None:
-        """`names`: in the store, of weights that are called otherwise when they are loaded. Unless they may be
-        ``of_any_dtype``, only those are taken that have the dtype of the working weights."""
+        """`names`: the stored names of weights that have other names when they are loaded. Without ``of_any_dtype``, a
+        weight must have its working dtype."""
         self.most_bytes = min(access.piece_bytes, _MOST_ROWS_BYTES)
         self.written: set[str] = set()
         self._access = access
         self._names = names or {}
         self._of_any_dtype = of_any_dtype
 
-    def take(self, name: str, weight: Tensor) -> bool:
-        """Says whether the store wants it. Raises ValueError for one of another shape or dtype."""
+    def store_weight(self, name: str, weight: Tensor) -> bool:
+        """Write a weight. Returns False if the store has none of this name. Raises ValueError for a wrong shape or
+        dtype."""
         name = self._names.get(name, name)
         if name not in self._access.parts:
             return False  # an alias of a tied weight: stored under its first name
         self._check_dtype(name, weight)
         self._access.write_parameter(name, weight)
-        self._note(name, weight)
+        self._count(name, weight)
         return True
 
-    def take_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool:
-        """`take` for the rows from ``first`` on of a weight of this shape; one of another shape is not wanted."""
+    def store_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool:
+        """Write the rows from ``first`` on of a weight. Returns False if the store has none of this name and shape."""
         name = self._names.get(name, name)
         if name not in self._access.parts or self._access.parts[name][0][1].shape != shape:
             return False
         self._check_dtype(name, rows)
         self._access.write_elements(name, first * shape[1:].numel(), rows)
-        self._note(name, rows)
+        self._count(name, rows)
         return True
 
-    def _note(self, name: str, weight: Tensor) -> None:
+    def _count(self, name: str, weight: Tensor) -> None:
         self.written.add(name)
         advance(weight.numel() * self._dtype_of(name).itemsize)
 
     def _check_dtype(self, name: str, weight: Tensor) -> None:
         if not self._of_any_dtype and weight.dtype != self._dtype_of(name):
             raise ValueError(
-                f"{name} is of {weight.dtype} when it is loaded, and its model's config describes one of "
-                f"{self._dtype_of(name)}; load the model with dtype='float32', or in memory"
+                f"{name} has dtype {weight.dtype} when it is loaded, and {self._dtype_of(name)} by its model's config; "
+                "load the model with dtype='float32', or in memory"
             )
 
     def _dtype_of(self, name: str) -> torch.dtype:
@@ -129,19 +130,19 @@ def from_pretrained(
         torch_device: where to compute; None is the GPU if there is one.
         dtype: dtype of the working weights; "auto" is the checkpoint's own. `bf16=True` means bfloat16 working
             weights whose float32 masters equal the checkpoint's values exactly.
-        default_ssd_path: the store's folder if the configuration names none.
-        hold_gradients: keep gradients until `step()`, as clipping and accumulation need; False applies them in
+        default_ssd_path: the store's folder if the configuration has no path.
+        hold_gradients: hold gradients until `step()`, as clipping and accumulation need; False applies them in
             backward.
-        sums_gradients: several backwards a step are to be expected, so gradients are kept in float32. With False those
-            of bfloat16 weights stay in bfloat16, in half the memory, and if there are several after all, their sums
-            wait on the SSD. No number is another one.
+        sums_gradients: steps have several backwards, so gradients are held in float32. With False gradients of bfloat16
+            weights are held in bfloat16, in half the memory, and sums of several backwards go to the SSD. Results are
+            the same.
         model_class: default `AutoModelForCausalLM`, or the class that the checkpoint's config names if it has the head
             of another task, such as `BertForSequenceClassification`.
-        is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
-        optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default
-            AdamW, or as the configuration says.
-        peft_config: of PEFT; returns a `PeftModel`, whose base is streamed as well.
-        kwargs: for the model class's own `from_pretrained`.
+        is_trained: False freezes all weights, and the store has no optimizer states and one version of each record.
+        optimizer: a class of `torch.optim`, or (class, keyword arguments), whose states the store has; default AdamW,
+            or as configured.
+        peft_config: a configuration of PEFT. Returns a `PeftModel`, whose base is streamed as well.
+        kwargs: for the model class's `from_pretrained`.
 
     Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
     """
@@ -151,7 +152,7 @@ def from_pretrained(
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
     if peft_config is not None:
         check_peft_config(peft_config)
-    # A Trainer hands on what it was given, or a part of it.
+    # A Trainer passes its own configuration, or a part of it.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
@@ -188,15 +189,15 @@ def from_pretrained(
         model = stream_model(path, model_class, model_config, loaded_dtype, access, names, casts=bf16, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
-        check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads, that no checkpoint has
+        check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads, which no checkpoint has
         store_the_rest(model, access, names)
         if peft_config is not None:
             model = adapted(model, peft_config, access, names)
         final = lay_out_for_this(model)
         if final.identity != layout.identity:
             raise ValueError(
-                "the loaded model differs from the one its config describes, so its weights are not where they were "
-                "planned; load it in memory and pass the model instead of its path"
+                "the loaded model differs from the one that its config describes, for which the store was laid out; "
+                "load it in memory and pass the model instead of its path"
             )
         return attach(model, replace(final, saved_dtypes=saved_dtypes), tiers, config).model
     except BaseException:
@@ -215,17 +216,17 @@ def stream_model(
     casts: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The model of a checkpoint, its weights in the store and on meta. ``names`` are those in the store, which may have
-    another dtype if it ``casts``."""
+    """Load a checkpoint's model on meta, and its weights to the store under ``names``. With ``casts`` their dtypes may
+    differ."""
     sink = WeightSink(access, names, of_any_dtype=casts)
     with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink):
         return model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
 
 
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
-    """Stream a checkpoint's weights over those in the store (resume, best model).
+    """Overwrite the weights in the store with a checkpoint's (resume, best model).
 
-    Goes through `from_pretrained`, not `load_state_dict`: MoE experts are saved un-fused and must be fused again.
+    Calls `from_pretrained`, which fuses experts that are saved one by one.
     """
     if not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained")):
         reload_state_dict(engine, model, path)
@@ -240,14 +241,14 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
             loaded = type(model).from_pretrained(path, dtype="auto")
         for name, parameter in loaded.named_parameters():
             if parameter.device.type != "meta":
-                sink.take(name, parameter)
+                sink.store_weight(name, parameter)
         copy_buffers(model, loaded.state_dict())
         expected = set(engine.parameters.parts)
     _end_reload(engine, path, expected, sink)
 
 
 def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path) -> None:
-    """Stream the state dict that a file has, or a folder, over the weights that are in the store."""
+    """Overwrite the weights in the store with the state dict of a file or a folder."""
     access = engine.parameters
     stored = {part.parameter: part.name for part in engine.parameter_slices}
     names = {
@@ -272,8 +273,8 @@ def _end_reload(engine: OffloadEngine, path: str | Path, expected: set[str], sin
 
 
 def _stream_adapters(model: Any, path: str | Path, sink: WeightSink) -> None:
-    """PEFT saves the adapters alone, under shorter names, those that are not the default in folders of their own: let
-    PEFT itself translate ours, and match them."""
+    """Store saved adapters. PEFT saves them under shorter names, each but the default one in its own folder. Its own
+    function translates our names."""
     from peft import get_peft_model_state_dict, load_peft_weights
 
     own = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
@@ -284,13 +285,13 @@ def _stream_adapters(model: Any, path: str | Path, sink: WeightSink) -> None:
         tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter, save_embedding_layers=False)
         for saved_name, tensor in tensors.items():
             if saved_name in saved and id(tensor) in name_of:
-                sink.take(name_of[id(tensor)], saved[saved_name])
+                sink.store_weight(name_of[id(tensor)], saved[saved_name])
 
 
 @contextlib.contextmanager
 def streamed_to(sink: WeightSink) -> Iterator[None]:
-    """While this is on, every weight that transformers has loaded, renamed, fused and cast goes to `sink` and leaves a
-    meta parameter behind: large ones some rows at a time, others whole, by torch's registration hooks."""
+    """Within, every weight that transformers has loaded, renamed, fused and cast goes to `sink`, and a meta parameter
+    takes its place. Large weights come some rows at a time, others whole, through torch's registration hooks."""
     parents: dict[nn.Module, tuple[nn.Module, str]] = {}
 
     def name_of(module: nn.Module, name: str) -> str:
@@ -306,7 +307,7 @@ def streamed_to(sink: WeightSink) -> Iterator[None]:
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device.type == "meta" or not is_loaded(parameter):
             return None
-        if not sink.take(name_of(module, name), parameter):
+        if not sink.store_weight(name_of(module, name), parameter):
             return None
         meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         mark_loaded(meta)
@@ -314,11 +315,11 @@ def streamed_to(sink: WeightSink) -> Iterator[None]:
 
     hooks = [
         register_module_module_registration_hook(on_module),
-        # Torch documents that the hook may return a replacement; its annotation forgot.
+        # By torch's documentation, but not its annotation, the hook may return a replacement.
         register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
     try:
-        with loaded_in_rows(sink.take_rows, sink.most_bytes):
+        with loaded_in_rows(sink.store_rows, sink.most_bytes):
             yield
     finally:
         for hook in hooks:
@@ -326,29 +327,29 @@ def streamed_to(sink: WeightSink) -> Iterator[None]:
 
 
 def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
-    """Of the parameters of these names in the store."""
+    """Bytes of these parameters in the store."""
     parts = [pair for name in names for pair in access.parts[name]]
     return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
 
 def _refuse_quantized(path: str | Path, model_config: Any) -> None:
-    found = getattr(model_config, "quantization_config", None)
-    if found is None:
+    config = getattr(model_config, "quantization_config", None)
+    if config is None:
         return
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
     method = str(getattr(method, "value", method))
     raise ValueError(
-        f"{str(path)!r} is a quantized checkpoint ({method}), which cannot be trained; take its original in bfloat16"
-        + (f", or convert it where it fits into RAM: {_CONVERSIONS[method]}" if method in _CONVERSIONS else "")
+        f"{str(path)!r} is a quantized checkpoint ({method}), which cannot be trained; use its original in bfloat16"
+        + (f", or convert it on a machine with enough RAM: {_CONVERSIONS[method]}" if method in _CONVERSIONS else "")
     )
 
 
 def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
-    """The model without weights, in the dtypes that it is loaded in. Call it with meta as torch's default device."""
+    """The model without weights, in the dtypes in which it is loaded. Call this with meta as torch's default device."""
     skeleton = build_from_config(model_class, model_config, dtype)
     kept = kept_in_float32(skeleton) if dtype == torch.bfloat16 else set[str]()
     for name, parameter in skeleton.named_parameters():
-        # Transformers makes all weights that it loads trainable, also those that their class freezes.
+        # Transformers makes all loaded weights trainable, also those that their class freezes.
         parameter.requires_grad_(parameter.is_floating_point())
         if name in kept:
             parameter.data = parameter.data.to(torch.float32)
@@ -356,21 +357,21 @@ def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
 
 
 def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
-    """In which the checkpoint's weights are loaded. Raises ValueError for a quantized one."""
+    """The dtype in which the checkpoint's weights are loaded. Raises ValueError for a quantized checkpoint."""
     _refuse_quantized(path, model_config)
     if isinstance(dtype, torch.dtype):
         return dtype
     checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
-    found = checkpoint_dtype if dtype == "auto" else dtype
-    resolved = getattr(torch, found, None) if isinstance(found, str) else found
+    chosen = checkpoint_dtype if dtype == "auto" else dtype
+    resolved = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
     if not isinstance(resolved, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'auto', 'float32' or 'bfloat16'")
     return resolved
 
 
 def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str, str]) -> None:
-    """Store weights that the checkpoint did not have (new heads), and make every parameter a placeholder. ``names``
-    are those in the store."""
+    """Store weights that the checkpoint does not have (new heads) under ``names``, and make every parameter a
+    placeholder."""
     for name, parameter in list(model.named_parameters()):
         if parameter.device.type != "meta":
             access.write_parameter(names[name], parameter)
@@ -378,12 +379,12 @@ def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str
 
 
 def make_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-    """Take its numbers from every parameter, be it on meta or not. ``dtypes``: those that change, by name."""
+    """Make every parameter a placeholder without values. ``dtypes``: new dtypes, by name."""
     for name, parameter in list(model.named_parameters()):
         dtype = (dtypes or {}).get(name, parameter.dtype)
         placeholder = nn.Parameter(
             torch.full((1,), float("nan"), dtype=dtype).expand(parameter.shape),
             requires_grad=parameter.requires_grad,
         )
-        # Keeps the parameter's identity, so tied weights stay one; `.data` of a meta parameter cannot be set.
+        # Keeps the parameter object, so weights stay tied. `.data` of a meta parameter cannot be set.
         torch.utils.swap_tensors(parameter, placeholder)

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model whose weights are in the store: piece by piece, no weight whole in RAM."""
+"""`save_pretrained` of a model whose weights are in the store, piece by piece."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from hf_lohan.ranks import Links
 logger = logging.getLogger(__name__)
 
 _MASTERS_NUMEL = 1 << 20
-"""So many masters are put together at a time."""
+"""Masters that are read at a time."""
 
 
 def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """By name the dtypes of weights that are saved in another one than they compute in. ``loaded``: in which they came.
-
-    Raises ValueError if checkpoints would lose bits: float32 weights that train are saved as such.
-    """
+    """By name, the dtypes of weights that are not saved in their working dtype. ``loaded``: the dtypes in which they
+    were loaded, by name. Raises ValueError if checkpoints would round trained float32 weights."""
     blocks = form.model_blocks.blocks
     is_float32 = all(block.master.working_dtype == torch.float32 for block in blocks)
     if asked == "bfloat16" and is_float32 and any(block.state_numel for block in blocks):
         raise ValueError(
-            "save_dtype: bfloat16 would round the float32 weights of this run in its checkpoints as well, which could "
-            "not be resumed exactly; leave it at auto, and write a bfloat16 model of the last step by lohan export "
-            "RUN OUT --dtype bfloat16"
+            "save_dtype: bfloat16 would also round the float32 weights in this run's checkpoints, which could not be "
+            "resumed exactly; leave it at auto, and write a bfloat16 model of the last step with lohan export RUN "
+            "OUT --dtype bfloat16"
         )
     computing_bfloat16 = (block for block in blocks if block.master.working_dtype == torch.bfloat16)
     names = (part.name for block in computing_bfloat16 for part in block.slices)
@@ -52,34 +50,31 @@ def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torc
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model whose weights are in a store: under an engine, or only to be saved."""
+    """A model whose weights are in a store, with or without an engine."""
 
     model: Any
     access: Callable[[], ParameterAccess]
-    """Asked for each weight: an engine then waits for its updates."""
+    """Called for each weight: an engine then waits for its updates."""
     links: Links = field(default_factory=Links.alone)
-    """To the other ranks. Where there are some, all of them save together."""
-    led: CollectiveReads | None = None
-    """On rank 0, while it saves: what the others follow."""
+    collective_reads: CollectiveReads | None = None
+    """Set on rank 0 of several while it saves."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """By stored name, of weights that are saved in another dtype than they are stored in."""
+    """By stored name, the dtypes of weights that are not saved in the dtype of the store."""
 
     @property
     def reads(self) -> ParameterAccess | CollectiveReads:
-        """By which weights are read."""
-        return self.led or self.access()
+        return self.collective_reads or self.access()
 
     @classmethod
-    def of(cls, engine: OffloadEngine) -> StoredModel:
-        """The model of an engine."""
+    def from_engine(cls, engine: OffloadEngine) -> StoredModel:
         return cls(engine.model, lambda: engine.parameters, engine.links, dtypes=engine.layout.saved_dtypes)
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """A model's weights by their names in its state dict (aliases of tied weights included), read when asked for."""
+    """A model's weights by their names in its state dict, aliases of tied weights included. Each access reads."""
 
     def __init__(self, stored_model: StoredModel, root: nn.Module | None = None) -> None:
-        """`root`: whose names to use, if not the model's own."""
+        """`root`: the module whose names to use; default is the model."""
         self._stored_model = stored_model
         root = root or stored_model.model
         stored = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
@@ -90,7 +85,7 @@ class StoredWeights(Mapping[str, Tensor]):
         }
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """In which a weight is saved."""
+        """The dtype in which a weight is saved."""
         block, _ = self._stored_model.reads.parts[self._stored_name[name]][0]
         return self._stored_model.dtypes.get(self._stored_name[name], block.master.working_dtype)
 
@@ -104,7 +99,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return weight
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """One weight, flat, in pieces that are valid until the next."""
+        """A weight, flattened, in pieces. Each is valid until the next one."""
         stored_name = self._stored_name[name]
         if stored_name in self._stored_model.dtypes:
             numel = self._stored_model.reads.parts[stored_name][0][1].shape.numel()
@@ -116,15 +111,15 @@ class StoredWeights(Mapping[str, Tensor]):
             advance(piece.nbytes)
 
     def _elements(self, stored_name: str, first: int, last: int) -> Tensor:
-        """Elements [first, last) of the flattened weight, in the dtype that it is saved in."""
+        """Elements [first, last) of the flattened weight, in its saved dtype."""
         reads, dtype = self._stored_model.reads, self._stored_model.dtypes.get(stored_name)
         read = reads.read_masters if dtype == torch.float32 else reads.read_elements
-        found = read(stored_name, first, last)
-        advance(found.nbytes)
-        return found if dtype is None else found.to(dtype)
+        elements = read(stored_name, first, last)
+        advance(elements.nbytes)
+        return elements if dtype is None else elements.to(dtype)
 
     def rows(self, name: str, row: int | None) -> Tensor:
-        """A row of a weight of shape [rows, ...] as one of shape [1, ...]; without ``row`` all of it."""
+        """Row ``row`` of a weight, [1, ...]; all rows for None."""
         if row is None:
             return self[name]
         stored_name = self._stored_name[name]
@@ -132,7 +127,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
 
     def aliases(self) -> set[str]:
-        """Names of weights that have an earlier one."""
+        """All names of tied weights but the first."""
         first = {stored: name for name, stored in reversed(self._stored_name.items())}
         return {name for name, stored in self._stored_name.items() if first[stored] != name}
 
@@ -147,10 +142,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 def save_together(stored_model: StoredModel, save: Callable[..., Any], **kwargs: Any) -> Any:
-    """Return what `save` returns for the model and ``kwargs``. All ranks call this together, and rank 0 saves."""
+    """Return what `save` returns for the model and ``kwargs``. All ranks call this; rank 0 saves."""
 
     def save_read_by(reads: CollectiveReads | None, **kwargs: Any) -> Any:
-        return save(replace(stored_model, led=reads), **kwargs)
+        return save(replace(stored_model, collective_reads=reads), **kwargs)
 
     return save_on_rank_0(stored_model.access, stored_model.links, save_read_by, kwargs)
 
@@ -169,32 +164,31 @@ def save_pretrained_from_store(
 def save_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
-    """The stock `save_pretrained`, with every placeholder replaced by its stored weight.
+    """Call the stock `save_pretrained`, with the stored weights in place of placeholders.
 
-    Weights go into the files a piece at a time, and experts that a checkpoint has one by one pass one by one. Where
-    transformers makes a file's tensor of several weights at once, or mixes rows of one, these stand in RAM for it. A
-    `state_dict` passed in is not used (scripts pass what `accelerator.get_state_dict` gave them, which are the same
-    weights); that is logged.
+    Weights are written piece by piece, and experts one by one. If transformers makes a tensor of several weights, or
+    reorders the rows of one, these are in RAM meanwhile. A `state_dict` argument is ignored with a warning: scripts
+    pass the result of `accelerator.get_state_dict`, which has the same weights.
     """
     model = stored_model.model
     if kwargs.pop("state_dict", None) is not None:
-        logger.warning("saving the weights that are in the store; the state_dict passed to save_pretrained is not used")
+        logger.warning("saving the weights of the store; the state_dict passed to save_pretrained is not used")
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
         adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
-        with torch.no_grad():  # prompts are computed by their encoders, which are called for that
+        with torch.no_grad():  # PEFT runs encoders to compute prompts
             state_dict = _adapter_state_dict(stored_model, adapters, embeddings)
             return stock(model, save_directory, state_dict=state_dict, **kwargs)
     weights = StoredWeights(stored_model)
     state_dict = on_meta(model, weights)
-    # Stock takes tied ones out of the dict that it is given; these live on, else an `id` could be another tensor's.
+    # The stock method removes tied weights from the dict. Keep them alive, so that no other tensor gets their `id`.
     forms = {name: state_dict[name] for name in weights}
-    named = {id(form): name for name, form in forms.items()}
+    names = {id(form): name for name, form in forms.items()}
     saved_dtype = next((weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights), None)
 
     def write_file(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str]) -> None:
-        pieces = _Pieces(weights, named, made)
+        pieces = _FilePieces(weights, names, converted)
         specs = [
-            TensorSpec(name, tensor.dtype, tensor.numel(), pieces.of(name, tensor), shape=tuple(tensor.shape))
+            TensorSpec(name, tensor.dtype, tensor.numel(), pieces.iterate(name, tensor), shape=tuple(tensor.shape))
             for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
         ]
         write_safetensors(Path(path), specs, metadata)
@@ -202,13 +196,13 @@ def save_from_store(
     with (
         long_work(f"saving {save_directory}", num_bytes(forms)),
         config_saved_with(getattr(model, "config", None), saved_dtype),
-        saved_by(model, write_file) as made,
+        saved_by(model, write_file) as converted,
     ):
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
 
 
 def on_meta(model: Any, weights: StoredWeights) -> dict[str, Tensor]:
-    """The state dict, with what is stored on meta in the dtype that it is saved in."""
+    """The state dict, with stored weights on meta in their saved dtype."""
     return {
         name: torch.empty(tensor.shape, dtype=weights.dtype_of(name), device="meta") if name in weights else tensor
         for name, tensor in model.state_dict().items()
@@ -216,36 +210,36 @@ def on_meta(model: Any, weights: StoredWeights) -> dict[str, Tensor]:
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Of all of them together."""
+    """Of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-class _Pieces:
-    """What the tensors of one file are made of."""
+class _FilePieces:
+    """The pieces of the tensors of one file."""
 
-    def __init__(self, weights: StoredWeights, named: Mapping[int, str], made: Mapping[int, SavedTensor]) -> None:
-        """`named`: weights on meta by their `id`; ``made``: what transformers made of such."""
+    def __init__(self, weights: StoredWeights, names: Mapping[int, str], converted: Mapping[int, SavedTensor]) -> None:
+        """`names`: of weights on meta, by `id`. ``converted``: tensors that transformers made of such, by `id`."""
         self._weights = weights
-        self._named = named
-        self._made = made
+        self._names = names
+        self._converted = converted
         self._last: tuple[SavingConversion | None, int | None, list[Tensor]] = (None, None, [])
-        """A conversion's results for one row: what is made together is written one after another, as a rule."""
+        """A conversion's results for one row. The file's next tensor is usually one of them."""
 
-    def of(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
-        """A tensor of the file, in order, each piece valid until the next."""
+    def iterate(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
+        """The pieces of a tensor in order. Each is valid until the next one."""
         if tensor.device.type != "meta":
             yield tensor
-        elif id(tensor) in self._named:
-            yield from self._weights.pieces(self._named[id(tensor)])
-        elif id(tensor) in self._made:
-            yield from self._converted(self._made[id(tensor)])
+        elif id(tensor) in self._names:
+            yield from self._weights.pieces(self._names[id(tensor)])
+        elif id(tensor) in self._converted:
+            yield from self._convert(self._converted[id(tensor)])
         else:
             raise RuntimeError(
-                f"transformers saves {name}, and it is not known of which weights it is made; save with "
+                f"transformers saves {name}, and we do not know the weights of which it is made; save with "
                 "save_original_format=False"
             )
 
-    def _converted(self, saved: SavedTensor) -> Iterator[Tensor]:
+    def _convert(self, saved: SavedTensor) -> Iterator[Tensor]:
         conversion, num_rows = saved.conversion, saved.conversion.num_rows
         if num_rows is None:
             yield self._results(conversion, None)[saved.index]
@@ -258,21 +252,21 @@ class _Pieces:
 
     def _results(self, conversion: SavingConversion, row: int | None) -> list[Tensor]:
         if self._last[:2] != (conversion, row):
-            self._last = (None, None, [])  # let go of before the next are made
+            self._last = (None, None, [])  # free these before the next are made
             self._last = (conversion, row, conversion.results(lambda form: self._value(form, row)))
         return self._last[2]
 
     def _value(self, form: Tensor, row: int | None) -> Tensor:
-        """Of what was on meta: whole, or one row."""
+        """The values of a tensor, or of one row."""
         if form.device.type != "meta":
             return form if row is None else form[row : row + 1]
-        return self._weights.rows(self._named[id(form)], row)
+        return self._weights.rows(self._names[id(form)], row)
 
 
 def _adapter_state_dict(
     stored_model: StoredModel, selected_adapters: Sequence[str] | None, save_embedding_layers: bool | str
 ) -> dict[str, Tensor]:
-    """What PEFT saves: adapters, and embeddings where it says so; the rest only by name."""
+    """The state dict for PEFT, with values for what it saves (adapters, perhaps embeddings) and the rest on meta."""
     from peft import get_peft_model_state_dict
 
     weights, model = StoredWeights(stored_model), stored_model.model
@@ -280,7 +274,7 @@ def _adapter_state_dict(
     saved = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name in weights}
     names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT says them again when it saves
+        warnings.simplefilter("ignore")  # PEFT repeats them when it saves
         for adapter in selected_adapters or model.peft_config:
             tensors = get_peft_model_state_dict(
                 model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=save_embedding_layers

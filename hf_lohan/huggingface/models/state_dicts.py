@@ -1,5 +1,4 @@
-"""State dicts in files, for models that have no `save_pretrained` of transformers: any `nn.Module` with layers, and
-those of diffusers."""
+"""State dicts in files, for models of diffusers and any other `nn.Module` without transformers' `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -20,21 +19,21 @@ from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, num_b
 from hf_lohan.huggingface.progress import long_work
 
 WEIGHTS_NAME = "model"
-"""Of the files, where nobody says otherwise: as transformers and accelerate have it."""
+"""Stem of the files' names, as in transformers and accelerate."""
 _FILE = f"{WEIGHTS_NAME}.safetensors"
 _INDEX = f"{_FILE}.index.json"
 _DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model"
 _MAX_SHARD_SIZE = "10GB"
-"""As accelerate and diffusers have it."""
+"""As in accelerate and diffusers."""
 
 
 def saves_itself(model: Any) -> bool:
-    """Whether Trainer has a model saved by its own `save_pretrained`; of others it takes the state dict."""
+    """Whether Trainer calls the model's `save_pretrained`. It saves other models' state dicts."""
     return isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
 
 
 class _StateDict:
-    """What a model's state dict has, under its own names, each tied weight once."""
+    """A model's state dict, with each tied weight once."""
 
     def __init__(self, stored_model: StoredModel) -> None:
         self._weights = StoredWeights(stored_model)
@@ -44,7 +43,7 @@ class _StateDict:
         }
 
     def write(self, file: Path, names: Iterable[str]) -> None:
-        """Those of these names, as one file."""
+        """Write the tensors of these names to a file."""
         specs = []
         for name in sorted(names, key=lambda name: (-self.forms[name].dtype.itemsize, name)):
             form = self.forms[name]
@@ -54,7 +53,7 @@ class _StateDict:
 
 
 def save_state_dict(stored_model: StoredModel, file: str | Path) -> None:
-    """What `safetensors` writes of a model's state dict, as one file, on all ranks together."""
+    """Write a model's state dict to one file. All ranks call this together."""
 
     def save(model: StoredModel) -> None:
         state_dict = _StateDict(model)
@@ -72,8 +71,8 @@ def save_shards(
     max_shard_size: int | str | None = None,
     suffix: str = "",
 ) -> None:
-    """A model's state dict in files of at most this size, with an index of them if there are several. ``suffix``
-    stands before their extension."""
+    """Write a model's state dict to files of at most this size, with an index if there are several. ``suffix`` is put
+    before their extension."""
     folder, state_dict = Path(folder), _StateDict(stored_model)
     folder.mkdir(parents=True, exist_ok=True)
     split = split_torch_state_dict_into_shards(
@@ -91,12 +90,12 @@ def save_shards(
 
 
 def is_of_diffusers(model: nn.Module) -> bool:
-    """Whether diffusers loads and saves it."""
+    """Whether the model's class is of diffusers."""
     return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__)
 
 
 def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
-    """`save_diffusers_from_store`, on all ranks together."""
+    """`save_diffusers_from_store`, called by all ranks together."""
     save_together(stored_model, partial(save_diffusers_from_store, save_directory=save_directory), **kwargs)
 
 
@@ -109,13 +108,12 @@ def save_diffusers_from_store(
     variant: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """`ModelMixin.save_pretrained`, with its files and their names, piece by piece from the store. Raises ValueError
-    for arguments that it does not take."""
-    asked = {name: value for name, value in kwargs.items() if value and name != "safe_serialization"}
-    if asked or kwargs.get("safe_serialization") is False:
+    """`ModelMixin.save_pretrained` piece by piece from the store. Raises ValueError for unsupported arguments."""
+    unsupported = {name: value for name, value in kwargs.items() if value and name != "safe_serialization"}
+    if unsupported or kwargs.get("safe_serialization") is False:
         raise ValueError(
-            f"save_pretrained of an offloaded model does not take {', '.join(asked) or 'safe_serialization=False'}; "
-            "leave it out, and push the folder when it is there"
+            "save_pretrained of an offloaded model does not support "
+            f"{', '.join(unsupported) or 'safe_serialization=False'}; leave it out, and push the folder afterwards"
         )
     if not is_main_process:
         return
@@ -128,45 +126,45 @@ def save_diffusers_from_store(
     )
 
 
-class TakesWeights(Protocol):
-    """See `loading.WeightSink`."""
+class StoresWeights(Protocol):
+    """Implemented by `loading.WeightSink`."""
 
     most_bytes: int
 
-    def take(self, name: str, weight: Tensor) -> bool: ...
+    def store_weight(self, name: str, weight: Tensor) -> bool: ...
 
-    def take_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool: ...
+    def store_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool: ...
 
 
-def stream_state_dict(path: str | Path, sink: TakesWeights) -> dict[str, Tensor]:
-    """Give ``sink`` the weights of a file, or of those in a folder, large ones some rows at a time. Returns what it
-    does not want. Raises ValueError where there is no such file."""
+def stream_state_dict(path: str | Path, sink: StoresWeights) -> dict[str, Tensor]:
+    """Pass the weights of a file, or of a folder's files, to ``sink``, large ones some rows at a time. Returns the
+    tensors that are not in the store. Raises ValueError if there is no such file."""
     rest: dict[str, Tensor] = {}
     for file in _files_of(Path(path)):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                if not _took_rows(opened, name, sink):
+                if not _store_in_rows(opened, name, sink):
                     weight = opened.get_tensor(name)
-                    if not sink.take(name, weight):
+                    if not sink.store_weight(name, weight):
                         rest[name] = weight
     return rest
 
 
-def _took_rows(opened: Any, name: str, sink: TakesWeights) -> bool:
-    """Whether the sink has it, which then was large."""
+def _store_in_rows(opened: Any, name: str, sink: StoresWeights) -> bool:
+    """Store a large weight some rows at a time. Returns whether it was large and is stored."""
     rows = opened.get_slice(name)
     shape = torch.Size(rows.get_shape())
     rows_at_once = max(1, sink.most_bytes * shape[0] // (4 * shape.numel())) if shape.numel() else 1
     if not shape or rows_at_once >= shape[0]:
         return False
     for first in range(0, shape[0], rows_at_once):
-        if not sink.take_rows(name, shape, first, rows[first : first + rows_at_once]):
+        if not sink.store_rows(name, shape, first, rows[first : first + rows_at_once]):
             return False
     return True
 
 
 def has_state_dict(path: str | Path) -> bool:
-    """Whether there is one in this folder."""
+    """Whether the folder has a state dict."""
     return any((Path(path) / name).is_file() for name in (_FILE, _INDEX))
 
 

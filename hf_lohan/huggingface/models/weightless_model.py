@@ -1,4 +1,4 @@
-"""A model as its config describes it, without weights: for planning."""
+"""Models without weights, built from a config, for planning."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: int | None = None) -> Any:
-    """The causal LM that a config of `read_model_config` describes, all on meta. With a `lora_rank` it is frozen, and
-    has LoRA of that rank on all linear layers.
-
-    Experts run grouped, as in training. Raises ValueError for what cannot be built or trained.
-    """
+    """Build the causal LM of a config on meta, with grouped experts as in training. With a `lora_rank` it is frozen,
+    and has LoRA of that rank on all linear layers. Raises ValueError for a model that cannot be built or trained."""
     with torch.device("meta"):
         model = build_from_config(model_class_of(config), config, planning_dtype(config, dtype))
     if groups_experts(model):
-        model.set_experts_implementation("grouped_mm")  # others look at the routing, which weights decide
+        model.set_experts_implementation("grouped_mm")  # other implementations read the routing
     if lora_rank is None:
         return model
     from peft import LoraConfig, TaskType
@@ -37,18 +34,18 @@ def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: 
 
 
 def model_class_of(config: Any) -> Any:
-    """What a checkpoint with this config is loaded as where nobody says: a causal LM, or the class that its config
-    names, if that has the head of another task."""
+    """The default class for a checkpoint with this config: a causal LM, or the class that the config names if it has
+    the head of another task."""
     import transformers
 
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    found = getattr(transformers, name, None) if _TASK_HEAD.fullmatch(name) else None
-    return found or transformers.AutoModelForCausalLM
+    with_head = getattr(transformers, name, None) if _TASK_HEAD.fullmatch(name) else None
+    return with_head or transformers.AutoModelForCausalLM
 
 
 def read_model_config(path_or_config: str | Path) -> Any:
-    """The transformers config of a checkpoint folder, of a folder with only a `config.json`, of such a file, or of a
-    model of the Hub. Raises ValueError."""
+    """The transformers config of a checkpoint folder, a folder with only a `config.json`, such a file, or a model of
+    the Hub. Raises ValueError if there is none."""
     from transformers import AutoConfig
 
     path = Path(path_or_config)
@@ -65,20 +62,20 @@ def read_model_config(path_or_config: str | Path) -> Any:
         if not path.exists():
             raise ValueError(
                 f"there is no folder {str(path)!r} here, and no model of this name was found in the Hub or its cache "
-                f"({reason.rstrip('.')}); give the path of a checkpoint folder or of a {_CONFIG_NAME}, or a name in "
-                "the Hub"
+                f"({reason.rstrip('.')}); give the path of a checkpoint folder or of a {_CONFIG_NAME}, or the name of "
+                "a model in the Hub"
             ) from None
-        raise ValueError(f"{str(path)!r} has no config of a model: {reason}") from None
+        raise ValueError(f"{str(path)!r} has no model config: {reason}") from None
 
 
 def planning_dtype(config: Any, dtype: torch.dtype | str = "auto") -> torch.dtype:
-    """The working dtype to plan for: "auto" is float32 where the config says so, and bfloat16, in which large models
-    are trained, where it does not. Raises ValueError for one that cannot be trained."""
+    """The working dtype to plan for: "auto" is float32 if the config has it, else bfloat16, in which large models are
+    trained. Raises ValueError for a dtype that cannot be trained."""
     if dtype == "auto":
-        said = str(getattr(config, "dtype", None)).removeprefix("torch.")
-        return torch.float32 if said == "float32" else torch.bfloat16
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in (torch.float32, torch.bfloat16):
+        name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        return torch.float32 if name == "float32" else torch.bfloat16
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype={str(dtype)!r} cannot be trained; use auto, bfloat16 or float32")
-    assert isinstance(found, torch.dtype)
-    return found
+    assert isinstance(resolved, torch.dtype)
+    return resolved

@@ -100,7 +100,7 @@ class TrainsWithRanks(_TrainerBase):
             super()._save(output_dir, state_dict)
         elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
             super()._save(output_dir, {})  # all but the weights, for which it would take those in memory
-            save_state_dict(StoredModel.of(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
+            save_state_dict(StoredModel.from_engine(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
         elif self.args.should_save:
             super()._save(output_dir, state_dict)
         else:

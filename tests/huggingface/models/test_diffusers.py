@@ -112,7 +112,7 @@ def test_it_trains_as_in_memory_and_is_saved(kind: str, activations: str, tmp_pa
     loaded = type(stock).from_pretrained(tmp_path / "saved")
     for name, tensor in stock.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-    with pytest.raises(ValueError, match="does not take push_to_hub"):
+    with pytest.raises(ValueError, match="does not support push_to_hub"):
         ours.save_pretrained(tmp_path / "pushed", push_to_hub=True)
     engine = hf_lohan.engine_of(ours)
     assert engine is not None

@@ -34,13 +34,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
     """By name, what was given in rows: which is the first, and how many at once."""
     taken: dict[str, list[tuple[int, int]]] = {}
-    stock = WeightSink.take_rows
+    stock = WeightSink.store_rows
 
     def take(self: WeightSink, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool:
         taken.setdefault(name, []).append((first, rows.shape[0]))
         return stock(self, name, shape, first, rows)
 
-    monkeypatch.setattr(WeightSink, "take_rows", take)
+    monkeypatch.setattr(WeightSink, "store_rows", take)
     return taken
 
 

@@ -143,7 +143,7 @@ def test_a_file_with_other_weights_is_refused(tmp_path: Path) -> None:
     engine: OffloadEngine = ours.offload_engine
     with pytest.raises(ValueError, match=r"'.*nowhere' has no model\.safetensors"):
         stream_state_dict(tmp_path / "nowhere", WeightSink(engine.parameters))
-    save_shards(StoredModel.of(engine), tmp_path / "saved", max_shard_size="8KB")
+    save_shards(StoredModel.from_engine(engine), tmp_path / "saved", max_shard_size="8KB")
     sink = WeightSink(engine.parameters)
     sink.most_bytes = 1000  # of the embedding some rows at a time
     assert stream_state_dict(tmp_path / "saved", sink).keys() == {"num_rows"}

@@ -130,7 +130,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for path, message in (
         (tmp_path / "empty", "has no config.json"),
         (tmp_path / "missing", "there is no"),
-        (tmp_path / "other.json", "has no config of a model"),
+        (tmp_path / "other.json", "has no model config"),
         ("models/nope", r"there is no folder 'models/nope' here, and no model of this name was found in the Hub"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
