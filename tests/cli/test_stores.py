@@ -129,7 +129,7 @@ def test_a_folder_in_use_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     code, output = lohan("export", run, tmp_path / "out")
-    assert code == 2 and "is no empty folder" in output
+    assert code == 2 and "is not an empty folder" in output
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "added_tokens.json"])

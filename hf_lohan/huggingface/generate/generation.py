@@ -1,4 +1,4 @@
-"""Load a checkpoint to generate: its weights alone go to the store, once, and a later run finds them there."""
+"""Loads a checkpoint to generate. Its weights are streamed to the store once, and later runs use them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from hf_lohan.wording import format_bytes, times
 logger = logging.getLogger(__name__)
 
 _FACT = "generates"
-"""In a commit: which files the weights are of."""
+"""Fact in a commit: the fingerprint of the weights' files."""
 _BUFFERS = "all_buffers.safetensors"
-"""In its journal: what a model has beside its weights, also what no checkpoint holds."""
+"""File in its journal: all buffers of the model, also those that no checkpoint has."""
 _FILES = (".safetensors", ".bin", ".json")
 
 
@@ -49,22 +49,22 @@ def load_for_generation(
     default_ssd_path: str | Path = "lohan_store",
     model_class: Any = None,
 ) -> Any:
-    """A causal LM from a checkpoint folder, frozen, for `generate`: its weights come from the store token by token.
+    """Load a causal LM from a checkpoint folder for `generate`. Each token streams its weights from the store.
 
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
         offload: anything that `OffloadConfig.load` takes.
-        max_length: needed; tokens of each sequence, with its prompt, for whose keys and values `gpu_memory` leaves
-            room. A call that goes beyond it raises RuntimeError.
-        num_sequences: prompts times beams.
+        max_length: required; the most tokens of each sequence, with its prompt. `gpu_memory` has room for their keys
+            and values. A call with more raises RuntimeError.
+        num_sequences: number of prompts times beams.
         torch_device: where to compute; None is the GPU if there is one.
         dtype: dtype of the weights; "auto" is the checkpoint's own.
-        default_ssd_path: the store's folder if the configuration names none.
+        default_ssd_path: the store's folder if the configuration has no path.
         model_class: default `AutoModelForCausalLM`.
 
-    The store takes one copy of the weights, and no state of an optimizer. It is used again as it is while the
-    checkpoint's files stay the same; else they are streamed anew. Raises ValueError (budgets that hold less than two
-    layers beside the keys and values, a foreign store, several ranks) before a weight is read.
+    The store has one copy of the weights, and no optimizer states. It is used again until the checkpoint's files
+    change. Raises ValueError, before a weight is read, if the budgets have no room for two layers and the keys and
+    values, if the store is of another model, or if there are several ranks.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -73,8 +73,8 @@ def load_for_generation(
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of one")
     if max_length is None:
         raise ValueError(
-            "max_length is needed: room on the device is kept for the keys and values of so many tokens of each "
-            "sequence, its prompt's among them; give max_length=2048, for example"
+            "max_length is required: the device keeps room for the keys and values of so many tokens of each sequence, "
+            "with its prompt; give max_length=2048, for example"
         )
     refuse_generation_of_ranks()
     config = settings_given(offload)
@@ -112,8 +112,8 @@ def load_for_generation(
             layout = lay_out_for_this(model)
             if layout.identity.fingerprint != tiers.store.model.fingerprint:
                 raise ValueError(
-                    f"the model of {str(path)!r} differs from the one its config describes, so its weights are not "
-                    "where they were planned; generate with transformers itself"
+                    f"the model of {str(path)!r} differs from the one that its config describes, for which the store "
+                    "was laid out; generate with transformers itself"
                 )
             buffers = {name: buffer.detach().cpu().contiguous().clone() for name, buffer in _buffers(model)}
             tiers.store.commit({_FACT: fingerprint}, {_BUFFERS: save(buffers)})
@@ -121,19 +121,18 @@ def load_for_generation(
     except BaseException:
         tiers.close()
         raise
-    engine.commits.leave_to_journal()  # nothing changes any more, so nothing is to be committed
-    # For a weight that needs no gradient torch takes another kernel, and stock's weights need one.
+    engine.commits.leave_to_journal()  # nothing changes any more, so there is nothing to commit
+    # Torch has other kernels for weights that need no gradient, and those of the stock model need one.
     model.requires_grad_(True)
-    model.register_forward_pre_hook(_refuse_gradients, prepend=True)  # the engine would take it for a training step
+    model.register_forward_pre_hook(_refuse_gradients, prepend=True)  # the engine would begin a training step
     model.register_forward_pre_hook(partial(_refuse_more_tokens, num_sequences, max_length), with_kwargs=True)
     logger.info("each token reads %s from the drives", format_bytes(bytes_per_token(layout)))
     return model
 
 
 def keys_and_values(config: Any, dtype: torch.dtype, num_sequences: int, num_tokens: int) -> KeysAndValues:
-    """What a model of a transformers config keeps of so many tokens, found by a forward without numbers. Of one layer
-    the old ones are there beside the new ones when a token is added, and so counted twice. What a class keeps in
-    tensors that its cache does not name is not known, and logged."""
+    """The size of a model's keys and values for so many tokens, from a forward on meta. One layer counts twice, because
+    its old ones are in memory with its new ones when a token is added. Warns if the cache has no tensors to count."""
     with torch.device("meta"), torch.no_grad():
         model = weightless_model(config, torch.bfloat16).eval()
         tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
@@ -143,7 +142,9 @@ def keys_and_values(config: Any, dtype: torch.dtype, num_sequences: int, num_tok
             raise ValueError(f"a forward of {type(model).__name__} over {num_tokens} tokens fails: {error}") from error
     layers = [sum(numel for numel in _numels(layer)) for layer in getattr(cache, "layers", [])]
     if not any(layers):
-        logger.warning("%s keeps its past where it cannot be counted: gpu_memory leaves no room for it", type(model))
+        logger.warning(
+            "the cache of %s has no tensors that can be counted, so gpu_memory leaves no room for it", type(model)
+        )
     num_elements = sum(layers) + max(layers, default=0)
     return KeysAndValues(num_sequences=num_sequences, num_tokens=num_tokens, num_bytes=num_elements * dtype.itemsize)
 
@@ -155,7 +156,7 @@ def _numels(layer: object) -> Iterator[int]:
 
 
 def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Of the files of a checkpoint: names, sizes and times, and the dtype in which they are loaded."""
+    """Hash of the names, sizes and times of a checkpoint's files, and of the dtype in which they are loaded."""
     files = sorted(file for file in Path(path).iterdir() if file.suffix in _FILES)
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([stats, str(dtype)]).encode()).hexdigest()
@@ -164,39 +165,39 @@ def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:
 def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a model that load_for_generation has loaded is called with gradients on, and has nowhere to put them; "
-            "call it under torch.no_grad(), or load it with hf_lohan.from_pretrained to train it"
+            "a model of load_for_generation was called with gradients enabled, and it cannot be trained; call it under "
+            "torch.no_grad(), or load it with hf_lohan.from_pretrained to train it"
         )
 
 
 def _refuse_more_tokens(
     num_sequences: int, max_length: int, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse keys and values that `gpu_memory` leaves no room for."""
-    given = args[0] if args else kwargs.get("input_ids")
-    if given is None:
-        given = kwargs.get("inputs_embeds")
-    if given is None or kwargs.get("use_cache") is False:
+    """Raises RuntimeError for more keys and values than `gpu_memory` has room for."""
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    if tokens is None or kwargs.get("use_cache") is False:
         return
-    seen = int(getattr(cache_among(kwargs), "get_seq_length", lambda: 0)())
-    rows, length = given.shape[0], seen + given.shape[1]
+    num_cached = int(getattr(cache_among(kwargs), "get_seq_length", lambda: 0)())
+    rows, length = tokens.shape[0], num_cached + tokens.shape[1]
     if rows > num_sequences or length > max_length:
         raise RuntimeError(
-            f"this call makes keys and values of {times(rows, 'sequence')} of {times(length, 'token')}, and gpu_memory "
-            f"leaves room for {num_sequences} of {max_length}; generate fewer, or load the model with "
+            f"this call needs keys and values of {times(rows, 'sequence')} of {times(length, 'token')}, and gpu_memory "
+            f"has room for {num_sequences} of {max_length}; generate fewer, or load the model with "
             f"load_for_generation(..., max_length={max(length, max_length)}, num_sequences={max(rows, num_sequences)})"
         )
 
 
 def _is_in_store(store: Store, fingerprint: str) -> bool:
-    """Whether the weights of these files are committed there."""
+    """Whether the store has the weights of these files."""
     committed = store.committed
     return committed is not None and not committed.is_torn and committed.facts.get(_FACT) == fingerprint
 
 
 def _take_buffers(skeleton: nn.Module, store: Store) -> bool:
-    """Make a model on meta one whose weights are in the store. False, and nothing is changed, where it has tensors of
-    which the store does not know: those the class's own loading makes."""
+    """Make a model on meta a model with its weights in the store. Returns False, and changes nothing, if it has tensors
+    that the store does not have, because the class makes them when it loads."""
     assert store.committed is not None
     values = load(store.committed.journal[_BUFFERS])
     modules = dict(skeleton.named_modules())

@@ -1,4 +1,4 @@
-"""Generate text from a prompt with a checkpoint that may be larger than RAM, and say how near to its bound that was."""
+"""Generates text with a checkpoint that may be larger than RAM, and compares the time to its lower bound."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MEASURING_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """What to generate, and how the next token is chosen: the likeliest one; by chance, if a temperature, top_p or a
-    seed is given; the best of several beams."""
+    """What to generate, and how to choose the next token: the likeliest one; sampled, with a temperature, top_p or
+    seed; or by beam search."""
 
     prompt: str
     max_new_tokens: int = 128
@@ -53,7 +53,7 @@ class TextRequest:
         return not (self.temperature is None and self.top_p is None and self.seed is None)
 
     def settings(self) -> dict[str, Any]:
-        """For `generate`."""
+        """Keyword arguments for `generate`."""
         settings = {"temperature": self.temperature, "top_p": self.top_p} if self.is_sampled else {}
         given = {name: value for name, value in settings.items() if value is not None}
         return {
@@ -66,34 +66,34 @@ class TextRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationFigures:
-    """How a generation went. A pass is one token of each sequence; the first one reads the prompt."""
+    """Figures of a generation. A pass makes one token of each sequence; the first pass reads the prompt."""
 
     num_prompt_tokens: int
     num_passes: int
     load_s: float
     first_pass_s: float
     pass_s: float
-    """Of each later one, on average; 0.0 where there was none."""
+    """Average of the later passes; 0.0 if there were none."""
     read_bytes: float
-    """From the drives, by each later one, on average."""
+    """Read from the drives by a later pass, on average."""
     missing_bytes: int
-    """What a pass has to read: what neither slots nor copies in RAM keep."""
+    """Weights that a pass must read, because neither slots nor copies in RAM keep them."""
     drive_bytes_per_s: float
-    """Read from all drives of the store at once, measured; 0.0 where nothing had to be read."""
+    """Measured rate of reading from all drives of the store at once; 0.0 if `missing_bytes` is 0."""
     num_expert_loads: int = 0
-    """By all passes, of experts that come one by one."""
+    """Loads of streamed experts in all passes."""
     num_experts_from_ram: int = 0
     """Those of them whose weights were in RAM."""
 
     @property
     def bound_s(self) -> float:
-        """No pass is shorter: the drives read what is missing, or what was read where slots had kept more than that."""
+        """Lower bound of a pass: the drives read the missing bytes, or fewer if slots kept more."""
         num_bytes = min(self.missing_bytes, self.read_bytes)
         return num_bytes / self.drive_bytes_per_s if self.missing_bytes else 0.0
 
 
 class PassClock(LogitsProcessor):
-    """Notes when each pass has its logits, and what was read from the drives until then. Changes nothing."""
+    """Records when each pass has its logits, and how much was read from the drives until then. Returns the scores."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
@@ -106,7 +106,7 @@ class PassClock(LogitsProcessor):
         return scores
 
     def per_pass(self) -> tuple[float, float]:
-        """Seconds and bytes read of each pass behind the first, on average."""
+        """Average seconds and bytes read of the passes after the first."""
         (first_s, first_bytes), (last_s, last_bytes) = self.passes[0], self.passes[-1]
         num = max(1, len(self.passes) - 1)
         return (last_s - first_s) / num, (last_bytes - first_bytes) / num
@@ -121,7 +121,7 @@ def generate_text(
     default_ssd_path: str | Path,
     torch_device: torch.device | str | None = None,
 ) -> GenerationFigures:
-    """Give ``write`` the text that follows the prompt: piece by piece as it comes, with beams in the end. Raises as
+    """Pass the text after the prompt to ``write``, piece by piece, or with beams in the end. Raises as
     `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer."""
     began_s = time.perf_counter()
     tokenizer = _tokenizer_of(path)
@@ -171,22 +171,22 @@ def generate_text(
 
 
 def _tokenizer_of(path: str | Path) -> Any:
-    """Raises ValueError if the folder has none, or none that can be read."""
+    """Raises ValueError if the folder has no readable tokenizer."""
     if not Path(path).is_dir():
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of one")
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         has_files = any(Path(path).glob("tokenizer*")) or any(Path(path).glob("*.model"))
-        reason = " ".join(str(error).split()) if has_files else "there is no tokenizer.json, nor another of its files"
+        reason = " ".join(str(error).split()) if has_files else "there is no tokenizer.json or other tokenizer file"
         raise ValueError(
-            f"{str(path)!r} has no tokenizer that can be read ({reason}); save the one that the model was trained with "
-            "into that folder: tokenizer.save_pretrained(folder)"
+            f"{str(path)!r} has no readable tokenizer ({reason}); save the model's tokenizer to that folder: "
+            "tokenizer.save_pretrained(folder)"
         ) from None
 
 
 class _Streamer(TextStreamer):
-    """Text goes to a function, not to stdout."""
+    """Passes text to a function."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -197,7 +197,7 @@ class _Streamer(TextStreamer):
 
 
 def _drive_bytes_per_s(engine: OffloadEngine) -> float:
-    """Of all drives of the store at once, as the run reads them."""
+    """Rate of all drives of the store at once, with the run's I/O settings."""
     config: OffloadConfig = engine.config
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
     _, together = measure_ssds(

@@ -1,4 +1,4 @@
-"""A store turned into a plain Hugging Face model, without the code that trained it."""
+"""Exports a store's model as a plain Hugging Face model, without the code that trained it."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _NUM_BUFFERS = 4
 
 
 def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int | None:
-    """Write the model that was committed last into the folder `out`; returns its global step, where Trainer told one.
+    """Write the last committed model to the folder `out`; returns its global step, or None if the run had no Trainer.
 
     Args:
         run: the output folder of a run, or the folder of its store.
-        out: a new or empty folder.
-        dtype: of the weights; "auto" is that in which the run saves them (`save_dtype`).
+        out: a new or empty folder. It appears when it is complete.
+        dtype: the dtype of the weights; "auto" is the one in which the run saves them (`save_dtype`).
 
-    The folder is there when it is whole. Raises ValueError if there is nothing to export or `out` is in use,
-    `StoreInUseError` while the run goes on, and `CorruptionError` if a byte of the weights is not what was written.
+    Raises ValueError if there is nothing to export or `out` has files, `StoreInUseError` during the run, and
+    `CorruptionError` if weights are damaged.
     """
     if dtype not in get_args(SaveDtype):
-        raise ValueError(f"dtype={dtype!r} is not allowed; give one of {', '.join(get_args(SaveDtype))}")
+        raise ValueError(f"dtype={dtype!r} is not supported; give one of {', '.join(get_args(SaveDtype))}")
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
-        raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
+        raise ValueError(f"{str(out)!r} exists and is not an empty folder; give a new one")
     keep_from_others()
     paths = store_paths_of(run)
     refuse_stores_of_ranks(ranks_under(paths[0]), paths[0], run)
@@ -73,7 +73,7 @@ def _moment_dtype(store: Store) -> MomentDtype:
     if name not in get_args(MomentDtype):
         raise ValueError(
             f"the store in {store.paths[0].path} has optimizer_state_dtype={name}, which this hf_lohan does not know; "
-            "upgrade it"
+            "upgrade hf_lohan"
         )
     return cast(MomentDtype, name)
 
@@ -84,25 +84,25 @@ def _rules(facts: dict[str, Any], model: nn.Module) -> dict[nn.Parameter, Update
 
 
 def described_model(store: Store) -> tuple[Any, StoredForm]:
-    """The model that a store describes, on meta, and the form that its records have. Raises ValueError if it tells
-    nothing, or has other records."""
+    """The model that a store describes, on meta, and the form of its records. Raises ValueError if there is no
+    description, or it does not match the records."""
     if store.model_folder is None:
         raise ValueError(
-            f"the store in {store.paths[0].path} tells nothing of its model, so it cannot be exported without the code "
-            "that trains it"
+            f"the store in {store.paths[0].path} has no description of its model, so it cannot be exported without the "
+            "code that trains it"
         )
     folder = Path(store.model_folder)
     assert store.committed is not None
-    named = store.committed.model_files
-    if FACTS_NAME not in named:
+    files = store.committed.model_files
+    if FACTS_NAME not in files:
         raise ValueError(
             f"{folder / FACTS_NAME} is missing, so the store cannot be exported without the code that trains it"
         )
-    model: Any = _build_described(folder, named)
+    model: Any = _build_described(folder, files)
     dtypes = {record.dtype for record in store.records if record.kind == "param"}
-    # Of several, each parameter has its own, as it was described.
+    # With several dtypes, parameters have the described ones.
     working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
-    # A run's budgets decided whether its experts are blocks of their own.
+    # Whether each expert is a block depended on the run's budgets.
     for streams_experts in (False, True):
         form = stored_form(
             model,
@@ -115,20 +115,20 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
             break
     else:
         raise ValueError(
-            f"the model that {folder} describes is not laid out as its records are (it was trained with another "
+            f"the model that {folder} describes does not match the store's records (it was trained with another "
             "version of transformers or hf_lohan); use that version, or a checkpoint"
         )
     return model, form
 
 
 def _saved_dtypes(form: StoredForm, facts: dict[str, Any], asked: str) -> dict[str, torch.dtype]:
-    """By name, of weights that are written in another dtype than they are stored in."""
+    """By name, the dtypes of weights that are not written in their stored dtype."""
     working = {part.name: block.master.working_dtype for block in form.model_blocks.blocks for part in block.slices}
     if asked == "auto":
         saved = facts.get("saved_dtypes", {})
         return {name: getattr(torch, text) for text, names in saved.items() for name in names if name in working}
     if asked == "bfloat16" and form.master.working_dtype == torch.bfloat16:
-        return {}  # what is float32 among such is to stay so
+        return {}  # float32 weights among them stay float32
     return {name: getattr(torch, asked) for name, dtype in working.items() if dtype != getattr(torch, asked)}
 
 
@@ -138,10 +138,10 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     assert store.committed is not None
     if store.records != form.records:
         raise ValueError(
-            f"the records in {store.paths[0].path} are not those of the whole model that {folder} describes; use the "
-            "version of hf_lohan that made the store, or a checkpoint"
+            f"the records in {store.paths[0].path} are not those of the complete model that {folder} describes; use "
+            "the version of hf_lohan that made the store, or a checkpoint"
         )
-    if BUFFERS_NAME in store.committed.journal:  # as they were at that step
+    if BUFFERS_NAME in store.committed.journal:  # the buffers of that step
         model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)
     pool = BufferPool(CpuDevice(), name="export", num_buffers=_NUM_BUFFERS, buffer_bytes=_BUFFER_BYTES)
     blocks = form.model_blocks.blocks
@@ -154,23 +154,20 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     files = store.model_files or {}
     if "tokenizer_config.json" in files:
-        with tempfile.TemporaryDirectory() as alone:  # the commit's files: others may lie beside them
-            write_folder(alone, {name: content for name, content in files.items() if Path(name).name == name})
-            transformers.AutoTokenizer.from_pretrained(alone).save_pretrained(out)
+        with tempfile.TemporaryDirectory() as own_folder:  # the commit's files without others
+            write_folder(own_folder, {name: content for name, content in files.items() if Path(name).name == name})
+            transformers.AutoTokenizer.from_pretrained(own_folder).save_pretrained(out)
 
 
-def _build_described(folder: Path, named: Container[str]) -> Any:
-    """The model on meta, with its frozen weights marked and its buffers filled in. Of the files in the folder those
-    count that are ``named``.
-
-    Raises ValueError if the folder has no description, or one of a class that transformers does not have.
-    """
+def _build_described(folder: Path, files: Container[str]) -> Any:
+    """Build the described model on meta, with its frozen weights and its buffers, from the commit's ``files`` in the
+    folder. Raises ValueError if transformers does not have its class."""
     facts = _read_facts(folder)
     model_class: Any = getattr(transformers, facts["model_class"], None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise ValueError(
-            f"{folder} is of the class {facts['model_class']!r}, which transformers {transformers.__version__} does "
-            "not have; load the model with its own code and resume from a checkpoint instead"
+            f"{folder} has a model of class {facts['model_class']!r}, which transformers {transformers.__version__} "
+            "does not have; load the model with its own code and resume from a checkpoint instead"
         )
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -185,7 +182,7 @@ def _build_described(folder: Path, named: Container[str]) -> Any:
             parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
     model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
     base = model.get_base_model() if facts["adapters"] else model
-    if "generation_config.json" in named:
+    if "generation_config.json" in files:
         base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
@@ -195,7 +192,8 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(file.read_text())
     if facts["format_version"] != MODEL_FORMAT_VERSION:
         raise ValueError(
-            f"{file} has format {facts['format_version']}, this version reads {MODEL_FORMAT_VERSION}; update hf_lohan"
+            f"{file} has format {facts['format_version']}, and this version reads {MODEL_FORMAT_VERSION}; update "
+            "hf_lohan"
         )
     outside = [name for name in facts["adapters"] if Path(name).name != name]
     if outside:

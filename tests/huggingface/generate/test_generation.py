@@ -201,7 +201,7 @@ def test_more_tokens_than_there_is_room_for_are_refused_before_they_are_there(
     checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
 ) -> None:
     model = load(checkpoint_of("llama"), num_sequences=2)
-    refused = r"2 sequences of 15 tokens, and gpu_memory leaves room for 2 of 14; .*max_length=15, num_sequences=2"
+    refused = r"2 sequences of 15 tokens, and gpu_memory has room for 2 of 14; .*max_length=15, num_sequences=2"
     with pytest.raises(RuntimeError, match=refused):
         generated(model, GREEDY | {"max_new_tokens": 11})
     with pytest.raises(RuntimeError, match=r"num_sequences=8\)$"):
