@@ -44,13 +44,13 @@ def test_states_of_another_working_dtype_are_refused(offload: Offload, tmp_path:
     ("change", "message"),
     [
         (lambda index: index.update(format_version=99), "has format 99.*update hf_lohan"),
-        (lambda index: index.update(format_version=1), "has format 1, this version reads 2; start anew from"),
+        (lambda index: index.update(format_version=1), "has format 1, and this version reads 2; start a new run from"),
         (lambda index: index["parameters"][NORM].update(file="../stray"), r"outside its folder: '\.\./stray"),
         (lambda index: index["parameters"][NORM].update(start=-1), "must be whole numbers, not .-1, "),
         (lambda index: index["parameters"][NORM].pop("shape"), r"damaged \(KeyError\('shape'\)\)"),
         (lambda index: index["parameters"][NORM].update(start=1 << 40), "no flat tensor .* which its index promises"),
         (lambda index: index["parameters"][NORM].update(file="none"), "none' is missing or damaged"),
-        (lambda index: index.update(optimizer_state_dtype="int8"), "optimizer_state_dtype=int8, this run has float32"),
+        (lambda index: index.update(optimizer_state_dtype="int8"), "optimizer_state_dtype=int8, and this run has float32"),
     ],
     ids=["newer_format", "older_format", "file_outside", "negative", "no_shape", "behind_the_end", "no_file", "dtype"],
 )

@@ -88,7 +88,7 @@ def test_a_folder_without_a_tokenizer_says_what_is_missing(checkpoint: Path, tmp
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
     for folder, message in (
-        (bare, "there is no tokenizer.json, nor another of its files); save the one"),
+        (bare, "there is no tokenizer.json or other tokenizer file); save the model's"),
         (tmp_path / "nowhere", "nowhere' is not a checkpoint folder"),
     ):
         result = generate(folder, tmp_path)

@@ -226,7 +226,7 @@ def test_frozen_weights_in_the_optimizer_are_told_of(
     model.model.layers[0].requires_grad_(False)
     prepared(model)
     told = next(record.message for record in caplog.records if "stay frozen in this run" in record.message)
-    assert "has 9 frozen parameters (model.layers.0." in told and "freeze them afterwards" in told
+    assert "has 9 frozen parameters (such as model.layers.0." in told and "freeze them afterwards" in told
 
 
 def test_the_scheduler_of_the_caller_drives_the_offloaded_optimizer(prepared: Callable[..., Prepared]) -> None:

@@ -1,4 +1,4 @@
-"""`Trainer` with `offload=`, and what it needs: the journal of each step, checkpoints, ranks, TRL's models."""
+"""`Trainer` with `offload=`: the journal of each step, checkpoints, ranks, TRL's models."""
 
 from hf_lohan.huggingface.trainer.trainer import OffloadTrainerMixin, Trainer
 

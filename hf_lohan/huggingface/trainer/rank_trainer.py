@@ -1,4 +1,4 @@
-"""What a Trainer does differently where it is one of several ranks."""
+"""A Trainer that is one of several ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ else:
 
 
 class TrainsWithRanks(_TrainerBase):
-    """Mixed into a Trainer: what ranks must do alike they agree on, and one that fails takes the others along."""
+    """Mixed into a Trainer: ranks agree on what all must do, and a rank that fails ends the others."""
 
     _offload_config: OffloadConfig | None
     _slowest_step_s = 0.0
@@ -40,66 +40,64 @@ class TrainsWithRanks(_TrainerBase):
 
     @property
     def _links(self) -> Links:
-        """To the other ranks. A trainer that does not offload has none."""
+        """Connections to the other ranks; none without offload."""
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """What is raised in here ends the other ranks as well, who would wait for this one."""
+        """Within, an error also ends the other ranks, which would wait for this one."""
         try:
             try:
                 yield
             except RuntimeError as error:
                 if not isinstance(error, RankFailedError):
-                    # Upstream's own collectives see that a rank is gone, too, and do not say which.
+                    # Upstream's collectives fail if a rank is gone, and do not name it.
                     self._links.raise_cause("what Trainer gathers from all ranks")
                 raise
-        except Exception as error:
-            self._links.fail(error)
-            raise
-        except KeyboardInterrupt as error:
+        except (Exception, KeyboardInterrupt) as error:
             self._links.fail(error)
             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream, whose collectives name no rank, and may not see at once that one is gone: who waits long waits
-        before them."""
+        """As upstream. Ranks wait for each other before upstream's collectives, which do not name a missing rank, and
+        may not notice it at once."""
         control = self.control
         if control.should_log or control.should_evaluate or control.should_save:
             self._links.barrier("what is logged, evaluated and saved")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _agree_on_resume(self, point: ResumePoint) -> None:
-        """Raises RanksDisagreeError if ranks would go on from different places."""
-        found = self._links.all_gather("where to go on from", _place(point).encode())
-        for rank, place in enumerate(found):
-            if place != found[0]:
+        """Raises RanksDisagreeError if ranks would resume from different states."""
+        points = self._links.all_gather("where to go on from", _describe(point).encode())
+        for rank, others_point in enumerate(points):
+            if others_point != points[0]:
                 raise RanksDisagreeError(
-                    f"rank 0 would go on from {found[0].decode()} and rank {rank} from {place.decode()}; resume from a "
-                    "checkpoint that all ranks see"
+                    f"rank 0 would resume from {points[0].decode()} and rank {rank} from {others_point.decode()}; "
+                    "resume from a checkpoint that all ranks see"
                 )
 
     def _check_batches(self, train_dataloader: Any) -> None:
         """Raises ValueError if ranks would take different numbers of steps."""
         num_batches = -1
         if isinstance(train_dataloader, Sized):
-            with contextlib.suppress(TypeError):  # of a data set that has no length
+            with contextlib.suppress(TypeError):  # the data set may have no length
                 num_batches = len(train_dataloader)
         check_batches(int(num) for num in self._links.all_gather("the number of batches", str(num_batches).encode()))
 
     def _save_optimizer_files(self, folder: str) -> None:
-        """The small files that rank 0 saves, of every rank: each goes on from a journal of its own."""
+        """Save the files of optimizer and scheduler, which upstream saves on rank 0 only: each rank has its own
+        journal."""
         if not self.args.should_save:
             torch.save(self.optimizer.state_dict(), os.path.join(folder, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As upstream. Each rank has a part of the weights, so all of them take part."""
+        """As upstream. All ranks take part, because each has a shard of the weights."""
         engine, folder = self.offload_engine, output_dir or self.args.output_dir
         if engine is None:
             super()._save(output_dir, state_dict)
         elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
-            super()._save(output_dir, {})  # all but the weights, for which it would take those in memory
+            super()._save(output_dir, {})  # all but the weights: upstream would save placeholders
             save_state_dict(StoredModel.from_engine(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
         elif self.args.should_save:
             super()._save(output_dir, state_dict)
@@ -107,7 +105,7 @@ class TrainsWithRanks(_TrainerBase):
             model.save_pretrained(folder)
 
     def _time_step(self) -> None:
-        """A step is over: how long the others may be silent follows from the slowest."""
+        """Called after each step. The slowest step decides how long other ranks may be silent."""
         now_s, before_s = time.monotonic(), self._step_ended_s
         self._step_ended_s = now_s
         if before_s is not None and self._offload_config is not None:
@@ -115,7 +113,7 @@ class TrainsWithRanks(_TrainerBase):
             set_timeouts(self._links, self._offload_config.net_timeout_s(self._slowest_step_s))
 
 
-def _place(point: ResumePoint) -> str:
+def _describe(point: ResumePoint) -> str:
     if point.commit is not None:
         return f"step {point.commit.facts.get('global_step')} of its store"
     if point.folder is True:

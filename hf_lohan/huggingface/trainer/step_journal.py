@@ -1,4 +1,4 @@
-"""What Trainer needs to go on from a step: the small files of a checkpoint, committed with the step itself."""
+"""The journal of a step: the small files that Trainer needs to resume, committed with the step."""
 
 from __future__ import annotations
 
@@ -44,34 +44,32 @@ _END = b"end"
 
 
 class Termination:
-    """SIGTERM, which schedulers and shutdowns send. While entered, the first one only asks; a second one acts as it
-    always did. What fails between the two is logged and goes no further: a signal to the whole process group ends the
-    data loader's workers as well, and the step in progress fails without them.
+    """A context in which the first SIGTERM ends the run after its step, and a second one ends the process.
 
-    Leaves a handler that somebody else installed alone, and does nothing outside the main thread, where Python
-    cannot handle signals.
+    An error after the first is logged and not raised: a signal to the process group also ends the data loader's
+    workers, without which the step in progress fails. Does nothing if another handler is installed, or outside the
+    main thread, where Python cannot handle signals.
     """
 
     def __init__(self, links: Links | None = None) -> None:
         self.is_requested = False
-        """On this rank."""
+        """Whether this rank received SIGTERM."""
         self._links = links or Links.alone()
         self._agreement = StepAgreement(Links.alone())
         self._previous: Any = None
 
-    def ask_by(self, agreement: StepAgreement) -> None:
-        """All ranks of a run end behind the same step."""
+    def set_agreement(self, agreement: StepAgreement) -> None:
+        """Let all ranks end after the same step."""
         self._agreement = agreement
         if self.is_requested:
             agreement.request_end()
 
     def ends_here(self) -> bool:
-        """Whether the run ends though there is more to do: behind the last step one of its ranks had been asked to."""
+        """Whether the run ends after the last step, because a rank received SIGTERM."""
         return self._agreement.ends_run
 
-    def came_at_the_end(self) -> bool:
-        """The last step is over, and no other one tells the other ranks: whether any was asked to end. All call this
-        together."""
+    def any_rank_requested(self) -> bool:
+        """Whether any rank received SIGTERM. All ranks call this together after the last step of training."""
         wishes = self._links.all_gather("whether the run was to end", _END if self.is_requested else b"")
         return _END in wishes
 
@@ -85,28 +83,27 @@ class Termination:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
-        is_over = self.is_requested and isinstance(error, Exception)
-        if is_over:
+        hides_error = self.is_requested and isinstance(error, Exception)
+        if hides_error:
             logger.warning("the step in progress was dropped: it failed after SIGTERM", exc_info=error)
-        return is_over
+        return hides_error
 
     def exit(self) -> NoReturn:
-        """End the process as the shell reports one that SIGTERM ended."""
+        """End the process with the shell's status for SIGTERM."""
         raise SystemExit(128 + signal.SIGTERM)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
         self._agreement.request_end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        logger.warning("SIGTERM: the run ends when the step in progress is committed; once more ends it at once")
+        logger.warning("SIGTERM: the run ends when the step in progress is committed; a second SIGTERM ends it at once")
 
 
 class StepJournal(TrainerCallback):
     """Commits every step of one `train()` with its journal.
 
-    Captured when the step has been logged, evaluated and saved as asked for; at the end of an epoch, when that has
-    been. Going on from it then repeats nothing and leaves nothing out. The step of a checkpoint that a run goes on
-    from is committed once more when training begins.
+    The journal is captured after logging, evaluating and saving, those at the end of an epoch included, so a resumed
+    run repeats and omits none of them. A run that resumes from a checkpoint commits that step when training begins.
     """
 
     def __init__(
@@ -130,11 +127,10 @@ class StepJournal(TrainerCallback):
         self._resumed: Mapping[str, Any] | None = None
         self._loaded: Path | None = None
         engine.commits.leave_to_journal()
-        termination.ask_by(engine.agreement)
+        termination.set_agreement(engine.agreement)
 
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
-        """This run goes on from `point`. `checkpoint` is the folder as upstream found it: its step is committed as one
-        of this run."""
+        """Resume from `point`. `checkpoint` is the folder that upstream found; its step is committed in this run."""
         self._epoch.resume(checkpoint)
         if point.commit is not None:
             facts = point.commit.facts
@@ -151,25 +147,25 @@ class StepJournal(TrainerCallback):
         if self._resumed is not None:
             restore_log_sums(self._trainer, self._resumed)
             return
-        self._tell_what_ends(state.global_step)
-        # What was loaded, over what an earlier run left: from here on its steps are gone.
-        begun = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
-        self._engine.commits.request(begun, even_in_place=True)
+        self._warn_of_overwritten_step(state.global_step)
+        # From here on an earlier run's steps are overwritten.
+        first = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
+        self._engine.commits.request(first, even_in_place=True)
         self._loaded = None
 
-    def _tell_what_ends(self, step: int) -> None:
-        """This run begins at ``step``, and the last one that an earlier run has committed is overwritten."""
+    def _warn_of_overwritten_step(self, step: int) -> None:
+        """Warn if this run begins at ``step`` and overwrites a later step of an earlier run."""
         last = self._engine.tiers.store.committed
         if last is None or not last.facts.get("is_resumable") or last.is_torn or not self._engine.commits.are_kept:
             return
         if int(last.facts["global_step"]) > step and self._trainer.args.should_log:
             logger.warning(
-                "step %d, the last one that the run in %s has committed, is overwritten: this run begins %s; to go on "
-                'from such a step, call trainer.train(resume_from_checkpoint="last_step"), and to keep both runs, give '
-                "each an output_dir of its own (checkpoints stay)",
+                "step %d, the last committed step of the run in %s, is overwritten, because this run begins at step "
+                '%d; to resume from such a step, call trainer.train(resume_from_checkpoint="last_step"), and to keep '
+                "both runs, give each an output_dir of its own (checkpoints stay)",
                 last.facts["global_step"],
                 last.facts["output_dir"],
-                f"at step {step}" if step else "anew",
+                step,
             )
 
     def begin_epoch(self, *, is_rest: bool) -> None:
@@ -177,12 +173,12 @@ class StepJournal(TrainerCallback):
         self._epoch.begin_epoch(is_rest=is_rest)
 
     def add_to_checkpoint(self, folder: str) -> None:
-        """What a checkpoint needs beside upstream's files and the optimizer's states."""
+        """Write the random state of the epoch's begin to a checkpoint."""
         self._epoch.write(os.path.join(folder, FOLDER_NAME))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_saved = True
-        folder = self._trainer.last_whole_checkpoint  # None where a subclass saves in its own way
+        folder = self._trainer.last_whole_checkpoint  # None if a subclass saves without us
         folder = folder or os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._last_checkpoint = os.path.abspath(folder)
 
@@ -191,23 +187,23 @@ class StepJournal(TrainerCallback):
             self._engine.commits.request(self._capture(), even_in_place=True)
 
     def after_step(self) -> None:
-        """A step is over, or an epoch after its last step. Raises SystemExit if the process was asked to end."""
+        """Called after each step, and again at the end of an epoch. Raises SystemExit after SIGTERM."""
         state, control = self._trainer.state, self._trainer.control
         is_first_call = state.global_step != self._seen_step
         self._seen_step = state.global_step
         ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         if is_first_call and ends_epoch:
-            return  # there is more to come: this is called again when the epoch has ended
+            return  # this is called again when the epoch has ended
         is_last, has_saved = self._termination.ends_here(), self._has_saved
         self._has_saved = False
         ends_training = control.should_training_stop or state.global_step >= state.max_steps
         is_wanted = self._engine.commits.is_due or (self._engine.commits.are_kept and ends_training)
         if is_wanted or is_last or has_saved:
-            # In place, a commit lasts until the next update; that then knows which checkpoint to point at.
+            # With one version, a commit lasts until the next update, and then names the checkpoint to resume from.
             self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:
             self._engine.settle()
-            # torchrun ends the others when the first has ended.
+            # torchrun ends all ranks when the first has ended.
             self._engine.links.barrier("the last step to be committed")
             self._engine.close()
             self._termination.exit()
@@ -218,7 +214,7 @@ class StepJournal(TrainerCallback):
             self._write_files(folder)
             self._epoch.write(folder)
             self._without_history(state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
-            if self._loaded is not None:  # Trainer takes up its random numbers when training has begun
+            if self._loaded is not None:  # Trainer loads random states after training has begun
                 for path in self._loaded.glob("rng_state*.pth"):
                     shutil.copy(path, folder)
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -230,19 +226,19 @@ class StepJournal(TrainerCallback):
         return Journal(self._facts(resumable=True), files, lines.encode(), begins_log)
 
     def _facts(self, *, resumable: bool) -> dict[str, Any]:
-        """`resumable`: with a journal."""
+        """`resumable`: for a commit with a journal."""
         trainer = self._trainer
-        of_journal = {"num_logged": self._num_logged, _TRAINER_FACTS: log_sums(trainer)} if resumable else {}
+        journal_facts = {"num_logged": self._num_logged, _TRAINER_FACTS: log_sums(trainer)} if resumable else {}
         return {
             "global_step": trainer.state.global_step,
             "is_resumable": resumable,
             "output_dir": os.path.realpath(trainer.args.output_dir),
             "last_checkpoint": self._last_checkpoint,
-            **of_journal,
+            **journal_facts,
         }
 
     def _without_history(self, state: Any) -> Any:
-        """The state to write down: its history goes to the log, which only grows; with callbacks as they are now."""
+        """The state to save, with the current states of callbacks. Its history goes to the log, which only grows."""
         by_name: dict[str, Any] = {}
         for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
             if isinstance(callback, ExportableState):
@@ -252,8 +248,8 @@ class StepJournal(TrainerCallback):
 
 
 def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
-    """Raise `StorageError` unless a Trainer can go on from what was committed with a step in the folder ``store``. What
-    checksums find comes before; this is for a journal that was written by something else."""
+    """Raises `StorageError` unless a Trainer can resume from the journal of a commit in the folder ``store``. Checksums
+    find damage; this finds a journal that another program wrote."""
     name = "its facts"
     try:
         _check_facts(commit.facts)
@@ -265,7 +261,7 @@ def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
         name = "its log"
         if not all(isinstance(json.loads(line), dict) for line in log_lines.splitlines()):
             raise ValueError("an entry is no dict")
-    except Exception as error:  # whatever reading bytes of somebody else may raise
+    except Exception as error:  # reading foreign bytes may raise anything
         what = f"step {commit.facts.get('global_step')} has a journal that no run has written ({name}: {error!r}) in"
         raise StorageError(what, path=store, advice="resume from a checkpoint") from error
 
@@ -283,9 +279,9 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _check_file(name: str, content: bytes, step: int) -> None:
-    """Check a file of a journal. Raises whatever its reader raises."""
+    """Check a file of a journal. Raises what its reader raises."""
     if Path(name).name != name:
-        raise ValueError("it lies outside the journal's folder")
+        raise ValueError("it is outside the journal's folder")
     if name == TRAINER_STATE_NAME:
         state = TrainerState(**json.loads(content))
         if type(state.max_steps) is not int or state.global_step != step or not 0 <= float(state.epoch) < math.inf:
@@ -299,8 +295,8 @@ def _check_file(name: str, content: bytes, step: int) -> None:
             read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if name == OPTIMIZER_NAME:
             _ = read["state"], [group["lr"] for group in read["param_groups"]]
-        elif name == SCHEDULER_NAME and not isinstance(read, dict):  # a scheduler of one's own says what is in it
-            raise TypeError("it is no state of a scheduler")
+        elif name == SCHEDULER_NAME and not isinstance(read, dict):  # the content depends on the scheduler's class
+            raise TypeError("it is not the state of a scheduler")
         elif "rng_state" in name:
             random.Random().setstate(read["python"])
             np.random.RandomState().set_state(read["numpy"])
@@ -308,5 +304,5 @@ def _check_file(name: str, content: bytes, step: int) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Callbacks log tensors and numpy's numbers, too."""
+    """For tensors and numbers of numpy, which callbacks log."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -346,7 +346,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
                 finally:
                     if self._record is not None:
                         self._record.write_trace()
-            if self._termination.came_at_the_end():  # after the last step, whose commit may be on its way
+            if self._termination.any_rank_requested():  # after the last step, whose commit may be on its way
                 if self.offload_engine is not None:
                     self.offload_engine.close()
                 self._termination.exit()

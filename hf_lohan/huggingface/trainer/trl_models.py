@@ -1,5 +1,5 @@
-"""The models that a trainer of TRL makes: the one that is trained is streamed into its store, the reference model lies
-frozen in one of its own, and both keep within the budgets of one."""
+"""The models that a trainer of TRL makes. The policy (the trained model) is streamed to its store, a frozen reference
+model to a second store, and both share the budgets."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ else:
 logger = logging.getLogger(__name__)
 
 REFERENCE_FOLDER = "ref"
-"""Of the reference's store, in each folder of the policy's."""
+"""The reference's store, in each folder of the policy's store."""
 _GPU_SHARE, _CPU_SHARE = 2, 4
-"""The reference may take one part in so many of each budget. What it does not take is the policy's."""
+"""The reference may use 1/2 and 1/4 of the budgets. The policy has what the reference does not use."""
 _FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
 
 
 class TrlModels(_TrainerBase):
-    """Mixed into a Trainer; of trainers that are not TRL's it changes nothing."""
+    """Mixed into a Trainer. Changes nothing in trainers that are not TRL's."""
 
     _offload_config: OffloadConfig | None
     _stream: Callable[..., Any]
@@ -68,7 +68,7 @@ class TrlModels(_TrainerBase):
 
     @contextlib.contextmanager
     def _own_models(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Within, the trainer is made of ``settings``, and its models by us."""
+        """Within, the constructor of a trainer with these arguments, by name, gets its models from us."""
         if not self._makes_models:
             yield
             return
@@ -78,9 +78,9 @@ class TrlModels(_TrainerBase):
         check_trl(settings, is_joint=is_joint, trains_fused_head=trains_fused_head)
         if isinstance(settings["model"], Path):
             settings["model"] = str(settings["model"])
-        given = settings.get("ref_model")
-        if given is not None and engine_of(given) is None:
-            self._keep_reference(args, functools.partial(_drain_frozen, given))
+        ref_model = settings.get("ref_model")
+        if ref_model is not None and engine_of(ref_model) is None:
+            self._keep_reference(args, functools.partial(_drain_frozen, ref_model))
         makes_policy = iter([True] if isinstance(settings["model"], str) else [])
         awaiting_adapters: dict[int, Callable[..., Any]] = {}
 
@@ -105,8 +105,8 @@ class TrlModels(_TrainerBase):
     def _stream_adapted(
         self, skeleton: Any, path: str, args: TrainingArguments, loading: Mapping[str, Any], peft_config: Any
     ) -> Any:
-        """Adapters must be there before the engine is, and TRL adds them to a model that it has: it had the skeleton,
-        whose configs it may have changed."""
+        """Stream a model with adapters, which must exist before the engine does. TRL adds them to a skeleton, whose
+        configs it may have changed."""
         model = self._stream(path, args, **{**loading, "config": skeleton.config}, peft_config=peft_config)
         if hasattr(skeleton, "generation_config"):
             model.get_base_model().generation_config = skeleton.generation_config
@@ -118,8 +118,8 @@ class TrlModels(_TrainerBase):
         if self._reference is None:
             if not path:
                 raise ValueError(
-                    "the model says of no folder that it came from, so there is nothing to load its reference from; "
-                    "pass ref_model=copy.deepcopy(model), or set precompute_ref_log_probs=True"
+                    "the model has no path (name_or_path) from which its reference could be loaded; pass "
+                    "ref_model=copy.deepcopy(model), or set precompute_ref_log_probs=True"
                 )
             load = functools.partial(
                 from_pretrained, path, bf16=args.bf16, is_trained=False, **_loading(path, architecture, kwargs)
@@ -128,7 +128,7 @@ class TrlModels(_TrainerBase):
         return self._reference
 
     def _keep_reference(self, args: TrainingArguments, make: Callable[..., Any]) -> None:
-        """``make`` makes it under a part of the budgets. What it takes is no longer the policy's."""
+        """Make the reference with ``make`` under a part of the budgets, and subtract what it uses."""
         assert self._offload_config is not None
         folder = Path(args.output_dir) / STORE_FOLDER
         whole = resolved_here(self._offload_config, device_for(args.device), folder, links_to_other_ranks())
@@ -139,20 +139,20 @@ class TrlModels(_TrainerBase):
             )  # fmt: skip
         except BudgetError as error:
             raise BudgetError(
-                f"the reference model, which may take 1/{_GPU_SHARE} of gpu_memory and 1/{_CPU_SHARE} of cpu_memory, "
-                f"does not fit there: {error} for it alone; or train adapters, which need no second model"
+                f"the reference model, which may use 1/{_GPU_SHARE} of gpu_memory and 1/{_CPU_SHARE} of cpu_memory, "
+                f"does not fit: {error} for it alone; or train adapters, which need no reference model"
             ) from error
         engine = engine_of(self._reference)
         assert engine is not None
-        self._offload_config = _what_is_left(whole, engine)
+        self._offload_config = _subtract_reference(whole, engine)
 
-    # Passes before there is a training.
+    # Passes before training.
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._ensure_engine()
         return super()._precompute_ref_logps(*args, **kwargs)
 
-    # What is counted from step to step, in the journal of each.
+    # Counters of TRL's trainers, in the journal of each step.
 
     def _write_step_facts(self, folder: str) -> None:
         facts = step_facts(self)
@@ -171,8 +171,8 @@ class TrlModels(_TrainerBase):
 
 
 def begin_above(trainer_class: type[Any], default_offload: OffloadConfig) -> None:
-    """Let a class of TRL begin to offload before it does anything, though it is derived from a Trainer that offloads:
-    under `lohan launch` its own methods come first. ``default_offload`` is for those who say nothing."""
+    """Let a class of TRL that derives from an offloading Trainer, as under `lohan launch`, begin to offload before its
+    own methods run. ``default_offload`` is the default of `offload=`."""
     stock_init = vars(trainer_class).get("__init__")
     names = names_of(stock_init) if stock_init is not None else None
     if stock_init is not None and names is not None:
@@ -185,7 +185,7 @@ def begin_above(trainer_class: type[Any], default_offload: OffloadConfig) -> Non
             else:
                 self._make(functools.partial(stock_init, self), settings)
 
-        setattr(trainer_class, "__init__", init)  # noqa: B010 - mypy takes it for one of an instance
+        setattr(trainer_class, "__init__", init)  # noqa: B010 - for mypy
     stock_pass = vars(trainer_class).get("_precompute_ref_logps")
     if stock_pass is not None:
 
@@ -198,7 +198,7 @@ def begin_above(trainer_class: type[Any], default_offload: OffloadConfig) -> Non
 
 
 def names_of(init: Callable[..., Any]) -> list[str] | None:
-    """Of the arguments that it takes by position; None if it passes on what it is given."""
+    """Names of the arguments that ``init`` takes by position; None if it passes on any."""
     parameters = inspect.signature(init).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
@@ -206,7 +206,7 @@ def names_of(init: Callable[..., Any]) -> list[str] | None:
 
 
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments ``given`` by position and by name, all by name. Raises TypeError as a call of ``what`` does."""
+    """All arguments by name. Raises TypeError as a call of ``what`` does."""
     if len(given) > len(names):
         raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}")
     by_position = dict(zip(names, given, strict=False))
@@ -216,8 +216,7 @@ def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mappin
 
 
 def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:
-    """Whether a trainer of TRL will make a model beside the one that it trains: not with adapters, which can be
-    switched off."""
+    """Whether a trainer of TRL will make a reference model. With adapters it switches these off instead."""
     args = settings["args"]
     if settings.get("ref_model") is not None or _has_adapters(settings):
         return False
@@ -231,7 +230,7 @@ def _has_adapters(settings: Mapping[str, Any]) -> bool:
 
 
 def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """For `from_pretrained`, of what TRL would have loaded. Its default is float32, not the checkpoint's dtype."""
+    """Arguments of `from_pretrained` for the model that TRL would load. TRL's default dtype is float32."""
     rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype")}
     dtype = kwargs.get("dtype", torch.float32)
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **rest)
@@ -259,7 +258,7 @@ def _drain_frozen(model: nn.Module, *, offload: OffloadConfig, **kwargs: Any) ->
 
 
 def _part_for_reference(whole: OffloadConfig) -> OffloadConfig:
-    """It is only read: nothing is left for a backward, and no second version of anything is needed."""
+    """The configuration of a reference, which has no backward and no second version of its records."""
     assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     return replace(
         whole,
@@ -278,8 +277,8 @@ def _folder_of_reference(ssd: SsdPath) -> str:
     return str(Path(ssd.path) / REFERENCE_FOLDER)
 
 
-def _what_is_left(whole: OffloadConfig, reference: OffloadEngine) -> OffloadConfig:
-    """Of budgets and capacities, for the policy."""
+def _subtract_reference(whole: OffloadConfig, reference: OffloadEngine) -> OffloadConfig:
+    """The policy's configuration, with the budgets and capacities that the reference leaves."""
     assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     store = reference.tiers.store
     taken_bytes = {path.path: taken for path, taken in zip(store.paths, store.layout.file_bytes, strict=True)}

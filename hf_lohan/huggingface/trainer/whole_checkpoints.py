@@ -1,4 +1,4 @@
-"""Trainer's checkpoints are there whole or not at all."""
+"""Checkpoints of Trainer that appear when they are complete."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ else:
 
 
 class WholeCheckpoints(_TrainerBase):
-    """Mixed into a Trainer: its checkpoints are there whole or not at all, and old ones go only after the new is there.
+    """Mixed into a Trainer: a checkpoint appears when it is complete, and only then old ones are removed.
 
-    Upstream's `_save_checkpoint` does all the writing; only the folder that it asks for is another. The three things
-    in it that want the final name (the best checkpoint's path, a push to the Hub, the removal of old checkpoints) are
-    done once more or afterwards.
+    Upstream's `_save_checkpoint` writes it to another folder. Three steps of it need the final name, and are repeated
+    or run afterwards: the best checkpoint's path, a push to the Hub, and the removal of old checkpoints.
     """
 
     _offload_config: OffloadConfig | None
-    """None: everything is as upstream has it."""
+    """None: everything is as in upstream."""
     _unfinished_run_dir: str | None = None
     _push_is_due = False
     last_whole_checkpoint: str | None = None
-    """The last one that was written."""
+    """The last checkpoint that was written."""
 
     if TYPE_CHECKING:
 
@@ -44,11 +43,11 @@ class WholeCheckpoints(_TrainerBase):
         def _links(self) -> Links: ...
 
     def _replace_jit_checkpoints(self) -> None:
-        """`enable_jit_checkpoint` asks for a checkpoint when SIGTERM comes: `_maybe_log_save_evaluate` sees to it.
-        Upstream's callback saves in the middle of a step as well, when a part of its updates is done."""
+        """Remove upstream's callback for `enable_jit_checkpoint`, which saves at SIGTERM, also within a step, when a
+        part of its updates is done. `_maybe_log_save_evaluate` saves after the step instead."""
         callback = self.pop_callback(JITCheckpointCallback)
         if callback is not None:
-            callback.on_train_end(self.args, self.state, self.control)  # gives SIGTERM back
+            callback.on_train_end(self.args, self.state, self.control)  # restores the handler of SIGTERM
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._unfinished_run_dir or super()._get_output_dir(trial)
@@ -84,14 +83,14 @@ class WholeCheckpoints(_TrainerBase):
             )
 
     def _save_once(self, model: Any, trial: Any) -> None:
-        """A checkpoint of this step, if it has none yet."""
+        """Save a checkpoint of this step, unless it has one."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if os.path.basename(self.last_whole_checkpoint or "") != name:
             self._save_checkpoint(model, trial)
             self.callback_handler.on_save(self.args, self.state, self.control)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream, and the same files: neither what is recorded of the run nor a store in its folder."""
+        """As upstream, without the run's record and a store in its folder."""
         with self._uploads_of_stock():
             return super().push_to_hub(*args, **kwargs)
 
@@ -100,22 +99,22 @@ class WholeCheckpoints(_TrainerBase):
             with self._uploads_of_stock():
                 super()._push_from_checkpoint(checkpoint_folder)
         else:
-            self._push_is_due = True  # uploads run on in the background: not from a folder that is about to move
+            self._push_is_due = True  # uploads run in the background, and this folder is about to move
 
     def _uploads_of_stock(self) -> contextlib.AbstractContextManager[None]:
         if self._offload_config is None:
             return contextlib.nullcontext()
         ssd = self._offload_config.ssd
-        stores = [] if ssd == "auto" else [path.path for path in ssd]  # that of "auto" has a name that is left out
+        stores = [] if ssd == "auto" else [path.path for path in ssd]  # uploads leave out the name of the "auto" store
         return uploads_without([FOLDER, *stores], self.args.output_dir)
 
     def _name_best_checkpoint(self, run_dir: str, checkpoint: Path) -> None:
-        """Upstream looked for the best checkpoint beside the unfinished one; say where it is, or is about to be."""
-        state, seen = self.state, self.state.best_model_checkpoint
+        """Set the final path of the best checkpoint, for which upstream looked beside the unfinished one."""
+        state, before = self.state, self.state.best_model_checkpoint
         if state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
             best_name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             if best_name == checkpoint.name or os.path.exists(os.path.join(run_dir, best_name)):
                 state.best_model_checkpoint = os.path.join(run_dir, best_name)
-        is_other = state.best_model_checkpoint != seen
-        if is_other and self.args.should_save and (checkpoint / TRAINER_STATE_NAME).exists():
+        has_changed = state.best_model_checkpoint != before
+        if has_changed and self.args.should_save and (checkpoint / TRAINER_STATE_NAME).exists():
             state.save_to_json(str(checkpoint / TRAINER_STATE_NAME))

@@ -81,12 +81,12 @@ def test_a_quantized_model(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_reference_that_does_not_fit_beside_the_policy(checkpoint: Path, tmp_path: Path) -> None:
     too_small = {"gpu_memory": "400KiB", "cpu_memory": "8MiB"}
     message = refusal("DPO", arguments("DPO", tmp_path), too_small, model=str(checkpoint))
-    assert "the reference model, which may take 1/2 of gpu_memory and 1/4 of cpu_memory, does not fit there" in message
+    assert "the reference model, which may use 1/2 of gpu_memory and 1/4 of cpu_memory, does not fit:" in message
 
 
 def test_a_reference_of_a_model_that_comes_from_no_folder(tmp_path: Path) -> None:
     message = refusal("DPO", arguments("DPO", tmp_path), model=tiny_model("llama"), processing_class=tiny_tokenizer())
-    assert "nothing to load its reference from; pass ref_model=copy.deepcopy(model)" in message
+    assert "from which its reference could be loaded; pass ref_model=copy.deepcopy(model)" in message
 
 
 def test_a_machine_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
