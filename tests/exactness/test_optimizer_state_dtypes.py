@@ -130,7 +130,7 @@ def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: 
         trainer_with(tmp_path / "run", wanted).train(resume_from_checkpoint="last_step")
     trainer = trainer_with(tmp_path / "elsewhere", wanted)
     with pytest.raises(
-        ValueError, match=f"with optimizer_state_dtype={saved}, this run has {wanted}; set it to {saved}"
+        ValueError, match=f"with optimizer_state_dtype={saved}, and this run has {wanted}; set it to {saved}"
     ):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     trainer.offload_engine.close()

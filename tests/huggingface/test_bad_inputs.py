@@ -79,7 +79,7 @@ def test_store_of_another_model(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     run = trainer(tmp_path / "run", "lohan")
-    for name, message in (("nowhere", "nowhere' does not exist; give the"), ("empty", "has no trainer_state.json; give")):
+    for name, message in (("nowhere", "nowhere' does not exist; give"), ("empty", "has no trainer_state.json; give")):
         with pytest.raises(ValueError, match=message):
             run.train(resume_from_checkpoint=str(tmp_path / name))
     (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
