@@ -42,7 +42,7 @@ class ResumePoint:
     def choose(
         cls,
         asked: str | bool | None,
-        settled_store: Callable[[], Sequence[str]],
+        wait_for_store_paths: Callable[[], Sequence[str]],
         output_dir: str,
         last_checkpoint: Callable[[str], str | None],
         check: Callable[[Commit, bytes, str], None],
@@ -51,8 +51,8 @@ class ResumePoint:
         """Choose for the argument ``asked`` of `train`: "last_step"; True for the last step or the last checkpoint,
         whichever is newer; else as upstream.
 
-        `settled_store` returns the paths of the store when no commit is in progress, `last_checkpoint` the last one in
-        a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this together, and resume
+        `wait_for_store_paths` returns the paths of the store when no commit is in progress, `last_checkpoint` the last
+        one in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this together, and resume
         from the newest step that all of them have. Raises ValueError if there is nothing to resume from.
         """
         if asked is not True and asked != LAST_STEP:
@@ -60,7 +60,7 @@ class ResumePoint:
                 _check_checkpoint(str(asked), output_dir, last_checkpoint)
             return cls(asked)
         links = links or Links.alone()
-        store_paths, folders = settled_store(), _RunFolders.of_rank(output_dir, links.ranks)
+        store_paths, folders = wait_for_store_paths(), _RunFolders.of_rank(output_dir, links.ranks)
         last = _last_of_all(kept_commits(store_paths), links, may_have_none=asked is True)
         log = b""
         if last is not None and _is_resumable(last):

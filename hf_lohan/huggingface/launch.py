@@ -33,7 +33,7 @@ from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import launched_with, num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
-from hf_lohan.huggingface.trainer.trl_models import begin_above
+from hf_lohan.huggingface.trainer.trl_models import initialize_before
 from hf_lohan.ranks.transport.rendezvous import SECRET_VARIABLE
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import times
@@ -109,7 +109,7 @@ def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
         def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
             if cls.__module__.partition(".")[0] == "trl":
-                begin_above(cls, config)
+                initialize_before(cls, config)
 
     # Scripts inspect the arguments of `Trainer.__init__` to distinguish versions of transformers.
     functools.update_wrapper(OffloadingTrainer.__init__, stock.__init__)

@@ -284,7 +284,7 @@ def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:
     return rule_for(name, groups)
 
 
-class StoredOptimizers(_TrainerBase):
+class StoreOptimizerMixin(_TrainerBase):
     """Mixed into a Trainer: its optimizer is over the store."""
 
     optimizer: Any

@@ -94,7 +94,7 @@ def test_another_optimizer_over_a_store_or_a_checkpoint_is_refused_by_name(tmp_p
     with pytest.raises(ForeignStoreError, match=r"states of SGD\(momentum_buffer\), this run has AdamW.*set that"):
         trainer_over(tmp_path / "run").train(resume_from_checkpoint="last_step")
     other = trainer_over(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"are of SGD\(momentum_buffer\), and this run uses AdamW\(exp_avg, exp_avg_sq\)"):
+    with pytest.raises(ValueError, match=r"are of SGD\(momentum_buffer\), and this run uses AdamW\(exp_avg,"):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     other.offload_engine.close()
 

@@ -26,7 +26,7 @@ else:
     _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
 
 
-class TrainsWithRanks(_TrainerBase):
+class RankTrainerMixin(_TrainerBase):
     """Mixed into a Trainer: ranks agree on what all must do, and a rank that fails ends the others."""
 
     _offload_config: OffloadConfig | None
@@ -44,7 +44,7 @@ class TrainsWithRanks(_TrainerBase):
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
 
     @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
+    def _ending_all_ranks_on_error(self) -> Iterator[None]:
         """Within, an error also ends the other ranks, which would wait for this one."""
         try:
             try:

@@ -1,4 +1,4 @@
-"""`Trainer` with one more argument."""
+"""`Trainer` with the argument `offload=`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ from hf_lohan.huggingface.guards import (
     why_trainer_runs_in_turn,
 )
 from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights
-from hf_lohan.huggingface.optimizers import StoredOptimizers
+from hf_lohan.huggingface.optimizers import StoreOptimizerMixin
 from hf_lohan.huggingface.progress import begin_step, trainer_line
 from hf_lohan.huggingface.ranks import random_state_suffix
-from hf_lohan.huggingface.trainer.rank_trainer import TrainsWithRanks
+from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
 from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
-from hf_lohan.huggingface.trainer.trl_models import TrlModels, by_name, names_of
-from hf_lohan.huggingface.trainer.whole_checkpoints import WholeCheckpoints
+from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin, by_name, names_of
+from hf_lohan.huggingface.trainer.whole_checkpoints import CompleteCheckpointsMixin
 from hf_lohan.planning import MicroBatches
 from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.record import RunRecord, record_folder
@@ -77,35 +77,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ChunkedSmoother(LabelSmoother):
-    """Upstream's. Where this thread's forward has smoothed its labels chunk by chunk, it gives that loss."""
+    """Upstream's smoother, which returns the loss of a forward that smoothed its labels chunk by chunk."""
 
     def __post_init__(self) -> None:
-        self._here = threading.local()
+        self._of_thread = threading.local()
         """Micro-batches have threads of their own, and share a Trainer."""
 
     @contextlib.contextmanager
-    def by(self, smoothing: Smoothing) -> Iterator[None]:
-        """Within, ``smoothing`` is that of this thread's forward."""
-        self._here.smoothing = smoothing
+    def using(self, smoothing: Smoothing) -> Iterator[None]:
+        """Within, this thread's forward uses ``smoothing``."""
+        self._of_thread.smoothing = smoothing
         try:
             yield
         finally:
-            self._here.smoothing = None
+            self._of_thread.smoothing = None
 
     def __call__(
         self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        smoothing: Smoothing | None = getattr(self._here, "smoothing", None)
+        smoothing: Smoothing | None = getattr(self._of_thread, "smoothing", None)
         if smoothing is not None and labels is smoothing.labels and shift_labels:
             return smoothing.loss(num_items_in_batch)
-        whole: Tensor = super().__call__(model_output, labels, shift_labels, num_items_in_batch)
-        return whole
+        loss: Tensor = super().__call__(model_output, labels, shift_labels, num_items_in_batch)
+        return loss
 
 
-class SmoothedLabels(_TrainerBase):
-    """Mixed into a Trainer. Upstream calls the model without labels and smooths over all logits; here the model gets
-    them all the same, and the cross entropy within its loss is smoothed chunk by chunk. What else a model adds to its
-    loss (a router's, say) upstream's smoother leaves out, and so does this one."""
+class ChunkedSmoothingMixin(_TrainerBase):
+    """Mixed into a Trainer: smooths labels chunk by chunk, within the model's cross entropy. Upstream calls the model
+    without labels and smooths over all logits. Both leave out other terms of the model's loss, such as a router's."""
 
     model: Any
     compute_loss_func: Any
@@ -117,26 +116,26 @@ class SmoothedLabels(_TrainerBase):
             self.label_smoother = ChunkedSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As upstream. Where the logits are taken in chunks, smoothed labels are, too."""
-        head = self._head_that_smooths(inputs)
+        """As upstream. If logits are computed in chunks, labels are smoothed in chunks."""
+        head = self._smoothing_head(inputs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(ids_within_vocabulary(self.model, inputs))
             if head is not None:
                 smoother: ChunkedSmoother = self.label_smoother
                 smoothing = Smoothing(smoother.epsilon, inputs["labels"], smoother.ignore_index)
-                stack.enter_context(smoother.by(smoothing))
+                stack.enter_context(smoother.using(smoothing))
                 stack.enter_context(head.smoothing(smoothing))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def _head_that_smooths(self, inputs: dict[str, Any]) -> ChunkedHead | None:
-        """None where upstream smooths: logits that are small, evaluation, a loss or a smoother of somebody's own."""
+    def _smoothing_head(self, inputs: dict[str, Any]) -> ChunkedHead | None:
+        """The head that smooths in chunks. None for small logits, evaluation, and a custom loss or smoother."""
         head = chunked_head_at(self.model)
         is_upstreams = type(self.label_smoother) is ChunkedSmoother and self.compute_loss_func is None
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
         if head is None or not is_upstreams or not torch.is_grad_enabled() or ids is None or labels is None:
             return None
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # upstream's smoother, too
+        shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as in upstream's smoother
         return head if shifts and head.applies_to(ids.numel()) else None
 
 
@@ -144,11 +143,11 @@ TRACKERS = (
     *("azure_ml", "clearml", "comet_ml", "dagshub", "mlflow"),
     *("neptune", "swanlab", "tensorboard", "trackio", "wandb"),
 )
-"""Those that may be told twice of a step."""
+"""Trackers whose `on_log` may be called twice in a step."""
 
 
 class RecordedRun(TrainerCallback):
-    """The run of one engine."""
+    """Records the run of one engine."""
 
     def __init__(self, record: RunRecord, folder: Path) -> None:
         self.record = record
@@ -176,8 +175,8 @@ class RecordedRun(TrainerCallback):
         self.record.end_run()
 
 
-def tell_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
-    """Give figures to TensorBoard, W&B and so on, as `lohan/...`. The console and the log history stay as they are."""
+def log_to_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
+    """Log figures as `lohan/...` to TensorBoard, W&B and so on, but not to the console and the log history."""
     logs = {f"lohan/{name}": value for name, value in figures.items()}
     trackers = tuple(INTEGRATION_TO_CALLBACK[name] for name in TRACKERS if name in INTEGRATION_TO_CALLBACK)
     for callback in trainer.callback_handler.callbacks:
@@ -186,8 +185,8 @@ def tell_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
 
 
 def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the Trainer below ``mixin`` is to be made of, by name: trainers have their arguments in orders of their
-    own. Raises TypeError as a call does."""
+    """All arguments of the Trainer below ``mixin``, by name, because their order depends on the trainer. Raises
+    TypeError as a call does."""
     names: list[str] = []
     for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
         if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
@@ -196,28 +195,30 @@ def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], name
     return by_name(trainer_class.__name__, names, given, named)
 
 
-class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOptimizers, TrainsWithRanks):
+class OffloadTrainerMixin(
+    TrlModelsMixin, ChunkedSmoothingMixin, CompleteCheckpointsMixin, StoreOptimizerMixin, RankTrainerMixin
+):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
         offload: None (the stock Trainer, untouched), "lohan" (everything automatic), a YAML path, a dict, or an
             `OffloadConfig`.
 
-    `model` may then also be the path of a checkpoint, which is streamed into the store. Raises ValueError for
-    arguments that offloading cannot honour exactly.
+    `model` may then also be the path of a checkpoint, which is streamed to the store. Raises ValueError for arguments
+    that offloading does not support exactly.
     """
 
-    _has_begun = False
+    _is_initialized = False
 
     def __init__(self, model: Any = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
-        if self._has_begun or not self._begin(model, offload):
+        if self._is_initialized or not self._initialize_offload(model, offload):
             super().__init__(model, *rest, **kwargs)
         else:
-            self._make(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
+            self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
 
-    def _begin(self, model: Any, offload: Any) -> bool:
-        """What a trainer has before it is made. Returns whether it offloads."""
-        self._has_begun = True
+    def _initialize_offload(self, model: Any, offload: Any) -> bool:
+        """Initialize our attributes, before upstream's. Returns whether the trainer offloads."""
+        self._is_initialized = True
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
@@ -225,15 +226,15 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
         self._runs_together: bool | None = None
-        already = isinstance(model, nn.Module) and engine_of(model) is not None
+        has_engine = isinstance(model, nn.Module) and engine_of(model) is not None
         check_given_model(model, is_offloaded=offload is not None, makes_models=self._makes_models)
-        if offload is not None or already:
+        if offload is not None or has_engine:
             keep_from_others()
             self._offload_config = settings_given(offload)
         return self._offload_config is not None
 
-    def _make(self, make: Callable[..., None], settings: dict[str, Any]) -> None:
-        """Have the trainer made of ``settings``, by the name of each argument."""
+    def _construct(self, make: Callable[..., None], settings: dict[str, Any]) -> None:
+        """Call ``make``, the constructor, with ``settings``, its arguments by name."""
         assert self._offload_config is not None
         model = settings.get("model")
         args = settings.get("args") or default_arguments(type(self), model) or TrainingArguments("tmp_trainer")
@@ -241,17 +242,17 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         check_arguments(args)
         check_model(model)
         self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
-        own = settings.get("optimizers") or (None, None)
-        check_optimizers(model, own, self.optimizer_cls_and_kwargs, self._offload_config)
+        optimizers = settings.get("optimizers") or (None, None)
+        check_optimizers(model, optimizers, self.optimizer_cls_and_kwargs, self._offload_config)
         use_one_gpu(args)
-        with self._own_models(settings):
+        with self._replacing_models(settings):
             if isinstance(model, Path | str) and not self._makes_models:
-                settings["model"] = self._stream(model, args)
+                settings["model"] = self._stream_model(model, args)
             make(**settings)
         self._replace_jit_checkpoints()
 
-    def _stream(self, path: str | Path, args: TrainingArguments, **kwargs: Any) -> Any:
-        """`from_pretrained` of what is to be trained."""
+    def _stream_model(self, path: str | Path, args: TrainingArguments, **kwargs: Any) -> Any:
+        """Load the model to train with `from_pretrained`."""
         config = self._offload_config
         assert config is not None
         micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
@@ -268,11 +269,11 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
                 **kwargs,
             )
 
-    # The engine: attached late, after everything that patches or wraps the model has had its turn.
+    # The engine is attached late, after everything that patches or wraps the model.
 
     @property
     def offload_engine(self) -> OffloadEngine | None:
-        """The engine of `self.model`, once training, evaluation or loading has begun."""
+        """The engine of `self.model`. None before training, evaluation or loading begins."""
         return engine_of(self.model)
 
     def _ensure_engine(self) -> OffloadEngine | None:
@@ -281,7 +282,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         args, model, engine = self.args, self.model, self.offload_engine
         if engine is None:
             check_model(model)
-            if self._record is not None:  # `model_init` made a new model: the old one's engine holds the store
+            if self._record is not None:  # `model_init` made a new model, and the old one's engine holds the store
                 self._record.engine.close()
             micro_batches = MicroBatches.of_run(self._offload_config, args.gradient_accumulation_steps)
             engine = offload_model(
@@ -297,9 +298,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
                 self.remove_callback(self._recorded_run)
-            say = tqdm.write if args.should_log else logger.info
+            write_line = tqdm.write if args.should_log else logger.info
             folder = record_folder(Path(args.output_dir), engine.links.ranks)
-            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), say), folder)
+            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), write_line), folder)
             self.add_callback(self._recorded_run)
         return engine
 
@@ -317,21 +318,22 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             super()._move_model_to_device(model, device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As upstream. `resume_from_checkpoint="last_step"` goes on from the last committed step of the store, `True`
-        from that or from the last checkpoint, whichever is newer. SIGTERM ends the run when its step is committed.
+        """As upstream. `resume_from_checkpoint="last_step"` resumes from the last committed step of the store, and
+        `True` from that step or the last checkpoint, whichever is newer. After SIGTERM the run ends when its step is
+        committed.
 
-        Raises ValueError if there is nothing to go on from.
+        Raises ValueError if there is nothing to resume from.
         """
         if self._offload_config is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        with self._failing_together(), answering_out_of_memory(lambda: self.model, self._offload_config):
+        with self._ending_all_ranks_on_error(), answering_out_of_memory(lambda: self.model, self._offload_config):
             if self.args.should_save:
                 remove_unfinished(self.args.output_dir)
             self._links.barrier("what a killed save left to be removed")
-            self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
+            self._resume_point = ResumePoint()  # not an earlier call's, if `choose` raises
             self._resume_point = ResumePoint.choose(
                 resume_from_checkpoint,
-                self._settled_store,
+                self._wait_for_store_paths,
                 self.args.output_dir,
                 get_last_checkpoint,
                 check_journal,
@@ -346,40 +348,40 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
                 finally:
                     if self._record is not None:
                         self._record.write_trace()
-            if self._termination.any_rank_requested():  # after the last step, whose commit may be on its way
+            if self._termination.any_rank_requested():  # after the last step, whose commit may be in progress
                 if self.offload_engine is not None:
                     self.offload_engine.close()
                 self._termination.exit()
         return output
 
-    def _settled_store(self) -> list[str]:
-        """Its ssd paths, when nothing is on its way to them."""
+    def _wait_for_store_paths(self) -> list[str]:
+        """Wait for the store's last commit, and return its ssd paths."""
         engine = self.offload_engine
         if engine is not None:
-            engine.settle()  # its last commit too
+            engine.settle()
             return [path.path for path in engine.tiers.store.paths]
         assert self._offload_config is not None
         ssd = self._offload_config.ssd
-        given = ssd_paths(str(Path(self.args.output_dir) / STORE_FOLDER)) if ssd == "auto" else ssd
-        assert given != "auto"
-        return [path.path for path in rank_paths(given, self._links.ranks)]
+        paths = ssd_paths(str(Path(self.args.output_dir) / STORE_FOLDER)) if ssd == "auto" else ssd
+        assert paths != "auto"
+        return [path.path for path in rank_paths(paths, self._links.ranks)]
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
     ) -> Any:
-        self._waiting_micro_batches, self._runs_together = (), None  # of a run that broke off
+        self._waiting_micro_batches, self._runs_together = (), None  # may be those of a failed run
         if self._offload_config is not None:
             recompute_without_reentry(self.model)
         engine = self._ensure_engine()
         if engine is not None:
             self._check_batches(train_dataloader)
-            self._keep_journal(engine, resume_from_checkpoint)
+            self._start_journal(engine, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint, **kwargs)
         if engine is not None:
-            check_optimizer(self.optimizer)  # a subclass may have made it without asking us
+            check_optimizer(self.optimizer)  # a subclass may have made it
         return prepared
 
-    def _keep_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
+    def _start_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
         if self._journal is not None:
             self.remove_callback(self._journal)
         engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
@@ -399,7 +401,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         if self._offload_config is not None and self.state.global_step >= self.state.max_steps:
-            # The run that is resumed had taken all its steps; upstream would take one step more.
+            # The resumed run had taken all its steps. Upstream would take one more.
             self.control.should_training_stop = True
             return None
         if self._journal is not None:
@@ -412,7 +414,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
     ) -> None:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         if self.args.enable_jit_checkpoint and self._termination.ends_here():
-            self._save_once(model, trial)
+            self._save_unless_saved(model, trial)
         if self._record is not None:
             self._record.flush()
         self._time_step()
@@ -426,8 +428,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             return super().evaluation_loop(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As upstream. With `vertical_micro_batches` a step's micro-batches wait for the last of them and run together:
-        it returns the loss of all, the others zero. Each runs upstream's `training_step`, whose backward is put off."""
+        """As upstream. Micro-batches that run together wait for the last one of the step, whose call returns the loss
+        of all; the other calls return zero. Each runs upstream's `training_step`, with its backward deferred."""
         record = self._record
         if record is None:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -450,7 +452,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         return loss
 
     def _choose_order(self, engine: OffloadEngine, inputs: Any) -> bool:
-        """Whether the micro-batches of this training's steps run together; ``inputs`` are those of the first."""
+        """Whether micro-batches of a step run together. ``inputs`` are those of the first micro-batch."""
         micro_batches = MicroBatches.of_run(engine.config, self.args.gradient_accumulation_steps)
         if micro_batches.run_together is not None:
             if micro_batches.run_together:
@@ -458,7 +460,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             return micro_batches.run_together
         shape, reason = step_shape((), inputs) if isinstance(inputs, Mapping) else None, why_trainer_runs_in_turn(self)
         if shape is None:
-            reason = reason or "their inputs have no token ids, by which a step is planned"
+            reason = reason or "their inputs have no token ids, which are needed to plan a step"
         if reason is not None or shape is None:
             logger.info("vertical_micro_batches: auto runs micro-batches one after the other: %s", reason)
             return False
@@ -467,9 +469,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)
         if self._record is not None and "loss" in logs:
-            tell_trackers(self, self._record.figures())
+            log_to_trackers(self, self._record.figures())
 
-    # Checkpoints. Weights are saved by the model's own `save_pretrained`, which streams (see `attachment.attach`).
+    # Checkpoints. The model's `save_pretrained` streams its weights (see `attachment.attach`).
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -489,18 +491,19 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
 
     def _go_back_to_commit(self, engine: OffloadEngine, journal_folder: str | None) -> None:
         commit = self._resume_point.commit
-        assert commit is not None and journal_folder is not None, "its journal was laid out there"
-        found = engine.go_back_to_commit()
-        if found.number != commit.number:
+        assert commit is not None and journal_folder is not None, "its journal is in that folder"
+        restored = engine.go_back_to_commit()
+        if restored.number != commit.number:
             raise RuntimeError(
-                f"step {found.facts.get('global_step')} was committed after this resume had begun (a batch size "
-                "was tried that failed later); resume once more, with a batch size that fits"
+                f"step {restored.facts.get('global_step')} was committed after this resume had begun, with a batch "
+                "size that failed later; resume again, with a batch size that fits"
             )
         load_buffers(self.model, journal_folder)
         self._read_step_facts(journal_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights come with the optimizer's states: when training begins, also anew with another batch size."""
+        """Does nothing under offload: weights are loaded with the optimizer's states when training begins, again for
+        each batch size that is tried."""
         if self._ensure_engine() is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -53,11 +53,11 @@ _GPU_SHARE, _CPU_SHARE = 2, 4
 _FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
 
 
-class TrlModels(_TrainerBase):
+class TrlModelsMixin(_TrainerBase):
     """Mixed into a Trainer. Changes nothing in trainers that are not TRL's."""
 
     _offload_config: OffloadConfig | None
-    _stream: Callable[..., Any]
+    _stream_model: Callable[..., Any]
     _ensure_engine: Callable[[], OffloadEngine | None]
     _resume_point: Any
     _reference: Any = None
@@ -67,7 +67,7 @@ class TrlModels(_TrainerBase):
         return makes_models(type(self))
 
     @contextlib.contextmanager
-    def _own_models(self, settings: dict[str, Any]) -> Iterator[None]:
+    def _replacing_models(self, settings: dict[str, Any]) -> Iterator[None]:
         """Within, the constructor of a trainer with these arguments, by name, gets its models from us."""
         if not self._makes_models:
             yield
@@ -80,7 +80,7 @@ class TrlModels(_TrainerBase):
             settings["model"] = str(settings["model"])
         ref_model = settings.get("ref_model")
         if ref_model is not None and engine_of(ref_model) is None:
-            self._keep_reference(args, functools.partial(_drain_frozen, ref_model))
+            self._add_reference(args, functools.partial(_drain_frozen, ref_model))
         makes_policy = iter([True] if isinstance(settings["model"], str) else [])
         awaiting_adapters: dict[int, Callable[..., Any]] = {}
 
@@ -91,9 +91,11 @@ class TrlModels(_TrainerBase):
                 self._make_reference(args, path, architecture, kwargs)
             loading = _loading(path, architecture, kwargs)
             if settings.get("peft_config") is None:
-                return self._stream(path, args, **loading)
+                return self._stream_model(path, args, **loading)
             skeleton = _skeleton(path, loading)
-            awaiting_adapters[id(skeleton)] = functools.partial(self._stream_adapted, skeleton, path, args, loading)
+            awaiting_adapters[id(skeleton)] = functools.partial(
+                self._stream_model_with_adapters, skeleton, path, args, loading
+            )
             return skeleton
 
         def adapt(stock: Callable[..., Any], model: Any, peft_config: Any, **kwargs: Any) -> Any:
@@ -102,12 +104,12 @@ class TrlModels(_TrainerBase):
         with models_made_by(type(self), make, adapt):
             yield
 
-    def _stream_adapted(
+    def _stream_model_with_adapters(
         self, skeleton: Any, path: str, args: TrainingArguments, loading: Mapping[str, Any], peft_config: Any
     ) -> Any:
         """Stream a model with adapters, which must exist before the engine does. TRL adds them to a skeleton, whose
         configs it may have changed."""
-        model = self._stream(path, args, **{**loading, "config": skeleton.config}, peft_config=peft_config)
+        model = self._stream_model(path, args, **{**loading, "config": skeleton.config}, peft_config=peft_config)
         if hasattr(skeleton, "generation_config"):
             model.get_base_model().generation_config = skeleton.generation_config
         return model
@@ -124,10 +126,10 @@ class TrlModels(_TrainerBase):
             load = functools.partial(
                 from_pretrained, path, bf16=args.bf16, is_trained=False, **_loading(path, architecture, kwargs)
             )
-            self._keep_reference(args, load)
+            self._add_reference(args, load)
         return self._reference
 
-    def _keep_reference(self, args: TrainingArguments, make: Callable[..., Any]) -> None:
+    def _add_reference(self, args: TrainingArguments, make: Callable[..., Any]) -> None:
         """Make the reference with ``make`` under a part of the budgets, and subtract what it uses."""
         assert self._offload_config is not None
         folder = Path(args.output_dir) / STORE_FOLDER
@@ -170,7 +172,7 @@ class TrlModels(_TrainerBase):
             restore_generations(self, torch.load(batches, map_location=self.args.device, weights_only=True))
 
 
-def begin_above(trainer_class: type[Any], default_offload: OffloadConfig) -> None:
+def initialize_before(trainer_class: type[Any], default_offload: OffloadConfig) -> None:
     """Let a class of TRL that derives from an offloading Trainer, as under `lohan launch`, begin to offload before its
     own methods run. ``default_offload`` is the default of `offload=`."""
     stock_init = vars(trainer_class).get("__init__")
@@ -180,10 +182,10 @@ def begin_above(trainer_class: type[Any], default_offload: OffloadConfig) -> Non
         @functools.wraps(stock_init)
         def init(self: Any, *given: Any, offload: Any = default_offload, **named: Any) -> None:
             settings = by_name(trainer_class.__name__, names, given, named)
-            if self._has_begun or not self._begin(settings.get("model"), offload):
+            if self._is_initialized or not self._initialize_offload(settings.get("model"), offload):
                 stock_init(self, **settings)
             else:
-                self._make(functools.partial(stock_init, self), settings)
+                self._construct(functools.partial(stock_init, self), settings)
 
         setattr(trainer_class, "__init__", init)  # noqa: B010 - for mypy
     stock_pass = vars(trainer_class).get("_precompute_ref_logps")

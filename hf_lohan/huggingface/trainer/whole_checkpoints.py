@@ -23,7 +23,7 @@ else:
     _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
 
 
-class WholeCheckpoints(_TrainerBase):
+class CompleteCheckpointsMixin(_TrainerBase):
     """Mixed into a Trainer: a checkpoint appears when it is complete, and only then old ones are removed.
 
     Upstream's `_save_checkpoint` writes it to another folder. Three steps of it need the final name, and are repeated
@@ -82,7 +82,7 @@ class WholeCheckpoints(_TrainerBase):
                 use_mtime=True,
             )
 
-    def _save_once(self, model: Any, trial: Any) -> None:
+    def _save_unless_saved(self, model: Any, trial: Any) -> None:
         """Save a checkpoint of this step, unless it has one."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if os.path.basename(self.last_whole_checkpoint or "") != name:
@@ -91,17 +91,17 @@ class WholeCheckpoints(_TrainerBase):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, without the run's record and a store in its folder."""
-        with self._uploads_of_stock():
+        with self._uploads_as_upstream():
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._unfinished_run_dir is None:
-            with self._uploads_of_stock():
+            with self._uploads_as_upstream():
                 super()._push_from_checkpoint(checkpoint_folder)
         else:
             self._push_is_due = True  # uploads run in the background, and this folder is about to move
 
-    def _uploads_of_stock(self) -> contextlib.AbstractContextManager[None]:
+    def _uploads_as_upstream(self) -> contextlib.AbstractContextManager[None]:
         if self._offload_config is None:
             return contextlib.nullcontext()
         ssd = self._offload_config.ssd
