@@ -52,8 +52,8 @@ class ResumePoint:
         whichever is newer; else as upstream.
 
         `wait_for_store_paths` returns the paths of the store when no commit is in progress, `last_checkpoint` the last
-        one in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this together, and resume
-        from the newest step that all of them have. Raises ValueError if there is nothing to resume from.
+        one in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this together, and
+        resume from the newest step that all of them have. Raises ValueError if there is nothing to resume from.
         """
         if asked is not True and asked != LAST_STEP:
             if asked:
