@@ -48,7 +48,6 @@ def save_buffers(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_buffers(model: nn.Module, folder: str | Path) -> None:
-    """Read back what `save_buffers` wrote."""
     file = Path(folder) / BUFFERS_NAME
     if file.is_file():
         copy_buffers(model, load_file(file))

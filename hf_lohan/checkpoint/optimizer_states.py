@@ -222,7 +222,6 @@ def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None
 
 
 def has_optimizer_states(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint has optimizer states of an offloaded run."""
     return (Path(checkpoint) / FOLDER_NAME / INDEX_NAME).is_file()
 
 

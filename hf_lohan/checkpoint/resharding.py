@@ -119,7 +119,7 @@ def _refuse_streamed_experts(form: StoredForm, num_ranks: int, paths: Sequence[s
 
 
 def _num_ranks_before(paths: Sequence[str], num_ranks: int) -> int:
-    """The number of ranks whose stores are there."""
+    """The number of ranks whose stores exist."""
     stores = stores_under(paths[0])
     if not stores:
         raise ValueError(f"there is no store in {paths[0]} or of ranks under it; give the ssd paths of the run")

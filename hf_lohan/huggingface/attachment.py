@@ -166,7 +166,6 @@ def offload_model(
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtypes of the model's parameters, by name."""
     return {name: parameter.dtype for name, parameter in model.named_parameters()}
 
 
@@ -201,12 +200,10 @@ def _refuse_a_second_model(config: OffloadConfig) -> None:
 
 
 _attached: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
-"""Engines of this process."""
 _num_attached = 0
 
 
 def num_offloaded() -> int:
-    """Number of models that this process has offloaded."""
     return _num_attached
 
 
@@ -355,7 +352,7 @@ def _can_recompute(model: nn.Module) -> bool:
     can_enable = any(hasattr(model, f"{kind}_checkpointing_enable") for kind in ("activation", "gradient"))
     if can_enable and getattr(model, "supports_gradient_checkpointing", False):
         return True
-    return bool(is_of_diffusers(model) and getattr(model, "_supports_gradient_checkpointing", False))
+    return is_of_diffusers(model) and bool(getattr(model, "_supports_gradient_checkpointing", False))
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -174,11 +174,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if accelerator.distributed_type in _OTHERS:
         raise ValueError(f"offload cannot be combined with {accelerator.distributed_type.value}; choose one of them")
     check_rank_accelerator(accelerator)
-    check_not_compiled(accelerator)
-
-
-def check_not_compiled(accelerator: Accelerator) -> None:
-    """Raises ValueError if the accelerator would compile the model."""
     backend = accelerator.state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
         raise ValueError(

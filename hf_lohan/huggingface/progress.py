@@ -208,7 +208,6 @@ def live_line(unit: str, total: int | None = None, *, is_shown: bool = True) -> 
 
 
 def begin_step(number: int, total: int, expected_s: float | None) -> None:
-    """`LiveLine.begin_step` of the innermost line."""
     if _live_lines:
         _live_lines[-1].begin_step(number, total, expected_s)
 

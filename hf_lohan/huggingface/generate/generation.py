@@ -190,7 +190,6 @@ def _refuse_more_tokens(
 
 
 def _is_in_store(store: Store, fingerprint: str) -> bool:
-    """Whether the store has the weights of these files."""
     committed = store.committed
     return committed is not None and not committed.is_torn and committed.facts.get(_FACT) == fingerprint
 

@@ -53,7 +53,6 @@ class TextRequest:
         return not (self.temperature is None and self.top_p is None and self.seed is None)
 
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments for `generate`."""
         settings = {"temperature": self.temperature, "top_p": self.top_p} if self.is_sampled else {}
         given = {name: value for name, value in settings.items() if value is not None}
         return {
@@ -186,8 +185,6 @@ def _tokenizer_of(path: str | Path) -> Any:
 
 
 class _Streamer(TextStreamer):
-    """Passes text to a function."""
-
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._write = write

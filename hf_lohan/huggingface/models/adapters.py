@@ -22,7 +22,6 @@ _WHOLE_MODEL = ("merge_and_unload", "unload")
 
 
 def check_peft_config(peft_config: Any) -> None:
-    """Raises ValueError unless ``peft_config`` is a configuration of PEFT."""
     from peft import PeftConfig
 
     if not isinstance(peft_config, PeftConfig):

@@ -56,8 +56,6 @@ _MOST_ROWS_BYTES = 32 << 20
 
 
 class WeightSink:
-    """Writes loaded weights to the store."""
-
     def __init__(
         self, access: ParameterAccess, names: Mapping[str, str] | None = None, *, of_any_dtype: bool = True
     ) -> None:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,8 @@ def save_together(stored_model: StoredModel, save: Callable[..., Any], **kwargs:
 def save_pretrained_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
-    """`save_from_store`, on all ranks together."""
-
-    def save(model: StoredModel, **kwargs: Any) -> Any:
-        return save_from_store(model, stock, save_directory, **kwargs)
-
-    return save_together(stored_model, save, **kwargs)
+    """`save_from_store`, called by all ranks together."""
+    return save_together(stored_model, partial(save_from_store, stock=stock, save_directory=save_directory), **kwargs)
 
 
 def save_from_store(
@@ -210,7 +207,6 @@ def on_meta(model: Any, weights: StoredWeights) -> dict[str, Tensor]:
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

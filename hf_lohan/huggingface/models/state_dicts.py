@@ -90,7 +90,6 @@ def save_shards(
 
 
 def is_of_diffusers(model: nn.Module) -> bool:
-    """Whether the model's class is of diffusers."""
     return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__)
 
 
@@ -164,7 +163,6 @@ def _store_in_rows(opened: Any, name: str, sink: StoresWeights) -> bool:
 
 
 def has_state_dict(path: str | Path) -> bool:
-    """Whether the folder has a state dict."""
     return any((Path(path) / name).is_file() for name in (_FILE, _INDEX))
 
 

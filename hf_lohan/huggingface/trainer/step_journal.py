@@ -169,7 +169,6 @@ class StepJournal(TrainerCallback):
             )
 
     def begin_epoch(self, *, is_rest: bool) -> None:
-        """Called before the order of an epoch is drawn."""
         self._epoch.begin_epoch(is_rest=is_rest)
 
     def add_to_checkpoint(self, folder: str) -> None:
