@@ -57,7 +57,7 @@ def test_what_reaches_for_all_weights(
 
 @pytest.mark.parametrize(
     ("kind", "adapters", "words"),
-    [("SFT", False, "TRL's fused head"), ("DPO", False, "TRL's fused head"), ("GRPO", True, "that GRPO generates")],
+    [("SFT", False, "TRL's fused head"), ("DPO", False, "TRL's fused head"), ("GRPO", True, "GRPO generates them")],
 )
 def test_micro_batches_that_cannot_run_together(
     kind: str, adapters: bool, words: str, checkpoint: Path, tmp_path: Path
