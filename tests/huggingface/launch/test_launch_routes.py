@@ -49,7 +49,6 @@ num_processes: 1
 use_cpu: false
 """
 ROUTES = {
-    "stock": ["script.py"],
     "python": ["-m", "hf_lohan.run", "--offload", "lohan", "script.py"],
     "accelerate": [
         *["-m", "accelerate.commands.launch", "--config_file", "single.yaml"],
@@ -64,7 +63,10 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
-    """What the script reported, and its output directory, for every way to start it. All are started at once."""
+    """What the script reported, and its output directory, for every launcher and for the stock Trainer.
+
+    The launchers run at once. Stock runs in this process meanwhile.
+    """
     folder = tmp_path_factory.mktemp("routes")
     (folder / "script.py").write_text(SCRIPT)
     (folder / "single.yaml").write_text(ACCELERATE_CONFIG)
@@ -82,13 +84,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, 
         )
         for route, command in ROUTES.items()
     }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["script.py", str(folder / "stock"), str(folder / "stock.json")])
+        exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
     outputs = {route: process.communicate(timeout=200)[0] for route, process in started.items()}
     for route, process in started.items():
         assert process.returncode == 0, f"{route}:\n{outputs[route]}"
-    return {route: (json.loads((folder / f"{route}.json").read_text()), folder / route) for route in ROUTES}
+    return {route: (json.loads((folder / f"{route}.json").read_text()), folder / route) for route in ("stock", *ROUTES)}
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if route != "stock"])
+@pytest.mark.parametrize("route", ROUTES)
 def test_an_unmodified_script_is_offloaded_and_trains_the_same(runs: dict[str, Any], route: str) -> None:
     facts, output_dir = runs[route]
     stock_facts, stock_dir = runs["stock"]
@@ -108,7 +113,7 @@ def test_the_settings_reach_the_script(runs: dict[str, Any], route: str) -> None
 
 
 def test_the_optimizer_has_every_core_whatever_the_launcher_exports(runs: dict[str, Any]) -> None:
-    for route in ("python", "accelerate", "lohan"):
+    for route in ROUTES:
         assert runs[route][0]["num_threads"] == usable_cpus()
     assert runs["accelerate"][0]["omp_num_threads"] == "1", "the trap this test is about is gone"
     assert runs["lohan"][0]["omp_num_threads"] == str(usable_cpus())
