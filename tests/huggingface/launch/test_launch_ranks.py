@@ -58,8 +58,12 @@ hf_lohan.Trainer(tiny_model("llama"), TrainingArguments("out", report_to=[]), tr
 
 
 FAILING_LOOP = """
+import os
 import accelerate
 from hf_lohan.huggingface.ranks import links_to_other_ranks
+rank = 0 if os.fork() else 1
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+os.dup2(os.open(f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
 state = accelerate.PartialState(cpu=True)
 links = links_to_other_ranks()
 links.barrier("the start")
@@ -70,21 +74,19 @@ links.barrier("the next step")
 
 
 def test_an_exception_outside_train_is_told_to_the_other_ranks(tmp_path: Path) -> None:
-    """At the exit of the process, by the real exit handlers in their real order."""
+    """At the exit of the process, by the real exit handlers in their real order. Both ranks share one import."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", FAILING_LOOP],
-            cwd=tmp_path,
-            env=os.environ | env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    stderrs = [rank.communicate(timeout=120)[1] for rank in ranks]
+    # Rank 1 holds the pipe of stdout too, so this waits for both.
+    subprocess.run(
+        [sys.executable, "-c", FAILING_LOOP],
+        cwd=tmp_path,
+        env=os.environ | env | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        timeout=120,
+    )
+    stderrs = [(tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1)]
     assert "OSError: the drive of my loop is full" in stderrs[0]
     assert "failed: OSError: the drive of my loop is full while rank 1 waited for the next step" in stderrs[1]
 

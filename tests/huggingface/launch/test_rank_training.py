@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import trained_by_ranks
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app
+from hf_lohan.ranks import Links
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).parent / "trained_by_ranks.py")
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-Run = Callable[..., subprocess.CompletedProcess[str]]
+ONE_PROCESS = ("stock", "alone", "stock_loop")
+Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +35,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
-    """Runs the script as it is told, once, in as many processes."""
+    """Makes a run of the script once and returns its stderr: two ranks are processes, one process is this one."""
     done: dict[str, subprocess.CompletedProcess[str]] = {}
 
-    def run_once(what: str, *, status: int = 0) -> subprocess.CompletedProcess[str]:
-        if what not in done:
-            launcher = [] if what in ("stock", "alone", "stock_loop") else TWO_RANKS
+    def run_here(what: str) -> None:
+        num_threads = torch.get_num_threads()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Links, "all_gather", Links.all_gather)  # the script replaces it
+            trained_by_ranks.main(folder, what)
+        torch.set_num_threads(num_threads)
+
+    def run_once(what: str, *, status: int = 0) -> str:
+        if what not in done and what in ONE_PROCESS:
+            run_here(what)
+            done[what] = subprocess.CompletedProcess(what, 0, stderr="")
+        elif what not in done:
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             done[what] = subprocess.run(
-                [sys.executable, *launcher, SCRIPT, str(folder), what],
+                [sys.executable, *TWO_RANKS, SCRIPT, str(folder), what],
                 env=environment,
                 capture_output=True,
                 text=True,
                 timeout=280,
             )
         assert done[what].returncode == status, done[what].stderr
-        return done[what]
+        return done[what].stderr
 
     return run_once
 
@@ -147,7 +159,7 @@ def test_two_ranks_go_on_from_their_checkpoint(run: Run, folder: Path) -> None:
 @pytest.mark.slow
 def test_one_rank_that_is_asked_to_end_ends_all_after_the_same_step(run: Run, folder: Path) -> None:
     run("stock")
-    told = run("asked", status=1).stderr
+    told = run("asked", status=1)
     assert "exitcode  : 143" in told and "[rank0]: Traceback" not in told and "[rank1]: Traceback" not in told
     run("last_step")
     assert_as_stock(folder, "last_step")
@@ -156,7 +168,7 @@ def test_one_rank_that_is_asked_to_end_ends_all_after_the_same_step(run: Run, fo
 @pytest.mark.slow
 def test_all_go_on_after_one_was_killed(run: Run, folder: Path) -> None:
     run("stock")
-    told = run("killed", status=1).stderr
+    told = run("killed", status=1)
     assert re.search(r"RankFailedError: rank 1 \(pid \d+, \S+\) ended.* while rank 0 (waited|sent|was)", told), told
     run("after_kill")  # from its last step, or its last checkpoint, whichever is newer
     assert_as_stock(folder, "after_kill")
@@ -164,7 +176,7 @@ def test_all_go_on_after_one_was_killed(run: Run, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_what_one_rank_raises_ends_the_others_with_its_words(run: Run) -> None:
-    told = run("fails", status=1).stderr
+    told = run("fails", status=1)
     assert "RankFailedError: rank 1 (pid" in told
     assert "failed: RuntimeError: a callback of rank 1 does not want to go on" in told
 
