@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,19 @@ def trainer_of(kind: type, folder: Path, dtype: torch.dtype, *callbacks: Trainer
     )
 
 
+@pytest.fixture(scope="module")
+def stock_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Trains with the stock Trainer, once for a dtype and settings."""
+
+    @functools.cache
+    def run(dtype: torch.dtype, **settings: Any) -> Any:
+        trainer = trainer_of(StockTrainer, tmp_path_factory.mktemp("stock"), dtype, **settings)
+        trainer.train()
+        return trainer
+
+    return run
+
+
 def engine_of(trainer: Any) -> OffloadEngine:
     engine = trainer.offload_engine
     assert isinstance(engine, OffloadEngine)
@@ -100,10 +115,11 @@ class Breaks(TrainerCallback):
     ],
     ids=["deferred", "speculating", "together", "in-backward"],
 )
-def test_training_is_that_of_the_stock_trainer(settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_training_is_that_of_the_stock_trainer(
+    settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path, stock_run: Callable[..., Any]
+) -> None:
     stock_settings = {name: value for name, value in settings.items() if name != "offload"}
-    stock = trainer_of(StockTrainer, tmp_path / "stock", dtype, **stock_settings)
-    stock.train()
+    stock = stock_run(dtype, **stock_settings)
     ours = trainer_of(hf_lohan.Trainer, tmp_path / "ours", dtype, **settings)
     ours.train()
     assert losses_and_norms(ours) == losses_and_norms(stock)
@@ -112,9 +128,8 @@ def test_training_is_that_of_the_stock_trainer(settings: dict[str, Any], dtype: 
 
 
 @DTYPES
-def test_saved_reloaded_and_resumed(dtype: torch.dtype, tmp_path: Path) -> None:
-    stock = trainer_of(StockTrainer, tmp_path / "stock", dtype)
-    stock.train()
+def test_saved_reloaded_and_resumed(dtype: torch.dtype, tmp_path: Path, stock_run: Callable[..., Any]) -> None:
+    stock = stock_run(dtype)
     first = trainer_of(hf_lohan.Trainer, tmp_path / "run", dtype, Breaks(3), save_strategy="steps", save_steps=2)
     with pytest.raises(KeyboardInterrupt):
         first.train()
