@@ -142,19 +142,26 @@ def _store_paths(paths: Sequence[str], rank: int, num_ranks: int) -> list[StoreP
     return [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
 
 
+def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
+    """The newest commit that all stores hold, as a commit of each. Raises RanksDisagreeError if there is none, and
+    ValueError for a store without commits."""
+    commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in stores]
+    for store, commits in zip(stores, commits_by_rank, strict=True):
+        if not commits:
+            raise ValueError(f"nothing is committed in {store.paths[0].path}; train at least one step first")
+    newest = newest_common_commit([list(commits) for commits in commits_by_rank])
+    return [commits[newest] for commits in commits_by_rank]
+
+
 def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
-    """The newest step that all stores hold, as a commit of each. Each store goes back to it, as on resume."""
-    commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in old]
-    if not all(commits_by_rank):
-        empty = next(store for store, commits in zip(old, commits_by_rank, strict=True) if not commits)
-        raise ValueError(f"nothing is committed in {empty.paths[0].path}; there is no step to copy")
+    """The newest common commits. Each store goes back to its commit, as on resume."""
     try:
-        newest = newest_common_commit([list(commits) for commits in commits_by_rank])
+        newest = newest_common_commits(old)
     except RanksDisagreeError as error:
         raise ValueError(str(error)) from None
-    for store, commits in zip(old, commits_by_rank, strict=True):
-        store.restore_commit(commits[newest])
-    return [commits[newest] for commits in commits_by_rank]
+    for store, commit in zip(old, newest, strict=True):
+        store.restore_commit(commit)
+    return newest
 
 
 def _records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec, ...]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _ANY_LENGTH = 10_000
 _GENERATION_STORES = Path("lohan_generate")
-"""In the working directory: a store for each model that generates, unless a path is given."""
+"""In the working directory: stores of models that generate, unless a path is given."""
 
 
 class _Commands(TyperGroup):
@@ -41,7 +41,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# accelerate's own parser reads everything after `launch`: only it knows where the script's name stands.
 _Ranks = Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")]
 
 
@@ -52,14 +51,14 @@ def _refuse_boxes(value: int | None) -> None:
 
 
 _Boxes = Annotated[int | None, typer.Option("--boxes", hidden=True, callback=_refuse_boxes)]
-_Nodes = Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")]
+_Nodes = Annotated[int, typer.Option(metavar="Y", help="Machines; each has equally many ranks.")]
 _Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
 _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
 ]
 _Paper = Annotated[
-    bool, typer.Option("--paper", help="As in LoHan's paper: all state on the SSDs, none in RAM. A run keeps some.")
+    bool, typer.Option("--paper", help="As in LoHan's paper: all state on the SSDs. A run also keeps copies in RAM.")
 ]
 _AS_GIVEN = {
     "ignore_unknown_options": True,
@@ -71,7 +70,7 @@ _AS_GIVEN = {
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what the user has to change into one line on stderr and exit status 2."""
+    """Print errors that the user can fix as one line on stderr, and exit with status 2."""
     from hf_lohan.files import StoreInUseError
 
     try:
@@ -121,7 +120,7 @@ def config(
         from hf_lohan.planning.layout import resolved_here
 
         resolved = resolved_here(asked, device_for(default_torch_device()), "auto")
-        # Its folder belongs to a run's output directory, which is not known here.
+        # "auto" is a folder in a run's output directory, which is not known here.
         settings = {**resolved.to_dict(), "ssd": asked.to_dict()["ssd"]}
         if as_json:
             typer.echo(json.dumps(settings, indent=2))
@@ -135,13 +134,11 @@ def config(
 def doctor(
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    measure: Annotated[
-        bool, typer.Option(help="Measure rates, for some seconds, or read what was measured before.")
-    ] = True,
+    measure: Annotated[bool, typer.Option(help="Measure rates for some seconds, or read earlier measurements.")] = True,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure them again.")] = False,
     output: Annotated[str | None, typer.Option(metavar="H.yaml", help="Also write the measured profile.")] = None,
 ) -> None:
-    """Look at this machine and its drives: what is good, what is not, and what to do about it."""
+    """Check this machine and its drives, and say what to improve."""
     with one_line_errors():
         from hf_lohan.cli.doctor import run_doctor
 
@@ -158,7 +155,7 @@ def plan(
         str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
     ] = None,
     gradient_accumulation_steps: Annotated[int, typer.Option(metavar="N", help="Forwards in each step.")] = 1,
-    max_grad_norm: Annotated[float, typer.Option(metavar="G", help="As the run will clip; 0: it does not.")] = 1.0,
+    max_grad_norm: Annotated[float, typer.Option(metavar="G", help="As in the run; 0: no clipping.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Of the working weights: auto, bfloat16 or float32.")] = "auto",
     lora_rank: Annotated[
         int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
@@ -172,7 +169,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw it; needs matplotlib.")] = None,
 ) -> None:
-    """Say without loading weights what a training step takes on a machine, why, and what would make it faster."""
+    """Predict without loading weights how long a training step takes, what bounds it, and what would make it faster."""
     with one_line_errors():
         from hf_lohan.cli.plan_report import run_plan
         from hf_lohan.cli.plan_request import PlanRequest
@@ -213,7 +210,7 @@ def estimate(
     paper: _Paper = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Say in a few lines whether a model can be trained on a machine, how long a step is and what it needs."""
+    """Print in a few lines whether a model can be trained on a machine, how long a step takes and what it needs."""
     with one_line_errors():
         from hf_lohan.cli.plan_report import run_estimate
         from hf_lohan.cli.plan_request import PlanRequest
@@ -251,7 +248,7 @@ def generate(
         str | None, typer.Option(metavar="SIZE", help="Most device memory for weights, keys and values.")
     ] = None,
 ) -> None:
-    """Print what a model says, also one that fits neither RAM nor the device: its weights are read token by token."""
+    """Generate text, even with a model that fits neither RAM nor the device: weights are read for each token."""
     with one_line_errors():
         from hf_lohan.config import OffloadConfig
         from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
@@ -279,7 +276,7 @@ def _write(text: str) -> None:
 
 
 def generation_summary(figures: GenerationFigures) -> list[str]:
-    """How fast the text came, and what bounded it."""
+    """Lines on how fast the text was generated, and what bounded it."""
     from hf_lohan.wording import format_bytes, gb_per_s, percent, seconds, times
 
     tokens = times(figures.num_prompt_tokens, "token")
@@ -298,8 +295,8 @@ def generation_summary(figures: GenerationFigures) -> list[str]:
         f"{format_bytes(figures.missing_bytes)}"
     )
     lines.append(
-        f"the bound: {seconds(figures.bound_s)} a token, for these bytes at the {gb_per_s(figures.drive_bytes_per_s)} "
-        f"that the drives were measured to read; reached {percent(figures.bound_s / figures.pass_s)} of it"
+        f"the bound: {seconds(figures.bound_s)} a token, to read these bytes at the measured "
+        f"{gb_per_s(figures.drive_bytes_per_s)}; reached {percent(figures.bound_s / figures.pass_s)} of it"
     )
     return lines
 
@@ -311,7 +308,7 @@ def report(
         str | None, typer.Option(metavar="FILE.html", help="Default: lohan/report.html in the run's folder.")
     ] = None,
 ) -> None:
-    """Write one HTML page about a run: how fast it was, what held it up, what it moved and held."""
+    """Write one HTML page about a run: speed, waits, bytes moved and memory used."""
     with one_line_errors():
         from hf_lohan.report import write_report
 
@@ -339,10 +336,10 @@ def reshard_command(
     stores: Annotated[
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all its ssd paths.")
     ],
-    ranks: Annotated[int, typer.Option(metavar="N", help="How many ranks are to go on.")],
-    remove_old: Annotated[bool, typer.Option("--remove-old", help="Remove the old stores in the end.")] = False,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of the run that continues.")],
+    remove_old: Annotated[bool, typer.Option("--remove-old", help="Remove the old stores afterwards.")] = False,
 ) -> None:
-    """Cut the last step of a run for another number of ranks: new stores beside the old ones, which stay."""
+    """Copy the last step of a run into new stores for another number of ranks. The old stores stay."""
     with one_line_errors():
         from hf_lohan.cli.stores import reshard_stores
 

@@ -1,4 +1,4 @@
-"""`lohan doctor`: what this machine is good for, line by line, and what to do about the rest."""
+"""`lohan doctor`: check this machine line by line, with advice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES = (
     MatrixShape(4096, 4096, 14336, count=2),
     MatrixShape(4096, 14336, 4096),
 )
-"""Where no model says which: those of a layer of Llama 3 8B."""
+"""Shapes to measure without a model: a layer of Llama 3 8B."""
 DTYPE = torch.bfloat16
 EFFORT = MeasuringEffort()
 _STYLES = {Verdict.GOOD: "green", Verdict.COULD_BE_BETTER: "yellow", Verdict.BAD: "bold red", Verdict.NOT_KNOWN: "dim"}
@@ -45,7 +45,7 @@ _STYLES = {Verdict.GOOD: "green", Verdict.COULD_BE_BETTER: "yellow", Verdict.BAD
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All lines, and the profile where rates were measured."""
+    """All checks, and the profile if rates were measured."""
 
     checks: tuple[Check, ...]
     hardware: HardwareProfile | None
@@ -58,8 +58,8 @@ class Examination:
 
 
 def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: bool, output: str | None) -> None:
-    """Examine and print; `output` names a file for the profile. Raises ValueError or OSError for what the user has to
-    change: a bad config, or a profile asked for where none was measured."""
+    """Examine the machine and print the checks. `output`: a file for the profile. Raises ValueError or OSError for a
+    bad config, or if there is no profile to write."""
     if output is not None and not measure:
         raise ValueError(f"--output {output} needs measured rates; leave --no-measure out")
     with Console(stderr=True).status("measuring") if measure else nullcontext():
@@ -75,10 +75,10 @@ def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: boo
 
 
 def examine(offload: str, *, measure: bool = True, measure_again: bool = False) -> Examination:
-    """Look at this machine with an offload config. What cannot be measured is a line too, not an error.
+    """Check this machine with an offload config. A failed measurement is a check too, not an error.
 
-    `measure` takes seconds, unless a profile is in the cache; `measure_again` overlooks that. Where `ssd` is "auto",
-    its folder in the present directory stands for that in a run's output directory. Raises ConfigError.
+    `measure` takes seconds, unless a profile is cached; `measure_again` ignores the cache. With `ssd: auto`, the drive
+    of the working directory is checked. Raises ConfigError.
     """
     device = device_for(default_torch_device())
     config = resolved_here(OffloadConfig.load(offload), device, str(STORE_FOLDER))
@@ -96,13 +96,13 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
             update_bytes = DTYPE.itemsize + form.state_bytes_per_param
             checks += rate_checks(hardware, str(DTYPE).removeprefix("torch."), update_bytes=update_bytes)
         except (OSError, ValueError) as error:
-            advice = "see to what is bad with the paths"
+            advice = "fix the problems of the paths"
             checks.append(Check("measured rates", f"none: {error}", Verdict.BAD, advice))
     return Examination(tuple(checks), hardware)
 
 
 def print_tables(examination: Examination, console: Console | None = None) -> None:
-    """The machine's lines, those of each path, and one line on the whole."""
+    """Print a table for the machine and for each path, and a summary."""
     console = console or Console()
     subjects = dict.fromkeys(check.subject for check in examination.checks)
     for subject in subjects:
@@ -114,15 +114,15 @@ def print_tables(examination: Examination, console: Console | None = None) -> No
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    """What to do stands below what was found: a column of its own would leave room for two words a line."""
+    """Advice is below its value: a column of its own would be too narrow."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True, width=max(len(verdict.value) for verdict in Verdict))
     table.add_column("found, and what to do", overflow="fold")
     for check in checks:
         style = _STYLES[check.verdict]
-        found = Text(check.value)
+        value = Text(check.value)
         if check.advice:
-            found.append(f"\n{check.advice}", style=style)
-        table.add_row(Text(check.name), Text(check.verdict.value, style=style), found)
+            value.append(f"\n{check.advice}", style=style)
+        table.add_row(Text(check.name), Text(check.verdict.value, style=style), value)
     return table

@@ -1,4 +1,4 @@
-"""The nearest changes that would make a planned run faster, each planned as the run itself."""
+"""Changes that would make a planned run faster, each with a plan of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd
 from hf_lohan.wording import format_bytes
 
 WORTH_IT = 1.01
-"""So many times faster."""
+"""The least speedup that is worth printing."""
 _MOST_TIMES_THE_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class NearestChange:
-    """One thing to change, and the plan with it."""
+    """One change, and the plan with it."""
 
     description: str
     planned: PlannedRun
@@ -36,7 +36,7 @@ class NearestChange:
 
 
 def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
-    """More tokens a step, more RAM, another drive: those that help, most first."""
+    """More tokens a step, more RAM, another drive: those that help, the best first."""
     now = planned.plan.prediction.tokens_per_s
     changes = [
         NearestChange(description, changed, changed.plan.prediction.tokens_per_s / now)
@@ -48,7 +48,7 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
 
 
 def plan_facts(planned: PlannedRun) -> dict[str, Any]:
-    """For JSON: the plan, what the drives cost and what would help."""
+    """The plan, the life of the drives and useful changes, for JSON."""
     step, life = planned.plan.prediction, drive_life(planned.hardware, planned.plan.prediction)
     return {
         **planned.plan.to_mapping(),
@@ -59,13 +59,13 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:
-    """Than a step that never waits for the drives."""
+    """The step time divided by that of a step that never waits for the drives."""
     step = planned.plan.prediction
     return step.step_s / step.ssd_hidden_step_s
 
 
 def tokens_at_once(planned: PlannedRun) -> int:
-    """For each time that the weights move."""
+    """Tokens for each time that the weights move."""
     return planned.plan.prediction.num_tokens // planned.plan.num_micro_batches
 
 
@@ -81,7 +81,7 @@ def _changed(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
 
 
 def _with_more_tokens(planned: PlannedRun) -> PlannedRun | None:
-    """With as many times the micro-batches as hide the drives, or as fit."""
+    """The plan with enough micro-batches to hide the drives, or with as many as fit."""
     enough = planned.plan.prediction.ssd_hides_from_tokens
     if enough is None or enough <= tokens_at_once(planned):
         return None

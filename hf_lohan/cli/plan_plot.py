@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _BOUND, _GRID, _TEXT = "#6ba3d6", "#a8d0ec", "#ef7a72", "#dddddd", "#333333"
 _BYTES_PER_GB = 1e9
 _LABELLED_SHARE = 0.12
-"""Of the step: a shorter bar has no room for a word."""
+"""Bars shorter than this share of the step have no label."""
 
 
 def plot_plan(planned: PlannedRun, path: str | Path) -> None:
-    """Write the picture; the ending of `path` says in which format. Raises ValueError where that cannot be done."""
+    """Write the picture in the format of the suffix of `path`. Raises ValueError if that cannot be done."""
     try:
         figure = draw_plan(planned)
     except ImportError:
         raise ValueError("--plot needs matplotlib; pip install 'hf-lohan[plot]'") from None
     try:
         figure.savefig(path, dpi=150)
-    except ValueError as error:  # an ending that matplotlib does not know
+    except ValueError as error:  # a suffix that matplotlib does not know
         raise ValueError(f"--plot {str(path)!r}: {error}") from None
 
 
@@ -53,17 +53,17 @@ def draw_plan(planned: PlannedRun) -> Figure:
 
 
 def _sweep(axes: Axes, planned: PlannedRun) -> None:
-    # Updates that move to another phase would hide the rest, and steps that nobody commits would be shorter.
+    # Another clipping mode or commit interval would change the step, too.
     setup = replace(planned.setup, clip=planned.plan.clip, commit_every_steps=planned.plan.commit_every_steps)
     plans = sweep_swapped_bytes(planned.profile, planned.hardware, setup)
     steps = [plan.prediction for plan in plans]
     swapped = [step.swapped_bytes / _BYTES_PER_GB for step in steps]
     best = planned.plan.prediction
     best_gb = best.swapped_bytes / _BYTES_PER_GB
-    axes.set_title("What to swap, what to make again", loc="left", fontsize=11, color=_TEXT, pad=26)
+    axes.set_title("What to swap, what to recompute", loc="left", fontsize=11, color=_TEXT, pad=26)
     if len(plans) == 1:
         axes.set_axis_off()
-        text = f"There is nothing to choose: {best_gb:.3g} GB are swapped."
+        text = f"There is only one choice: {best_gb:.3g} GB are swapped."
         axes.text(0.5, 0.5, text, ha="center", color=_TEXT, transform=axes.transAxes)
         return
     for label, color, width in (("step", _TEXT, 2.2), ("forward", _FORWARD, 1.8), ("backward", _BACKWARD, 1.8)):
@@ -71,7 +71,7 @@ def _sweep(axes: Axes, planned: PlannedRun) -> None:
         axes.plot(swapped, values, color=color, linewidth=width, label=label)
     label = f"the plan: {seconds(best.step_s)}"
     axes.plot([best_gb], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3, label=label)
-    # Above the node: beside the lines a word would lie on one of them in one plan or another.
+    # Above the axes, because beside the lines a word may cover one of them.
     legend = axes.legend(
         loc="lower left",
         ncols=4,
@@ -105,13 +105,13 @@ def _lanes(axes: Axes, planned: PlannedRun) -> None:
     axes.set_ylim(len(resources) - 0.4, -1.2)
     axes.set_xlim(0, 1.02 * step.step_s)
     axes.set_xlabel("seconds")
-    title = f"Who is busy how long in one step, bound by {bottleneck_label(step.bottleneck)} (red)"
+    title = f"Busy time of each resource in one step, bound by {bottleneck_label(step.bottleneck)} (red)"
     axes.set_title(title, loc="left", fontsize=11, color=_TEXT, pad=26)
     _clean(axes, grid="x")
 
 
 def _bars(axes: Axes, row: int, resource: Resource, planned: PlannedRun) -> None:
-    """One resource's work, end to end from where each phase begins; labelled where there is more than one kind."""
+    """One resource's work, from the beginning of each phase. It is labelled if there are several kinds."""
     step = planned.plan.prediction
     phases = (
         ([work.forward_s for work in resource.work], 0.0, step.forward_bottleneck, _FORWARD),

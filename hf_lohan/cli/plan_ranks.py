@@ -1,4 +1,4 @@
-"""Plans of several ranks: what is asked for them, and what is said of them."""
+"""Plans of several ranks: parses their options, and words their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_lohan.planner.collectives import COLLECTIVE_VALUES
 from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
-"""Of a line rate in bits: the rest is Ethernet's, IP's and TCP's heads, of frames of 1500 bytes."""
+"""Share of a line rate in bits: the rest is headers of Ethernet, IP and TCP, for frames of 1500 bytes."""
 _LINK = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(bit|b|B)(?:/s|ps)?", re.ASCII)
 _COLLECTIVES = {
     "forward_weights": "weights, forward",
@@ -25,7 +25,7 @@ _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def link_bytes_per_s(text: str) -> float:
-    """Of payload: "2.5Gbit" is a line's rate, "300MB/s" is what arrives. Raises ValueError."""
+    """Payload bytes per second. "2.5Gbit" is a line rate, "300MB/s" a payload rate. Raises ValueError."""
     match = _LINK.fullmatch(text.strip())
     rate = float(match[1]) * _POWERS[match[2]] if match else 0.0
     if match is None or not rate:
@@ -34,13 +34,13 @@ def link_bytes_per_s(text: str) -> float:
 
 
 def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> HardwareProfile:
-    """The machine with others beside it. Raises ValueError if nothing says how fast they are reached."""
+    """The machine with the rate of its link to other nodes. Raises ValueError if the rate is needed and unknown."""
     if link is not None:
         return replace(hardware, net_bytes_per_s=link_bytes_per_s(link))
     if num_nodes > 1 and hardware.net_bytes_per_s is None:
         raise ValueError(
-            f"nothing says how fast the link between {num_nodes} nodes is; give --link 10Gbit, or net_bytes_per_s in "
-            "the hardware's profile"
+            f"the rate of the link between {num_nodes} nodes is unknown; give --link 10Gbit, or net_bytes_per_s in "
+            "the hardware profile"
         )
     return hardware
 
@@ -63,7 +63,7 @@ def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
 
 
 def of_each_rank(cluster: Cluster) -> str:
-    """For the heading, behind the batch."""
+    """The ranks, for the heading."""
     if cluster.num_ranks == 1:
         return ""
     return f" on each of {cluster.num_ranks} ranks" + (
@@ -72,12 +72,12 @@ def of_each_rank(cluster: Cluster) -> str:
 
 
 def nodes_send(plan: OffloadPlan) -> bool:
-    """Whether there are several nodes, which send each other weights and gradients."""
+    """Whether several nodes send each other weights and gradients."""
     return plan.cluster.num_nodes > 1
 
 
 def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
-    """What one node sends in a step: of which collective, in which form, and how much."""
+    """(collective, form, bytes) that one node sends in a step."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     forms = {
@@ -91,7 +91,7 @@ def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
 
 
 def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], bool]]:
-    """Each way that was open, its step, and whether it is the plan's; the fastest first."""
+    """Each possible way, its step time, and whether it is the plan's; the fastest first."""
     for tried in sorted(plan.tried_ways, key=lambda way: (not way.fits, way.step_s)):
         ways, step = tried.collectives, seconds(tried.step_s) if tried.fits else "does not fit"
         row = _FORMS[ways.forward], _SOURCES[ways.backward], _FORMS[ways.gradients], step
@@ -99,25 +99,25 @@ def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], b
 
 
 def what_hides(plan: OffloadPlan) -> Iterator[str]:
-    """From how many tokens a step on each of what ranks share, and their links, hide behind computing."""
+    """From how many tokens a step each shared resource and link hides behind computing."""
     ranks = plan.prediction.ranks
     if ranks is None:
         return
     hidden = {name: tokens for name, tokens in ranks.hides_from_tokens.items() if tokens is not None}
     by_tokens = sorted(hidden, key=lambda name: -hidden[name])
-    from_tokens = [f"{bottleneck_label(name)} from {count(hidden[name])}" for name in by_tokens]
+    from_tokens = [f"{count(hidden[name])} for {bottleneck_label(name)}" for name in by_tokens]
     if from_tokens:
         at_once = plan.prediction.num_tokens // plan.num_micro_batches
         yield (
-            f"Behind computing hide {listed(from_tokens)} tokens a step on, of all ranks; this one has "
+            f"Tokens a step on all ranks that hide a resource behind computing: {listed(from_tokens)}; this step has "
             f"{count(at_once)}."
         )
     for name in ranks.hides_from_tokens.keys() - hidden.keys():
-        yield f"{bottleneck_label(name)}: busy with each token for longer than the devices compute, whatever the batch."
+        yield f"{bottleneck_label(name)}: takes longer for each token than computing, with any batch."
 
 
 def sent_in_a_line(plan: OffloadPlan) -> str:
-    """For the short form."""
+    """What each node sends, in one line."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     return (

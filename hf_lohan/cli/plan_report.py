@@ -1,4 +1,4 @@
-"""`lohan plan` and `lohan estimate`: plan, and print what the step takes and why, what lies where, what would help."""
+"""`lohan plan` and `lohan estimate`: print a plan, its step time and bottleneck, memory, and useful changes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _LABEL_WIDTH = 10
 
 
 def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
-    """Plan and print. Raises ValueError for bad values, and BudgetError, naming the smallest change that would help,
-    if nothing fits; `as_json` prints what is known also then."""
+    """Plan and print. Raises ValueError for bad values, and BudgetError with the smallest useful change if nothing
+    fits. `as_json` also prints a plan that does not fit."""
     planned = _planned(request, print_plan, as_json=as_json)
     if plot is not None:
         from hf_lohan.cli.plan_plot import plot_plan
@@ -47,7 +47,7 @@ def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
 
 
 def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
-    """Print in a few lines whether it fits, how long a step is and what it needs. Raises as `run_plan`."""
+    """Print in a few lines whether it fits, how long a step takes and what it needs. Raises what `run_plan` raises."""
     _planned(request, _print_estimate, as_json=as_json)
 
 
@@ -135,7 +135,7 @@ def summary(planned: PlannedRun) -> Text:
 
 
 def _order(planned: PlannedRun) -> Iterable[str]:
-    """How accumulated micro-batches run, where that was open."""
+    """The order of accumulated micro-batches, if the plan chose it."""
     other_s = planned.plan.other_order_step_s
     if planned.in_turn_because is not None:
         yield f"The micro-batches run one after the other: {planned.in_turn_because}."
@@ -155,7 +155,7 @@ def _table(*columns: str) -> Table:
 def _resources(planned: PlannedRun) -> Table:
     step = planned.plan.prediction
     table = _table("seconds busy", "forward", "backward")
-    for column in table.columns[1:]:  # where the terminal is narrow, what binds is wrapped, not the bars
+    for column in table.columns[1:]:  # in a narrow terminal the bottlenecks are wrapped, not the bars
         column.no_wrap = False
     table.add_column("share of the step", justify="left", no_wrap=True)
     for resource in resources_of(planned):
@@ -174,7 +174,7 @@ def _resources(planned: PlannedRun) -> Table:
 
 
 def _sent(planned: PlannedRun) -> Iterable[Table]:
-    """Between nodes: what the plan sends, and what else it could have sent."""
+    """The bytes between nodes, and the other ways to send them."""
     if not nodes_send(planned.plan):
         return
     table = _table("one node sends in a step", "", "bytes")
@@ -215,7 +215,7 @@ def _activations(planned: PlannedRun) -> Table:
     table.add_row("kept on the device", format_bytes(step.kept_bytes))
     table.add_row("swapped to RAM", format_bytes(step.swapped_bytes - step.spilled_bytes))
     table.add_row("swapped to the SSDs", format_bytes(step.spilled_bytes))
-    table.add_row("made again in backward", f"{100 * step.recomputed_flops / forward_flops:.3g}% of forward's FLOPs")
+    table.add_row("recomputed in backward", f"{100 * step.recomputed_flops / forward_flops:.3g}% of forward's FLOPs")
     return table
 
 
@@ -224,19 +224,19 @@ def _records(planned: PlannedRun) -> Iterable[str]:
     kinds = {record.kind for record in planned.plan.resident} - {"param"}
     weights, states = (len(planned.plan.resident_blocks(*of)) for of in (["param"], kinds))
     if weights or states:
-        yield f"In RAM stay the weights of {weights} and optimizer states of {states} of {num_blocks} blocks."
+        yield f"Copies in RAM: weights of {weights} and optimizer states of {states} of {num_blocks} blocks."
 
 
 def _gradients(planned: PlannedRun) -> Iterable[str]:
-    """Those that are held and have no buffers."""
+    """Gradients that are held without buffers."""
     all_bytes, spilled_bytes = planned.setup.spilled_gradient_bytes, planned.plan.prediction.spilled_gradient_bytes
     if all_bytes:
         held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)
-        yield f"Of the gradients without buffers, {held} wait in RAM that activations leave, {spilled} on the SSDs."
+        yield f"Gradients without buffers: {held} are held in RAM beside activations, {spilled} on the SSDs."
 
 
 def _experts(planned: PlannedRun) -> Iterable[str]:
-    """Experts that are streamed: how many there are, how many the tokens reach, and what a step moves for them."""
+    """Streamed experts: their number, how many the tokens reach, and the bytes that a step moves."""
     plan, step, num_tokens = planned.plan, planned.plan.prediction, planned.profile.num_tokens
     experts = step.experts
     if experts is None:
@@ -271,36 +271,36 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
     else:
         yield (
             f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {count(life.tokens)} tokens, "
-            f"{life.days:.3g} days on end."
+            f"{life.days:.3g} days without a break."
         )
     if planned.plan.commit_every_steps > 1:
         every = planned.plan.commit_every_steps
         lost_s = every * step.step_s
         yield (
-            f"One step of {every} is committed, and writes what lives in RAM: a run that dies repeats at most "
-            f"{seconds(lost_s)}. With commit_every: 1 each step is."
+            f"One step of {every} is committed and writes the copies in RAM: after a crash a run repeats at most "
+            f"{seconds(lost_s)}. With commit_every: 1 every step is committed."
         )
     if planned.plan.durability == "checkpoint":
-        yield "There is no room for two versions of the state: a run that dies goes on from its last checkpoint."
+        yield "Two versions of the state do not fit: after a crash a run resumes from its last checkpoint."
 
 
 def hiding(planned: PlannedRun) -> str:
-    """From how many tokens a step on the drives are hidden, and what the present number costs against that."""
+    """From how many tokens a step the drives hide behind computing, and how much slower the present number is."""
     step = planned.plan.prediction
     enough = step.ssd_hides_from_tokens
     if enough is None:
-        return "The SSDs are busy with activations for longer than the device computes, whatever the batch."
+        return "The SSDs need longer for activations than the device for computing, with any batch."
     at_once = tokens_at_once(planned)
     if at_once >= enough:
-        return f"The SSDs hide behind computing from {count(enough)} tokens a step on; this one has {count(at_once)}."
+        return f"From {count(enough)} tokens a step, the SSDs hide behind computing; this step has {count(at_once)}."
     length = planned.profile.sequence_length
     whole = f"{times(math.ceil(enough / length), 'sequence')} of {length}"
     apart = planned.plan.num_micro_batches > 1
     together = ", in micro-batches that share the weights" if apart else ""
     return (
-        f"The SSDs would hide behind computing from {count(enough)} tokens a step on ({whole}{together}). Here the "
-        f"weights move for {count(at_once)}, and a step takes {times_slower_than_hidden(planned):.3g} x as long as if "
-        "they were hidden."
+        f"From {count(enough)} tokens a step ({whole}{together}), the SSDs would hide behind computing. This step has "
+        f"{count(at_once)} for each time that the weights move, and takes {times_slower_than_hidden(planned):.3g} x as "
+        "long as with hidden SSDs."
     )
 
 
@@ -311,13 +311,13 @@ def _what_helps(planned: PlannedRun) -> Iterable[str]:
 
 
 def without_offloading(planned: PlannedRun) -> str:
-    """Whether it trains in the device's memory alone."""
+    """Whether the model trains in the device's memory alone."""
     fit = planned.plan.in_memory
     needed = f"{format_bytes(fit.needed_bytes)} of {format_bytes(fit.memory_bytes)}"
     if not fit.fits:
-        return f"Without offloading it does not fit: {needed} of device memory."
+        return f"It does not fit without offloading: it needs {needed} of device memory."
     how = ", its activations recomputed" if fit.activations == "recompute" else ""
-    return f"It fits without offloading ({needed} of device memory{how}): train it without, nothing needs to move."
+    return f"It fits without offloading ({needed} of device memory{how}): train it without."
 
 
 def _purchases(planned: PlannedRun) -> Table:
@@ -332,5 +332,5 @@ def _purchases(planned: PlannedRun) -> Table:
             rate = f"{change.plan.prediction.tokens_per_s:.4g}"
             table.add_row(change.description, seconds(change.step_s), rate, f"{change.speedup:.2f} x")
     if not table.rows:
-        table.add_row("nothing that one could buy", "", "")
+        table.add_row("no change of the hardware helps", "", "")
     return table

@@ -1,4 +1,4 @@
-"""From a model's path and a machine to a plan: the same steps that a run takes, without weights or a store."""
+"""Plans a run from a model's path and a machine, in the same way as a run does, without weights or a store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFAULT_SEQUENCE_LENGTH = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What to plan for, as the command line says it. Raises ValueError for numbers that are too small."""
+    """The options of `lohan plan`. Raises ValueError for numbers that are too small."""
 
     model: str
     batch_size: int = 8
@@ -39,17 +39,17 @@ class PlanRequest:
     max_grad_norm: float = 1.0
     dtype: str = "auto"
     lora_rank: int | None = None
-    """Of adapters on all linear layers of a frozen base; None: all weights are trained."""
+    """Rank of adapters on all linear layers of a frozen model; None: all weights are trained."""
     num_ranks: int = 1
-    """Each with a device like the machine's and batches of its own."""
+    """Each rank has its own device and batches."""
     num_nodes: int = 1
-    """Machines that they are on, equally many on each."""
+    """Machines; each has equally many ranks."""
     link: str | None = None
-    """Between those; None: what the hardware's profile says."""
+    """Rate of the link between nodes; None: that of the hardware profile."""
     collectives: str | None = None
     """None: as the configuration says."""
     paper: bool = False
-    """As LoHan's authors place the state: all of it on the SSDs, no copies of records in RAM."""
+    """As in LoHan's paper: all state is on the SSDs, and no records have copies in RAM."""
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -70,33 +70,33 @@ class PlanRequest:
 
     @property
     def ranks(self) -> Ranks:
-        """The first of them: all have as much to do."""
+        """The first rank. All ranks have the same work."""
         return Ranks(0, self.num_ranks, 0, self.num_ranks // self.num_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun(PlannedStep):
-    """A plan, all that went into it, and what it is of."""
+    """A plan with its inputs and its request."""
 
     request: PlanRequest
     model_class: str
     dtype: torch.dtype
     in_turn_because: str | None = None
-    """What keeps accumulated micro-batches from running together under `vertical_micro_batches: auto`."""
+    """Why accumulated micro-batches do not run together under `vertical_micro_batches: auto`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherMachine:
-    """What to plan for instead of the machine that a request names."""
+    """A machine to plan for instead of the request's."""
 
     hardware: HardwareProfile
     ram_factor: int = 1
-    """So many times as much RAM, and of it for the run. What more there is also holds copies of records."""
+    """Multiplies the RAM and `cpu_memory`. The additional RAM may hold copies of records."""
 
 
 def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> PlannedRun:
     """Plan a run, on another machine if one is given. Raises ValueError for bad values and files, and BudgetError for
-    budgets that are too small for the pools; whether the rest fits is said by the plan."""
+    budgets that are too small for the pools. A plan that does not fit otherwise has a refusal."""
     asked = OffloadConfig.load(request.offload)
     if request.paper:
         asked = replace(asked, resident_records="none")

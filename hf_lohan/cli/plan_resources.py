@@ -1,4 +1,4 @@
-"""The machine of a plan, and which of its parts is busy how long, with what."""
+"""The machine of a plan, and how long each of its resources is busy with what."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Something that does one thing after another, while the others do theirs."""
+    """A part of the machine that works in parallel to the others."""
 
     label: str
     bottlenecks: frozenset[str]
-    """What the planner calls it where a phase waits for it."""
+    """The planner's names of this resource as a bottleneck."""
     work: tuple[Work, ...]
 
 
 def resources_of(planned: PlannedRun) -> list[Resource]:
-    """All resources of the machine. Where the CPU is the device, its cores do all but what the drives do."""
+    """All resources of the machine. If the CPU is the device, its cores do everything but the drives' work."""
     step = planned.plan.prediction
 
     def work(label: str, lane: str) -> Work:
@@ -59,7 +59,7 @@ def resources_of(planned: PlannedRun) -> list[Resource]:
 
 
 def _shared(planned: PlannedRun) -> list[Resource]:
-    """What only several ranks keep busy: the network between nodes, and the RAM of a node."""
+    """Resources that only several ranks use: the network between nodes, and the RAM of a node."""
     step = planned.plan.prediction
     network = Work("sending", step.forward.net_s, step.backward.net_s)
     ram = Work("passing", step.forward.host_s, step.backward.host_s)

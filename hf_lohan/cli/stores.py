@@ -1,4 +1,4 @@
-"""`lohan verify` and `lohan reshard`: read the stores of a run, with a progress bar, and print what came of it."""
+"""`lohan verify` and `lohan reshard`: read the stores of a run with a progress bar, and print the result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from hf_lohan.checkpoint.resharding import reshard
+from hf_lohan.checkpoint.resharding import newest_common_commits, reshard
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
-from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
+from hf_lohan.ranks import RanksDisagreeError
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.manifest import rank_of
 from hf_lohan.store.rank_folders import rank_folder, ranks_under, refuse_other_parts
@@ -31,7 +31,7 @@ def _progress(console: Console) -> Progress:
 
 
 def reshard_stores(stores: Sequence[str], num_ranks: int, *, removes_old: bool) -> None:
-    """Copy the last step of a run for another number of ranks, and print where it is. Raises as `reshard`."""
+    """Copy the last step of a run for another number of ranks, and print its folders. Raises what `reshard` raises."""
     from hf_lohan.huggingface.models.export import described_model  # imports transformers
 
     with _progress(Console(stderr=True)) as progress:
@@ -48,16 +48,16 @@ def reshard_stores(stores: Sequence[str], num_ranks: int, *, removes_old: bool) 
     text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"
     if not removes_old:
         text += (
-            "; the old stores stay. While both are there nothing goes on from last_step: delete "
-            f"{resharded.old_files} to go on with {times(num_ranks, 'rank')} (--remove-old does), or "
-            f"{resharded.new_files} to go on as before, on each ssd path"
+            "; the old stores stay. last_step cannot be resumed while both exist: on each ssd path, delete "
+            f"{resharded.old_files} to continue with {times(num_ranks, 'rank')} (--remove-old does this), or "
+            f"{resharded.new_files} to continue as before"
         )
     _print(Console(), text)
 
 
 def verify_stores(stores: Sequence[str]) -> bool:
-    """Print whether every checksum is right of what a resume goes on from, and return it. Raises ValueError if there is
-    nothing to check."""
+    """Check all data that a resume reads, print the result, and return whether every checksum is right. Raises
+    ValueError if nothing is committed."""
     paths = _ssd_paths(stores)
     num_ranks = ranks_under(paths[0])
     console = Console()
@@ -76,49 +76,41 @@ def verify_stores(stores: Sequence[str]) -> bool:
 
 
 def _verify_one(store: Store, console: Console) -> bool:
-    commit = _kept_by(store)[0]
+    commit = newest_common_commits([store])[0]
     verdict = _damage(store, commit, console, "")
-    _print(console, f"{_what(store, commit)}: {verdict or 'every checksum is right'}")
+    _print(console, f"{_contents(store, commit)}: {verdict or 'every checksum is right'}")
     return not verdict
 
 
 def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
-    """Each at the newest commit that all hold, which is what a resume takes. One rank may be ahead of the others by a
-    commit: what is wrong with that is said, but nothing is lost with it."""
+    """Check each rank's store at the newest commit that all hold, which a resume reads. A rank may be one commit ahead
+    of the others. Damage in that commit is printed, but harms no resume."""
     num_ranks = len(stores)
-    kept = [_kept_by(store) for store in stores]
+    newest = [store.kept_commits[:1] for store in stores]
+    problem = ""
     try:
-        newest = newest_common_commit([[(commit.group_id, commit.number) for commit in commits] for commits in kept])
+        commits = newest_common_commits(stores)
     except RanksDisagreeError as error:
-        newest, problem = None, str(error)
+        commits, problem = [kept[0] for kept in newest], str(error)
     are_right = True
-    for rank, (store, commits) in enumerate(zip(stores, kept, strict=True)):
+    for rank, (store, commit, (last,)) in enumerate(zip(stores, commits, newest, strict=True)):
         who = f"rank {rank} of {num_ranks}"
-        taken = next((commit for commit in commits if (commit.group_id, commit.number) == newest), commits[0])
-        verdict = _damage(store, taken, console, f"{who}: ")
-        _print(console, f"{who}: {_what(store, taken)}: {verdict or 'every checksum is right'}")
+        verdict = _damage(store, commit, console, f"{who}: ")
+        _print(console, f"{who}: {_contents(store, commit)}: {verdict or 'every checksum is right'}")
         are_right &= not verdict
-        if newest is not None and taken is not commits[0]:
-            verdict = _damage(store, commits[0], console, f"{who}, commit {commits[0].number}: ")
+        if commit.number != last.number:
+            verdict = _damage(store, last, console, f"{who}, commit {last.number}: ")
             _print(
                 console,
-                f"{who} is ahead with commit {commits[0].number}, which a resume gives up: "
+                f"{who} is ahead with commit {last.number}, which a resume gives up: "
                 + (f"{verdict}, which harms no resume" if verdict else "every checksum is right"),
             )
-    _print(console, f"all {num_ranks} ranks hold commit {newest[1]}" if newest is not None else problem)
-    return are_right and newest is not None
-
-
-def _kept_by(store: Store) -> list[Commit]:
-    """The newest first. Raises ValueError if there is none."""
-    kept = store.kept_commits
-    if not kept:
-        raise ValueError(f"nothing is committed in {store.paths[0].path}; there is nothing to check")
-    return kept
+    _print(console, problem or f"all {num_ranks} ranks hold commit {commits[0].number}")
+    return are_right and not problem
 
 
 def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
-    """Read what belongs to a commit, and print each damage. Returns how much there is, "" for none."""
+    """Read everything that belongs to a commit, and print each damaged part. Returns a summary, "" for no damage."""
     num_damaged = 0
     store.view_commit(commit)
     with _progress(console) as progress:
@@ -128,7 +120,7 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
             for error in errors:
                 num_damaged += 1
                 _print(console, f"{who}{error}")
-    files = store.verify_files() or _useless_journal(store, commit)
+    files = store.verify_files() or _journal_errors(store, commit)
     for damage in files:
         _print(console, f"{who}{damage}")
     if files:
@@ -136,8 +128,8 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
     return f"{num_damaged} granules are damaged" if num_damaged else ""
 
 
-def _useless_journal(store: Store, commit: Commit) -> list[StorageError]:
-    """What is wrong with the journal of a Trainer's step, though its checksum is right."""
+def _journal_errors(store: Store, commit: Commit) -> list[StorageError]:
+    """Errors in the journal of a Trainer's step that its checksum does not show."""
     if not commit.facts.get("is_resumable"):
         return []
     from hf_lohan.huggingface.trainer.step_journal import (
@@ -151,7 +143,7 @@ def _useless_journal(store: Store, commit: Commit) -> list[StorageError]:
     return []
 
 
-def _what(store: Store, commit: Commit) -> str:
+def _contents(store: Store, commit: Commit) -> str:
     total_bytes = sum(record.num_bytes for record in store.records)
     return f"commit {commit.number}, {len(store.records)} records, {total_bytes} bytes"
 

@@ -1,4 +1,4 @@
-"""What to think of the facts and of the measured rates, line by line. Pure: facts in, verdicts out."""
+"""Judges the facts and the measured rates of a machine, one check for each. Pure functions of those."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _IN_RAM = frozenset({"tmpfs", "ramfs", "rootfs"})
 _LAYERED = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
 _SHARED = ("nfs", "cifs", "smb", "9p", "drvfs", "virtiofs", "afs", "fuse.")
 _CLUSTER = ("ceph", "lustre", "gpfs", "beegfs", "glusterfs")
-"""How the names of what is reached through a network or a server begin."""
+"""Prefixes of file systems that are reached through a network or a server."""
 _GIB = 1 << 30
 _STORE_BYTES_PER_PARAM = 24
 """Two versions of weight, master and both moments."""
 _HIGH_LOAD_FRACTION = 0.5
 _WORN_PERCENT, _WORN_OUT_PERCENT = 80, 100
 _SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S = 6e9, 20e9
-"""Below what PCIe 3 x16 gives unpinned, or x8 pinned; what PCIe 4 x16 gives."""
+"""Below PCIe 3 x16 with unpinned memory, or x8 with pinned; PCIe 4 x16."""
 _DUPLEX_FRACTION = 1.2
-"""Of one direction alone: what both at once reach on a link that carries both."""
+"""Both directions at once reach this multiple of one alone on a full-duplex link."""
 _SLOW_READ_BYTES_PER_S, _FAST_READ_BYTES_PER_S = 0.6e9, 3e9
 _SLOW_WRITE_BYTES_PER_S, _FAST_WRITE_BYTES_PER_S = 0.5e9, 2e9
-"""What SATA gives at most; what a good NVMe drive gives."""
+"""The most of a SATA drive; a good NVMe drive."""
 _TOGETHER_FRACTION = 0.75
 _MIXED_FRACTION = 0.6
 _FAST_GPU_FLOPS_PER_S = 50e12
@@ -48,22 +48,22 @@ class Check:
     value: str
     verdict: Verdict
     advice: str = ""
-    """What to do; "" where nothing is to be done."""
+    """What to do; "" for nothing."""
     subject: str = ""
-    """The SSD path that it is about; "" for the machine."""
+    """The SSD path; "" for the machine."""
 
 
 GOOD, COULD_BE_BETTER, BAD, NOT_KNOWN = Verdict
 
 
 def _check(name: str, value: str, *remarks: tuple[object, Verdict, str]) -> Check:
-    """What the first remark says that applies: (whether it does, the verdict, what to do). Good where none does."""
-    said = ((verdict, advice) for applies, verdict, advice in remarks if applies)
-    return Check(name, value, *next(said, (GOOD, "")))
+    """The check with the first of ``remarks`` (whether it applies, verdict, advice) that applies; good if none does."""
+    applying = ((verdict, advice) for applies, verdict, advice in remarks if applies)
+    return Check(name, value, *next(applying, (GOOD, "")))
 
 
 def machine_checks(facts: MachineFacts) -> list[Check]:
-    """The lines on everything but the drives."""
+    """The checks of everything but the drives."""
     checks = [*_device(facts), _threads(facts), _load(facts), _memory(facts), _container(facts)]
     if facts.is_wsl:
         advice = "train under Linux itself: WSL pins only part of the RAM and its drives are files or shares of Windows"
@@ -72,7 +72,7 @@ def machine_checks(facts: MachineFacts) -> list[Check]:
 
 
 def path_checks(facts: PathFacts) -> list[Check]:
-    """The lines on one SSD path."""
+    """The checks of one SSD path."""
     if facts.problem:
         advice = "choose a directory that this user can write, or fix its permissions"
         return [Check("access", f"cannot be written ({facts.problem})", BAD, advice, facts.path)]
@@ -107,7 +107,7 @@ def _device(facts: MachineFacts) -> Iterator[Check]:
     advice = "raise the memlock limit (ulimit -l unlimited); copies run unpinned, at a fraction of the speed"
     pinned = "available" if facts.is_pinned else "refused"
     yield _check("pinned memory", pinned, (not facts.is_pinned, BAD, advice))
-    # Nothing to do about it: a run moves everything through pinned memory.
+    # No advice: a run moves everything through pinned memory.
     yield Check("GPUDirect Storage", f"not available ({problem}), and not needed" if problem else "available", GOOD)
 
 
@@ -115,10 +115,10 @@ def _threads(facts: MachineFacts) -> Check:
     threads, cpus, quota = facts.cpu_threads, facts.usable_cpus, facts.cpu_quota
     value = f"{threads} on {cpus} usable CPUs"
     if quota is not None and quota < min(threads, cpus):
-        advice = f"set cpu_threads to {max(1, int(quota))} or raise the quota: threads beyond it are held up in turns"
+        advice = f"set cpu_threads to {max(1, int(quota))} or raise the quota: more threads only wait"
         return Check("CPU threads", f"{value}, the container's quota is {quota:g}", COULD_BE_BETTER, advice)
     if threads == cpus > 1 and facts.omp_num_threads == "1":
-        advice = "unset it: a run sets its own threads, but other libraries keep to this one"
+        advice = "unset it: a run sets its own threads, but other libraries obey it"
         return Check("CPU threads", f"{value}, OMP_NUM_THREADS is 1", COULD_BE_BETTER, advice)
     fewer = f"set cpu_threads to {cpus} or auto: more threads than CPUs wait for each other"
     more = "set cpu_threads to auto: the optimizer uses every core it gets"
@@ -127,7 +127,7 @@ def _threads(facts: MachineFacts) -> Check:
 
 
 def _load(facts: MachineFacts) -> Check:
-    advice = "wait or end what takes the cores, then measure with --no-cache: rates are too low meanwhile"
+    advice = "wait or end other programs, then measure again with --no-cache: until then rates are too low"
     is_high = facts.load > _HIGH_LOAD_FRACTION * facts.usable_cpus
     value = f"{facts.load:.1f} of {facts.usable_cpus} CPUs in the last minute"
     return _check("other load", value, (is_high, COULD_BE_BETTER, advice))
@@ -135,9 +135,9 @@ def _load(facts: MachineFacts) -> Check:
 
 def _memory(facts: MachineFacts) -> Check:
     available, budget = format_bytes(facts.available_memory_bytes), format_bytes(facts.cpu_memory)
-    lower = f"lower cpu_memory below {available} or end what takes the rest: else the run is killed or swapped out"
+    lower = f"lower cpu_memory below {available} or end other programs: else the run is killed or swapped out"
     is_taken = facts.available_memory_bytes < facts.memory_bytes // 4 and facts.memory_limit_bytes is None
-    advice = "end what takes the rest: what stays in RAM need not pass through the drives"
+    advice = "end other programs: with more RAM less passes through the drives"
     return _check(
         "memory",
         f"{available} free of {format_bytes(facts.memory_bytes)}, budget {budget}",
@@ -154,7 +154,7 @@ def _container(facts: MachineFacts) -> Check:
     if facts.cpu_memory > limit:
         advice = f"lower cpu_memory below {format_bytes(limit)} or raise the limit: the run would be killed"
         return Check(name, value, BAD, advice)
-    advice = "raise the container's memory limit: what stays in RAM need not pass through the drives"
+    advice = "raise the container's memory limit: with more RAM less passes through the drives"
     return Check(name, value, COULD_BE_BETTER, advice)
 
 
@@ -164,7 +164,7 @@ def _file_system(facts: PathFacts) -> Check:
     layer = "mount a directory of the host's drive and use that: this one is a container's layer"
     return _check(
         "file system",
-        kind or "the kernel does not tell",
+        kind or "unknown",
         (kind in _IN_RAM, BAD, "choose a directory on a drive: this one is in RAM"),
         (kind in _LAYERED, COULD_BE_BETTER, layer),
         (kind.startswith((*_SHARED, *_CLUSTER)), BAD, reached),
@@ -196,8 +196,8 @@ def _wear(facts: PathFacts) -> Check:
 
 
 def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
-    """The lines on what was measured, `dtype` being that of the products; an update reads `update_bytes` of a parameter
-    (its weight, master and moments), and writes as many."""
+    """The checks of measured rates. `dtype`: that of matrix products. `update_bytes`: bytes that an update reads of
+    each parameter (weight, master and moments); it writes as many."""
     checks = [_compute(profile, dtype), *_links(profile)]
     for ssd in profile.ssd:
         advice = "use an NVMe drive on four lanes, or add one as a further path"
@@ -225,7 +225,7 @@ def _compute(profile: HardwareProfile, dtype: str) -> Check:
     if device.memory_bytes_per_s:
         value += f", elementwise {gb_per_s(device.memory_bytes_per_s)}"
     on_cpu = "use a GPU: a CPU's step is bound by its products"
-    throttled = "see that nothing else uses the GPU and that it is not throttled"
+    throttled = "check that no other program uses the GPU and that it is not throttled"
     is_slow = device.flops_per_s < _FAST_GPU_FLOPS_PER_S
     return _check("compute", value, (device.shares_cpu, COULD_BE_BETTER, on_cpu), (is_slow, COULD_BE_BETTER, throttled))
 
@@ -235,7 +235,7 @@ def _links(profile: HardwareProfile) -> list[Check]:
     if profile.device.shares_cpu:
         value = f"{gb_per_s(h2d)} to it, {gb_per_s(d2h)} from it"
         return [Check("copies to the device", f"{value}: the CPU's own memory", GOOD)]
-    advice = "see that the GPU sits in a slot of 16 lanes (nvidia-smi -q, Link Width) and that memory is pinned"
+    advice = "check that the GPU has a slot of 16 lanes (nvidia-smi -q, Link Width) and that memory is pinned"
     checks = [
         _graded(name, rate, _SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S, advice)
         for name, rate in (("host to device", h2d), ("device to host", d2h))

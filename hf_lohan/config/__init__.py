@@ -1,8 +1,8 @@
-"""What the user may ask for: budgets, SSD paths and a few switches.
+"""The user's settings: budgets, SSD paths and a few switches.
 
-One frozen dataclass, `OffloadConfig`, made from a YAML file, a dict, the word "lohan" or keywords. `values` checks
-every value where it enters, a misspelt key is refused naming the right one, and `resolve` turns every "auto" into a
-number once the machine is known. The room itself knows neither torch nor the machine.
+`OffloadConfig` is one frozen dataclass, made from a YAML file, a dict, the word "lohan" or keywords. `values` checks
+every value. A misspelt key is refused with the nearest right one. `resolve` replaces every "auto" when the machine is
+known. The room imports neither torch nor anything that looks at the machine.
 """
 
 from hf_lohan.config.offload_config import ExpertCachePolicy, OffloadConfig, Schedule, setting_rows

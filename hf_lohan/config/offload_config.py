@@ -41,9 +41,9 @@ Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
 ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
 
 ALL_AUTO = "lohan"
-"""The word for offloading with every setting at its default, and the key to nest settings under."""
+"""Offloading with every setting at its default. Also the key to nest settings under."""
 LEAST_NET_TIMEOUT_S = 120.0
-"""Of "auto": a rank may still be compiling or reading its data when the others wait for it first."""
+"""The least timeout of "auto": at first a rank may still compile or read its data."""
 _SLOW_STEPS = 10
 _MAX_IO_THREADS = 256
 _MAX_CPU_THREADS = 1024
@@ -52,38 +52,38 @@ _SIZES = frozenset({"gpu_memory", "cpu_memory", "io_piece_bytes"})
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OffloadConfig:
-    """What an offloaded run may use and how it goes about it.
+    """The settings of an offloaded run.
 
     Every value is checked and brought to the type shown here; sizes are bytes and may be given as "24GiB" or
     "24GB". Raises ConfigError, quoting the value and saying what is allowed.
     """
 
     gpu_memory: int | Literal["auto"] = AUTO
-    """Most bytes of the compute device's memory for slots and activations that are kept; "auto" is 80% of what is
-    free. What a layer or the head needs while it computes comes on top."""
+    """Memory of the compute device for slots and kept activations, at most; "auto" is 80% of the free memory. The
+    working memory of a layer or the head comes on top."""
 
     cpu_memory: int | Literal["auto"] = AUTO
-    """Most bytes of host memory for the pools; "auto" is 60% of what is free."""
+    """Host memory for buffers, copies of records and swapped activations, at most; "auto" is 60% of the free memory."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = AUTO
-    """Where the store lives: a path, a list of paths or of {path, capacity}; "auto": one the run chooses."""
+    """Directory of the store: a path, or a list of paths or of {path, capacity}; "auto": the run chooses one."""
 
     resident_records: ResidentRecords = AUTO
-    """Which records have a copy in host memory and are not read from the SSD: "auto" is as many as `cpu_memory`
-    has room for, those first that are read most often; "none" reads all from the SSD."""
+    """Which records have a copy in host memory, so that they are not read from the SSD: "auto" is as many as fit
+    `cpu_memory`, starting with those that are read most often; "none" reads all from the SSD."""
 
     optimizer: Optimizer = AUTO
-    """"muon" updates the matrices of the layers by `torch.optim.Muon`, at the learning rate of AdamW, and leaves the
-    rest to the optimizer that the training arguments name; "auto" is that one for all."""
+    """"muon" updates the matrices of the layers like `torch.optim.Muon`, at the learning rate of AdamW, and all other
+    parameters by the optimizer of the training arguments; "auto" is that optimizer for all parameters."""
 
     optimizer_state_dtype: OptimizerStateDtype = "float32"
-    """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW computes in float32 whatever it is; what is not
-    float32 is rounded when it is stored, so that the training is no longer bit for bit that of torch in memory."""
+    """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW always computes in float32. Other types than float32
+    round the moments when they are stored, so training is no longer equal to torch's to the bit."""
 
     save_dtype: SaveDtype = AUTO
-    """Type in which weights are saved that compute in bfloat16: by `save_model`, `save_pretrained`, `lohan export` and
-    in checkpoints. "auto" is the one that they were loaded in, as with the stock Trainer: under `bf16=True` a float32
-    model is saved in float32. "float32" writes the exact masters, twice the bytes; "bfloat16" what computes."""
+    """Type in which bfloat16 weights are saved by `save_model`, `save_pretrained`, `lohan export` and in checkpoints.
+    "auto" is the type that they were loaded in, as with the stock Trainer: under `bf16=True` a float32 model is saved
+    in float32. "float32" writes the exact masters, twice the bytes; "bfloat16" writes the weights that compute."""
 
     io_threads: int | Literal["auto"] = AUTO
     """Threads that read and write the store; "auto" is one per CPU, at least 2 and at most 8."""
@@ -92,78 +92,79 @@ class OffloadConfig:
     """Bytes of one read or write, a multiple of 4096; "auto" is 8 MiB."""
 
     prefetch_blocks: int | Literal["auto"] = AUTO
-    """How many blocks to read ahead of the one that computes; "auto" is 2."""
+    """Blocks to read ahead of the one that computes; "auto" is 2."""
 
     experts: Experts = AUTO
-    """How the experts of a mixture come to the device: "with_layer", all of a layer at once; "streamed", one by one, so
-    that two experts must find room, not two layers. The norm that clips is then summed over experts in float64, which
-    is nearer to the true one than stock's and not the same bits. "auto" streams them where two layers and a gradient of
-    all experts of one take more than half of `gpu_memory`, but goes on as a store that is there has them."""
+    """How the experts of a mixture are loaded to the device: "with_layer", all of a layer at once; "streamed", one by
+    one, so that two experts must fit, not two layers. With "streamed", the norm for clipping is summed over experts in
+    float64: it is closer to the true norm than that of stock torch, but not equal to the bit. "auto" streams experts if
+    two layers and a gradient of all experts of a layer take more than half of `gpu_memory`. A store that exists decides
+    first."""
 
     lazy_experts: bool | Literal["auto"] = AUTO
-    """Whether an expert that streams, and that no token of a step went to, takes that step later: when it is needed, 5
-    steps behind at the latest. These are the same steps, to the bit. Until then it is neither read nor written; when it
-    is needed it is read with its moments. "auto": while the last steps left out a fifth of the experts or more, from
-    where it pays; the tokens of an ordinary batch reach them all. For AdamW and Adam; what another optimizer updates
-    takes each step at once."""
+    """Whether a streamed expert without tokens in a step takes that step later: when it is needed, and at most 5 steps
+    behind. The steps are the same, to the bit. Until then the expert is neither read nor written; then it is read with
+    its moments. "auto" does this while the last steps left out at least a fifth of the experts; with fewer it does not
+    pay. The tokens of an ordinary batch reach all experts. Only for AdamW and Adam."""
 
     expert_cache: ExpertCachePolicy = AUTO
-    """Which experts have a copy in host memory while a model generates and its experts stream, where `cpu_memory` has
-    room for some of them, after copies of all else: "auto" keeps those that were loaded most often; "lru" keeps those
-    that were loaded last, which is better only if the preferred experts change every few tokens; "off" keeps the same
-    experts all the time. With `resident_records: none` there are none. No number depends on it."""
+    """Which streamed experts have a copy in host memory while a model generates, if `cpu_memory` has room for some but
+    not all of them: "auto" keeps those that were loaded most often; "lru" keeps those that were loaded last, which is
+    better only if the preferred experts change every few tokens; "off" always keeps the same experts. With
+    `resident_records: none` there are no copies. No number depends on this."""
 
     activations: Activations = AUTO
-    """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
-    outputs of its matrix products and attention to host memory and the SSD, and makes only the cheap rest again; "keep"
-    keeps it all on the device; "auto" takes for each what makes the step shortest, planned at the first forward."""
+    """What happens to a layer's activations until its backward: "recompute" drops them and computes them again; "swap"
+    moves the layer's input and the outputs of matrix products and attention to host memory and the SSD, and recomputes
+    only the cheap rest; "keep" keeps all on the device; "auto" plans each one for the shortest step, at the first
+    forward."""
 
     chunked_loss: bool | Literal["auto"] = AUTO
-    """Whether the loss takes the logits some tokens at a time, so that all of them are never there: "auto" is where
-    they would take more than a sixteenth of `gpu_memory`. The loss is then the same but for the order of its sums."""
+    """Whether the logits are computed for some tokens at a time, so that they never exist all at once: "auto" does so
+    if they take more than a sixteenth of `gpu_memory`. Only the order of sums in the loss changes."""
 
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"
     after, both during backward; "serial" updates only when backward has ended."""
 
     durability: DurabilitySetting = AUTO
-    """"step" keeps two versions of all state, so that every step is a checkpoint; "checkpoint" keeps one, and
-    a run that dies goes on from its last checkpoint; "auto" is "step" if both versions fit the SSD capacity."""
+    """"step" keeps two versions of all state, so that a run can resume from every committed step; "checkpoint" keeps
+    one, so that a run resumes from its last checkpoint; "auto" is "step" if both versions fit the SSD capacity."""
 
     commit_every: int | str = AUTO
-    """How often a step is committed, so that a run that dies goes on from there: a number of steps, or a time such as
-    "10min". Between commits, what has a copy in RAM is not written. "auto" is every step, but where the plan says that
-    this makes steps longer: then so seldom that commits take 2% of the time, and at least every 10 minutes."""
+    """How often a step is committed, so that a run can resume from it: a number of steps, or a time such as "10min".
+    Records with a copy in RAM are written only for commits. "auto" is every step, unless this makes steps longer: then
+    commits take 2% of the time, and come at least every 10 minutes."""
 
     clip: Clip = AUTO
-    """When `max_grad_norm` clips: "defer" updates after the norm is known, under the next forward; "speculate"
-    updates in backward, and does it over if the norm clips, which writes twice; "auto" takes what is faster by its
-    measurements, and guesses only while at most one of eight steps clips."""
+    """How `max_grad_norm` clips: "defer" updates when the norm is known, during the next forward; "speculate" updates
+    in backward and repeats the update if the norm clips, which writes twice; "auto" is the faster one as measured, and
+    speculates only while at most one of eight steps clips."""
 
     vertical_micro_batches: bool | Literal["auto"] = AUTO
-    """With gradient accumulation: run all micro-batches of a step through a block before the next one, so that weights
-    move once a step. What they leave for backward is there for all of them at once. "auto" does so under Trainer where
-    the plan says that it pays and all numbers stay the same; a log line says what keeps it from it."""
+    """With gradient accumulation: run all micro-batches of a step through a block before the next block, so that
+    weights move once a step. The activations of all micro-batches exist at once. "auto" does so under Trainer if the
+    plan says that it is faster and all numbers stay the same; a log line says why not."""
 
     max_skipped_steps: int = 5
-    """A step whose gradients are not finite is skipped; so many of them in a row end the run."""
+    """The run ends after this many steps in a row whose gradients are not finite. Such a step is skipped."""
 
     cpu_threads: int | Literal["auto"] = AUTO
-    """Threads for arithmetic on the CPU, the optimizer's among them; "auto" is one per CPU."""
+    """Threads for arithmetic on the CPU, such as the optimizer's; "auto" is one per CPU."""
 
     collectives: Collectives = ANY_EXACT_WAY
-    """How several ranks exchange weights and gradients: "exact" in the fastest way that rounds nothing, by the plan;
-    "quantized" in int8 and int4 between nodes, as ZeRO++ does, which rounds. Or a table: `forward` sends weights
-    "exact", rounded to "int8", or as the "delta" of a step; `backward` reads them from all nodes ("world") or from a
-    copy in each node ("node": in "ram" or on the "ssd"); `gradients` are sent "exact", in "int8" or "int4". The plan
-    chooses what the table leaves out, and rounds nothing unasked."""
+    """How several ranks exchange weights and gradients. "exact" is the fastest way that rounds nothing, by the plan.
+    "quantized" rounds to int8 and int4 between nodes, as ZeRO++ does. A table sets single parts: `forward` sends
+    weights "exact", rounded to "int8", or as the "delta" of a step; `backward` reads them from all nodes ("world") or
+    from a copy in each node ("node": in "ram" or on the "ssd"); `gradients` are sent "exact", in "int8" or "int4". The
+    plan chooses the parts that are left out, and never rounds by itself."""
 
     net_timeout: int | float | Literal["auto"] = AUTO
-    """Seconds after which a rank that the others wait for counts as lost; "auto" is ten times the slowest step so far,
-    and at least 120 seconds."""
+    """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, at least 120
+    seconds."""
 
     trace: bool = False
-    """Keep what each lane did when, task by task, and write it as `lohan/trace.json` when training ends."""
+    """Record every task of every lane, and write them to `lohan/trace.json` when training ends."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -176,7 +177,7 @@ class OffloadConfig:
 
     @classmethod
     def load(cls, value: OffloadSource = None, /, **overrides: Any) -> OffloadConfig:
-        """A config from any of its spellings; keywords override what it says.
+        """Make a config from any of its spellings. Keywords override its settings.
 
         ``value`` is None or "lohan" (every setting at its default), the path of a YAML file, a mapping, or an
         OffloadConfig. Raises ConfigError for unknown keys, values that are not allowed, and unreadable files.
@@ -232,10 +233,8 @@ class OffloadConfig:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `optimizer`, `save_dtype`, `experts`, `lazy_experts`, `expert_cache`,
-        `activations`, `chunked_loss`, `durability`, `commit_every`, `clip`, `vertical_micro_batches` and
-        `net_timeout`."""
+        """Whether no setting is "auto", except an SSD's capacity (its free space) and the settings in `_DECIDED_LATER`,
+        which the run itself decides."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -247,7 +246,7 @@ class OffloadConfig:
         return settings
 
     def net_timeout_s(self, slowest_step_s: float = 0.0) -> float:
-        """How long to wait for a rank, after steps of which the slowest took so long."""
+        """Seconds to wait for a rank if the slowest step so far took ``slowest_step_s``."""
         if self.net_timeout == AUTO:
             return max(LEAST_NET_TIMEOUT_S, _SLOW_STEPS * slowest_step_s)
         return float(self.net_timeout)
@@ -293,7 +292,7 @@ assert tuple(_CHECKS) == SETTINGS, "every setting has its check"
 
 
 def setting_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, value) for reading; a second SSD has a row of its own, without a name."""
+    """(name, value) rows for people. Each further SSD has a row without a name."""
     for name, value in settings.items():
         for row, text in enumerate(_texts(name, value)):
             yield "" if row else name, text
@@ -325,7 +324,7 @@ def _unnest(content: object, *, where: str = "") -> Mapping[object, object]:
 
 
 def _file_named(value: str | os.PathLike[str]) -> str:
-    """The config file that ``value`` names. Raises ConfigError for a word that names none."""
+    """The config file that ``value`` names. Raises ConfigError if there is none."""
     path = os.path.expanduser(os.fspath(value))
     if isinstance(value, os.PathLike) or path.endswith((".yaml", ".yml")) or os.path.isfile(path):
         return path

@@ -1,4 +1,4 @@
-"""The values of settings: one check per kind. It returns what to store, or raises ConfigError."""
+"""Checks of settings, one for each kind of value. A check returns the value to store, or raises ConfigError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"
 _SECTOR_BYTES = 4096
-"""O_DIRECT moves whole sectors, so no budget or piece can be smaller than one."""
+"""O_DIRECT moves whole sectors, so a budget or a piece is at least one sector."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _EXPECTED_SIZE = 'write bytes as a whole number or a size such as "24GiB", "24GB" or "512 MiB"'
 _MAX_DIGITS = 40
@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key stands once, and 10:30 is no number: by YAML 1.1 it is 630."""
+    """YAML without repeated keys. 10:30 is text here; by YAML 1.1 it would be 630."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def number(self, node: yaml.ScalarNode) -> Any:
-        """A number; or its text, where it has a colon or too many digits. The check of its setting then refuses it."""
+        """A number, or its text if it has a colon or too many digits. Its setting's check then refuses the text."""
         if ":" in node.value or len(node.value) > _MAX_DIGITS:
             return self.construct_scalar(node)
         is_whole = node.tag == "tag:yaml.org,2002:int"
@@ -60,7 +60,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
 
 
 def read_yaml(file: str, what: str, error_type: type[ValueError] = ConfigError) -> Any:
-    """The content of a YAML file. Raises an error of this type where there is none; ``what`` the file is, it names."""
+    """The content of a YAML file. Raises ``error_type`` if it cannot be read; its message calls the file ``what``."""
     if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
         raise error_type(f"the {what} {file!r} is a pipe or a device; give the path of a YAML file")
     try:
@@ -76,10 +76,8 @@ def read_yaml(file: str, what: str, error_type: type[ValueError] = ConfigError) 
 
 
 def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], *, what: str) -> None:
-    """Raise ConfigError for the first of ``keys`` that is not in ``known``, naming the nearest known one.
-
-    ``what`` says what kind of key it is, e.g. "offload setting".
-    """
+    """Raise ConfigError for the first of ``keys`` that is not in ``known``, with the nearest known one. ``what``: the
+    kind of key for the message, such as "offload setting"."""
     known_keys = list(known)
     for key in keys:
         if key in known_keys:
@@ -90,13 +88,10 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], *, what: s
 
 
 def parse_bytes(value: object) -> int:
-    """The number of bytes that ``value`` stands for: an int, or a number with a unit ("1.5GiB", "24GB").
-
-    Units are read without regard to case; a part of a byte is dropped. Raises ConfigError for anything else,
-    for negative sizes and for "24G", which could mean either unit.
-    """
+    """Parse a size: an int, or a number with a unit ("1.5GiB", "24GB") in any case. Fractions of a byte are dropped.
+    Raises ConfigError for other values, negative sizes, and "24G", which could mean either unit."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return _at_most(value, _MAX_BYTES, "is more than there is of any memory")
+        return _at_most(value, _MAX_BYTES, "is more than any memory has")
     if isinstance(value, str) and len(value) > _MAX_DIGITS:
         raise ConfigError(f"{value[:_MAX_DIGITS]!r}... is not a size; {_EXPECTED_SIZE}")
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -106,11 +101,11 @@ def parse_bytes(value: object) -> int:
     unit_bytes = UNIT_BYTES.get(unit.lower())
     if unit_bytes is None:
         raise ConfigError(f"{value!r} has the unknown unit {unit!r}; {_EXPECTED_SIZE}")
-    return _at_most(int(Decimal(number) * unit_bytes), _MAX_BYTES, "is more than there is of any memory")
+    return _at_most(int(Decimal(number) * unit_bytes), _MAX_BYTES, "is more than any memory has")
 
 
 def _at_most(value: int, most: int, what: str) -> int:
-    """The value. Raises ConfigError for a larger one, which may have too many digits to be printed."""
+    """Return ``value``. Raises ConfigError if it is larger than ``most``; it may have too many digits to be printed."""
     if value <= most:
         return value
     text = str(value) if value.bit_length() < 64 else f"a number of {value.bit_length()} bits"
@@ -179,7 +174,7 @@ def check_interval(name: str, value: object) -> int | str:
 
 
 def interval_s(value: int | str) -> float | None:
-    """The seconds of an interval that is a time; None for one that is none."""
+    """The seconds of an interval that is a time; None for a number of steps."""
     found = _DURATION.fullmatch(value) if isinstance(value, str) else None
     return float(found[1]) * _SECONDS[found[2]] or None if found else None
 
@@ -238,15 +233,15 @@ def check_collectives(name: str, value: object) -> Collectives:
 class SsdPath:
     """A directory on an SSD and the bytes that may be used there.
 
-    ``~`` and environment variables in ``path`` are expanded and the result is made absolute. Raises
-    ConfigError for an unset variable, an unknown user, or a capacity that is not a size.
+    ``~`` and environment variables in ``path`` are expanded, and the path is made absolute. Raises ConfigError for an
+    unset variable, an unknown user, or a capacity that is not a size.
     """
 
     path: str
     """Absolute path of the directory; it is created when the store is."""
 
     capacity: int | Literal["auto"] = AUTO
-    """Most bytes that the store may occupy there; "auto" is the free space of the file system."""
+    """Bytes that the store may occupy there, at most; "auto" is the free space of the file system."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _absolute(self.path))

@@ -282,12 +282,14 @@ def _plan_step(
     """Plan a step with the number of micro-batches that Trainer or an `Accelerator` was configured with."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
     with _planning():
-        return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1), layout)
+        return plan.plan_batches(
+            replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1), layout
+        )
 
 
 def _plan_order(plan: RunPlan, shape: StepShape, layout: OffloadLayout) -> PlannedStep | None:
     with _planning():
-        return plan.make(shape, layout, may_run_together=True)
+        return plan.plan_batches(shape, layout, may_run_together=True)
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:

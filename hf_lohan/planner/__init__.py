@@ -1,9 +1,9 @@
-"""What goes where, decided before anything moves.
+"""Plans where everything lies and how a step runs, before anything moves.
 
-Pure arithmetic over sizes, budgets and speeds: no torch tensors, no I/O, so every decision can be asked for without
-weights or hardware. `pool_plan` cuts the two memory budgets into pools or refuses, with the numbers that say why,
-and `record_traffic` says which records have a copy in RAM. From a `HardwareProfile` and a `ModelProfile`
-`plan_offload` decides what is kept, swapped and recomputed and how to clip, and predicts the step.
+Pure arithmetic over sizes, budgets and rates, without torch and without I/O. `pool_plan` divides the two memory budgets
+into pools, or refuses with the numbers. `record_traffic` chooses records with a copy in RAM. From a `HardwareProfile`
+and a `ModelProfile`, `plan_offload` decides what is kept, swapped and recomputed and how to clip, and predicts the
+step.
 """
 
 from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways

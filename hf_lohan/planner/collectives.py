@@ -1,10 +1,10 @@
-"""How ranks exchange weights and gradients: the setting `collectives`, the ways that it leaves open, and their bytes.
+"""How ranks exchange weights and gradients: the setting `collectives`, the ways that it allows, and their bytes.
 
-A node has `num_local` ranks, which share its memory; between them nothing is sent. Between nodes, each byte is sent
-once for each node, never once for each rank. Bytes are those that one node sends (its *egress*); it receives as many.
-With P parameters on Y nodes, each of which owns a Y-th of them:
+A node has `num_local` ranks, which share its memory and send nothing to each other. Between nodes, each byte is sent
+once for each node, not for each rank. Bytes are those that one node sends (its *egress*); it receives as many. With P
+parameters on Y nodes, each of which owns a Y-th of them:
 
-    weights, as they are or coded     (Y - 1) x payload(P / Y)      for each pass that finds no copy in the node
+    weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy in the node
     gradients, summed in the node     (Y - 1) x payload(P / Y)      for each backward
 """
 
@@ -20,21 +20,21 @@ BackwardSource: TypeAlias = Literal["auto", "world", "node", "ram", "ssd"]
 GradientCodec: TypeAlias = Literal["exact", "int8", "int4"]
 
 SUM_BYTES = 4
-"""Of one element of a sum of gradients."""
+"""Bytes of one element of a sum of gradients."""
 DELTA_BITS_PER_1000_PARAMS = 1170
 """Measured on bfloat16 weights at a learning rate of 2e-5, where 4 to 5% of them change in a step. 1e-4: 1620."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecFormat:
-    """The size of values that are quantized in blocks, each with a scale of its own."""
+    """The size of values that are quantized in blocks with a scale each."""
 
     num_bits: int
     block_numel: int
     scale_bytes: int
 
     def payload_bytes(self, numel: int) -> int:
-        """Codes of whole blocks, and a scale for each."""
+        """Bytes of the quantized values in whole blocks, and of their scales."""
         return -(-numel // self.block_numel) * (self.block_numel * self.num_bits // 8 + self.scale_bytes)
 
 
@@ -47,18 +47,18 @@ GRADIENT_FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """How weights and gradients go from rank to rank. Within a node they always go exactly."""
+    """How weights and gradients go from node to node. Within a node nothing is rounded."""
 
     forward: ForwardCodec = "auto"
-    """Weights between nodes: "exact" sends them as they are, "int8" rounds them, "delta" sends what a step changed, to
-    the bit; "auto" is "exact" or "delta", as the plan has it."""
+    """Weights between nodes: "exact" sends all bits, "int8" rounds, "delta" sends the exact change of a step; "auto" is
+    "exact" or "delta", by the plan."""
 
     backward: BackwardSource = "auto"
-    """Where backward finds the weights: "world" has all nodes send them again, "node" keeps a copy in each node, in
-    "ram" or on the "ssd"; "auto" is the fastest by the plan. "delta" needs a copy."""
+    """Source of weights in backward: "world": all nodes send them again; "node": a copy in each node, in "ram" or on
+    the "ssd"; "auto": the fastest by the plan. "delta" needs a copy."""
 
     gradients: GradientCodec = "exact"
-    """Gradients between nodes: "exact" sends float32 sums, the others round them."""
+    """Gradients between nodes: "exact" sends float32 sums, "int8" and "int4" round them."""
 
     def __post_init__(self) -> None:
         for name, allowed in COLLECTIVE_VALUES.items():
@@ -73,18 +73,18 @@ class Collectives:
 
     @property
     def keeps_own(self) -> bool:
-        """Whether a rank also keeps its own shard of the weights as it was sent, to tell later what changed."""
+        """Whether a rank also keeps its own shard as it was sent, to find the change of the next step."""
         return self.forward == "delta"
 
     def to_setting(self) -> str | dict[str, str]:
-        """In JSON's types: a word if there is one, else the fields that are not "auto"."""
+        """The setting in JSON's types: a word if there is one, else the fields that are not "auto"."""
         for word in COLLECTIVE_WORDS:
             if self == collectives_of_word(word):
                 return word
         return {name: value for name, value in asdict(self).items() if value != "auto"}
 
     def open_ways(self) -> tuple[Collectives, ...]:
-        """The ways that a plan of several nodes may choose from, each without "auto" or "node"."""
+        """The ways that a plan of several nodes may choose, without "auto" or "node"."""
         forwards = ("exact", "delta") if self.forward == "auto" else (self.forward,)
         copies = {"auto": ("world", "ram", "ssd"), "world": ("world",), "node": ("ram", "ssd")}
         sources = copies.get(self.backward, (self.backward,))
@@ -93,7 +93,7 @@ class Collectives:
         return _ways(forwards, sources, (self.gradients,))
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int) -> int:
-        """The payload of so many weights."""
+        """Payload bytes of weights."""
         if self.forward == "int8":
             return WEIGHT_FORMAT.payload_bytes(num_params)
         if self.forward == "delta":
@@ -101,7 +101,7 @@ class Collectives:
         return param_bytes
 
     def gradient_bytes(self, numel: int, itemsize: int) -> int:
-        """The payload of so many gradients, of ``itemsize`` bytes each if they are not quantized."""
+        """Payload bytes of gradients, which have ``itemsize`` bytes each if they are not quantized."""
         return numel * itemsize if self.gradients == "exact" else GRADIENT_FORMATS[self.gradients].payload_bytes(numel)
 
 
@@ -117,7 +117,7 @@ WAY_WITHIN_A_NODE = Collectives(forward="exact", backward="world")
 
 
 def collectives_of_word(word: str) -> Collectives:
-    """The word "exact" is any way that rounds nothing; "quantized" is ZeRO++."""
+    """ "exact" allows every way that rounds nothing; "quantized" is ZeRO++."""
     return Collectives(forward="int8", backward="node", gradients="int4") if word == "quantized" else ANY_EXACT_WAY
 
 
@@ -131,7 +131,7 @@ def _ways(forwards: Iterable[Any], sources: Iterable[Any], gradients: Iterable[A
     return tuple(
         Collectives(forward=forward, backward=backward, gradients=codec)
         for codec, forward, backward in product(gradients, forwards, sources)
-        if forward != "delta" or backward != "world"  # a change of weights that nobody kept
+        if forward != "delta" or backward != "world"  # a change needs a kept copy
     )
 
 
@@ -149,13 +149,14 @@ class Cluster:
         return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """What a copy in the node adds to the weights that its ranks own."""
+        """Bytes that a copy of all weights in a node adds to the weights that its ranks own."""
         return param_bytes - param_bytes // self.num_nodes
 
     def bytes_by_collective(
         self, *, param_bytes: int, num_params: int, num_trainable_params: int, gradient_itemsize: int, is_summed: bool
     ) -> dict[CollectiveName, int]:
-        """What one node sends in one forward and one backward. ``is_summed``: gradients of several micro-batches."""
+        """Bytes that one node sends in one forward and one backward. ``is_summed``: gradients are sums of several
+        micro-batches."""
 
         def shard(whole: int) -> int:
             return -(-whole // self.num_nodes)
@@ -176,7 +177,7 @@ ONE_RANK = Cluster()
 
 @dataclass(frozen=True, slots=True)
 class TriedWay:
-    """A way that the plan could have taken, and the step that it would make."""
+    """A way that the plan compared, and its step time."""
 
     collectives: Collectives
     step_s: float

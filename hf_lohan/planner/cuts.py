@@ -1,4 +1,4 @@
-"""Where a block's records are cut into chunks."""
+"""Cuts a block's records into chunks, and into shards for ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from itertools import accumulate
 def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
     """Cut a row of units into chunks [start, stop) of at most `chunk_numel` elements.
 
-    A unit is a parameter with the small ones behind it. Units that fit are not cut: what is measured over a whole
-    parameter (its gradient's norm) is then measured in one piece, by the same kernel as in memory, to the same bit.
+    A unit is a parameter with the small ones behind it. Units that fit are not cut: then the norm of a whole gradient
+    is computed by the same kernel as in memory, to the same bit.
     """
     chunks: list[tuple[int, int]] = []
     start = stop = 0
@@ -31,7 +31,7 @@ def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, i
 
 @cache
 def num_chunks(unit_numels: tuple[int, ...], chunk_numel: int) -> int:
-    """How many chunks `cut_units` makes, without making them: a layer of a large model has a hundred thousand."""
+    """The number of chunks of `cut_units`, without a list: a layer of a large model has a hundred thousand."""
     count = held = 0
     for numel in unit_numels:
         if held and held + numel > chunk_numel:
@@ -44,21 +44,21 @@ def num_chunks(unit_numels: tuple[int, ...], chunk_numel: int) -> int:
 
 
 TRAINED_COST = 8
-"""A trainable element moves about so many times the bytes of a frozen one in a step."""
+"""A trainable element moves about this many times the bytes of a frozen one in a step."""
 SMALL_NUMEL = 4 * 1024 * 1024
-"""Blocks of up to so many elements are cut between units only: a rank that has more of one has less of another."""
+"""Blocks of at most this size are cut between units only. Uneven shards of several blocks balance out."""
 _IMBALANCE = 0.02
 
 
 def cut_for_ranks(
     unit_numels: Sequence[int], numel: int, num_ranks: int, *, granule_numel: int, keeps_units: bool = False
 ) -> tuple[int, ...]:
-    """Where a block of ``numel`` elements is cut into contiguous parts, one for each rank: ``num_ranks`` + 1 edges, the
-    first 0, the last ``numel``; a part may be empty.
+    """Cut a block of ``numel`` elements into contiguous shards, one for each rank. Returns ``num_ranks`` + 1 edges,
+    from 0 to ``numel``. A shard may be empty.
 
-    ``unit_numels`` are those of its trainable part (see `cut_units`), frozen elements follow. Cuts lie at granules.
-    They lie between units where that costs at most `_IMBALANCE` of a part, in small blocks, and with ``keeps_units``:
-    then the norm of each parameter's gradient is measured in one piece.
+    ``unit_numels``: the units of the trainable elements (see `cut_units`), which frozen elements follow. Cuts are at
+    granules. They are between units if that costs at most `_IMBALANCE` of a shard, in small blocks, and with
+    ``keeps_units``, so that the norm of each parameter's gradient is computed in one piece.
     """
     units = [0, *accumulate(unit_numels)]
     trained = units[-1]
@@ -77,21 +77,21 @@ def cut_for_ranks(
 
 
 def _element_at(cost: float, trained: int) -> float:
-    """Where so much of a block's cost lies before."""
+    """The element before which the block costs this much."""
     return cost / TRAINED_COST if cost <= TRAINED_COST * trained else trained + cost - TRAINED_COST * trained
 
 
 def _nearest(units: Sequence[int], wanted: float) -> int:
-    place = bisect_left(units, wanted)
-    return min(units[max(0, place - 1) : place + 1], key=lambda edge: abs(edge - wanted))
+    index = bisect_left(units, wanted)
+    return min(units[max(0, index - 1) : index + 1], key=lambda edge: abs(edge - wanted))
 
 
 def units_between(unit_numels: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """The sizes of what of the units lies in elements [start, stop)."""
-    found, first = [], 0
+    """The sizes of the units within elements [start, stop)."""
+    numels, first = [], 0
     for numel in unit_numels:
         low, high = max(start, first), min(stop, first + numel)
         if low < high:
-            found.append(high - low)
+            numels.append(high - low)
         first += numel
-    return tuple(found)
+    return tuple(numels)

@@ -1,4 +1,4 @@
-"""What must fit where, whether it does, and the smallest change that would make it fit."""
+"""Checks whether a plan fits into each tier, and words a refusal with the smallest change that helps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hf_lohan.wording import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the tiers have for activations of one rank, once all else has its place. Negative where all else does not
-    fit."""
+    """The room of each tier for activations of one rank, beside everything else. Negative if the rest does not fit."""
 
     cpu_bytes: int
     """In RAM, for swapped activations and records together."""
@@ -23,43 +22,42 @@ class Room:
 
 
 ALLOCATOR_PERCENT, FRAGMENTED_PERCENT = 5, 15
-"""What the caching allocator holds beyond the tensors, in percent of what comes and goes in a step: with segments
-that grow (`DeviceProfile.grows_segments`), and with segments of a fixed size. Measured: 4 to 10, and 5 to 20. Segments
-that grow give back unused memory before the device runs out, so they need less margin."""
+"""Memory that the caching allocator holds beyond the tensors, in percent of a step's temporary tensors: with segments
+that grow (`DeviceProfile.grows_segments`), and with segments of a fixed size. Measured: 4 to 10, and 5 to 20. Growing
+segments return unused memory before the device runs out, so they need less margin."""
 WORKSPACES_BYTES = 64 << 20
-"""Those of cuBLAS for the thread that computes and the one of its backward: 8 MiB each, 32 on cards for servers."""
+"""Workspaces of cuBLAS for the threads of forward and backward: 8 MiB each, 32 on server cards."""
 THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
-"""And for each further thread, of micro-batches that run together."""
+"""Workspaces of each further thread, for micro-batches that run together."""
 _WORKSPACES_SHARE = 16
-"""At most one part in so many of what a step holds: they are no larger than the products of a tiny model."""
+"""Workspaces are at most 1 / `_WORKSPACES_SHARE` of a step's tensors. For a tiny model they are small."""
 
 
 def layer_working_bytes(model: ModelProfile) -> int:
-    """What the backward of the largest layer holds on the device at once, beside its weights and its input."""
+    """Peak device memory of the backward of the largest layer, beside its weights and its input."""
     return max((layer_needs(layer, model) for layer in model.layers), default=0)
 
 
 def layer_needs(layer: BlockProfile, model: ModelProfile) -> int:
-    """What the backward of a layer holds at once, beside its weights and its input."""
+    """Peak device memory of a layer's backward, beside its weights and its input."""
     return layer.working_bytes or _estimated_working_bytes(layer, model)
 
 
 def _estimated_working_bytes(layer: BlockProfile, model: ModelProfile) -> int:
-    """Without a trace of its backward: all that autograd saves of it, the gradients of its input and output, and of its
-    weights."""
+    """An estimate without a trace of the backward: saved tensors, and gradients of input, output and weights."""
     return layer.saved_bytes + 2 * layer.input_bytes + layer.num_trainable_params * model.param_itemsize
 
 
 def outer_working_bytes(model: ModelProfile) -> int:
-    """What the largest module outside the layers holds at once: the head with its logits, unless they are cut."""
+    """Peak device memory of the largest module outside the layers: the head with its logits, unless they are cut."""
     layers = {layer.name for layer in model.layers}
     outer = (block for block in model.blocks if block.name not in layers)
     return max((block.working_bytes or block.saved_bytes for block in outer), default=0)
 
 
 def tied_gradient_bytes(model: ModelProfile) -> int:
-    """The head's gradient where the embeddings are the head as well: it waits until the first layer has had its
-    backward. The gradient of a head of its own leaves when the backward of the last layer begins."""
+    """Bytes of the head's gradient if the head is tied to the embeddings: it stays until the backward of the first
+    layer ends. Otherwise it leaves when the backward of the last layer begins."""
     layers = {layer.name for layer in model.layers}
     before = list(takewhile(lambda block: block.name not in layers, model.blocks))
     outer = [block for block in model.blocks if block.name not in layers]
@@ -70,8 +68,8 @@ def tied_gradient_bytes(model: ModelProfile) -> int:
 
 
 def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes: int) -> int:
-    """What the device's allocator and the workspaces of libraries take, where a step holds ``held_bytes`` at once
-    beside slots."""
+    """Memory of the device's allocator and of library workspaces, for a step whose peak beside the slots is
+    ``held_bytes``."""
     if hardware.device.shares_cpu:
         return 0
     percent = _allocator_percent(hardware)
@@ -80,7 +78,7 @@ def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes:
 
 
 def room_to_hold_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
-    """What a step may hold at once beside slots. Negative where these do not fit."""
+    """The largest possible peak of a step beside the slots. Negative if the slots do not fit."""
     beside_bytes = hardware.device.memory_bytes - setup.gpu_fixed_bytes
     if hardware.device.shares_cpu:
         return beside_bytes
@@ -98,7 +96,7 @@ def _allocator_percent(hardware: HardwareProfile) -> int:
 
 
 def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """On the SSDs of a node, in all homes. Frozen weights have one."""
+    """Bytes of records on the SSDs of a node, in all homes. Frozen weights have one home."""
     trainable_bytes = model.num_trainable_params * (model.param_itemsize + setup.state_bytes_per_param)
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     all_bytes, cluster = int(setup.num_homes * trainable_bytes) + max(0, frozen_bytes), setup.cluster
@@ -106,14 +104,14 @@ def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
 
 
 def _ssd_copy_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """The copy of other nodes' weights on the SSDs of a node."""
+    """Bytes of the copy of other nodes' weights on the SSDs of a node."""
     if setup.cluster.collectives.backward != "ssd":
         return 0
     return setup.cluster.copied_bytes(model.param_bytes) if setup.copy_ssd_bytes is None else setup.copy_ssd_bytes
 
 
 def ram_copy_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """What a rank gives of its RAM for a copy of all weights in its node."""
+    """RAM of a rank for its node's copy of all weights."""
     if setup.cluster.collectives.backward != "ram":
         return 0
     return -(-model.param_bytes // setup.cluster.num_local) if setup.copy_cpu_bytes is None else setup.copy_cpu_bytes
@@ -126,7 +124,7 @@ def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 
 
 def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> Room:
-    """Of RAM and drives."""
+    """The room of RAM and drives."""
     ssd_bytes = ssd_limit_bytes(hardware, setup) - record_bytes(model, setup)
     return Room(
         cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes - ram_copy_bytes(model, setup),
@@ -143,8 +141,8 @@ def explain_refusal(
     working_bytes: int,
     least_swapped_bytes: int,
 ) -> str | None:
-    """Why no plan fits and what would, or None. `kept_bytes` are to be kept, `working_bytes` are there beside them at
-    the least, and at least `least_swapped_bytes` are to be swapped."""
+    """Why no plan fits, and what would help; None if one fits. `kept_bytes`: activations that stay on the device;
+    `working_bytes`: the least working memory beside them; `least_swapped_bytes`: the least to be swapped."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "
@@ -162,7 +160,7 @@ def explain_refusal(
         return (
             f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small for the buffers and a copy of "
             f"all weights in each node; set cpu_memory to at least {_shown(setup.cpu_fixed_bytes + copy_bytes)}, or "
-            "have backward's weights from the world or the SSDs"
+            "set backward of collectives to world or ssd"
         )
     return _refuse_ssd(model, hardware, setup, least_swapped_bytes)
 
@@ -170,10 +168,10 @@ def explain_refusal(
 def _refuse_device(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, kept_bytes: int, working_bytes: int
 ) -> str | None:
-    """Why so much cannot be on the device, and what would help, or None."""
+    """Why a step does not fit the device, and what would help; None if it fits."""
     if setup.gpu_fixed_bytes + kept_bytes > setup.gpu_memory_bytes:
         return (
-            f"the activations of {_shown(kept_bytes)} that are to be kept do not fit gpu_memory of "
+            f"the kept activations of {_shown(kept_bytes)} do not fit gpu_memory of "
             f"{_shown(setup.gpu_memory_bytes)}; set it to at least {_shown(setup.gpu_fixed_bytes + kept_bytes)}, or "
             "activations to auto"
         )
@@ -183,9 +181,9 @@ def _refuse_device(
     needed = setup.gpu_fixed_bytes + held_bytes + more_bytes
     if needed <= memory_bytes:
         return None
-    # Gradients of weights are as large for a smaller batch, all else shrinks with it.
-    whose = [block for block in model.blocks if (block in model.layers) == (layer_bytes >= outer_bytes)]
-    gradient_bytes = max(block.num_trainable_params for block in whose) * model.param_itemsize
+    # With a smaller batch all shrinks but the gradients of weights.
+    blocks = [block for block in model.blocks if (block in model.layers) == (layer_bytes >= outer_bytes)]
+    gradient_bytes = max(block.num_trainable_params for block in blocks) * model.param_itemsize
     room_bytes = room_to_hold_bytes(hardware, setup) - gradient_bytes
     shrinking_bytes = held_bytes - gradient_bytes
     batch = max(0, model.batch_size * room_bytes // shrinking_bytes) if shrinking_bytes else model.batch_size
@@ -195,7 +193,7 @@ def _refuse_device(
     allocator = f", {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""
     return (
         f"{who} needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
-        f"tokens, and with the slots{allocator} and what is kept that is {_shown(needed)}, more than the "
+        f"tokens, which is {_shown(needed)} with the slots{allocator} and kept activations, more than the "
         f"{_shown(memory_bytes)} of the device; {smaller}{chunks}a device with at least that much memory"
     )
 
@@ -225,13 +223,13 @@ def _refuse_ssd(
 
 
 def _shown(num_bytes: int) -> str:
-    """All digits without commas, to be pasted into a setting."""
+    """All digits without commas, to paste into a setting."""
     return f"{num_bytes} bytes" + (f" ({format_bytes(num_bytes)})" if num_bytes >= 1 << 20 else "")
 
 
 def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0) -> InMemoryFit:
-    """Whether weights, gradients, masters and moments (`bytes_per_param` in all: 16, or 18 with float32 gradients
-    beside bfloat16 weights) and the activations fit `memory_bytes` together; with recomputation if not without it."""
+    """Whether weights, gradients, masters and moments (`bytes_per_param` together: 16, or 18 with float32 gradients of
+    bfloat16 weights) and activations fit `memory_bytes`, if necessary with recomputation."""
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     state_bytes = int(model.num_trainable_params * bytes_per_param) + max(0, frozen_bytes)
     saved_bytes = {block.name: block.saved_bytes for block in model.blocks}

@@ -1,7 +1,7 @@
-"""What stays on the device while a model generates, and what each token has to be brought.
+"""What stays on the device while a model generates, and what is read for each token.
 
-Every pass needs every block once, in one order, so a ring of slots that takes what was used longest ago would read the
-whole model a token, however large it is. Some layers stay instead, and the others pass through a small ring.
+Every pass needs every block once, in the same order. A ring of slots that replaces the least recently used block would
+read the whole model for each token. Instead, some layers stay, and the others pass through a small ring.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hf_lohan.wording import format_bytes, times
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeysAndValues:
-    """What generating keeps of the tokens that it has seen."""
+    """The cache of keys and values of all tokens so far."""
 
     num_sequences: int
-    """Prompts times beams."""
+    """Number of prompts times number of beams."""
     num_tokens: int
-    """Of each sequence, with its prompt."""
+    """Tokens of each sequence, including its prompt."""
     num_bytes: int
-    """Of them all."""
+    """Bytes of all sequences."""
 
     def __str__(self) -> str:
         sequences = times(self.num_sequences, "sequence")
@@ -32,21 +32,21 @@ class KeysAndValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationSlots:
-    """How the device's memory is shared by the layers."""
+    """The device memory of layers and experts."""
 
     num_layer_slots: int
     kept_layers: tuple[str, ...]
-    """Those that stay, evenly spread: what comes from the drives then comes while others compute."""
+    """Layers that stay on the device. They are evenly spread, so that others are read while they compute."""
     num_expert_slots: int
-    """For experts that come one by one. They hold those of the last tokens."""
+    """Slots of streamed experts. They hold the experts of the last tokens."""
 
 
 def slots_for_generation(
     blocks: Sequence[BlockShape], *, gpu_memory_bytes: int, keys_and_values: KeysAndValues, prefetch_blocks: int
 ) -> GenerationSlots:
-    """Share what the keys and values leave of ``gpu_memory_bytes``: a ring of ``prefetch_blocks`` + 1 slots, slots of
-    their own for the modules outside the layers, layers that stay, and experts. Raises BudgetError where two layers,
-    two experts, the largest of those modules and the keys and values do not fit."""
+    """Divide ``gpu_memory_bytes`` beside keys and values: a ring of ``prefetch_blocks`` + 1 slots, slots of modules
+    outside the layers, layers that stay, and experts. Raises BudgetError if two layers, two experts, the largest module
+    outside the layers and the keys and values do not fit."""
 
     def sizes(size_class: SizeClass) -> list[int]:
         return [block.param_bytes for block in blocks if block.size_class is size_class]
@@ -92,9 +92,8 @@ def _two_experts(number: int) -> str:
 def token_traffic(
     blocks: Sequence[BlockShape], slots: GenerationSlots, *, num_outer_slots: int, experts_share: float = 1.0
 ) -> tuple[RecordTraffic, ...]:
-    """What one token reads of each block's parameters where none of them has a copy in RAM, in forward order. Of
-    experts that come one by one: the ``experts_share`` of them that a token goes to, if it is as likely to go to each,
-    less those in slots."""
+    """What one token reads of each block's parameters without copies in RAM, in forward order. ``experts_share``: the
+    share of streamed experts that a token chooses. All are equally likely; those in slots are not read."""
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
     kept = set(slots.kept_layers)
     num_experts = sum(block.size_class is SizeClass.EXPERT for block in blocks)

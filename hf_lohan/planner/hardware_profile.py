@@ -1,6 +1,6 @@
-"""What the hardware can do, as numbers: measured on this machine, or written by hand for one that is not here.
+"""The capabilities of a machine in numbers: measured on this one, or written by hand for another.
 
-What is written by hand is checked: every complaint names the key, the value and what is allowed.
+A profile is checked when it is read. Every error names the key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from hf_lohan.wording import UNIT_BYTES
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProfile:
     flops_per_s: float
-    """Reached at the model's own matrix shapes (LoHan's THP_G), not the data sheet's."""
+    """Measured with the model's matrix shapes (LoHan's THP_G); not the data sheet's."""
     memory_bytes: int
     memory_bytes_per_s: float | None = None
-    """What elementwise operations reach; None: they are taken to cost nothing beside the products."""
+    """Bandwidth of elementwise operations; None: they are assumed to take no time."""
     shares_cpu: bool = False
-    """The CPU is the device: its cores also copy, run the optimizer and serve the drives."""
+    """Whether the CPU is the device. Then its cores also copy, run the optimizer and serve the drives."""
     grows_segments: bool = True
-    """Its allocator takes memory in segments that grow, and so loses less of it (torch's `expandable_segments`)."""
+    """Whether its allocator has segments that grow and waste less memory (torch's `expandable_segments`)."""
     name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SsdProfile:
-    """One drive, or one path. Drives are simplex: reading and writing share its time."""
+    """One drive, or one path. A drive is simplex: reading and writing share its time."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     capacity_bytes: int
     endurance_bytes: int | None = None
-    """What may be written to it in its life (the data sheet's TBW); None: not known."""
+    """Bytes that may be written in its life (the data sheet's TBW); None: unknown."""
     path: str = ""
 
 
@@ -45,20 +45,20 @@ class SsdProfile:
 class CpuProfile:
     memory_bytes: int
     optimizer_params_per_s: float
-    """AdamW over chunks in RAM, while the device computes; alone where the device shares the CPU, since the two are
-    added there."""
+    """AdamW over chunks in RAM, while the device computes. Measured alone if the device shares the CPU, because the two
+    times are added then."""
     checksum_bytes_per_s: float | None = None
-    """Hashing of what passes to and from the SSD; None: taken to cost nothing."""
+    """Rate of checksums of SSD reads and writes; None: assumed to take no time."""
     memory_bytes_per_s: float | None = None
-    """Of RAM, reading and writing added, which the ranks of a node share; None: not known, so never the limit."""
+    """Bandwidth of RAM, reads and writes added, which the ranks of a node share; None: unknown, never the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """A machine; where it has several equal devices, `device` and the links are those of each.
+    """A machine. `device` and links are those of one device.
 
-    `ssd` are the paths that a store is striped over; together they are as fast as their sum, unless
-    `ssd_together_read_bytes_per_s` and `ssd_together_write_bytes_per_s` were measured for all at once."""
+    `ssd`: the paths that a store is striped over. Together they are as fast as their sum, unless
+    `ssd_together_read_bytes_per_s` and `ssd_together_write_bytes_per_s` were measured."""
 
     device: DeviceProfile
     h2d_bytes_per_s: float
@@ -66,13 +66,13 @@ class HardwareProfile:
     ssd: tuple[SsdProfile, ...]
     cpu: CpuProfile
     duplex_bytes_per_s: float | None = None
-    """Host to device and back at once, both added; None: neither slows the other (PCIe)."""
+    """Both directions at once, added; None: neither slows the other (PCIe)."""
     ssd_together_read_bytes_per_s: float | None = None
     ssd_together_write_bytes_per_s: float | None = None
     ssd_mixed_bytes_per_s: float | None = None
-    """Of all paths, reading and writing as many bytes at once, both added; None: they share the time (simplex)."""
+    """All paths reading and writing equally many bytes at once, added; None: they share the time (simplex)."""
     net_bytes_per_s: float | None = None
-    """Of payload from this machine to others, while as much arrives; None: there are no others."""
+    """Payload from this machine to others while as much arrives; None: there are no others."""
 
     @property
     def ssd_capacity_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a model's step consists of, as numbers: per block and per operation, for one shape of batch."""
+"""A model's step in numbers, by block and operation, for one shape of batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hf_lohan.planner.pool_plan import SizeClass
 
 
 def expected_hits(num_experts: int, num_chosen: int, num_tokens: float, chances: Sequence[float] = ()) -> float:
-    """Experts of a layer to which at least one of ``num_tokens`` goes, if each token chooses ``num_chosen``.
+    """The expected number of experts that at least one of ``num_tokens`` chooses, if each token chooses ``num_chosen``.
 
-    ``chances``: of each expert, the share of tokens that choose it; without them all are alike, and E experts are
-    expected to have E (1 - (1 - k/E)^T).
+    ``chances``: the share of tokens that choose each expert. By default all are equally likely, and it is
+    E (1 - (1 - k/E)^T) of E experts.
     """
     if not chances:
         return num_experts * _chance_of_any(num_chosen / num_experts, num_tokens)
@@ -28,28 +28,28 @@ def _chance_of_any(chance: float, num_tokens: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsProfile:
-    """Of one layer. Parameters and bytes are those of each expert."""
+    """The experts of one layer. Parameters and bytes are those of one expert."""
 
     num_experts: int
     num_chosen: int
-    """By each token (top-k)."""
+    """Experts that each token chooses (top-k)."""
     num_params: int
     num_trainable_params: int
     param_bytes: int
     """In working precision."""
     num_tokens: int
-    """Of a micro-batch, or of all micro-batches that share the weights."""
+    """Tokens of a micro-batch, or of all micro-batches that share the weights."""
     inner_bytes: int = 0
-    """What autograd keeps of what they do, where they do not stream."""
+    """Bytes that autograd saves of their operations, if they are not streamed."""
     chances: tuple[float, ...] = ()
-    """Measured: of each expert, the share of tokens that choose it. Without them all are taken to be alike."""
+    """The measured share of tokens that choose each expert. Empty: all are equally likely."""
 
     def hits(self, num_micro_batches: int = 1) -> float:
-        """Experts that at least one token of so many micro-batches goes to."""
+        """The expected number of experts that at least one token of the micro-batches chooses."""
         return expected_hits(self.num_experts, self.num_chosen, num_micro_batches * self.num_tokens, self.chances)
 
     def chances_of_hit(self, num_micro_batches: int = 1) -> list[tuple[float, int]]:
-        """That a token of so many micro-batches goes to an expert, and of how many experts that is the chance."""
+        """(chance that a token of the micro-batches chooses an expert, number of experts with this chance)."""
         num_tokens = num_micro_batches * self.num_tokens
         if not self.chances:
             return [(_chance_of_any(self.num_chosen / self.num_experts, num_tokens), self.num_experts)]
@@ -57,21 +57,21 @@ class ExpertsProfile:
 
     @property
     def hit_bytes(self) -> float:
-        """Weights that a forward of one micro-batch needs."""
+        """Bytes of weights that a forward of one micro-batch needs."""
         return self.hits() * self.param_bytes
 
     @property
     def all_hit_from_tokens(self) -> int | None:
-        """With so many tokens the one that is chosen least is left out in fewer than one micro-batch of 2E, so that
-        less than half an expert is expected to be. None: some are never chosen."""
+        """The number of tokens from which the rarest of E experts is left out in fewer than one of 2E micro-batches, so
+        that less than half an expert is expected to be left out. None: some are never chosen."""
         rarest = min(self.chances, default=self.num_chosen / self.num_experts)
         if rarest <= 0:
             return None
         return 1 if rarest >= 1 else math.ceil(math.log(2 * self.num_experts) / -math.log1p(-rarest))
 
     def routed(self, counts: Sequence[float]) -> ExpertsProfile:
-        """With chances from ``counts``: how many tokens went to each expert. Raises ValueError for counts of another
-        number of experts."""
+        """This profile with chances from ``counts``, the number of tokens of each expert. Raises ValueError for a wrong
+        number of counts."""
         if len(counts) != self.num_experts or min(counts) < 0 or sum(counts) <= 0:
             raise ValueError(
                 f"a routing histogram needs {self.num_experts} counts, none negative and not all 0; "
@@ -83,19 +83,19 @@ class ExpertsProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationProfile:
-    """One matrix product or attention of a block's forward: what is worth keeping, because making it again takes
-    many FLOPs a byte. All other operations (norms, activations, residuals) are always made again."""
+    """One matrix product or attention of a block's forward. Its output is worth keeping, because recomputation takes
+    many FLOPs a byte. All other operations (norms, activations, residuals) are always recomputed."""
 
     name: str
-    """The operation and its how-manieth of the block it is, as the runtime counts them: "aten.mm#0"."""
+    """The operation and its number within the block, as at run time: "aten.mm#0"."""
     flops: float
     output_bytes: int
     module: str = ""
-    """For people: the module within the block, "mlp.down_proj"."""
+    """The module within the block, for people: "mlp.down_proj"."""
     forward_s: float | None = None
     """Measured; None until then."""
     loads_experts: bool = False
-    """Whether to make it again loads all of the layer's experts again that tokens go to."""
+    """Whether recomputation loads all chosen experts of the layer again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,27 +109,26 @@ class BlockProfile:
     param_bytes: int
     """In working precision."""
     flops: float
-    """Of its forward, of all operations."""
+    """FLOPs of all operations of the forward."""
     input_bytes: int = 0
-    """What its recomputation starts from (LoHan's A_inter); 0 for modules outside the layers."""
+    """Bytes of the layer's input, where recomputation starts (LoHan's A_inter); 0 for modules outside the layers."""
     operations: tuple[OperationProfile, ...] = ()
-    """In the order in which the forward runs them. Empty for modules outside the layers, which keep what they save."""
+    """In forward order. Empty for modules outside the layers, which keep all saved tensors."""
     saved_bytes: int = 0
-    """All that autograd keeps of it when nothing is recomputed, without weights and without its input."""
+    """Bytes that autograd saves without recomputation, beside weights and input."""
     working_bytes: int = 0
-    """The most that its forward and backward hold on the device at once, beside its weights, its input and what came
-    before: what is saved, intermediates and gradients. 0 if its backward was not traced."""
+    """Peak device memory of forward and backward: saved tensors, intermediates and gradients, without weights, input
+    and earlier blocks. 0 if the backward was not traced."""
     moved_bytes: int = 0
-    """What its other operations read and write in a forward: they take the device's memory bandwidth, not its FLOPs."""
+    """Bytes that its other operations read and write in a forward. They are bound by memory, not by FLOPs."""
     forward_s: float | None = None
     """Measured; None until then."""
     experts: ExpertsProfile | None = None
-    """Of a layer whose experts stream one by one. The parameters and bytes above are without them, the FLOPs with them.
-    """
+    """Streamed experts of a layer. The parameters and bytes above are without them, the FLOPs include them."""
 
     @property
     def trained_fraction(self) -> float:
-        """Of its weights, those of experts included."""
+        """The share of its weights that is trained, including experts."""
         num_params, num_trained = self.num_params, self.num_trainable_params
         if self.experts is not None:
             num_params += self.experts.num_experts * self.experts.num_params
@@ -138,7 +137,7 @@ class BlockProfile:
 
     @property
     def output_bytes(self) -> int:
-        """All outputs that can be kept or swapped instead of being made again."""
+        """Bytes of all outputs that can be kept or swapped instead of recomputed."""
         return sum(operation.output_bytes for operation in self.operations)
 
 
@@ -157,7 +156,7 @@ class ModelProfile:
 
     @property
     def experts(self) -> tuple[ExpertsProfile, ...]:
-        """Of the layers that stream them one by one."""
+        """Experts of the layers that stream them."""
         return tuple(block.experts for block in self.blocks if block.experts is not None)
 
     @property
@@ -172,7 +171,7 @@ class ModelProfile:
 
     @property
     def param_bytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         return self.dense_param_bytes + sum(experts.num_experts * experts.param_bytes for experts in self.experts)
 
     @property
@@ -181,12 +180,12 @@ class ModelProfile:
 
     @property
     def dense_param_bytes(self) -> int:
-        """Of those that every forward needs: all but experts that stream one by one."""
+        """Bytes of the weights that every forward needs: all but streamed experts."""
         return sum(block.param_bytes for block in self.blocks)
 
     @property
     def flops(self) -> float:
-        """FLOP_f: of one forward of one micro-batch."""
+        """FLOP_f: FLOPs of one forward of one micro-batch."""
         return sum(block.flops for block in self.blocks)
 
     @property
@@ -204,11 +203,11 @@ class ModelProfile:
         return self.batch_size * self.sequence_length
 
     def routed(self, counts: Mapping[str, Sequence[float]]) -> ModelProfile:
-        """With measured chances of experts in place of equal ones: by layer, how many tokens went to each expert.
-        Raises ValueError for a layer without experts that stream one by one, or of another number of them."""
+        """This profile with measured chances of experts. ``counts``: by layer, the number of tokens of each expert.
+        Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
         layers = {block.name: block.experts for block in self.blocks}
         if unknown := [name for name in counts if layers.get(name) is None]:
-            raise ValueError(f"a routing histogram is of {unknown[0]}, where no experts stream one by one")
+            raise ValueError(f"there is a routing histogram of {unknown[0]}, which has no streamed experts")
         routed = {name: experts.routed(counts[name]) for name, experts in layers.items() if experts and name in counts}
         blocks = (replace(block, experts=routed.get(block.name, block.experts)) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))

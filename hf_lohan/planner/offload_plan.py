@@ -1,6 +1,6 @@
-"""The plan: where each activation and each record is, so that a step is as short as the hardware allows.
+"""The plan: where activations and records lie so that a step is as short as the hardware allows.
 
-`TrainingSetup` is what a run asks for, `OffloadPlan` what is decided, `StepPrediction` what that is expected to take.
+`TrainingSetup` is the input, `OffloadPlan` the decision, `StepPrediction` the expected step.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from hf_lohan.planner.pool_plan import BudgetError, PoolPlan
 from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records
 
 MOST_LOST_S = 600.0
-"""No more time is between two commits, if nobody asks for that."""
+"""The default limit of the time between two commits."""
 ClipMode = Literal["none", "defer", "speculate"]
 ClipRequest = Literal["none", "defer", "speculate", "auto"]
 MOST_WRONG_GUESSES = 1 / 8
-"""The largest fraction of the last steps that may clip while `clip: auto` guesses: each wrong guess is written to the
-SSD twice."""
+"""`clip: auto` speculates only while at most this share of the last steps clips. A wrong guess writes the update twice.
+"""
 Activations = Literal["auto", "recompute", "swap", "keep"]
 Durability = Literal["step", "checkpoint"]
 Tier = Literal["gpu", "cpu", "ssd"]
 
 
 class Placement(enum.Enum):
-    """Where an activation waits between its forward and its backward, or that it does not."""
+    """Where an activation lies between its forward and its backward."""
 
     GPU = "gpu"
     CPU = "cpu"
     SSD = "ssd"
     RECOMPUTE = "recompute"
-    """Dropped, and made again in backward."""
+    """Dropped, and recomputed in backward."""
 
 
 INPUT = "input"
-"""The name of a layer's input among its operations: what its recomputation starts from, so it is never recomputed."""
+"""The name of a layer's input among its operations. Recomputation starts from it, so it is never recomputed."""
 
 LayerPlacements: TypeAlias = Mapping[str, Placement]
-"""By operation ("aten.mm#0", or `INPUT`). What is not named is recomputed, an input kept."""
+"""By operation ("aten.mm#0", or `INPUT`). Other operations are recomputed; an input without an entry is kept."""
 
 ActivationPlacements: TypeAlias = Mapping[str, LayerPlacements]
-"""By layer, the block's name."""
+"""By layer (the name of its block)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockGradient:
-    """Of one block, as it is held."""
+    """The gradient of one block while it is held."""
 
     block: str
     num_bytes: int
@@ -58,72 +58,71 @@ class BlockGradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSetup:
-    """Everything that a plan depends on and that neither the hardware nor the model says."""
+    """The input of a plan beside hardware and model."""
 
     gpu_memory_bytes: int
     """Limit for slots and kept activations."""
     cpu_memory_bytes: int
     """Limit for buffers, copies of records and swapped activations."""
     pools: PoolPlan | None = None
-    """The slots and buffers that the run takes; None: none are counted."""
+    """The run's slots and buffers; None: not counted."""
     gpu_fixed_bytes: int = 0
-    """Of the slots (`PoolPlan.gpu_pool_bytes`)."""
+    """Bytes of the slots (`PoolPlan.gpu_pool_bytes`)."""
     cpu_fixed_bytes: int = 0
-    """Of the buffer pools (`PoolPlan.cpu_pool_bytes`)."""
+    """Bytes of the buffer pools (`PoolPlan.cpu_pool_bytes`)."""
     ssd_capacity_bytes: int | None = None
     """Limit on the SSDs; None: their capacity."""
     activation_cpu_bytes: int | None = None
-    """Limit on the RAM for swapped activations (LoHan's MEM); None: all that is left."""
+    """Limit on the RAM for swapped activations (LoHan's MEM); None: all free RAM."""
     records: tuple[RecordTraffic, ...] = ()
     record_cpu_bytes: int = 0
     activations: Activations = "auto"
-    """`recompute`: only the layers' inputs stay, on the device; `swap`: nothing is kept and nothing recomputed but what
-    is cheap; `keep`: all that autograd saves stays on the device."""
+    """`recompute`: only the layers' inputs stay, on the device. `swap`: nothing is kept, and only cheap operations are
+    recomputed. `keep`: all saved tensors stay on the device."""
     state_bytes_per_param: float = 10.0
-    """Of the records beside `param`, for a trainable parameter: 10 for bfloat16 (residual and float32 moments), 8 for
-    float32 (moments), less with moments of an `optimizer_state_dtype` that is not float32; 12 in LoHan (float32 master
-    and moments)."""
+    """Bytes of a trainable parameter in the records beside `param`: 10 for bfloat16 (residual and float32 moments), 8
+    for float32 (moments), less with a smaller `optimizer_state_dtype`; 12 in LoHan (float32 master and moments)."""
     update_reads_param: bool = True
-    """Whether the optimizer reads the working weight, as half or all of the master; in LoHan it only writes it."""
+    """Whether the optimizer reads the working weight, as part of the master. In LoHan it only writes it."""
     lent_bytes: int = 0
-    """Of the trainable weights that the optimizer has from their slots, if it runs in backward."""
+    """Bytes of trainable weights that an optimizer in backward gets from slots."""
     hands_over: bool = False
-    """Whether updates under the forward bring their new weights into the slots, which then need not be read."""
+    """Whether updates during the forward copy new weights to slots, so that these are not read."""
     clip: ClipRequest = "auto"
-    """`defer`: updates run under the next forward; `none`, `speculate`: in backward; `auto`: the faster of `defer` and
+    """`defer`: updates run during the next forward; `none`, `speculate`: in backward; `auto`: the faster of `defer` and
     `speculate`."""
     clip_rate: float = 0.0
-    """The fraction of steps in which a speculation turns out wrong."""
+    """The fraction of steps whose speculation is wrong."""
     num_micro_batches: int = 1
-    """Forwards and backwards a step."""
+    """Forwards and backwards in a step."""
     num_together: int = 1
-    """Micro-batches of the run that the model profile counts as one, since their weights move once."""
+    """Micro-batches that the model profile counts as one, because weights move once for all."""
     durability: Durability = "step"
-    """`step`: two versions of what is trained lie on the SSDs; `checkpoint`: one."""
+    """`step`: the SSDs have two versions of trained records; `checkpoint`: one."""
     commit_every_steps: int | None = 1
-    """Records with a copy in RAM are written in one step of so many; 0: in none (of two checkpoints); None: in as many
-    as `commit_every_s` says, or as the plan chooses."""
+    """Records with a copy in RAM are written in one step of this many. 0: only for checkpoints. None: `commit_every_s`
+    or the plan decides."""
     commit_every_s: float | None = None
     spilled_gradient_bytes: int = 0
-    """Gradients that wait for the norm on the SSD (those of `PoolPlan.spilled_blocks`), if they find no room beside
-    activations."""
+    """Bytes of gradients that are held on the SSD (`PoolPlan.spilled_blocks`) unless RAM beside activations has
+    room."""
     gradients: tuple[BlockGradient, ...] = ()
-    """All that are held, in forward order; none if those on the SSD are to find no room in RAM."""
+    """All held gradients, in forward order. Empty if RAM beside activations is not used for them."""
     num_held_chunks: int = 0
-    """Of them, that have buffers."""
+    """Chunks of gradients that have buffers."""
     turnaround_bytes: int = 0
-    """Of the last layers' weights: still in their slots when backward begins, so not read again."""
+    """Bytes of the last layers' weights, which are still in slots when backward begins."""
     lazy_experts: bool | Literal["auto"] = False
-    """Whether experts that no token of a step goes to are updated when one does, or when many steps are missing."""
+    """Whether experts without tokens in a step are updated later."""
     cluster: Cluster = ONE_RANK
-    """Budgets, records and micro-batches are those of one rank, the SSDs those of its node."""
+    """Budgets, records and micro-batches are those of one rank, SSDs those of its node."""
     copy_cpu_bytes: int | None = None
-    """RAM of each rank for the copy of all weights that its node keeps, if the collectives keep it in RAM; None: each
-    rank's share of the weights."""
+    """RAM of each rank for its node's copy of all weights, if the collectives keep one in RAM. None: an equal share of
+    the weights."""
     copy_ssd_bytes: int | None = None
-    """Bytes on the node's SSDs for that copy, if the collectives keep it there; None: the weights of other nodes."""
+    """Bytes of that copy on the node's SSDs, if the collectives keep it there. None: the weights of other nodes."""
     counts_fill: bool = True
-    """Whether pipelines take time to fill and to drain; in LoHan's equations they take none."""
+    """Whether filling and draining of pipelines takes time. In LoHan's equations it takes none."""
 
     @property
     def num_homes(self) -> int:
@@ -131,21 +130,21 @@ class TrainingSetup:
 
     @property
     def clip_modes(self) -> tuple[ClipMode, ...]:
-        is_committed = self.commit_every_steps == 1  # to go back to
+        is_committed = self.commit_every_steps == 1  # speculation goes back to the last commit
         if self.clip == "auto":
             return ("defer", "speculate") if is_committed else ("defer",)
         return ("defer",) if self.clip == "speculate" and not is_committed else (self.clip,)
 
     @property
     def commit_limit_s(self) -> float:
-        """The most time between two commits."""
+        """The longest time between two commits, in seconds."""
         if self.commit_every_s is None and self.commit_every_steps is not None:
             return math.inf
         return self.commit_every_s or MOST_LOST_S
 
     @property
     def committed_fraction(self) -> float:
-        """Of the steps."""
+        """The share of steps that are committed."""
         return 1 / self.commit_every_steps if self.commit_every_steps else 0.0
 
     @property
@@ -155,7 +154,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """How long each resource is busy in all forwards, or all backwards, of a step."""
+    """Busy seconds of each resource in all forwards, or all backwards, of a step."""
 
     compute_s: float
     h2d_s: float
@@ -165,18 +164,18 @@ class Lanes:
     optimizer_s: float
     net_s: float = 0.0
     host_s: float = 0.0
-    """Of the RAM that ranks share."""
+    """RAM that the ranks of a node share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPrediction:
-    """What there is to say of a step of several ranks beside what is said of any."""
+    """The part of a prediction that only several ranks have."""
 
     bytes_by_collective: dict[CollectiveName, int]
-    """What one node sends in a step."""
+    """Bytes that one node sends in a step."""
     hides_from_tokens: dict[str, float | None]
-    """By resource: with so many tokens a step, of all ranks together, it is busy as long as the devices compute. None:
-    each token keeps it busier."""
+    """By resource: the tokens a step of all ranks with which it is busy as long as the devices compute. None: it takes
+    longer than computing with any number of tokens."""
 
     @property
     def sent_bytes_per_step(self) -> int:
@@ -185,43 +184,43 @@ class RankPrediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPrediction:
-    """Of experts that stream one by one."""
+    """The part of a prediction about streamed experts."""
 
     num_layers: int
-    """That have some."""
+    """Layers that have streamed experts."""
     num_experts: int
-    """Of all layers together."""
+    """Experts of all layers."""
     param_bytes: int
-    """Of the weights of all."""
+    """Bytes of the weights of all experts."""
     hits_per_micro_batch: float
-    """Experts that it is expected to go to, of all layers."""
+    """Experts of all layers that a micro-batch is expected to reach."""
     loads_per_step: float
-    """Into slots, from RAM and SSDs."""
+    """Loads of experts to slots, from RAM and SSDs."""
     loaded_bytes_per_step: float
     active_params: int
-    """Parameters that work on a token, those outside the experts included."""
+    """Parameters that a token uses, including those outside the experts."""
     all_hit_from_tokens: int | None
-    """With so many tokens at once less than half an expert of a layer is expected to be left out. None: some are
+    """The number of tokens from which less than half an expert of a layer is expected to be left out. None: some are
     never chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrediction:
-    """One step, all its micro-batches and ranks. Times are those of a step among others, not of the first."""
+    """One step with all its micro-batches and ranks. It is a step in the middle of a run, not the first."""
 
     forward_s: float
-    """T_f. Updates that waited for the norm are in it."""
+    """T_f, including deferred updates."""
     backward_s: float
     forward: Lanes
     backward: Lanes
     forward_bottleneck: str
     backward_bottleneck: str
     bottleneck: str
-    """What the step waits for longest: "compute", "h2d", "d2h", "link" (both directions together), "ssd", or "cpu" (the
-    optimizer)."""
+    """The resource that bounds the step: "compute", "h2d", "d2h", "link" (both directions together), "ssd", or "cpu"
+    (the optimizer)."""
     floor_by_resource_s: dict[str, float]
-    """How long each resource alone is busy with its share: FLOPs over measured throughput, bytes over measured
-    bandwidth. No step is shorter than the longest, however well things overlap."""
+    """Busy seconds of each resource alone: FLOPs over measured throughput, bytes over measured bandwidth. No step is
+    shorter than the longest of them."""
     num_tokens: int
     model_flops: float
     case: Literal[1, 2, 3]
@@ -229,27 +228,27 @@ class StepPrediction:
     is the limit); 3: in between."""
     kept_bytes: int
     swapped_bytes: int
-    """A, of one micro-batch."""
+    """A: swapped activations of one micro-batch."""
     spilled_bytes: int
-    """aA: the part of it that goes on to the SSDs."""
+    """aA: the part of A that goes to the SSDs."""
     spilled_gradient_bytes: int
-    """Gradients of a step's last backward that wait for its end on the SSDs."""
+    """Gradients of a step's last backward that are held on the SSDs."""
     recomputed_flops: float
-    """FLOP_r of a step: products and attention made again in backward."""
+    """FLOP_r of a step: products and attention that backward recomputes."""
     ssd_read_bytes_per_step: int
     ssd_write_bytes_per_step: int
     ssd_hides_from_tokens: float | None
-    """T*: with so many tokens for each time that the weights move, the drives are busy as long as the device. None:
-    each token keeps them busier."""
+    """T*: the tokens for each time that the weights move with which the drives are busy as long as the device. None:
+    the drives take longer with any number of tokens."""
     ssd_hidden_step_s: float
-    """What the step would take if it never waited for the drives."""
+    """The step time without waits for the drives."""
     tier_bytes: dict[Tier, dict[str, int]]
-    """Of a device, and of a machine's RAM and drives."""
+    """Bytes on each tier, by purpose: of one device, and of a machine's RAM and drives."""
     fits: bool
     ranks: RankPrediction | None = None
-    """None: there is one rank."""
+    """None for one rank."""
     experts: ExpertPrediction | None = None
-    """None: none stream by themselves."""
+    """None without streamed experts."""
 
     @property
     def step_s(self) -> float:
@@ -262,7 +261,7 @@ class StepPrediction:
 
     @property
     def tflops(self) -> float:
-        """10**12 FLOPs a second, counting 3 x forward whatever is recomputed."""
+        """10**12 FLOPs a second. Recomputation is not counted: a step has 3 times the FLOPs of its forward."""
         return self.model_flops / self.step_s / 1e12
 
     def to_mapping(self) -> dict[str, Any]:
@@ -279,58 +278,57 @@ class InMemoryFit:
 
     fits: bool
     needed_bytes: int
-    """Of the way named by `activations`; of the smaller one if neither fits."""
+    """Memory that training with `activations` needs. If neither "keep" nor "recompute" fits, it is the smaller one."""
     memory_bytes: int
     activations: Literal["keep", "recompute"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPlan:
-    """What lives where, and what that is expected to take. `lohan plan` prints it, and a run follows it."""
+    """Where everything lies, and the expected step. `lohan plan` prints it, and a run follows it."""
 
     pools: PoolPlan | None
     """Slots and buffers."""
     resident: tuple[RecordTraffic, ...]
     """Records with a copy in RAM."""
     activations: ActivationPlacements
-    """By layer, in forward order: of its input (`INPUT`, never recomputed) and of the operations that the model profile
-    names. A layer's other operations are recomputed, unless all is kept."""
+    """By layer, in forward order: placements of its input (`INPUT`, never recomputed) and of the operations in the
+    model profile. A layer's other operations are recomputed, unless all is kept."""
     clip: ClipMode
     durability: Durability
     commit_every_steps: int
     """0: only checkpoints are committed."""
     num_micro_batches: int
-    """Forwards and backwards a step, each of which moves the weights."""
+    """Forwards and backwards in a step. Each moves the weights."""
     num_together: int
-    """Micro-batches that share each of them."""
+    """Micro-batches that run together in each of them."""
     num_params: int
     other_order_step_s: float | None = None
-    """What the step would take with its micro-batches in the other order (one after the other, if they share their
-    weights here), if that order was open, too."""
+    """The step time with the other order of micro-batches, if the plan compared it."""
     in_memory: InMemoryFit
-    """Whether it would train without offloading."""
+    """Whether the model trains without offloading."""
     prediction: StepPrediction
     cluster: Cluster = ONE_RANK
     tried_ways: tuple[TriedWay, ...] = ()
-    """Between several nodes: all ways to send weights and gradients that were open."""
+    """With several nodes: all compared ways to send weights and gradients."""
     refusal: str | None
-    """Why the plan cannot be carried out and the smallest change that would help; None if it can."""
+    """Why the plan does not fit, and the smallest change that helps; None if it fits."""
 
     @property
     def fits(self) -> bool:
         return self.refusal is None
 
     def check(self) -> None:
-        """Raises BudgetError if the plan does not fit."""
+        """Raise BudgetError if the plan does not fit."""
         if self.refusal is not None:
             raise BudgetError(self.refusal)
 
     def resident_blocks(self, *kinds: str) -> list[str]:
-        """Blocks of which a record of one of ``kinds`` has a copy in RAM."""
+        """Blocks with a copy in RAM of a record of one of ``kinds``."""
         return list(dict.fromkeys(record.block for record in self.resident if record.kind in kinds))
 
     def to_mapping(self) -> dict[str, Any]:
-        """For JSON: the prediction's figures beside every decision."""
+        """All decisions and the figures of the prediction, for JSON."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"]
         if self.prediction.ranks is not None:

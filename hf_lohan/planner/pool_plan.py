@@ -1,19 +1,18 @@
-"""Cut `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step; what is left of RAM is for
-copies of records (`record_traffic`).
+"""Divides `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step. The rest of the RAM is
+for copies of records (`record_traffic`).
 
-Host memory is paged: the host buffers of a pool have one size, that of a *chunk* of a record, so a budget is a number
-of buffers and nothing fragments. Pools with fixed shares cannot starve one another, which rules deadlock out:
+All buffers of a pool have the size of a *chunk* of a record, so a budget is a number of buffers and memory does not
+fragment. Pools have fixed shares and cannot starve each other, which rules out deadlocks:
 
-* staging buffers, through which parameters pass from the SSD to the device; larger ones where chunks are small because
+* staging buffers pass parameters from the SSD to the device. They are larger than a chunk if chunks are small because
   little of the model is trained;
-* state buffers, in which the optimizer pipeline reads, updates and writes chunks;
-* gradient buffers, in which gradients arrive, and stay where a step has to keep them (clipping, accumulation); one
-  that stays in 2 bytes an element takes half a buffer;
-* recall buffers, into which gradients that had to be spilled to the SSD come back, and in which they are summed where
-  a step was not expected to sum any.
+* state buffers: the optimizer pipeline reads, updates and writes chunks in them;
+* gradient buffers: gradients arrive in them, and stay if a step holds them (clipping, accumulation). A held gradient of
+  2 bytes an element takes half a buffer;
+* recall buffers: spilled gradients come back to them from the SSD, and are summed in them if a step sums unexpectedly.
 
-What RAM swapped activations leave serves gradients that have no buffers, too (`shared_ram`). Nobody ever waits for it.
-Where each gradient comes once a step it may be all that they are held in: then the plan weighs it against copies.
+RAM beside swapped activations also holds gradients without buffers (`search/candidate_memory`). Nothing ever waits for
+it. If each gradient comes once a step, all may be held there; then the plan weighs it against copies.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from typing import Any
 from hf_lohan.planner.cuts import num_chunks, units_between
 
 MASTER_ITEMSIZE_BYTES = 4
-"""Masters, moments and sums of gradients are float32 on the host: a chunk of C elements needs buffers of 4C bytes."""
+"""Masters, moments and sums of gradients are float32 on the host, so a chunk of C elements needs buffers of 4C
+bytes."""
 
 WHOLE_UPDATE_BYTES, WHOLE_DEVICE_BYTES = 12, 8
-"""For each element of a matrix that is updated whole: its float32 update, and that in bfloat16 before and after a round
-of Newton-Schulz with two matrices that are no larger; the latter also on the device."""
+"""Bytes for each element of a matrix that is updated whole, on the host and on the device: its float32 update (host
+only), and four bfloat16 matrices of a round of Newton-Schulz."""
 
 MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
@@ -40,30 +40,29 @@ NUM_PIPELINE_STAGES = 3
 """Chunks in the optimizer pipeline at once: one being read, one updated, one written (paper, Fig. 3b)."""
 
 NUM_RECALL_BUFFERS = 2
-"""Spilled gradients on their way back: one being read, one waiting for its update."""
+"""Spilled gradients on their way back: one is read, one waits for its update."""
 
 MIN_SLOTS_TO_LEND = 3
-"""With fewer, a slot that is lent to an update is missing to the layer that computes."""
+"""With fewer slots, the layer that computes would lack a slot that an update borrows."""
 
 MIN_EXPERT_SLOTS = 2
-"""One computes, the next one comes."""
+"""One computes while the next is loaded."""
 GOOD_EXPERT_SLOTS = 8
-"""So many, where there is room when layers have theirs: while some compute others come, in reads that the drives take
-together."""
+"""Slots of experts if layers leave room: while some compute, others are read together."""
 EXPERT_SHARE = 8
-"""More slots for experts take at most one part in so many of `gpu_memory`: what is in them when forward turns into
-backward, or a recomputation into a layer's backward, is not loaded again, but kept activations save more."""
+"""Further slots of experts take at most 1 / `EXPERT_SHARE` of `gpu_memory`. Experts in slots are not loaded again when
+backward or a layer's backward begins, but kept activations save more."""
 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
 GOOD_STAGING_BYTES = 4 << 20
-"""Of a buffer: drives read pieces of this size about as fast as larger ones."""
+"""Size of a buffer: drives read pieces of this size about as fast as larger ones."""
 STAGING_SHARE = 64
-"""A staging buffer that is larger than a chunk takes at most one part in so many of `cpu_memory`."""
+"""A staging buffer larger than a chunk takes at most 1 / `STAGING_SHARE` of `cpu_memory`."""
 
 
 class BudgetError(ValueError):
-    """A memory budget is too small for the model; the message has the numbers."""
+    """A memory budget is too small for the model. The message has the numbers."""
 
 
 class SizeClass(enum.Enum):
@@ -77,16 +76,16 @@ class SizeClass(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
-    """The sizes of one block, as far as planning needs them."""
+    """The sizes of one block that planning needs."""
 
     name: str
     size_class: SizeClass
     param_bytes: int
     unit_numels: tuple[int, ...]
-    """Sizes of the units that its records with states are made of (see `cut_units`), in order."""
+    """Sizes of the units of its records with states, in order (see `cut_units`)."""
     num_trainable_params: int
     cuts: tuple[int, ...] = ()
-    """Elements at which another rank's part begins: no chunk goes across."""
+    """Elements at which another rank's shard begins. No chunk crosses them."""
 
     def num_chunks(self, chunk_numel: int) -> int:
         if not self.cuts:
@@ -98,7 +97,7 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolRequest:
-    """What the pools must serve."""
+    """The input of `plan_pools`."""
 
     blocks: Sequence[BlockShape]
     gpu_memory_bytes: int
@@ -107,16 +106,17 @@ class PoolRequest:
     num_state_buffers_per_chunk: int
     hold_gradients: bool
     halves_gradients: bool = False
-    """Whether every gradient comes once a step, in 2 bytes an element, and stays so."""
+    """Whether every gradient comes once a step, and is held in 2 bytes an element."""
     holds_in_buffers: bool = True
-    """Whether those that are held may stay in the buffers in which they arrive; else each has to leave its own."""
+    """Whether held gradients may stay in the buffers in which they arrive."""
     stages_params: bool = True
-    """Whether parameters pass through host buffers on their way to the device; not if its memory is the host's."""
+    """Whether parameters pass through host buffers to the device. False if its memory is the host's."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
-    """Chunks are this large or twice, four times, ... as large: whole granules."""
+    """Size of the smallest chunks, in whole granules. Others are 2, 4, ... times as large."""
     whole_numel: int = 0
-    """Elements of the largest parameter that its optimizer needs whole, in one chunk, with what lies in its unit."""
-    multiplies_whole: bool = False  # on the device
+    """Elements of the largest unit whose parameter the optimizer needs whole, in one chunk."""
+    multiplies_whole: bool = False
+    """Whether the update of such a parameter multiplies matrices on the device."""
 
     @property
     def least_chunk_numel(self) -> int:
@@ -124,12 +124,12 @@ class PoolRequest:
 
     @property
     def whole_bytes(self) -> int:
-        """What the update of such a parameter takes beside its buffers."""
+        """RAM for the update of such a parameter beside its buffers."""
         return self.whole_numel * WHOLE_UPDATE_BYTES
 
     @property
     def whole_device_bytes(self) -> int:
-        """What it takes beside the slots."""
+        """Device memory for that update beside the slots."""
         return self.whole_numel * WHOLE_DEVICE_BYTES if self.stages_params and self.multiplies_whole else 0
 
 
@@ -142,25 +142,25 @@ class PoolPlan:
     num_state_buffers: int
     num_gradient_buffers: int
     num_arrival_buffers: int
-    """Those of them in which gradients arrive; in the others they stay."""
+    """Gradient buffers in which gradients arrive. The others hold gradients."""
     gradients_per_buffer: int
-    """1, or 2 where each takes half a buffer."""
+    """1, or 2 if each gradient takes half a buffer."""
     num_recall_buffers: int
     held_blocks: tuple[str, ...]
     spilled_blocks: tuple[str, ...]
     slot_bytes: dict[SizeClass, int]
     num_slots: dict[SizeClass, int]
     num_expert_staging_buffers: int = 0
-    """For weights of experts that are blocks of their own."""
+    """For weights of streamed experts."""
     chunks_per_staging_buffer: int = 1
-    """How many chunks of masters each of them is as large as."""
+    """Size of a staging buffer in chunks."""
     whole_bytes: int = 0
     whole_device_bytes: int = 0
-    """What optimizers that need parameters whole take beside the buffers, and beside the slots."""
+    """Memory for updates of whole parameters: RAM beside the buffers, and device memory beside the slots."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all but staging buffers."""
+        """Size of every buffer but staging buffers."""
         return self.chunk_numel * MASTER_ITEMSIZE_BYTES
 
     @property
@@ -186,7 +186,7 @@ class PoolPlan:
 
 
 def plan_pools(request: PoolRequest) -> PoolPlan:
-    """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError where they cannot serve."""
+    """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError if a budget is too small."""
     slot_bytes, num_slots = _plan_slots(request)
     _check_cpu_memory(request, two_blocks_bytes=2 * max(slot_bytes[SizeClass.LAYER], slot_bytes[SizeClass.EXPERT]))
     chunk_numel = _choose_chunk_numel(request)
@@ -208,7 +208,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         num_expert_staging_buffers=num_of_experts,
         chunks_per_staging_buffer=per_staging,
         num_state_buffers=num_state,
-        # Never fewer than arriving gradients need that are sums after all, and come in float32.
+        # Enough for arriving gradients that are float32 sums unexpectedly.
         num_gradient_buffers=max(num_arrival, -(-(num_arrival + num_held) // per_buffer)),
         num_arrival_buffers=-(-num_arrival // per_buffer),
         gradients_per_buffer=per_buffer,
@@ -242,7 +242,7 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
             f"gpu_memory of {request.gpu_memory_bytes} bytes is smaller than two blocks of this model "
             f"({num_slots[SizeClass.LAYER]} x {slot_bytes[SizeClass.LAYER]} bytes"
             f"{_expert_slots(slot_bytes, num_slots)}) and the embeddings or head ({slot_bytes[SizeClass.OUTER]} "
-            f"bytes) that must be there with them; set gpu_memory to at least {minimum}"
+            f"bytes) beside them; set gpu_memory to at least {minimum}"
         )
     spare = request.gpu_memory_bytes - minimum
     if slot_bytes[SizeClass.LAYER]:
@@ -285,14 +285,14 @@ def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
 
 
 def _choose_chunk_numel(request: PoolRequest) -> int:
-    """The largest chunk whose minimal pools fit the budget; larger than the largest record would only waste memory."""
+    """The largest chunk whose minimal pools fit the budget, but not larger than the largest record."""
     largest = max(sum(block.unit_numels) for block in request.blocks)
     least = request.least_chunk_numel
     chunk_numel = max(MAX_CHUNK_NUMEL, least)
     while chunk_numel > least and chunk_numel // 2 >= largest:
         chunk_numel = max(chunk_numel // 2, least)
-    # Half of the budget for what must be there leaves the other half to hold gradients; small chunks cost more I/O
-    # calls than that is worth, and are taken only where nothing larger fits.
+    # The minimal pools take at most half of the budget, and the other half holds gradients. Chunks below the good size
+    # cost too many I/O calls for that, and are used only if nothing larger fits.
     good = max(GOOD_CHUNK_NUMEL, least)
     while chunk_numel > good and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel = max(chunk_numel // 2, least)
@@ -302,8 +302,8 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
 
 
 def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
-    """Where experts are most of the model: a chunk no larger that cuts one into equal parts. A chunk holds no more than
-    one block, so the last of an expert would leave most of its buffers empty."""
+    """If experts are most of the model: a chunk of at most this size that cuts an expert into equal parts. A chunk has
+    one block, so the last chunk of an expert would leave most of its buffers empty."""
     all_numel = sum(sum(block.unit_numels) for block in request.blocks)
     experts = [sum(block.unit_numels) for block in request.blocks if block.size_class is SizeClass.EXPERT]
     if 2 * sum(experts) <= all_numel:
@@ -314,9 +314,9 @@ def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
 
 
 def _chunks_per_staging_buffer(request: PoolRequest, chunk_numel: int, num_staging: int, spare: int) -> int:
-    """More than one where it is the largest record with states that bounds chunks, because little of the model is
-    trained: weights come all the same. A buffer is then at most half as large as a block, for others come while one is
-    copied. ``spare``: the buffers of a chunk's size that nothing needs."""
+    """More than one if the largest record with states bounds chunks, because little of the model is trained but all
+    weights are read. A buffer is at most half a block, so that one is read while another is copied. ``spare``: unused
+    buffers of a chunk's size."""
     if chunk_numel < max(sum(block.unit_numels) for block in request.blocks):
         return 1
     largest_bytes = max(block.param_bytes for block in request.blocks)
@@ -335,7 +335,7 @@ def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
 
 
 def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, int, int]:
-    """For staging, states, arriving gradients and recalled ones."""
+    """The least number of buffers: staging, states, arriving gradients, recalled gradients."""
     num_lanes = 1 + any(block.size_class is SizeClass.EXPERT for block in request.blocks)
     return (
         num_lanes * MIN_STAGING_BUFFERS if request.stages_params else 0,
@@ -346,17 +346,16 @@ def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, in
 
 
 def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
-    """Gradients that must find room while others are held, to make progress certain.
+    """Buffers that arriving gradients need beside held ones, so that a step always makes progress.
 
-    A parameter fills all chunks inside it at once; only the chunks it shares with its neighbours wait for them. So a
-    block keeps at most (parameters + 1) chunks waiting, and two more travel: one arriving, one in the pipeline. The
-    pipeline never waits for a buffer of this pool, so whatever has arrived can always be worked off.
+    A parameter fills all chunks inside it at once. Only the chunks that it shares with its neighbours wait for them, so
+    at most (parameters + 1) chunks of a block wait, and two more move: one arrives, one is in the pipeline. The
+    pipeline never waits for a buffer of this pool, so it always works off gradients that have arrived.
 
-    The same holds of halves, where each gradient takes one: these and the held ones are no more than the pool has, and
-    where one is given back another fits, whichever buffer it is half of. Should gradients come in float32 then (those
-    of micro-batches that ran together), each needs a whole buffer. No held half is in the way: such a step holds
-    nothing in RAM, as it has to begin with them, and what the step before holds the pipeline works off. Where only
-    some gradients stay in 2 bytes, each has the room of a whole buffer, so that halves can keep none from the others.
+    The same is true of half buffers: the pool has enough for arriving and held gradients, and a new gradient fits any
+    half that is returned. If gradients are float32 unexpectedly (of micro-batches that ran together), each needs a
+    whole buffer. Held halves do not block them: such a step holds nothing in RAM, and the pipeline works off what the
+    step before holds. If only some gradients have 2 bytes an element, each gets a whole buffer.
     """
     return 2 + max(min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks)
 
@@ -364,7 +363,7 @@ def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
 def _choose_held(
     request: PoolRequest, chunk_numel: int, num_places: int
 ) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Blocks whose gradients stay in RAM: the first of the model, whose gradients arrive last."""
+    """Blocks whose gradients are held in RAM: the model's first, whose gradients arrive last."""
     held: list[str] = []
     spilled: list[str] = []
     num_held = 0

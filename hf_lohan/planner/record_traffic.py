@@ -1,5 +1,5 @@
-"""What a step reads of each record, and which of them are to have a copy in RAM: those that save the most SSD reads for
-their bytes."""
+"""What a step reads of each record, and the choice of records with a copy in RAM: those that save the most SSD reads
+for their bytes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from hf_lohan.planner.pool_plan import BlockShape, SizeClass
 
 PARAM = "param"
-"""The kind of the records that passes read; updates read these and all others."""
+"""The kind of records that passes read. Updates read all kinds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordTraffic:
-    """One record: what a copy of it takes, and what it saves."""
+    """One record: the size of a copy in RAM, and the reads that it saves."""
 
     block: str
     kind: str
     num_bytes: int
     read_bytes_per_step: int
-    """What a step reads of it from the SSD if it has no copy. Writes are not saved: commits need them."""
+    """Bytes that a step reads from the SSD without a copy. A copy saves no writes, because commits need them."""
     update_read_bytes: int = 0
-    """The part of it that the optimizer reads."""
+    """The part that the optimizer reads."""
     is_expert_weight: bool = False
-    """Read in full only by steps whose tokens go to that expert."""
+    """Whether only steps with tokens for this expert read it in full."""
 
 
 def step_traffic(
@@ -38,9 +38,9 @@ def step_traffic(
 ) -> list[RecordTraffic]:
     """What one step reads of each record, blocks in forward order; `state_itemsizes` are bytes per parameter by kind.
 
-    A pass reads a block unless the slots hold it still: the blocks that end a forward begin the backward, and those
-    that end a backward begin the next forward, if they were not updated in between. An update reads all once more.
-    Experts are taken to be hit by every micro-batch.
+    A pass reads a block unless a slot still holds it: the last blocks of a forward are the first of the backward, and
+    the last blocks of a backward are the first of the next forward, if no update came between. An update reads all
+    again. Every micro-batch is assumed to reach every expert.
     """
     layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
@@ -80,11 +80,11 @@ def step_traffic(
 
 
 def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int) -> tuple[RecordTraffic, ...]:
-    """The records to keep in `free_bytes` of RAM.
+    """The records to copy to `free_bytes` of RAM.
 
-    Most reads saved per byte come first, and equals evenly spread over the model: then what is still read from the SSD
-    is spread as well, and reads of one block hide behind the computation of its neighbours. Weights of experts come
-    behind their equals: not every batch goes to them. With more memory, never fewer reads are saved.
+    Records that save the most reads per byte come first. Equal ones are spread evenly over the model, so that the
+    remaining reads of a block hide behind the computation of its neighbours. Among equals, weights of experts come
+    last, because not every batch needs them. More memory never saves fewer reads.
     """
     by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
@@ -103,6 +103,6 @@ def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int
 
 
 def spread(count: int) -> list[int]:
-    """0 to `count` - 1 in an order whose every beginning is spread evenly: by their bits, read backwards."""
+    """0 to `count` - 1 in bit-reversed order, so that every prefix is spread evenly."""
     num_bits = count.bit_length()
     return sorted(range(count), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))

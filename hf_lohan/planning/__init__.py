@@ -1,8 +1,8 @@
-"""The one plan of a training step, for the run that follows it and for the command line that prints it.
+"""The plan of a training step. A run carries it out, and the command line prints it.
 
-`layout` says what is fixed before a batch is seen: blocks, records, pools, copies in RAM. `step_plan` follows a forward
-of the batch's shapes on fake tensors and puts both together with what the hardware can do, and `run_plan` does so at a
-run's first forward and once more when its first steps were timed. `generation` lays out a model that is not trained.
+`layout` has what is fixed before a batch is known: blocks, records, pools, copies in RAM. `step_plan` traces a forward
+on fake tensors and plans a step from the trace, the layout and the measured hardware. `run_plan` does so at a run's
+first forward, and again when its first steps were timed. `generation` lays out a model that is not trained.
 """
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation

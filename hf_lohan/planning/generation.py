@@ -1,4 +1,4 @@
-"""How a model is laid out that generates and is not trained: its weights alone, with all memory for them."""
+"""Lays out a model that generates and is not trained: all memory is for its weights."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def lay_out_generation(
     experts_per_token: int | None = None,
 ) -> OffloadLayout:
     """Lay a frozen `model` (real or on meta) out for `generate`. `config` must be resolved; `working_dtype`: see
-    `discover_blocks`; `memory_is_host`: see `Device`; ``experts_per_token``: to how many of a layer's experts it goes,
-    if that is known.
+    `discover_blocks`; `memory_is_host`: see `Device`; ``experts_per_token``: how many of a layer's experts a token
+    chooses, if that is known.
 
-    The keys and values are taken off `gpu_memory` first, a ring of slots and layers that stay have the rest. What the
-    buffers leave of `cpu_memory` is for copies of what still has to be read, and, where not all experts that come one
-    by one find room, for a cache of them behind the rest. Experts come one by one where all sequences together go to
-    half of them or fewer (`experts: auto`). Raises DiscoveryError or BudgetError.
+    Keys and values are taken off `gpu_memory` first. A ring of slots, and layers that stay, get the rest. The rest of
+    `cpu_memory` beside the buffers is for copies of weights, and for a cache of streamed experts if not all fit. With
+    `experts: auto`, experts are streamed if all sequences together choose at most half of them. Raises DiscoveryError
+    or BudgetError.
     """
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
@@ -50,11 +50,11 @@ def lay_out_generation(
     num_choices = keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
     if config.experts == "streamed":
-        goes_by_experts = streams_experts(model, form, config, SINGLE_RANK)
+        is_streamed = streams_experts(model, form, config, SINGLE_RANK)
     else:
         is_few = num_choices is not None and 2 * num_choices <= num_experts
-        goes_by_experts = config.experts == "auto" and is_few
-    if goes_by_experts:
+        is_streamed = config.experts == "auto" and is_few
+    if is_streamed:
         form = stored_form(model, working_dtype, config.optimizer_state_dtype, streams_experts=True)
     blocks = form.model_blocks.blocks
     assert not any(block.state_numel for block in blocks), "freeze it first"
@@ -96,7 +96,8 @@ def lay_out_generation(
 
 
 def _expert_cache(traffic: Sequence[RecordTraffic], record_bytes: int) -> ExpertCacheRoom | None:
-    """What of ``record_bytes`` copies of all else leave; None where all experts find room as copies, or not one."""
+    """A cache in the part of ``record_bytes`` beside all other copies. None if all experts fit as copies, or none
+    fits."""
     experts = [record.num_bytes for record in traffic if record.is_expert_weight and record.read_bytes_per_step]
     left_bytes = record_bytes - _copied_bytes(traffic, record_bytes)
     if not experts or sum(experts) <= left_bytes:
@@ -107,14 +108,14 @@ def _expert_cache(traffic: Sequence[RecordTraffic], record_bytes: int) -> Expert
 
 
 def _copied_bytes(traffic: Sequence[RecordTraffic], record_bytes: int) -> int:
-    """What copies take of ``record_bytes``, without experts."""
+    """The part of ``record_bytes`` for copies of all records but experts."""
     others = [record for record in traffic if not record.is_expert_weight]
     return sum(record.num_bytes for record in choose_resident_records(others, free_bytes=record_bytes))
 
 
 def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
-    """Weights pass through buffers as large as drives like, but no larger than half a block: others come while one is
-    copied. Nothing is updated, so chunks need not follow that."""
+    """The size of buffers for weights: large enough for the drives, and at most half a block, so that one is read while
+    another is copied."""
     chunk_numel = max(block.granule_numel for block in blocks)
     largest_bytes = max(block.param_bytes for block in blocks)
     most_bytes = min(GOOD_STAGING_BYTES, largest_bytes // 2, cpu_memory_bytes // STAGING_SHARE)
@@ -124,8 +125,8 @@ def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
 
 
 def bytes_per_token(layout: OffloadLayout) -> int:
-    """What each pass has to read from the drives: what neither the slots keep nor RAM has. Of experts that come one by
-    one it is what a pass reads on average where each is as likely as the others."""
+    """Bytes that each pass reads from the drives: weights that are neither in slots nor in RAM. For streamed experts it
+    is the mean if all are equally likely."""
     in_ram = {record.block for record in layout.resident_records}
     missing = [record for record in layout.records_of_a_step if record.block not in in_ram]
     experts = [record.read_bytes_per_step for record in missing if record.is_expert_weight]

@@ -1,4 +1,4 @@
-"""The copy of all weights that a node keeps, and the payloads that it sends: their bytes in RAM and on the SSD."""
+"""Bytes of the copy of all weights that a node keeps, in RAM or on the SSD, and of the payloads that it sends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hf_lohan.ranks import Ranks
 from hf_lohan.store import RecordSpec
 
 _PAYLOADS_AT_ONCE = 2
-"""Blocks that are sent at a time."""
+"""Blocks that are sent at the same time."""
 
 
 def kept_ranks(ranks: Ranks, *, keeps_own: bool) -> list[int]:
-    """The ranks whose shards of each block a rank keeps: those that it receives, and its own to tell what changed."""
+    """The ranks whose shards a rank keeps: those that it receives, and with ``keeps_own`` its own, to find changes."""
     return [*ranks.counterparts, *([ranks.rank] if keeps_own else [])]
 
 
 def part_bytes(block: Block, rank: int) -> int:
-    """Of a rank's shard of a block's weights."""
+    """Bytes of a rank's shard of a block's weights."""
     first, last = block.rank_ranges[rank]
     return (last - first) * block.master.working_dtype.itemsize
 
@@ -32,7 +32,7 @@ def kept_record_name(block: Block, rank: int) -> str:
 
 
 def kept_records(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> tuple[RecordSpec, ...]:
-    """Scratch records for what a rank keeps on the SSD, if it does."""
+    """Scratch records for the shards that a rank keeps on the SSD; none if it keeps none there."""
     if way.backward != "ssd":
         return ()
     return tuple(
@@ -52,7 +52,7 @@ def kept_records(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> tup
 
 
 def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
-    """What a rank keeps of its node's copy, in RAM or on the SSD. The same number for all ranks: the largest."""
+    """Bytes of the node's copy that a rank keeps, in RAM or on the SSD: the largest of all ranks."""
     if way.backward == "world":
         return 0
     kept_by_rank = [kept_ranks(ranks.of_rank(rank), keeps_own=way.keeps_own) for rank in range(ranks.num_ranks)]
@@ -60,11 +60,11 @@ def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
 
 
 def message_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
-    """RAM for payloads that are not sent from where the weights lie. The same number for all ranks: the largest."""
+    """RAM for payloads that need buffers of their own: the largest of all ranks."""
     if way.forward == "exact":
         return 0
     numels = [(block, last - first) for block in blocks for first, last in block.rank_ranges]
     if way.forward == "int8":
         return _PAYLOADS_AT_ONCE * max(WEIGHT_FORMAT.payload_bytes(numel) for _, numel in numels)
-    # For a change also the shard as it was, if that comes from the SSD.
+    # A change also needs the shard before it, which may come from the SSD.
     return 2 * _PAYLOADS_AT_ONCE * max(numel * block.master.working_dtype.itemsize for block, numel in numels)

@@ -1,5 +1,5 @@
-"""How one model is laid out under one configuration, before any byte is moved and any batch is seen: its blocks, its
-records, its pools, and the records with copies in RAM."""
+"""Lays a model out under a configuration, before any byte moves and any batch is known: blocks, records, pools, and the
+records with copies in RAM."""
 
 from __future__ import annotations
 
@@ -54,30 +54,30 @@ logger = logging.getLogger(__name__)
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
-"""At most one part in so many of the memory for activations is buffers on the way to the SSD."""
+"""Buffers on the way to the SSD take at most 1 / `_STAGING_SHARE` of the memory for activations."""
 _SHARED_BLOCKS = 2
-"""So many blocks as large as the largest pass to the ranks of a node at a time: one comes while another is copied."""
+"""Blocks in the memory that ranks of a node share: one is read while another is copied."""
 _ACTIVATION_SHARE = 4
-"""Of `cpu_memory` one part in so many is for swapped activations, where any may be and no plan says otherwise."""
+"""Without a plan, 1 / `_ACTIVATION_SHARE` of `cpu_memory` is for swapped activations."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
-"""What a plan may choose instead, of what pools leave."""
+"""The shares of the RAM beside the pools that a plan may choose for activations instead."""
 _RAM_SHARES_WITH_GRADIENTS = (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
 _LOGITS_SHARE = 16
-"""Logits, in float32, that take more than one part in so many of `gpu_memory` are taken in chunks."""
+"""Logits are computed in chunks if they take more than 1 / `_LOGITS_SHARE` of `gpu_memory` in float32."""
 _SMALL_LOGITS_BYTES = 64 << 20
-"""Never a reason to change the order of a sum."""
+"""Logits of at most this size are never cut: that would change the order of a sum for little memory."""
 _WHOLE_LAYERS_SHARE = 2
-"""Experts come with their layers where two of these, and a gradient of all experts of one, take at most one part in so
-many of `gpu_memory`."""
+"""Experts are loaded with their layers if two layers and one gradient of all experts of a layer take at most
+1 / `_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
 _CHUNK_SHARE = 64
 _MOST_CHUNK_BYTES = 256 << 20
-"""A chunk's logits in float32 take one part in so many of `gpu_memory`, and at most so much: larger products are not
+"""A chunk's logits take 1 / `_CHUNK_SHARE` of `gpu_memory` in float32, and at most this: larger products are not
 faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertCacheRoom:
-    """RAM for some of the experts of a model that generates."""
+    """RAM for a cache of experts while a model generates."""
 
     num_experts: int
     bytes_of_each: int
@@ -93,36 +93,36 @@ class OffloadLayout(StoredForm):
 
     plan: PoolPlan
     holds_gradients: bool
-    """Gradients are kept until `step()`, because their norm, their sum or the schedule asks for it."""
+    """Whether gradients are held until `step()`, because of their norm, their sum or the schedule."""
     keeps_gradient_dtypes: bool = False
-    """One backward a step is to be expected, so gradients stay on the host as they come, not widened for their sum."""
+    """Whether gradients keep their dtype on the host. True if a step has one backward, so that nothing is summed."""
     records_of_a_step: tuple[RecordTraffic, ...] = ()
-    """All that may have a copy in RAM; none where the configuration says so."""
+    """All records that may have a copy in RAM; none if the configuration forbids copies."""
     record_bytes: int = 0
-    """RAM that those copies may take: what pools and activations leave."""
+    """RAM that those copies may take: the rest beside pools and activations."""
     activation_bytes: int = 0
     is_split: bool = False
-    """Whether it is decided what of the RAM beside the pools is for activations. Before, this is a guess."""
+    """Whether `activation_bytes` is decided. Before, it is a guess."""
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
-    """Host memory of a node through which blocks pass to all its ranks."""
+    """Host memory of a node that passes blocks to all its ranks."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
     """Ways to exchange weights and gradients that the configuration leaves to the plan."""
     collectives: Collectives | None = None
-    """The way that the run takes. None: not decided yet."""
+    """The way that the run uses. None: not decided yet."""
     copy_bytes: int = 0
-    """What each rank keeps of its node's copy of all weights, in RAM or on the SSD."""
+    """Bytes of the node's copy of all weights that each rank keeps, in RAM or on the SSD."""
     copy_records: tuple[RecordSpec, ...] = ()
-    """Scratch records for it, if it is on the SSD."""
+    """Scratch records for that copy, if it is on the SSD."""
     weight_message_bytes: int = 0
     """Host memory of each rank for payloads of weights."""
     kept_layers: tuple[str, ...] = ()
-    """Blocks that stay on the device once they are there."""
+    """Blocks that stay on the device once they are loaded."""
     expert_cache: ExpertCacheRoom | None = None
-    """Where a model generates and RAM holds some of its experts, by what is used."""
+    """Set if a model generates and RAM holds some of its experts, chosen by use."""
     saved_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """By name, of the parameters that are saved in another dtype than the one that they compute in."""
+    """By name: the dtype of parameters that are not saved in the dtype that they compute in."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -143,13 +143,13 @@ class OffloadLayout(StoredForm):
 
     @property
     def exchange_bytes(self) -> int:
-        """The RAM of each rank for what ranks exchange: its part of the memory that blocks pass through, payloads, and
-        its part of the copy of all weights."""
+        """RAM of each rank for exchanges: its part of the memory that blocks pass through, payloads, and its part of
+        the copy of all weights."""
         return self.shared_weight_bytes // self.ranks.num_local + self.weight_message_bytes + self.copy_cpu_bytes
 
     def with_collectives(self, way: Collectives) -> OffloadLayout:
-        """This layout if weights and gradients go this way. What that takes of RAM, copies of records give up first,
-        then activations. If it is more, both have nothing, and a plan for this layout says what is missing."""
+        """This layout with weights and gradients exchanged in this way. Its RAM is taken from copies of records first,
+        then from activations. If both together have too little, the plan of this layout does not fit."""
         free_bytes = self.record_bytes + self.activation_bytes - self._ram_bytes_of(way)
         activation_bytes = max(0, min(self.activation_bytes, free_bytes))
         return replace(
@@ -167,7 +167,7 @@ class OffloadLayout(StoredForm):
         return _shards_of(self.ranks)
 
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
-        """Those of ``ways``, by default those that the configuration leaves open, that differ here."""
+        """The ways to compare: ``ways``, or all that the configuration allows. One node has only one."""
         return self.open_ways if ways is None else self._shards.ways(ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
@@ -175,13 +175,13 @@ class OffloadLayout(StoredForm):
         return self._ram_bytes_of(way) <= self.record_bytes + self.activation_bytes
 
     def _ram_bytes_of(self, way: Collectives) -> int:
-        """Beside what is set aside already."""
+        """RAM that this way needs beyond what is set aside already."""
         copy_bytes = kept_bytes(self.blocks, self.ranks, way) if way.backward == "ram" else 0
         return copy_bytes + max(0, message_bytes(self.blocks, self.ranks, way) - self.weight_message_bytes)
 
     def decided(self) -> OffloadLayout:
-        """This layout if there is no plan: the first way that RAM suffices for, and RAM divided as by default. Raises
-        BudgetError if it suffices for none."""
+        """This layout without a plan: the first way that fits into RAM, and the default division of RAM. Raises
+        BudgetError if no way fits."""
         if self.collectives is not None:
             return replace(self, is_split=True)
         way = next((way for way in self.open_ways if self.has_ram_for(way)), None)
@@ -195,7 +195,7 @@ class OffloadLayout(StoredForm):
         return replace(self.with_collectives(way), is_split=True)
 
     def ram_splits(self) -> list[OffloadLayout]:
-        """Itself and, where a plan may choose, others that give activations another share of the same RAM."""
+        """This layout and, if the plan may choose, layouts that give activations another share of the same RAM."""
         free_bytes = self.activation_bytes + self.record_bytes
         may_choose = self.records_of_a_step and self.activation_bytes and not self.is_split
         shares = (_RAM_SHARES_WITH_GRADIENTS if self.held_gradients() else _RAM_SHARES) if may_choose else ()
@@ -207,13 +207,13 @@ class OffloadLayout(StoredForm):
 
     @property
     def activation_staging_bytes(self) -> int:
-        """Of one buffer on the way of swapped activations to the SSD."""
+        """Bytes of one buffer for swapped activations on their way to the SSD."""
         share = self.activation_bytes // _STAGING_SHARE // NUM_ACTIVATION_STAGING_BUFFERS
         return min(self.plan.staging_buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
 
     @property
     def activation_ram_bytes(self) -> int:
-        """What swapped activations may take of RAM, without those buffers."""
+        """RAM for swapped activations, without those buffers."""
         return self.activation_bytes - NUM_ACTIVATION_STAGING_BUFFERS * self.activation_staging_bytes
 
     @property
@@ -222,7 +222,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def cpu_bytes(self) -> int:
-        """All host memory that is taken at the start: pools, copies, and the cache of experts."""
+        """All host memory that is allocated at the start: pools, copies, and the cache of experts."""
         cache_bytes = self.expert_cache.num_bytes if self.expert_cache is not None else 0
         return self.plan.cpu_pool_bytes + self.resident_bytes + cache_bytes
 
@@ -232,27 +232,27 @@ class OffloadLayout(StoredForm):
 
     @property
     def num_held_chunks(self) -> int:
-        """Chunks whose gradients have a place in the pool while they wait."""
+        """Chunks whose gradients have a buffer in the pool while they are held."""
         held = set(self.plan.held_blocks)
         return sum(block.shape().num_chunks(self.plan.chunk_numel) for block in self.blocks if block.name in held)
 
     def spill_records(self) -> tuple[RecordSpec, ...]:
-        """Scratch records for the gradients that RAM cannot hold."""
+        """Scratch records for gradients that RAM cannot hold."""
         spilled = set(self.plan.spilled_blocks)
         return tuple(self._gradient_record(block) for block in self.blocks if block.name in spilled)
 
     @property
     def own_spilled_bytes(self) -> int:
-        """Of the gradients that RAM cannot hold, those that this rank holds: of its shards, in float32 as sums."""
+        """Bytes of this rank's gradients that RAM cannot hold. Several ranks hold float32 sums of their shards."""
         return self._shards.spilled_bytes(self)
 
     def _gradient_record(self, block: Block) -> RecordSpec:
-        """As it waits for the end of the step."""
+        """The scratch record of a block's gradient while it is held."""
         return _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)
 
     def held_gradients(self) -> tuple[BlockGradient, ...]:
-        """Of all blocks, in forward order, if RAM beside activations is to hold what the pool cannot. Of several ranks
-        it is not: they read each other's gradients in the pool."""
+        """The gradients of all blocks, in forward order, if RAM beside activations may hold those that the pool cannot;
+        else none."""
         if not self.plan.spilled_blocks or self._shards.gradients_stay_in_pool:
             return ()
         return tuple(
@@ -265,7 +265,7 @@ class OffloadLayout(StoredForm):
         )
 
     def spill_records_of_sums(self) -> tuple[RecordSpec, ...]:
-        """Scratch records for sums of gradients that were to stay as they come."""
+        """Scratch records for float32 sums, for a run that was laid out to sum no gradients but does."""
         return tuple(_gradient_record(block, torch.float32) for block in self.blocks if block.state_numel)
 
 
@@ -350,8 +350,8 @@ def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
 def resolved_here(
     config: OffloadConfig, device: Device, default_ssd_path: str | Path, links: Links | None = None
 ) -> OffloadConfig:
-    """Every `auto` filled in for this process and `device`, and the paths that are this rank's. With several ranks all
-    call this together. Raises ConfigError for budgets that cannot be."""
+    """The configuration with every `auto` resolved for this process and `device`, and with this rank's paths. All ranks
+    call this together. Raises ConfigError for impossible budgets."""
     links = links or Links.alone()
     given = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
     paths = rank_paths(given, links.ranks) if given != "auto" else ()
@@ -365,7 +365,7 @@ def resolved_here(
 
 
 def chunked_loss_of(config: OffloadConfig) -> ChunkedLoss | None:
-    """When a run's loss takes its logits in chunks; None: never. `config` must be resolved."""
+    """When and how a run computes its logits in chunks; None: never. `config` must be resolved."""
     assert isinstance(config.gpu_memory, int)
     if config.chunked_loss is False:
         return None
@@ -386,10 +386,11 @@ def lay_out(
     rules: Rules | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> OffloadLayout:
-    """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`, `rules`: see
-    `discover_blocks`, `rules` by default those that the configuration asks for; `sums_gradients`: whether a parameter's
-    gradients of several backwards may be summed in a step; `memory_is_host`: see `Device`; `ranks`: each has a part of
-    every block's records.
+    """Lay `model` (real or on meta) out for training. `config` must be resolved.
+
+    `working_dtype`, `rules`: see `discover_blocks`; the configuration chooses the default rules. `sums_gradients`:
+    whether a step may sum a parameter's gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each
+    has a shard of every block's records.
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
@@ -430,11 +431,11 @@ def lay_out(
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
     if activation_bytes and not (sums_gradients or memory_is_host) and config.resident_records == "auto":
-        # A copy of weights saves reads of each pass, a gradient in RAM one write: the plan has to choose.
+        # A copy of weights saves a read in each pass, a gradient in RAM saves one write: the plan chooses.
         request = replace(request, holds_in_buffers=False)
     try:
         pools = plan_pools(replace(request, cpu_memory_bytes=cpu_memory - activation_bytes))
-    except BudgetError:  # no room for activations: what cannot do without comes first
+    except BudgetError:  # pools that a step cannot do without go before activations
         activation_bytes = 0
         pools = plan_pools(request)
     return OffloadLayout(
@@ -454,8 +455,8 @@ def lay_out(
 
 
 def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:
-    """Whether experts are to come one by one, where ``form`` has them with their layers. Raises ValueError where that
-    was asked for and cannot be."""
+    """Whether experts are loaded one by one. ``form`` has them with their layers. Raises ValueError if the
+    configuration asks for that and the model or the ranks cannot do it."""
     can_stream = _shards_of(ranks).can_stream_experts
     if config.experts == "with_layer" or (config.experts == "auto" and not can_stream):
         return False
@@ -463,9 +464,9 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
     if config.experts == "streamed":
         if not found:
             raise ValueError(
-                f"experts: streamed was asked for, but {type(model).__name__} has no experts that could come one by "
-                "one: fused tensors of modules that transformers calls through its registry of implementations, with "
-                "no adapters on them; set experts to auto or with_layer"
+                f"experts: streamed was asked for, but {type(model).__name__} has no experts that could be loaded one "
+                "by one: they must be fused tensors that transformers calls through its registry of implementations, "
+                "without adapters; set experts to auto or with_layer"
             )
         if not can_stream:
             raise ValueError(
@@ -482,7 +483,7 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
 
 
 def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: _WholeBlocks) -> tuple[RecordTraffic, ...]:
-    """What a step reads of each record that this rank has, blocks in forward order."""
+    """What a step reads of each of this rank's records, blocks in forward order."""
     shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
     master_of = {block.name: block.master for block in blocks}
     by_block: dict[str, list[RecordTraffic]] = {}
@@ -499,15 +500,15 @@ def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: _WholeBlocks) ->
     return tuple(record for block in blocks for record in by_block.get(block.name, ()))
 
 
-_COME = {"streamed": "come one by one", "with_layer": "come with their layers"}
+_LOADED = {"streamed": "are loaded one by one", "with_layer": "are loaded with their layers"}
 
 
 def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
-    """The configuration with `experts: auto` as the store in its paths has them, and a log line. `config` must be
-    resolved. Raises ForeignStoreError where something else was asked for than a store of this model class has."""
+    """The configuration with `experts: auto` resolved to the form in the store at its paths, which is logged. `config`
+    must be resolved. Raises ForeignStoreError if it asks for the other form and the store is of this model class."""
     found = find_experts(model) if _shards_of(ranks).can_stream_experts else {}
     manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
-    if manifest is None or not _is_of(manifest.model, model):  # whoever opens it says what it is
+    if manifest is None or not _is_of(manifest.model, model):  # opening the store reports it
         return config
     blocks = {record.block for record in manifest.layout.records}
     stored: Experts = "streamed" if all(f"{name}.0" in blocks for name in found) else "with_layer"
@@ -517,11 +518,11 @@ def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
     directory = config.ssd[0].path
     if config.experts != "auto":
         raise ForeignStoreError(
-            f"{directory} holds a store of this model whose experts {_COME[stored]}, and experts: {config.experts} "
-            f"was asked for; set experts to auto or {stored} to go on from there, or choose another directory and "
-            "resume from a checkpoint, which goes with either"
+            f"{directory} holds a store of this model whose experts {_LOADED[stored]}, and experts: {config.experts} "
+            f"was asked for; set experts to auto or {stored} to continue from it, or choose another directory and "
+            "resume from a checkpoint, which works with both"
         )
-    logger.info("experts %s, as in the store in %s", _COME[stored], directory)
+    logger.info("experts %s, as in the store in %s", _LOADED[stored], directory)
     return replace(config, experts=stored)
 
 

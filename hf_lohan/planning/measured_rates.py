@@ -1,4 +1,4 @@
-"""The hardware as a run itself has seen it: what each lane moved and how long it was busy, beside all the others."""
+"""The hardware as a run itself measures it: the bytes and the busy seconds of each lane while all lanes work."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hf_lohan.planning.step_plan import PlannedStep
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE, Timeline
 
 _MOST_SPREAD = 1.5
-"""Of steps of a kind. In what took longer there was an evaluation or a checkpoint."""
+"""Steps of one kind differ by at most this factor. A longer one included an evaluation or a checkpoint."""
 GOOD_ENOUGH = 0.05
-"""A rate or a prediction that is off by less is left alone."""
+"""A rate or a prediction that is off by less is not corrected."""
 _WAITS_WITHIN_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
-"""Of the thread that gives the device its work, between the begin and the end of what a block computes."""
+"""Waits of the thread that launches a block's work, between the begin and the end of that work."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step took, or what steps took so far. Seconds in which lanes were busy, and bytes that they moved."""
+    """Seconds in which lanes were busy and bytes that they moved, in one step or in all steps so far."""
 
     step_s: float
     compute_s: float
-    """Of the device, with what it had to wait for within a block's work."""
+    """Seconds of the device, with its waits within a block's work."""
     waits_s: float
-    """How long who gives it that work waited meanwhile: the device may have worked on, or not."""
+    """Seconds that the launching thread waited meanwhile. The device may have computed during them."""
     drives_s: float = 0.0
-    """In which something was read or written."""
+    """Seconds in which something was read or written."""
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     optimizer_s: float = 0.0
@@ -61,7 +61,7 @@ class StepTimes:
 
     @property
     def least_compute_s(self) -> float:
-        """The device computed at least so long, and at most `compute_s`."""
+        """A lower bound of the seconds that the device computed. The upper bound is `compute_s`."""
         return max(0.0, self.compute_s - self.waits_s)
 
 
@@ -69,7 +69,7 @@ _NAMES = [field.name for field in fields(StepTimes)]
 
 
 def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """The mean; if one took much longer than another there was something beside it, and the shortest counts."""
+    """The mean of the steps; or the shortest, if one took much longer than another because of other work."""
     shortest = min(steps, key=lambda step: step.step_s)
     if max(step.step_s for step in steps) > _MOST_SPREAD * shortest.step_s:
         return shortest
@@ -77,12 +77,11 @@ def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 def corrected_hardware(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
-    """The hardware as a step shows it; the same object if it was near enough.
+    """The hardware as a step shows it; the same object if the profile was close enough.
 
-    The length of a step tells of one resource, and whether updates run under the forward or the backward depends on
-    several. So each is corrected by what it was seen to do: drives by the bytes that they moved, the others, where the
-    device does not share its cores with them, by the seconds that were predicted. What that does not explain is put
-    down to what bounds the step.
+    A step's time tells about one resource, but the choice of a plan depends on several, so each is corrected by itself:
+    drives by the bytes that they moved; the others, unless the device shares its cores with them, by their predicted
+    seconds. The remaining error is attributed to the bottleneck of the step.
     """
     hardware = _as_seen(planned, measured)
     expected = forecast(planned.profile, hardware, planned.setup, planned.plan)
@@ -120,7 +119,7 @@ def _is_off(factor: float) -> bool:
 
 
 def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> HardwareProfile:
-    """The hardware with what bounds the step slower by ``factor``."""
+    """The hardware with its bottleneck slower by ``factor``."""
     match bottleneck:
         case "ssd":
             return drives_slower(hardware, factor)

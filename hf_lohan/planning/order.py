@@ -1,4 +1,4 @@
-"""The order of a step's micro-batches: what was asked for, and whether a model's numbers depend on it."""
+"""The order of a step's micro-batches: the setting, and whether a model's numbers depend on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hf_lohan.config import OffloadConfig
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = ("drop", "jitter")
-"""In names of settings by which a forward draws random numbers: `attention_dropout`, `resid_pdrop`, `layerdrop`."""
+"""In names of settings that make a forward draw random numbers: `attention_dropout`, `resid_pdrop`, `layerdrop`."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
-"""What a causal language model has no module for: its config names them all the same."""
+"""Prefixes of settings that a causal language model has no module for."""
 _KNOWN_PACKAGES = ("transformers", "peft")
 
 
@@ -45,30 +45,30 @@ class MicroBatches:
 
 
 def why_not_together(model: Any) -> str | None:
-    """What in the model keeps its micro-batches from running together unasked; None: nothing does.
+    """Why the model's micro-batches do not run together by default; None: they may.
 
-    Of a forward that draws random numbers the layers would draw them in another order; of code that nobody knows it
-    cannot be said what it keeps from one micro-batch to the next.
+    A forward that draws random numbers would draw them in another order. Unknown code may keep something from one
+    micro-batch to the next.
     """
     drawn = random_numbers_of(model)
     if drawn is not None:
-        return f"the model draws random numbers ({drawn}), which would be others"
+        return f"the model draws random numbers ({drawn}), which would change"
     root = _root_of(model)
     if type(root).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
-        return f"{type(root).__name__} is not of transformers, so what its forward keeps is not known"
+        return f"{type(root).__name__} is not a model of transformers, so its forward may keep something"
     if getattr(root.config, "output_router_logits", False):
-        return "output_router_logits=True keeps all of the head for each micro-batch until the backward"
+        return "output_router_logits=True keeps the whole head of each micro-batch until the backward"
     for adapters in getattr(model, "peft_config", {}).values():
         if adapters.peft_type != "LORA" or adapters.use_dora:
-            return f"adapters of {type(adapters).__name__} are not known to be the same in either order"
+            return f"adapters of {type(adapters).__name__} may compute other numbers in the other order"
     for name, parameter in model.named_parameters():
         if has_gradient_hook(parameter):
-            return f"{name} has a hook on its gradient, which comes for all micro-batches at once"
+            return f"{name} has a hook on its gradient, which would see the sum of all micro-batches"
     return None
 
 
 def random_numbers_of(model: Any) -> str | None:
-    """By what a training forward draws random numbers, as its modules and its config say; None: they name nothing."""
+    """The module or setting that makes a training forward draw random numbers; None: it draws none."""
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return "dropout"
     config: Any = getattr(_root_of(model), "config", None)
@@ -79,8 +79,8 @@ def random_numbers_of(model: Any) -> str | None:
 
 
 def check_together(model: Any) -> None:
-    """Raises ValueError for a model whose micro-batches were asked to run together, but would draw other random numbers
-    than one after the other."""
+    """Raise ValueError for a model whose micro-batches would draw other random numbers together than one after the
+    other."""
     drawn = random_numbers_of(model)
     if drawn is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The plan of a run: made when its first batch comes, and once more with the rates that its first steps had."""
+"""The plan of a run. It is made at the first batch, and again with the rates that the first steps show."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 NUM_STEPS_BEFORE = 2
-"""Steps that are not timed: the first meets cold caches, the second has the first's updates beside it."""
+"""Steps that are not timed: the first has cold caches, and the first's updates run during the second."""
 NUM_STEPS_TIMED = 2
 NUM_STEPS_TRIED = 3
-"""By another plan, behind one that is not timed."""
+"""Timed steps of a plan on trial. The step before them is not timed."""
 _WORTH_TRYING = 0.97
-"""Of a step by the plan that is followed."""
+"""Another plan is tried if its step takes less than this share of the present one."""
 _WORTH_MEASURING_S = 60.0
-"""Measuring unknown hardware well takes a few seconds; for a run that is over sooner it is measured roughly."""
+"""Measuring hardware well takes a few seconds. For a run that is shorter than this it is measured roughly."""
 _UNKNOWN_NUM_STEPS = 60
-"""Of a run of which nobody says how long it is."""
+"""Assumed for a run of unknown length."""
 _SLOW_CORE_FLOPS_PER_S = 20e9
 _SLOW_ACCELERATOR_FLOPS_PER_S = 20e12
 _SLOW_DRIVE_BYTES_PER_S = 1e9
@@ -57,10 +57,7 @@ _QUICK = MeasuringEffort(budget_s=0.3, scratch_bytes=16 << 20)
 
 
 class RunPlan:
-    """Plans one run, and keeps what was planned.
-
-    The engine asks at the first forward and after each step; whoever drives the steps says how many come.
-    """
+    """Plans one run and keeps its plan. The engine asks for one at the first forward and after each step."""
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class RunPlan:
     ) -> None:
         self.first: PlannedStep | None = None
         self.now: PlannedStep | None = None
-        """What the run follows; its hardware is what steps have found."""
+        """The plan in use, with the hardware as the steps have shown it."""
         self.num_steps: int | None = None
         self.num_micro_batches = 1
         self._model = model
@@ -86,28 +83,28 @@ class RunPlan:
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
-        """What was followed before the plan that is tried now."""
+        """The plan in use before the one on trial; None: none is on trial."""
         self._num_before_trial = 0
         self._routing: Mapping[str, Sequence[int]] = {}
-        """By layer, how many tokens went to each of its experts in the steps that were timed."""
+        """By layer: how many tokens went to each expert in the timed steps."""
 
-    def begin(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
+    def begin_run(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
         self.num_steps = num_steps
         self.num_micro_batches = num_micro_batches
 
     @property
     def plan(self) -> OffloadPlan | None:
-        """What the run follows."""
+        """The plan in use."""
         return self.now.plan if self.now is not None else None
 
     # Called by the engine.
 
-    def make(
+    def plan_batches(
         self, shape: StepShape, layout: OffloadLayout | None = None, *, may_run_together: bool = False
     ) -> PlannedStep | None:
-        """Plan a step of batches like this one. Called while nothing else runs, which would make the hardware look
-        slow, and by all ranks together. An error here costs the plan, not the run. ``layout``: the memory as the run
-        has taken it so far. ``may_run_together``: see `plan_step`."""
+        """Plan a step of batches of this shape. All ranks call this together, while nothing else runs that would make
+        the hardware look slow. After an error the run goes on without a plan. ``layout``: the memory that the run has
+        taken so far. ``may_run_together``: see `plan_step`."""
         self._layout = layout or self._layout
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
         # The ranks of a node measure the same drives and cores.
@@ -122,15 +119,15 @@ class RunPlan:
         self._tried_after = None
         self._layout = self.now.layout  # its memory is taken once
         if self.now.plan.refusal is not None:
-            logger.warning("by its plan this run does not fit: %s", self.now.plan.refusal)
+            logger.warning("the plan says that this run does not fit: %s", self.now.plan.refusal)
         self._announce("planned")
         return self.now
 
     def _with_common_way(
         self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
     ) -> PlannedStep | None:
-        """Have all ranks exchange weights and gradients in one way: the one that rank 0's plan chose, or the default
-        if a rank has no plan."""
+        """Make all ranks exchange weights and gradients in the same way: rank 0's choice, or the default if a rank has
+        no plan."""
         if len(self._layout.open_ways) == 1:
             return planned
         chosen = "" if planned is None else json.dumps(asdict(planned.setup.cluster.collectives))
@@ -163,9 +160,9 @@ class RunPlan:
             return None
 
     def step_began(self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None) -> PlannedStep | None:
-        """Time the step before. Once enough of them were timed: plan anew by what they took and by the experts that
-        tokens went to (``routing``: by layer, how many to each), and return that. A plan with other placements or
-        another way to clip is tried; if its steps are longer, return the one before."""
+        """Time the step before. After enough steps, plan again with the measured rates and ``routing`` (by layer: how
+        many tokens went to each expert), and return the new plan. A plan with other placements or another clipping mode
+        is tried first. If its steps are longer, return the plan before."""
         now = StepTimes.so_far(self._device.timeline)
         if self._before is not None:
             self._steps.append(now.since(self._before))
@@ -178,23 +175,23 @@ class RunPlan:
             tried_s = statistics.median(step.step_s for step in self._steps[-NUM_STEPS_TRIED:])
             return self._judge(self.now, self._tried_after, tried_s)
         if self._tried_after is None and clip_rate == 0 < self.now.setup.clip_rate:
-            # It was planned for steps that clip. None of the last ones did.
+            # The plan expects steps that clip, but none of the last ones did.
             return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
         return None
 
     def _correct(
         self, now: PlannedStep, measured: StepTimes, clip_rate: float, routing: Mapping[str, Sequence[int]]
     ) -> PlannedStep | None:
-        """Plan once more with the rates that the run has measured."""
+        """Plan again with the rates that the run has measured."""
         self._routing = _of_layers(now.profile, routing)
         now = replace(now, profile=now.profile.routed(self._routing))
         if now.setup.clip == "auto" and clip_rate > MOST_WRONG_GUESSES:
-            now = replace(now, plan=replace(now.plan, clip="defer"))  # so did the steps that were timed
+            now = replace(now, plan=replace(now.plan, clip="defer"))  # as the timed steps did
         hardware = corrected_hardware(now, measured)
         if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
             return None
         again = plan_again(now, hardware, clip_rate)
-        stays = _as_long_as_found(replace(again, plan=now.plan), measured.step_s)
+        stays = _scaled_to_measured(replace(again, plan=now.plan), measured.step_s)
         is_other = (again.plan.activations, again.plan.clip) != (stays.plan.activations, stays.plan.clip)
         if is_other and again.plan.prediction.step_s < _WORTH_TRYING * measured.step_s:
             self._tried_after, self._num_before_trial, self.now = stays, len(self._steps), again
@@ -207,14 +204,14 @@ class RunPlan:
         return stays
 
     def _judge(self, tried: PlannedStep, before: PlannedStep, tried_s: float) -> PlannedStep | None:
-        """Keep what is faster by measurement."""
+        """Keep the plan whose measured steps are shorter."""
         self._tried_after = None
         before_s = before.plan.prediction.step_s
         if tried_s <= before_s:
-            self.now = _as_long_as_found(tried, tried_s)
+            self.now = _scaled_to_measured(tried, tried_s)
             return None
         logger.info(
-            "steps by the second plan took %.3g s, longer than %.3g s by the first: back to that", tried_s, before_s
+            "steps of the second plan took %.3g s, those of the first %.3g s: back to the first", tried_s, before_s
         )
         self.now = before
         return before
@@ -226,13 +223,13 @@ class RunPlan:
         hardware = replace(hardware, net_bytes_per_s=self._net_bytes_per_s)
         if self._device.memory_is_host:
             return hardware
-        # The slots are there already, and the plan counts them.
+        # The slots are allocated already, and the plan counts them.
         slots_bytes = self._layout.plan.gpu_pool_bytes - self._layout.plan.whole_device_bytes
         device = replace(hardware.device, memory_bytes=hardware.device.memory_bytes + slots_bytes)
         return replace(hardware, device=device)
 
     def _is_short(self, traced: TracedModel, shape: StepShape) -> bool:
-        """Whether to measure the hardware well would take a good part of the run, even if the hardware is slow."""
+        """Whether measuring the hardware well would take a large part of the run, even on slow hardware."""
         is_cpu = self._device.memory_is_host
         flops_per_s = usable_cpus() * _SLOW_CORE_FLOPS_PER_S if is_cpu else _SLOW_ACCELERATOR_FLOPS_PER_S
         num_runs = shape.num_micro_batches * shape.num_together
@@ -253,34 +250,34 @@ class RunPlan:
 
 
 def _of_layers(profile: ModelProfile, routing: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Of the layers that are planned with experts one by one."""
+    """The counts of layers whose experts are planned one by one."""
     planned = {block.name: block.experts.num_experts for block in profile.blocks if block.experts is not None}
     return {name: counts for name, counts in routing.items() if planned.get(name) == len(counts)}
 
 
-def _as_long_as_found(planned: PlannedStep, step_s: float) -> PlannedStep:
-    """With what its plan is expected to take on its hardware, and its step as long as it was found to be."""
+def _scaled_to_measured(planned: PlannedStep, step_s: float) -> PlannedStep:
+    """The step with the prediction of its plan on its hardware, scaled to the measured ``step_s``."""
     expected = forecast(planned.profile, planned.hardware, planned.setup, planned.plan)
     return replace(planned, plan=replace(planned.plan, prediction=scaled_to(expected, step_s)))
 
 
 def _committed_every(planned: PlannedStep, num_steps: int) -> PlannedStep:
-    """The same plan with commits at another interval, and its step longer or shorter by what that makes of it."""
+    """The same plan with another commit interval, and its step time scaled by the predicted change."""
     plan = replace(planned.plan, commit_every_steps=num_steps)
     before_s, after_s = (
         forecast(planned.profile, planned.hardware, planned.setup, one).step_s for one in (planned.plan, plan)
     )
-    return _as_long_as_found(replace(planned, plan=plan), planned.plan.prediction.step_s * after_s / before_s)
+    return _scaled_to_measured(replace(planned, plan=plan), planned.plan.prediction.step_s * after_s / before_s)
 
 
 @contextlib.contextmanager
 def hooks_taken_off(model: nn.Module) -> Iterator[None]:
-    """The model as it is without its hooks and without recomputation, for a look at its forward."""
+    """Remove the model's hooks and its recomputation, to trace its forward."""
     recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in recomputing:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
-        with without_hooks(model), without_torch_function():  # weights that are not there have a shape
+        with without_hooks(model), without_torch_function():  # absent weights have a shape
             yield
     finally:
         for module in recomputing:

@@ -1,4 +1,4 @@
-"""What each rank of a run may take of a machine that it shares with others: settings that are "auto" are divided."""
+"""Divides a machine among its ranks: memory, CPUs and free space for settings that are "auto"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUM_PROBES = 3
 
 @dataclass(frozen=True)
 class Share:
-    """Of one rank. All ranks of a run have the same numbers, so that they plan alike."""
+    """One rank's part of a machine. All ranks of a run have the same numbers, so that they make the same plan."""
 
     host_memory_bytes: int
     device_memory_bytes: int
@@ -33,17 +33,17 @@ class Share:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank finds before any of them takes something."""
+    """What is free for a rank before any rank takes memory."""
 
     settings: Mapping[str, Any]
-    """But for paths, which may differ from machine to machine."""
+    """Without paths, which may differ between machines."""
     host_memory_bytes: int
     device_memory_bytes: int
     device: str
-    """Equal for ranks that share one."""
+    """Equal for ranks that share a device."""
     cpus: Sequence[int]
     drives: Sequence[Sequence[int]]
-    """For each path (device number, free bytes, bytes of the store that is there)."""
+    """For each path: device number, free bytes, bytes of the store in it."""
 
     def pack(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -54,15 +54,15 @@ class _Offer:
 
 
 def rank_paths(paths: Sequence[SsdPath], ranks: Ranks) -> tuple[SsdPath, ...]:
-    """Where this rank's store lies, by what all ranks are given: `{local_rank}` and `{node}` in a path are this rank's,
-    and with several ranks each has a folder of its own below. Those that are this rank's already stay."""
+    """The paths of this rank's store, from the paths that all ranks get. `{local_rank}` and `{node}` are replaced. With
+    several ranks, each has its own folder below. A path that names this rank's folder already stays."""
     return tuple(replace(ssd, path=_folder(ssd.path, ranks)) for ssd in paths)
 
 
 def _folder(path: str, ranks: Ranks) -> str:
     path = path.replace("{local_rank}", str(ranks.local_rank)).replace("{node}", str(ranks.node))
-    own = rank_folder(path, ranks.rank, ranks.num_ranks)
-    return path if os.path.basename(path) == os.path.basename(own) else own
+    folder = rank_folder(path, ranks.rank, ranks.num_ranks)
+    return path if os.path.basename(path) == os.path.basename(folder) else folder
 
 
 def whole_machine(device: Device) -> Share:
@@ -73,8 +73,8 @@ def whole_machine(device: Device) -> Share:
 def share_of_machine(
     config: OffloadConfig, device: Device, paths: Sequence[SsdPath], links: Links
 ) -> tuple[Share, tuple[SsdPath, ...]]:
-    """What is this rank's, and its ``paths`` with capacities that leave the other ranks theirs. All ranks call this
-    together, before any of them takes memory. Raises ConfigError if they were given different settings."""
+    """This rank's share, and its ``paths`` with capacities that leave room for the other ranks. All ranks call this
+    together, before any of them takes memory. Raises ConfigError if their settings differ."""
     ranks = links.ranks
     offered = links.all_gather("what is free for each rank", _offer(config, device, paths).pack())
     offers = [_Offer.unpack(packed) for packed in offered]
@@ -92,8 +92,8 @@ def share_of_machine(
 
 
 def measure_network(links: Links) -> float | None:
-    """Bytes per second that a node sends to others while it receives as many; None if there are no others. Called by
-    all ranks together, which get the same number."""
+    """Bytes per second that a node sends to the others while it receives as many. None for a single node. All ranks
+    call this together and get the same number."""
     ranks = links.ranks
     num_receivers = ranks.num_ranks - ranks.num_local
     if num_receivers == 0:
@@ -128,20 +128,20 @@ def _drive(path: str) -> tuple[int, int, int]:
 
 
 def _share(offers: Sequence[_Offer], ranks: Ranks) -> Share:
-    own, box = offers[ranks.rank], [offers[rank] for rank in ranks.on_this_node]
-    cpus = sum(1 / sum(cpu in other.cpus for other in box) for cpu in own.cpus)
+    offer, on_node = offers[ranks.rank], [offers[rank] for rank in ranks.on_this_node]
+    cpus = sum(1 / sum(cpu in other.cpus for other in on_node) for cpu in offer.cpus)
     return Share(
-        host_memory_bytes=min(offer.host_memory_bytes for offer in box) // ranks.num_local,
-        device_memory_bytes=own.device_memory_bytes // sum(other.device == own.device for other in box),
+        host_memory_bytes=min(other.host_memory_bytes for other in on_node) // ranks.num_local,
+        device_memory_bytes=offer.device_memory_bytes // sum(other.device == offer.device for other in on_node),
         num_cpus=max(1, int(cpus + 1e-6)),
     )
 
 
 def _capacity(offers: Sequence[_Offer], ranks: Ranks, number: int) -> int:
-    """This rank's part of the free space behind one of its paths, the stores of all its ranks counted as free."""
+    """This rank's part of the free space of one of its paths. Stores that the node's ranks have there count as free."""
     drive, free, _ = offers[ranks.rank].drives[number]
-    there = [found for rank in ranks.on_this_node for found in offers[rank].drives if found[0] == drive]
-    return (free + sum(occupied for _, _, occupied in there)) // len(there)
+    sharing = [other for rank in ranks.on_this_node for other in offers[rank].drives if other[0] == drive]
+    return (free + sum(occupied for _, _, occupied in sharing)) // len(sharing)
 
 
 def _refuse_differences(offers: Sequence[_Offer]) -> None:
@@ -150,5 +150,5 @@ def _refuse_differences(offers: Sequence[_Offer]) -> None:
             if value != offers[0].settings[name]:
                 raise ConfigError(
                     f"{name} is {offers[0].settings[name]!r} on rank 0 and {value!r} on rank {rank}; give all ranks "
-                    "the same offload settings, but for ssd paths"
+                    "the same offload settings; only ssd paths may differ"
                 )

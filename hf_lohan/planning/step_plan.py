@@ -1,4 +1,4 @@
-"""One training step, planned: what its forward does, what the hardware can do, and what is left to choose."""
+"""Plans one training step from a trace of its forward and a profile of the hardware."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ from hf_lohan.threads import ThreadSettings, uninterrupted
 
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
-"""What models of this process were seen to do. A resumed or repeated run has the model of the first."""
+"""Traces of this process. A resumed or repeated run has the model of the first."""
 _NO_SETTINGS = frozenset({"_name_or_path", "_commit_hash", "dtype", "transformers_version"})
-"""What a model's config says of where it comes from."""
+"""Entries of a model's config that say where it comes from, and do not change its forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step is given: micro-batches, each of so many sequences."""
+    """The micro-batches of a step and their shape."""
 
     batch_size: int
     sequence_length: int
     num_micro_batches: int = 1
-    """That move weights of their own."""
+    """Micro-batches, or groups of them, that each move the weights."""
     num_together: int = 1
-    """Micro-batches that have their forwards before the first of them has its backward."""
+    """Micro-batches of a group: all have their forwards before the first has its backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """A plan and all that went into it."""
+    """A plan and its inputs."""
 
     shape: StepShape
     layout: OffloadLayout
-    """With the RAM divided as the plan has it."""
+    """With the plan's division of RAM."""
     profile: ModelProfile
-    """Of all micro-batches that run together."""
+    """All micro-batches that run together, as one."""
     hardware: HardwareProfile
     setup: TrainingSetup
     plan: OffloadPlan
 
     @property
     def activation_bytes(self) -> dict[str, dict[str, int]]:
-        """All that one micro-batch could put away: by layer, then by operation in the order of backward."""
+        """Bytes that one micro-batch could keep or swap: by layer, then by operation in the order of backward."""
         num = self.shape.num_together
         return {
             layer.name: {
@@ -96,13 +96,12 @@ def plan_step(
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
 
-    ``durability`` is the store's, where there is one already. A store that is not told how many versions of the state
-    to keep keeps one where two do not fit. With ``may_run_together`` micro-batches that move weights of their own are
-    also planned to run together, and the shape of what is returned says which of the two is better. Where the layout is
-    that of one of several ranks, configuration and shape are those of each, and one of ``ways`` to exchange weights and
-    gradients is taken, by default one that the configuration leaves open. ``routing``: by layer, how many tokens
-    were seen to go to each expert; by default all experts are taken to be alike. Raises ValueError for a model or a
-    batch that cannot be traced; what does not fit is said by the plan.
+    ``durability``: that of an existing store. With `durability: auto`, a new store keeps one version of the state if
+    two do not fit. ``may_run_together``: also plan the micro-batches to run together; the returned shape has the better
+    order. With several ranks, configuration and shape are those of each rank. ``ways``: the ways to exchange weights
+    and gradients to choose from, by default those that the configuration allows. ``routing``: by layer, how many tokens
+    went to each expert; by default all are equally likely. Raises ValueError for a model or a batch that cannot be
+    traced. A plan that does not fit has a refusal.
     """
 
     def plan(shape: StepShape, measure: Callable[[TracedModel, StepShape], HardwareProfile]) -> PlannedStep:
@@ -128,10 +127,10 @@ def plan_step(
 
 
 WORTH_RUNNING_TOGETHER = 1.05
-"""So many times longer a step must take with its micro-batches one after the other."""
+"""Micro-batches run together if one after the other takes this many times longer."""
 TURN_S = 3e-4
-"""What it takes to hand a layer on from one micro-batch to the next, which no cost model counts. Of steps that are
-shorter than that, nothing is gained."""
+"""Seconds to hand a layer on from one micro-batch to the next, which no cost model counts. Shorter steps gain nothing.
+"""
 
 
 def _better_order(in_turn: PlannedStep, together: PlannedStep) -> PlannedStep:
@@ -156,7 +155,7 @@ def _plan_shape(
     ways: Sequence[Collectives] | None,
     routing: Mapping[str, Sequence[float]],
 ) -> PlannedStep:
-    """Plan a step whose micro-batches run as ``shape`` says. See `plan_step`."""
+    """Plan a step whose micro-batches run in the order of ``shape``. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
 
     def trace(chunked_loss: ChunkedLoss | None) -> TracedModel:
@@ -220,12 +219,12 @@ def _plan_shape(
 
 
 _AS_GOOD = 1.01
-"""So many times the shortest step, or the fewest bytes written."""
+"""Plans within this factor of the shortest step, or of the fewest bytes written, count as equal."""
 
 
 def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
-    """Of those that fit and are about as fast as any, one that wears the drives least; the usual one, if it may be, or
-    if none fits."""
+    """Of the plans that fit and are about as fast as the fastest, the first that writes the fewest bytes to the drives.
+    The first of all if none fits."""
     usual, found = found[0], [planned for planned in found if planned.plan.fits]
     if not found:
         return usual
@@ -240,8 +239,9 @@ def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
 
 
 def _together(one: ModelProfile, number: int) -> ModelProfile:
-    """Of so many micro-batches that share the weights. One of them computes, while the others wait between two layers;
-    what they compute, move and leave in layers for backward is that of each. Heads leave it for one at a time."""
+    """The profile of ``number`` micro-batches that share the weights. FLOPs, moved bytes and the activations of layers
+    are those of all. One computes while the inputs of the others wait between two layers. A head keeps the activations
+    of one at a time."""
     if number == 1:
         return one
     waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)
@@ -264,7 +264,7 @@ def _together(one: ModelProfile, number: int) -> ModelProfile:
 
 
 def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:
-    """The same step, by what it was found to take and how often it clips."""
+    """The same step planned for the hardware as measured and the measured rate of clipping."""
     setup = replace(planned.setup, clip_rate=clip_rate)
     before = planned.plan
     plan = plan_offload(planned.profile, hardware, setup)
@@ -275,7 +275,7 @@ def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float
 def training_setup(
     config: OffloadConfig, layout: OffloadLayout, shape: StepShape, durability: Durability
 ) -> TrainingSetup:
-    """What the planner needs to know of a run beside its model and hardware."""
+    """The planner's input beside model and hardware."""
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     pools = layout.plan
     layers = [block for block in layout.blocks if block.size_class is SizeClass.LAYER]
@@ -334,8 +334,8 @@ def trace_blocks(
     chunked_loss: ChunkedLoss | None = None,
     found: ModelBlocks | None = None,
 ) -> TracedModel:
-    """What a forward of a causal LM does (on meta, or in memory and not yet offloaded), cut into the runtime's blocks:
-    those that were ``found`` in this model, by default its layers with all of their experts.
+    """Trace the forward of a causal LM (on meta, or in memory and not offloaded), cut into the runtime's blocks.
+    ``found``: the model's blocks, by default its layers with all their experts.
 
     Raises ValueError (DiscoveryError) for a model without layers, or with fewer positions than the sequence has tokens.
     """

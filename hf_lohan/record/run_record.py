@@ -93,7 +93,7 @@ class RunRecord:
         self._cpu_load = os.getloadavg()[0]
         self._peak.start()
         if self._plan is not None and num_steps is not None:
-            self._plan.begin(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
+            self._plan.begin_run(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
         settings = self.engine.config.to_dict()
         for ssd in settings["ssd"]:
             ssd["path"] = os.path.abspath(ssd["path"])  # the file is also read from other working directories

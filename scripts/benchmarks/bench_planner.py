@@ -64,7 +64,7 @@ def measure_shape(
     engine = offload_model(shape.model(), config, torch_device=device, default_ssd_path=folder)
     run = run_plan_of(engine)
     assert run is not None
-    run.begin(num_steps=1000)
+    run.begin_run(num_steps=1000)
     step = offloaded_step(engine, shape.batch(device), 1.0)
     try:
         for _ in range(STEPS_UNTIL_CORRECTED):

@@ -323,9 +323,9 @@ def test_estimate_prints_at_most_12_lines(model_13b: str) -> None:
     assert result.exit_code == 0, result.stderr
     assert "batch 8 x 2048 tokens" in result.stdout
     assert "fits      yes, offloaded, in " in result.stdout
-    assert "Without offloading it does not fit" in result.stdout
+    assert "It does not fit without offloading" in result.stdout
     assert "gradient_accumulation_steps=" in result.stdout and "tokens/s, " in result.stdout
-    assert "they last " in result.stdout and " x as long as if they were hidden" in result.stdout
+    assert "they last " in result.stdout and " x as long as with hidden SSDs" in result.stdout
     assert len(result.stdout.splitlines()) <= 12
 
 

@@ -48,7 +48,7 @@ def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
         "16,060,522,496",
         "from each node's RAM",
         "exact, as a change",
-        "Behind computing hide the network from ",
+        "Tokens a step on all ranks that hide a resource behind computing: ",
         "network",
     ):
         assert text in printed, text
@@ -127,7 +127,7 @@ def test_the_link_option_overrides_the_rate_of_the_hardware_file(tiny: str, tmp_
         (["--ranks", 0], "the number of ranks is 0; it must be at least 1"),
         (["--nodes", 0], "the number of nodes is 0"),
         (["--ranks", 3, "--nodes", 2], "3 ranks on 2 nodes; give equally many to each node"),
-        (["--ranks", 2, "--nodes", 2], "nothing says how fast the link between 2 nodes is; give --link 10Gbit"),
+        (["--ranks", 2, "--nodes", 2], "the rate of the link between 2 nodes is unknown; give --link 10Gbit"),
         (["--ranks", 2, "--nodes", 2, "--link", "fast"], "link = 'fast' is not allowed; write a rate such as 2.5Gbit"),
         (["--ranks", 2, "--nodes", 2, "--link", "0Gbit"], "link = '0Gbit' is not allowed"),
         (["--collectives", "lossy"], "collectives = 'lossy' is not allowed; write exact, quantized, or some of"),
@@ -151,4 +151,4 @@ def test_estimate_prints_the_bytes_that_a_node_sends(tiny: str) -> None:
     assert result.exit_code == 0, result.stderr
     assert "on each of 2 ranks in 2 nodes" in result.stdout
     assert "sends     " in result.stdout and "from each node: weights " in result.stdout
-    assert "Behind computing hide " in result.stdout
+    assert "that hide a resource behind computing: " in result.stdout

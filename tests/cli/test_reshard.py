@@ -173,8 +173,8 @@ def test_what_breaks_off_leaves_the_old_stores(run: Path) -> None:
 
 def test_what_stays_is_told_with_its_files(run: Path) -> None:
     code, said = lohan("reshard", run, "--ranks", 2)
-    assert code == 0 and "While both are there nothing goes on from last_step: delete the files manifest.json, " in said
-    assert "to go on with 2 ranks (--remove-old does), or the folders rank-*-of-2 to go on as before" in said
+    assert code == 0 and "on each ssd path, delete the files manifest.json, " in said
+    assert "to continue with 2 ranks (--remove-old does this), or the folders rank-*-of-2 to continue as before" in said
     code, said = lohan("verify", run)
     assert code == 2 and "2 ranks is complete, with step 2, and consists of the folders rank-*-of-2" in said, said
     remove_store(run / STORE)

@@ -117,7 +117,7 @@ def test_the_machine(name: str, changes: dict[str, Any], verdict: Verdict, words
         *[("file system", {"file_system": kind}, BAD, "network") for kind in ("nfs4", "cifs", "9p", "fuse.sshfs")],
         *[("file system", {"file_system": kind}, COULD_BE_BETTER, "layer") for kind in ("overlay", "aufs")],
         ("file system", {"file_system": "newfs"}, NOT_KNOWN, "newfs"),
-        ("file system", {"file_system": ""}, NOT_KNOWN, "does not tell"),
+        ("file system", {"file_system": ""}, NOT_KNOWN, "unknown"),
         ("O_DIRECT", {"is_direct": False}, BAD, "page cache"),
         ("room", {"free_bytes": GIB // 2}, BAD, "free space"),
         ("room", {"free_bytes": 12 * GIB}, COULD_BE_BETTER, "537 million parameters"),

@@ -149,7 +149,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     [
         ("cpu_memory: " + "9" * 5000, r"cpu_memory: '9{40}'\.\.\. is not a size"),
         (f"cpu_memory: {'9' * 5000}GiB", r"cpu_memory: '9{40}'\.\.\. is not a size"),
-        ("cpu_memory: 99999999999999999999GiB", "cpu_memory: a number of 97 bits is more than there is of any memory"),
+        ("cpu_memory: 99999999999999999999GiB", "cpu_memory: a number of 97 bits is more than any memory has"),
         ("io_threads: " + "9" * 5000, r"io_threads: '9{40}'\.\.\. is not allowed; give a whole number"),
         ("cpu_threads: 5000", "cpu_threads: 5000 is too many; give at most 1024"),
         ("cpu_threads: 1000000000000000000000000000000", "cpu_threads: a number of 100 bits is too many"),

@@ -173,7 +173,7 @@ def train_rank(links: Links, case: RankCase, folder: Path, hardware: HardwarePro
     drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
     run = RunPlan(model, layout, config, device, tiers.store.durability, links)
     run._measured = lambda _traced, _shape: hardware  # type: ignore[method-assign]
-    engine = OffloadEngine(model, layout, tiers, config, EngineEvents(plan=run.make))
+    engine = OffloadEngine(model, layout, tiers, config, EngineEvents(plan=run.plan_batches))
     enable_recompute(model, engine)
     try:
         batch = tiny_batch(seed=links.ranks.rank, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)

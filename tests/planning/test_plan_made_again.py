@@ -22,7 +22,7 @@ from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, S
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHAPE = StepShape(batch_size=32, sequence_length=1024)
 BUDGETS = {"gpu_memory": "400MB", "cpu_memory": "600MB", "commit_every": 1}
-BACK = "back to that"
+BACK = "back to the first"
 
 
 class FakeMachine:
@@ -90,7 +90,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(measured_rates, "time", SimpleNamespace(perf_counter=machine.perf_counter))
         device: Any = machine
         run = RunPlan(model, layout, config, device, "step")
-        assert run.make(SHAPE) is not None
+        assert run.plan_batches(SHAPE) is not None
         return run
 
     return make

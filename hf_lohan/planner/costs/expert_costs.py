@@ -1,4 +1,4 @@
-"""What experts that stream one by one ask of drives, link and RAM beside the rest of the model."""
+"""Costs of streamed experts for drives, link and RAM, beside the rest of the model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hf_lohan.planner.offload_plan import ExpertPrediction, TrainingSetup
 from hf_lohan.planner.pool_plan import MIN_SLOTS_TO_LEND, SizeClass
 
 ROUTER_SYNC_S = 50e-6
-"""Until the host knows what a router on the device has chosen."""
+"""Seconds until the host knows the choice of a router on the device."""
 MOST_STEPS_BEHIND = 5
-"""Missed steps take a core 0.75 ns each and parameter. So many of them take about as long as a drive of 3 GB/s takes to
-read the 12 bytes of the parameter, which whoever needs the expert waits for anyway."""
+"""A missed step takes a core 0.75 ns for each parameter. This many take about as long as a drive of 3 GB/s takes to
+read the 12 bytes of the parameter, which a load of the expert waits for anyway."""
 LAZY_FROM_SHARE = 0.2
-"""Of the experts, that steps leave out: with fewer, moments that are read with weights in a forward cost as much as is
-saved."""
+"""The least share of experts without tokens. With fewer, reading moments with weights in a forward costs as much as it
+saves."""
 
 
 class ExpertCosts:
-    """Of one rank. Bytes are expected values: which experts tokens go to is known only when they do."""
+    """The costs of one rank. Bytes are expected values, because routing is not known in advance."""
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
         self._model = model
@@ -31,37 +31,37 @@ class ExpertCosts:
         slot_bytes = _slot_bytes(setup)
         self._slot_bytes = slot_bytes
         self.forward_bytes = math.fsum(experts.hit_bytes for experts in layers)
-        """Of weights that a forward of one micro-batch needs."""
+        """Weights that a forward of one micro-batch needs."""
         self.backward_bytes = max(0.0, self.forward_bytes - slot_bytes)
-        """That its backward needs and that the slots hold no more."""
+        """Weights that its backward needs and no slot holds."""
         share = self.forward_bytes / all_bytes if all_bytes else 0.0
-        # A later micro-batch begins with the experts that the backward before it ended with, where it hits them, too.
+        # A later micro-batch reuses the experts of the end of the backward before it, if it needs them.
         later = 1 - 1 / setup.num_micro_batches
         self.forward_bytes -= later * share * min(slot_bytes, self.forward_bytes)
         self.from_ssd = 1 - resident_bytes / all_bytes if all_bytes else 0.0
-        """The share that RAM has no copy of."""
+        """The share of weights without a copy in RAM."""
         self.resident_bytes = resident_bytes
         hit_params = math.fsum(experts.hits() * experts.num_trainable_params for experts in layers)
         self.gradient_bytes = hit_params * model.param_itemsize
-        """Of what is hit: where no token went, an update of zeros needs none."""
+        """Gradients of experts with tokens. Others are updated with zeros."""
         self.lent_bytes = self.gradient_bytes if _lends(setup) else 0.0
-        """Of weights that an update in backward has from the slots."""
+        """Weights that an update in backward gets from slots."""
         self.wait_s = math.fsum(_wait_s(experts.param_bytes, hardware, self.from_ssd) for experts in layers)
-        """In a forward, for routers and for the first expert of each layer: nothing computes meanwhile."""
+        """Seconds of a forward without computing: waits for routers and for the first expert of each layer."""
         self.updates_left_out = 0.0
         """Parameters of experts whose updates wait for a later step."""
         self.catch_up_bytes = 0.0
-        """Of states that a forward reads with weights that are behind."""
+        """States that a forward reads with weights that missed steps."""
         if setup.lazy_experts is True or (setup.lazy_experts and self._left_out_share(setup) >= LAZY_FROM_SHARE):
             self._count_lazy_updates(model, setup)
 
     def reload_bytes(self, layer: BlockProfile) -> float:
-        """What a backward of the layer loads more if it has to make the experts' output again: between that and the
-        experts' own backward slots keep those that were used last."""
+        """Bytes that a layer's backward loads again to recompute the experts' output. Slots keep the last experts until
+        the experts' own backward."""
         return max(0.0, layer.experts.hit_bytes - self._slot_bytes) if layer.experts is not None else 0.0
 
     def predict(self, reloaded_bytes: float) -> ExpertPrediction | None:
-        """What there is to say of a step that loads so many bytes once more in each backward."""
+        """The prediction for a step whose backwards load this many bytes again."""
         model = self._model
         if not (layers := model.experts):
             return None
@@ -82,7 +82,7 @@ class ExpertCosts:
         )
 
     def _left_out_share(self, setup: TrainingSetup) -> float:
-        """Of all experts, by a step."""
+        """The share of all experts that a step leaves out."""
         layers = [experts for experts in self._model.experts if experts.num_tokens]
         hits = math.fsum(experts.hits(setup.num_micro_batches) for experts in layers)
         return 1 - hits / sum(experts.num_experts for experts in layers) if layers else 0.0
@@ -98,8 +98,8 @@ class ExpertCosts:
 
 
 def left_out_share(miss_chance: float) -> float:
-    """Of the steps of an expert that each step misses with such a chance, those that it takes later: all that it
-    misses, but for one behind so many in a row that it may be no further behind."""
+    """The share of steps that an expert takes later, if each step misses it with this chance. It takes a step at once
+    when it has tokens, or when it would be too many steps behind."""
     if miss_chance >= 1:
         return 1 - 1 / (MOST_STEPS_BEHIND + 1)
     in_a_row = miss_chance**MOST_STEPS_BEHIND
@@ -112,7 +112,7 @@ def _lends(setup: TrainingSetup) -> bool:
 
 
 def _slot_bytes(setup: TrainingSetup) -> int:
-    """Of all slots for experts."""
+    """Bytes of all slots for experts."""
     if setup.pools is None:
         return 0
     return setup.pools.num_slots.get(SizeClass.EXPERT, 0) * setup.pools.slot_bytes.get(SizeClass.EXPERT, 0)

@@ -1,8 +1,8 @@
-"""What a step of several ranks costs: `StepCosts` for one of them, with what it shares with others.
+"""Costs of a step of several ranks: `StepCosts` for one rank, with the resources that it shares with others.
 
-All ranks do the same at once. A rank has a device and a link to it. With the others of its node it shares drives, CPU
-and RAM, through which all pass each other weights and gradients, and the network to other nodes. Of Y nodes each owns
-a Y-th of the records: its ranks read, update and write that. Every device is brought all weights.
+All ranks do the same at the same time. Each has a device and a link to it. The ranks of a node share drives, CPU, RAM,
+through which they pass weights and gradients, and the network to other nodes. Each of Y nodes owns a Y-th of the
+records: its ranks read, update and write them. All weights go to every device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import ClipMode, RankPrediction, TrainingSetup
 
 SOCKET_PASSES = 6
-"""How often a byte that is sent and one that is received pass RAM: each is copied by the kernel (read and written), and
-read or written by the network card."""
+"""RAM accesses for a byte that is sent and one that is received: the kernel copies each (reads and writes), and the
+network card reads or writes it."""
 
 
 def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> StepCosts:
-    """Of one rank or several."""
+    """The cost model for one rank, or for one of several."""
     kind = RankStepCosts if setup.cluster.num_ranks > 1 else StepCosts
     return kind(model, hardware, setup)
 
@@ -38,9 +38,9 @@ class RankStepCosts(StepCosts):
         num_nodes, num_local = cluster.num_nodes, cluster.num_local
         in_ram_bytes = sum(record.update_read_bytes for record in setup.resident_records)
         unwritten_bytes = int(in_ram_bytes * (1 - setup.committed_fraction))
-        # Of a node: its part of the records, and what all of its ranks have in RAM.
+        # Of a node: its part of the records, and the copies in RAM of all its ranks.
         self._update_write_bytes += unwritten_bytes
-        # Parts are not all equal, so what all have is at most all that there is.
+        # Parts are not all equal, so the sum is limited to the whole.
         self._update_write_bytes = max(0, self._update_write_bytes / num_nodes - num_local * unwritten_bytes)
         self._update_read_bytes /= num_nodes
         self._updated_bytes /= num_nodes
@@ -73,7 +73,7 @@ class RankStepCosts(StepCosts):
     def _forward_read_bytes(self) -> float:
         ways = self._cluster.collectives
         own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
-        # A change is applied to the weights of the step before, those of other nodes in the copy.
+        # A change is applied to the weights of the step before. Those of other nodes are in the copy.
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:
@@ -100,7 +100,7 @@ class RankStepCosts(StepCosts):
 
     def _backward(self, choice: Choice) -> ResourceUse:
         load = super()._backward(choice)
-        # What each rank has put into RAM is read, and its sum written; then all nodes' sums of the node's own part.
+        # Every rank's gradients are read and their sum written; then all nodes' sums of the node's own part are read.
         num_nodes = self._cluster.num_nodes
         sums = num_nodes + (num_nodes + 1 if num_nodes > 1 else 0)
         sum_bytes = SUM_BYTES * self._num_updated_params * sums
@@ -114,12 +114,12 @@ class RankStepCosts(StepCosts):
 
     def _update(self, choice: Choice) -> ResourceUse:
         load = super()._update(choice)
-        # The optimizer reads what the drives brought or RAM has, and gradients; it writes all but the gradients.
+        # The optimizer reads states and gradients, and writes the states.
         worked_bytes = self._update_read_bytes + self._update_write_bytes + SUM_BYTES * self._num_updated_params
         return self._passing_ram(replace(load, host_bytes=load.host_bytes + worked_bytes))
 
     def _lent(self) -> ResourceUse:
-        """Each rank lends its own part."""
+        """Each rank's update borrows the rank's own part."""
         load = super()._lent()
         lent_bytes = min(self._setup.lent_bytes / self._cluster.num_nodes, self._own_param_bytes)
         lent_bytes = max(0.0, lent_bytes - self._resident_param_bytes)
@@ -127,7 +127,7 @@ class RankStepCosts(StepCosts):
         return self._passing_ram(replace(load, **moved))
 
     def _passing_ram(self, load: ResourceUse) -> ResourceUse:
-        """With what drives, links and network read and write of RAM."""
+        """The load with the RAM accesses of drives, links and network."""
         drives = load.ssd_read_bytes + load.ssd_write_bytes
         links = self._num_local * (load.h2d_bytes + load.d2h_bytes)
         return replace(load, host_bytes=load.host_bytes + drives + links + SOCKET_PASSES * load.net_bytes)
@@ -140,7 +140,7 @@ class RankStepCosts(StepCosts):
         )
 
     def _hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> dict[str, float | None]:
-        """T* of each resource, as `_ssd_hides_from` has it of the drives."""
+        """T* of each resource (see `_ssd_hides_from`)."""
         costs = self._with(num_micro_batches=1)
         nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
 
@@ -150,9 +150,9 @@ class RankStepCosts(StepCosts):
 
         fixed_s, whole_s = of_a_step(nothing), of_a_step(choice)
         tokens_at_once = num_tokens / self._setup.num_micro_batches
-        found: dict[str, float | None] = {}
+        hides: dict[str, float | None] = {}
         for name, seconds in fixed_s.items():
             if name != "compute":
                 spare_s = whole_s["compute"] - (whole_s[name] - seconds)
-                found[name] = seconds * tokens_at_once / spare_s if spare_s > 0 else None
-        return found
+                hides[name] = seconds * tokens_at_once / spare_s if spare_s > 0 else None
+        return hides

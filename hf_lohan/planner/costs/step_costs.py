@@ -1,15 +1,14 @@
-"""How long a step takes: LoHan's equations for T_f and T_b, and what they leave out. Works on numbers and on arrays of
-candidates alike.
+"""The time of a step: LoHan's equations for T_f and T_b, with additions. Works on numbers and on arrays of candidates.
 
     T_f = max( FLOP_f/THP_G , A/BW_G , 2P/BW_G , 2P/BW_S2M + aA/BW_M2S )
     T_b = max( (2 FLOP_f + FLOP_r)/THP_G , 2P/BW_G , (2P + A)/BW_G , (14P + aA)/BW_S2M + 14P/BW_M2S )
 
-Beyond the paper: the CPU's time for the optimizer, links that are no full duplex, records that stay in RAM, updates
-that wait for the norm and run under the next forward, several micro-batches a step, a device that is the CPU, and what
-does not overlap: the first block must arrive before it computes, and the last one's traffic ends after it.
+Beyond the paper: the CPU's time for the optimizer, links without full duplex, records in RAM, deferred updates during
+the next forward, several micro-batches a step, the CPU as the device, and work that does not overlap: the first block
+arrives before it computes, and the last block's traffic ends after it.
 
-`StepCosts.predict` says of one choice what each resource does, and what the step waits for. `rank_costs` has the costs
-of several ranks.
+`StepCosts.predict` predicts the work of each resource for one choice, and the bottleneck. `rank_costs` has the costs of
+several ranks.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ from hf_lohan.planner.offload_plan import ClipMode, Lanes, RankPrediction, StepP
 from hf_lohan.planner.record_traffic import PARAM
 
 Values: TypeAlias = npt.NDArray[np.float64]
-"""One number, or one for each candidate; they broadcast."""
+"""One number, or one for each candidate. They broadcast."""
 
 SHARED_CORES_EFFICIENCY = 0.87
-"""Of cores that compute and do all else: where another thread takes a core for a while, those that compute on the other
-cores wait for the one that did there. Measured on two cores: busy for 6.1 of 7.0 core-seconds."""
+"""Efficiency of cores that compute and do everything else: if another thread takes a core, the computing threads on the
+other cores wait. Measured on two cores: busy for 6.1 of 7.0 core-seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What candidates differ in, as far as it costs time."""
+    """The differences between candidates that cost time."""
 
     swapped_bytes: Values
-    """A: of activations, out of the device and back in each micro-batch."""
+    """A: activations that leave the device and come back, in each micro-batch."""
     spilled_bytes: Values
-    """aA: the part of it that goes on to the SSD."""
+    """aA: the part of A that goes to the SSD."""
     recompute_s: Values
-    """Of the operations that backward makes again (FLOP_r/THP_G)."""
+    """Seconds of recomputation in backward (FLOP_r/THP_G)."""
     spilled_gradient_bytes: Values
-    """Of the last backward."""
+    """Spilled gradients of the last backward."""
     reloaded_bytes: Values
-    """Of experts that backward loads once more, for their output."""
+    """Experts that backward loads again to recompute their output."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """What one forward or backward asks of each resource. Of several ranks: of one's device, and of its node's drives,
-    CPU, RAM and network."""
+    """The work of each resource in one forward or backward. With several ranks: one rank's device, and its node's
+    drives, CPU, RAM and network."""
 
     compute_s: Values
     h2d_bytes: Values
@@ -65,7 +64,7 @@ class ResourceUse:
     net_bytes: Values
     host_bytes: Values
     wait_s: Values
-    """In which nothing of all this can be done."""
+    """Seconds in which none of this work can be done."""
 
     def __add__(self, other: ResourceUse) -> ResourceUse:
         return ResourceUse(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
@@ -79,7 +78,7 @@ _SSD_AMOUNTS = ("ssd_read_bytes", "ssd_write_bytes")
 
 
 def _load(**amounts: float | Values) -> ResourceUse:
-    """Of what is not named, nothing."""
+    """Amounts that are not named are 0."""
     return ResourceUse(*(np.atleast_1d(np.asarray(amounts.get(name, 0.0), dtype=np.float64)) for name in _AMOUNTS))
 
 
@@ -93,8 +92,8 @@ class StepPhase:
 
 
 def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
-    """Of the drives, for bytes or arrays of them. Reading and writing share a drive's time (simplex), unless the mix of
-    both was measured."""
+    """Seconds of the drives, for bytes or arrays of bytes. Reads and writes share a drive's time (simplex), unless
+    their mix was measured."""
     read_s = read_bytes / hardware.ssd_read_bytes_per_s
     write_s = write_bytes / hardware.ssd_write_bytes_per_s
     if not hardware.ssd_mixed_bytes_per_s:
@@ -107,7 +106,7 @@ def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
 
 
 def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
-    """To run one product or attention once."""
+    """Seconds to run one product or attention once."""
     if operation.forward_s is not None:
         return operation.forward_s
     return operation.flops / hardware.device.flops_per_s

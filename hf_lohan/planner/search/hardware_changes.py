@@ -1,4 +1,4 @@
-"""What other hardware would change, and how long the drives last."""
+"""The effect of other hardware on a plan, and the life of the drives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ONE_MORE_SSD, TWICE_THE_RAM = "one more SSD like the first", "twice the RAM"
 
 @dataclass(frozen=True, slots=True)
 class HardwareChange:
-    """One thing that could be bought, and the best plan with it."""
+    """One change of the hardware, and the best plan with it."""
 
     description: str
     plan: OffloadPlan
     saved_s: float
-    """Of each step; 0 where the present machine cannot run it at all."""
+    """Speedup of a step; 0 if the present machine cannot run it."""
 
     @property
     def step_s(self) -> float:
@@ -33,7 +33,7 @@ class HardwareChange:
 
 
 def what_hardware_buys(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> list[HardwareChange]:
-    """What one more drive, twice the RAM, and so on would make of the step; those first that save most."""
+    """Plans with one more drive, twice the RAM and so on, the fastest first."""
     now = plan_offload(model, hardware, setup)
     changes: list[HardwareChange] = []
     for description, better, better_setup in _improvements(hardware, setup):
@@ -81,7 +81,7 @@ def one_more_ssd(hardware: HardwareProfile) -> HardwareProfile:
     """The machine with another drive like its first."""
 
     def grown(rate: float) -> float:
-        """What was measured for all drives at once is taken to grow with their number."""
+        """Rates of all drives at once are assumed to grow with their number."""
         return rate * (1 + 1 / len(hardware.ssd))
 
     together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
@@ -94,7 +94,7 @@ def _doubled(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DriveLife:
-    """How long the drive that wears out first lasts, if training never stops."""
+    """The life of the drive that wears out first, if training never stops."""
 
     steps: float
     tokens: float
@@ -102,7 +102,7 @@ class DriveLife:
 
 
 def drive_life(hardware: HardwareProfile, prediction: StepPrediction) -> DriveLife | None:
-    """None if no drive says what it endures, or nothing is written. A store is striped in proportion to capacity."""
+    """None if no drive has a known endurance, or nothing is written. A store is striped in proportion to capacity."""
     written_bytes = prediction.ssd_write_bytes_per_step
     capacity_bytes = hardware.ssd_capacity_bytes
     steps = [

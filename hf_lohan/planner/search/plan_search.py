@@ -1,4 +1,4 @@
-"""Algorithm 1: of all ways to keep, swap and recompute activations and to clip, the fastest."""
+"""Algorithm 1: the search for the fastest way to keep, swap and recompute activations, and to clip."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from hf_lohan.planner.search.activation_choices import ActivationChoices, Candid
 from hf_lohan.planner.search.candidate_memory import FullestMoment, held_beside, put_away_through
 
 COMMIT_FRACTION = 0.02
-"""Commits may make steps so much longer, on average, than none would."""
+"""Commits may make steps longer by this share, on average."""
 LITTLE_S = 0.25
-"""Steps that are longer by less, because each is committed, are not worth losing some."""
+"""Every step is committed if that makes it longer by less than this."""
 EQUALLY_FAST = 1 + 1e-9
-"""Of plans within this factor of the fastest, the one that keeps the resources least busy is taken."""
+"""Of plans within this factor of the fastest, the one with the least busy resources is chosen."""
 
 
 def plan_offload(
@@ -92,7 +92,7 @@ def sweep_swapped_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The best of some candidates."""
+    """The best candidate of a set."""
 
     step_s: float
     busy_s: float
@@ -102,7 +102,7 @@ class _Found:
 
 
 class _Search:
-    """Tries all candidates of one planning problem: arithmetic on arrays, thousands at once."""
+    """Compares all candidates of one plan, thousands at once on arrays."""
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
         self._model = model
@@ -141,7 +141,7 @@ class _Search:
         return self._assemble(best, refusal)
 
     def _best_of(self, ways: list[tuple[Candidates, Values]], *, ignores_drives: bool) -> _Found:
-        """Of all ``ways``, each with what it has on the device beside slots and what is kept."""
+        """The best of all ``ways``. Each has its working memory on the device."""
         found = [
             self._best(candidates, working, choice, clip, ignores_drives=ignores_drives)
             for candidates, working, choice in [(way[0], way[1], self._choice(way[0])) for way in ways]
@@ -154,12 +154,12 @@ class _Search:
         )
 
     def _working(self, candidates: Candidates) -> Values:
-        """[num_candidates] bytes that a step has on the device beside slots and what is kept."""
+        """[num_candidates] bytes on the device beside slots and kept activations."""
         return self._fullest.beside_kept(candidates, keeps_all=self._setup.activations == "keep")
 
     def _wear_factor(self, clip: ClipMode) -> float:
-        """A step's time is multiplied by this when plans are compared. A wrong guess is written twice, so guessing must
-        save as large a part of the time as it adds to the wear of the drives."""
+        """Plans are compared by step time multiplied by this. A wrong guess writes twice, so speculation must save as
+        large a share of the time as it adds to the wear of the drives."""
         return 1 + self._setup.clip_rate if clip == "speculate" else 1.0
 
     def _kept(self) -> list[KeptActivations]:
@@ -178,8 +178,8 @@ class _Search:
                 return self._kept_in_room()
 
     def _kept_in_room(self) -> list[KeptActivations]:
-        """As much as leaves room for what a step holds beside it. That may include a layer's own outputs or not, and
-        what is swapped of another layer or not: there is a choice for each case."""
+        """Kept activations that leave room for a step's working memory. It may include a layer's own outputs, or
+        swapped outputs of another layer: there is a choice for each case."""
         model, layers = self._model, self._model.layers
         allowed_bytes = max(0, self._setup.gpu_memory_bytes - self._setup.gpu_fixed_bytes)
         most = self._room_to_hold - outer_working_bytes(model)
@@ -307,8 +307,8 @@ class _Search:
         return allocator_bytes(self._hardware, self._setup, kept.num_bytes + working_bytes)
 
     def _place(self, candidates: Candidates, cpu_bytes: float) -> ActivationPlacements:
-        """One candidate, spelled out. What is swapped goes to RAM from the last layer back, as long as whole outputs
-        fit `cpu_bytes`; the rest, needed latest, to the SSDs."""
+        """The placements of one candidate. Swapped outputs go to RAM from the last layer back, as long as they fit
+        `cpu_bytes`. The rest, which backward needs last, goes to the SSDs."""
         layers = self._activations.layers
         kept = candidates.kept
         inputs = [Placement.CPU] * len(layers)
@@ -343,7 +343,7 @@ _DECIDED = ("num_tokens", "model_flops", "case", "kept_bytes", "recomputed_flops
 
 
 def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan) -> StepPrediction:
-    """The prediction for ``plan`` as it is."""
+    """The prediction for ``plan`` without a new search."""
     before = plan.prediction
     recomputed = [
         (layer, operation)
@@ -367,18 +367,18 @@ def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetu
 
 
 def scaled_to(prediction: StepPrediction, step_s: float) -> StepPrediction:
-    """The prediction with its step as long as it was found to be."""
+    """The prediction with its step time scaled to ``step_s``."""
     factor = step_s / prediction.step_s
     return replace(prediction, forward_s=factor * prediction.forward_s, backward_s=factor * prediction.backward_s)
 
 
 WORTH_ANOTHER_WAY = 0.99
-"""Of the step of a way that rounds less, or needs no copy."""
+"""A way that rounds more or needs a copy must be faster by this factor."""
 
 
 def fastest_way(plans: Sequence[OffloadPlan]) -> tuple[int, tuple[TriedWay, ...]]:
-    """The index of the best of ``plans``, one for each way to exchange weights and gradients, and all of the ways if
-    there are several. An earlier way is kept unless a later one is clearly faster; if none fits, the first."""
+    """The index of the best of ``plans``, one for each way to exchange weights and gradients, and all ways if there are
+    several. An earlier way is better unless a later one is clearly faster. If none fits, the first is chosen."""
     best = 0
     for index, plan in enumerate(plans):
         is_faster = plan.prediction.step_s < WORTH_ANOTHER_WAY * plans[best].prediction.step_s
