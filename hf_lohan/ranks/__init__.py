@@ -1,9 +1,9 @@
-"""Several ranks that train one model together: messages between them, and what follows from a rank that fails.
+"""Several ranks that train one model together: messages, collectives, and the consequences of a rank that fails.
 
 One process is one rank. Each pair of ranks has a connection for each channel (`Links`), made once (`connect`). Ranks of
-one box share memory (`SharedRegion`), so that their messages only say where bytes lie. No collective of a process group
-is used: what is waited for, from whom and how long is known here, and an error names the rank. For slow links there are
-codecs (`BlockCodec`, and without loss `StepDelta`).
+one node share memory (`SharedRegion`), so their messages only give offsets. No process group's collectives are used:
+every wait knows for which rank it waits and how long, so that errors name the rank. For slow links between nodes there
+are codecs (`BlockCodec`, and `StepDelta` without loss).
 """
 
 from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError

@@ -240,8 +240,8 @@ def test_gradients_that_do_not_fit_together_are_told() -> None:
     outcomes = rank_outcomes(2, run)
     errors = [outcome.error for outcome in outcomes if isinstance(outcome.error, RanksDisagreeError)]
     assert len(errors) == 1
-    assert "of chunk 7 rank 0 has 100 elements of torch.float32, and rank 1 101" in str(errors[0]) or (
-        "of chunk 7 rank 1 has 101 elements of torch.float32, and rank 0 100" in str(errors[0])
+    assert "rank 0 has 100 elements of torch.float32 in chunk 7, and rank 1 has 101" in str(errors[0]) or (
+        "rank 1 has 101 elements of torch.float32 in chunk 7, and rank 0 has 100" in str(errors[0])
     )
 
 
@@ -252,4 +252,4 @@ def test_a_gradient_that_the_owner_cannot_read_is_refused() -> None:
         exchange.wait_until_complete(exchange.end_backward())
 
     outcomes = rank_outcomes(2, run)
-    assert "chunk 7 does not lie in the memory that the ranks of this box share" in str(outcomes[1].error)
+    assert "chunk 7 does not lie in the memory that the ranks of this node share" in str(outcomes[1].error)

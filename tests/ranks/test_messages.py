@@ -57,7 +57,7 @@ def test_a_payload_is_read_in_parts_and_not_beyond_its_end() -> None:
     first = torch.zeros(4, dtype=torch.uint8)
     reader.read_into(first)
     assert first.tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="7 bytes of a payload are wanted, of which 6 are left"):
+    with pytest.raises(ValueError, match="cannot read 7 bytes of a payload that has 6 left"):
         reader.read_into(torch.zeros(7, dtype=torch.uint8))
     assert reader.bytes() == bytes(range(4, 10))
     reader.skip_rest()

@@ -84,10 +84,10 @@ def test_the_sum_may_take_the_place_of_a_part_at_its_end(which: int, numel: int)
 
 def test_a_part_that_would_be_overwritten_too_early_is_refused() -> None:
     out = torch.zeros(100)
-    with pytest.raises(ValueError, match="lies 0 bytes behind the beginning"):
+    with pytest.raises(ValueError, match="begins 0 bytes after the memory for the sum"):
         sum_in_rank_order_(out, [out.view(torch.bfloat16)[:100]], 1)
     memory = torch.zeros(101)
-    with pytest.raises(ValueError, match="lies -4 bytes behind the beginning"):
+    with pytest.raises(ValueError, match="begins -4 bytes after the memory"):
         sum_in_rank_order_(memory[1:], [memory[:100]], 1)
 
 

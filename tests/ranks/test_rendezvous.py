@@ -90,9 +90,9 @@ def test_a_stranger_is_sent_away_and_keeps_nobody_out(
 
 def test_a_rank_that_never_comes_is_named() -> None:
     store = dist.HashStore()
-    with pytest.raises(RankTimeoutError, match=r"rank 1 did not come within 0.3 s: rank 0 waited for its connection"):
+    with pytest.raises(RankTimeoutError, match=r"rank 1 did not connect within 0.3 s: rank 0 waited for its"):
         connect(Ranks(0, 2, 0, 2), store, 0.3)
-    with pytest.raises(RankTimeoutError, match=r"rank 0 did not come within 0.3 s: rank 1 waited for the secret"):
+    with pytest.raises(RankTimeoutError, match=r"rank 0 did not connect within 0.3 s: rank 1 waited for the secret"):
         connect(Ranks(1, 2, 1, 2), dist.HashStore(), 0.3)
 
 

@@ -38,7 +38,7 @@ def test_where_a_tensor_lies_in_it() -> None:
 def test_more_than_there_is_is_refused_on_all_ranks() -> None:
     outcomes = rank_outcomes(3, lambda links: SharedRegion.create(links, 1 << 50, "weights"))
     for outcome in outcomes:
-        assert "3 ranks of a box share 1 PiB of memory for weights" in str(outcome.error)
+        assert "3 ranks of a node share 1 PiB of memory for weights" in str(outcome.error)
         assert "lower cpu_memory" in str(outcome.error)
 
 

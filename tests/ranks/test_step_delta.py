@@ -143,7 +143,7 @@ def test_the_message_may_lie_at_any_byte() -> None:
 def test_a_damaged_message_is_refused(damage: object, sentence: str) -> None:
     old, new = a_step(1000)
     before = old.clone()
-    with pytest.raises(ValueError, match=f"changes to 1000 weights .*{sentence}.*: it is damaged, or of other weights"):
+    with pytest.raises(ValueError, match=f"changes to 1000 weights .*{sentence}.*: it is damaged or belongs"):
         StepDelta().apply_(old, damage(message_of(old, new)))  # type: ignore[operator]
     assert torch.equal(old, before)
 
@@ -152,11 +152,15 @@ def test_what_cannot_be_coded_is_refused() -> None:
     delta, weights, out = StepDelta(), torch.zeros(10).bfloat16(), torch.zeros(99, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"not for torch\.float32 \[10\] on cpu; send other weights as they are"):
         delta.encode(weights.float(), weights.float(), out)
-    with pytest.raises(ValueError, match=r"before a step are torch\.bfloat16 \[10\], after it torch\.bfloat16 \[9\]"):
+    with pytest.raises(
+        ValueError, match=r"weights are torch\.bfloat16 \[10\] before the step, torch\.bfloat16 \[9\] after it"
+    ):
         delta.encode(weights, weights[:9], out)
-    with pytest.raises(ValueError, match=r"31 bytes for a message of 10 weights; give it max_bytes\(10\), 32"):
+    with pytest.raises(
+        ValueError, match=r"31 bytes are too few for the changes of 10 weights; allocate max_bytes\(10\), 32"
+    ):
         delta.encode(weights, weights, out[:31])
-    with pytest.raises(ValueError, match=r"a message is torch\.uint8 .* not torch\.int8 \[99\]"):
+    with pytest.raises(ValueError, match=r"a payload is contiguous torch\.uint8 .* not torch\.int8 \[99\]"):
         delta.apply_(weights, out.view(torch.int8))
-    with pytest.raises(ValueError, match="in one piece"):
+    with pytest.raises(ValueError, match="contiguous"):
         delta.encode(weights[::2], weights[::2], out)

@@ -1,14 +1,12 @@
-"""Numbers in 8 or 4 bits, block by block, for what ranks send each other over a slow link. It is lossy, so never a
-default.
+"""Quantizes values to 8 or 4 bits in blocks, for slow links between nodes. It is lossy, so it is never a default.
 
-A block is ``block_numel`` neighbours that share a scale. The scale is absmax / 127 (8 bits) or absmax / 7 (4 bits),
-rounded to the type that scales have. A code is value / scale, rounded half to even; the largest value of either sign
-comes back. A block of zeros has scale 1. A block with a number that is not finite has scale NaN, and all of it comes
-back as NaN: the step is skipped then, where zeros would pass for gradients.
+A block is ``block_numel`` neighbouring values that share a scale. The scale is absmax / 127 (8 bits) or absmax / 7
+(4 bits), rounded to the scales' type. A code is value / scale, rounded half to even. A block of zeros has scale 1. A
+block with a value that is not finite has scale NaN and decodes to NaN, so that the step is skipped.
 
-Codes are int8. Of 4 bits, the first half of a block shares bytes with the second one: 16 * second + first + 8. (Halves,
-not neighbours, are whole vectors.) A last block that is not full is filled up with zeros. A *message* is the codes of
-all blocks, then their scales, in one buffer.
+Codes are int8. With 4 bits, a byte holds a code of each half of the block: 16 * second + first + 8. (Halves are
+contiguous vectors; pairs of neighbours are not.) The last block is padded with zeros. A *payload* is the codes of all
+blocks, then their scales, in one buffer.
 """
 
 from __future__ import annotations
@@ -19,24 +17,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.planner.collectives import GRADIENT_FORMATS, WEIGHT_FORMAT, CodecFormat
 from hf_lohan.ranks.collectives.block_operators import check_format, codes_numel, num_blocks_of
 
 
 @dataclass(frozen=True, slots=True)
 class CodingError:
-    """What a codec does to some values."""
+    """The error of a codec on some values."""
 
     relative_rms: float
-    """Root mean square of what the values are off, over that of the values."""
+    """Root mean square of the errors, divided by that of the values."""
     flushed_fraction: float
-    """Of the values that are not zero, those that come back as zero."""
+    """Fraction of nonzero values that decode to zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Values [numel] of float32, bfloat16 or float16 to a message, uint8 [message_bytes], and back.
+    """Encodes values [numel] of float32, bfloat16 or float16 to a payload, uint8 [message_bytes], and decodes them.
 
-    Values are left as they are, and never share memory with what is written. A message begins where a scale could.
+    Inputs are not changed and must not share memory with outputs. A payload is aligned as its scales are.
     """
 
     num_bits: int = 8
@@ -47,29 +46,29 @@ class BlockCodec:
         check_format(self.num_bits, self.block_numel, self.scale_dtype)
 
     def message_bytes(self, numel: int) -> int:
-        """What so many values become."""
+        """Bytes of the payload of ``numel`` values."""
         scales_bytes = num_blocks_of(numel, self.block_numel) * self.scale_dtype.itemsize
         return codes_numel(numel, self.num_bits, self.block_numel) + scales_bytes
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write the message of ``values`` to ``out``."""
+        """Write the payload of ``values`` to ``out``."""
         codes, scales = self._parts(out, values.numel())
         values = values.detach()
         torch.ops.lohan.quantize_blocks.out(values, self.num_bits, self.block_numel, codes=codes, scales=scales)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """Write to ``out`` what a message brings. Its size says how many values that is."""
+        """Write the values of a payload to ``out``, whose size is the number of values."""
         codes, scales = self._parts(message, out.numel())
         torch.ops.lohan.dequantize_blocks.out(codes, scales, self.num_bits, self.block_numel, values=out.detach())
 
     def decode_sum_(self, messages: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
-        """Write to ``out``, float32, the sum of what messages bring: in their order, each times ``scale`` before it is
-        added."""
+        """Write to ``out``, float32, the sum of the values of all payloads, in their order. Each is multiplied by
+        ``scale`` before it is added."""
         codes, scales = self._parts_of_all(messages, out.numel())
         torch.ops.lohan.dequantize_sum.out(codes, scales, self.num_bits, self.block_numel, scale, values=out.detach())
 
     def decode_sum_encode(self, messages: Sequence[Tensor], out: Tensor, numel: int, scale: float = 1.0) -> None:
-        """Write to ``out`` the message of such a sum of ``numel`` values: in one pass, with no float32 sum outside."""
+        """Write to ``out`` the payload of that sum of ``numel`` values, without a float32 sum in memory."""
         codes, scales = self._parts_of_all(messages, numel)
         out_codes, out_scales = self._parts(out, numel)
         torch.ops.lohan.dequantize_sum_quantize.out(
@@ -77,17 +76,16 @@ class BlockCodec:
         )
 
     def measured_error(self, values: Tensor) -> CodingError:
-        """What becomes of these values."""
         message = torch.empty(self.message_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-        found = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
+        decoded = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
         self.encode(values, message)
-        self.decode(message, found)
+        self.decode(message, decoded)
         exact = values.detach().double()
         num_values = int(exact.count_nonzero())
         if num_values == 0:
             return CodingError(0.0, 0.0)
-        relative = (found - exact).square().sum().div(exact.square().sum()).sqrt()
-        num_flushed = int(((exact != 0) & (found == 0)).sum())
+        relative = (decoded - exact).square().sum().div(exact.square().sum()).sqrt()
+        num_flushed = int(((exact != 0) & (decoded == 0)).sum())
         return CodingError(float(relative), num_flushed / num_values)
 
     def _parts_of_all(self, messages: Sequence[Tensor], numel: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -95,23 +93,28 @@ class BlockCodec:
         return [codes for codes, _ in parts], [scales for _, scales in parts]
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """A message's codes and scales."""
+        """The codes and scales of a payload."""
         num_bytes = self.message_bytes(numel)
         if message.dtype != torch.uint8 or message.shape != (num_bytes,) or not message.is_contiguous():
             raise ValueError(
-                f"a message of {numel} values is torch.uint8 [{num_bytes}] in one piece, not {message.dtype} "
-                f"{list(message.shape)}; give it message_bytes({numel})"
+                f"a payload of {numel} values is contiguous torch.uint8 [{num_bytes}], not {message.dtype} "
+                f"{list(message.shape)}; allocate message_bytes({numel})"
             )
         if past := message.data_ptr() % self.scale_dtype.itemsize:
             raise ValueError(
-                f"a message begins {past} bytes past a multiple of {self.scale_dtype.itemsize}: its scales, of "
-                f"{self.scale_dtype}, cannot be read there; let it begin at a multiple"
+                f"a payload begins {past} bytes past a multiple of {self.scale_dtype.itemsize}; align it to that, "
+                f"for its scales are {self.scale_dtype}"
             )
         code_bytes = codes_numel(numel, self.num_bits, self.block_numel)
         return message[:code_bytes].view(torch.int8), message[code_bytes:].view(self.scale_dtype)
 
 
-GRADIENTS_INT8 = BlockCodec(8, 64, torch.bfloat16)
-GRADIENTS_INT4 = BlockCodec(4, 64, torch.bfloat16)
-WEIGHTS_INT8 = BlockCodec(8, 256, torch.float32)
-"""What is used. Of gradients, 4 bits lose 15% (rms) in blocks of 64 and 38% in blocks of 4096."""
+def _codec_of(sizes: CodecFormat) -> BlockCodec:
+    scale_dtype = {2: torch.bfloat16, 4: torch.float32}[sizes.scale_bytes]
+    return BlockCodec(sizes.num_bits, sizes.block_numel, scale_dtype)
+
+
+GRADIENTS_INT8 = _codec_of(GRADIENT_FORMATS["int8"])
+GRADIENTS_INT4 = _codec_of(GRADIENT_FORMATS["int4"])
+"""Loses 15% (rms) of gradients. Blocks of 4096 instead of 64 would lose 38%."""
+WEIGHTS_INT8 = _codec_of(WEIGHT_FORMAT)

@@ -1,8 +1,8 @@
-"""What `block_codec` computes, as operators of torch: `torch.ops.lohan.quantize_blocks`, `dequantize_blocks`,
+"""The computations of `block_codec` as operators of torch: `torch.ops.lohan.quantize_blocks`, `dequantize_blocks`,
 `dequantize_sum`, and `dequantize_sum_quantize` for a sum that goes on to other ranks.
 
-Each has an ``out`` overload, which writes into tensors that are there. None has a derivative. `torch_codec` computes
-them, on CUDA `triton_codec` where Triton is installed.
+Each has an ``out`` overload, which writes into given tensors. None has a derivative. `torch_codec` computes them, or
+`triton_codec` on CUDA if Triton is installed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def num_blocks_of(numel: int, block_numel: int) -> int:
 
 
 def codes_numel(numel: int, num_bits: int, block_numel: int) -> int:
-    """Bytes of the codes of so many values."""
+    """Bytes of the codes of ``numel`` values."""
     return num_blocks_of(numel, block_numel) * block_numel * num_bits // 8
 
 
 def check_format(num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> None:
-    """Raises ValueError for a format that there is not."""
+    """Raises ValueError for a format that is not supported."""
     if num_bits not in HIGHEST_CODE:
         raise ValueError(f"num_bits={num_bits}: codes have 8 bits or 4")
     if block_numel & (block_numel - 1) or not MIN_BLOCK_NUMEL <= block_numel <= MAX_BLOCK_NUMEL:
@@ -62,9 +62,9 @@ def _kernels(tensor: Tensor) -> ModuleType:
 def _check(
     codes: Sequence[Tensor], scales: Sequence[Tensor], values: Sequence[Tensor], numel: int, bits: int, block: int
 ) -> None:
-    """Raises ValueError for tensors that do not fit one another: kernels read and write them unasked."""
+    """Raises ValueError for tensors whose sizes do not fit together. Kernels do not check them again."""
     if not codes or len(codes) != len(scales):
-        raise ValueError(f"codes in {len(codes)} tensors, scales in {len(scales)}: give one of each, or more")
+        raise ValueError(f"{len(codes)} tensors of codes and {len(scales)} of scales: pass equally many, at least one")
     check_format(bits, block, scales[0].dtype)
     wanted: list[tuple[Tensor, int, tuple[torch.dtype, ...]]]
     wanted = [(tensor, codes_numel(numel, bits, block), (torch.int8,)) for tensor in codes]
@@ -80,7 +80,7 @@ def _check(
             raise ValueError(f"codes are on {codes[0].device}, another tensor is on {tensor.device}; move one of them")
 
 
-# Into tensors that are there. Of fake tensors no more is asked than that they fit.
+# Into given tensors. For fake tensors only the checks run.
 
 
 def _check_quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
@@ -128,7 +128,7 @@ def _check_sum_quantize(
     out_scales: Tensor,
 ) -> None:
     if not codes:
-        raise ValueError("nothing to sum: give codes and scales of one rank at least")
+        raise ValueError("nothing to sum: pass codes and scales of at least one rank")
     _check([*codes, out_codes], [*scales, out_scales], [], numel, num_bits, block_numel)
 
 

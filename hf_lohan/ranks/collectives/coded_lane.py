@@ -1,4 +1,4 @@
-"""What a codec does to what a rank sends to other boxes: the bytes, and the error, measured while the run is young."""
+"""Counts the bytes that a codec saves between nodes, and measures its error in the first steps of a run."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from hf_lohan.ranks.collectives.block_codec import BlockCodec
 
 
 class CodedTraffic:
-    """Counts what a code makes of what one rank sends to all others. From any thread."""
+    """Counts the bytes that one rank sends, with and without a codec. From any thread."""
 
     def __init__(self, name: str) -> None:
-        """``name``: what is sent, for people."""
+        """``name``: of the values that are sent, for reports."""
         self.name = name
         self.exact_bytes = 0
-        """What would have been sent without the code."""
+        """Bytes before encoding."""
         self.sent_bytes = 0
         self._lock = threading.Lock()
 
     def count(self, exact_bytes: int, sent_bytes: int) -> None:
-        """A message was sent."""
         with self._lock:
             self.exact_bytes += exact_bytes
             self.sent_bytes += sent_bytes
 
     def stop_measuring(self) -> None:
-        """Enough is known: measuring costs a second pass over the values."""
+        """Stop measuring errors, which costs a second pass over the values."""
 
     @property
     def relative_rms(self) -> float | None:
-        """Root mean square of what values were off, over that of the values; None where nothing was measured."""
+        """Root mean square of the errors, divided by that of the values; None if nothing was measured."""
         return None
 
     @property
     def flushed_fraction(self) -> float | None:
-        """Of the values that were not zero, those that came as zero; None where nothing was measured."""
+        """Fraction of nonzero values that decode to zero; None if nothing was measured."""
         return None
 
 
 class MeasuredCodec(CodedTraffic):
-    """A codec that counts, and measures what it does to the values."""
+    """A codec that counts its bytes and measures its errors."""
 
     def __init__(self, name: str, codec: BlockCodec) -> None:
         super().__init__(name)
@@ -52,7 +51,7 @@ class MeasuredCodec(CodedTraffic):
         self._num_values = self._num_flushed = 0
 
     def encode(self, values: Tensor, out: Tensor) -> Tensor:
-        """The message of ``values``, at the beginning of ``out``."""
+        """Encode ``values`` at the beginning of ``out``. Returns the payload."""
         message = out[: self.codec.message_bytes(values.numel())]
         self.codec.encode(values, message)
         if self._is_measuring:
@@ -71,12 +70,12 @@ class MeasuredCodec(CodedTraffic):
         return self._num_flushed / self._num_values if self._num_values else None
 
     def _measure(self, values: Tensor, message: Tensor) -> None:
-        found = torch.empty(values.numel(), dtype=torch.float32)
-        self.codec.decode(message, found)
+        decoded = torch.empty(values.numel(), dtype=torch.float32)
+        self.codec.decode(message, decoded)
         exact = values.detach().to(torch.float32)
         squares = float(exact.double().square().sum())
-        errors = float((found - exact).double().square().sum())
-        num_flushed = int(((exact != 0) & (found == 0)).sum())
+        errors = float((decoded - exact).double().square().sum())
+        num_flushed = int(((exact != 0) & (decoded == 0)).sum())
         if errors != errors or squares == float("inf"):  # not finite: a step that is skipped
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""From box to box: the sum that one box has of a chunk's gradient, to the rank of another box that owns the chunk.
+"""Sends one node's sum of a chunk's gradient to the rank of another node that owns the chunk.
 
-The owner asks all boxes at once, and adds what they send in the order of boxes, piece by piece: a piece waits, in its
-connection, until those of the boxes before it have been added. So the order is fixed for each element, and the memory
-for it is a piece for each box. A piece may be coded on its way: its head says how. A box sends what several owners ask
-for in the order in which they asked. The first box's pieces never wait for another's, the second's only for the
-first's, and so on: there is no circle.
+The owner asks all nodes at once and adds their sums in the order of nodes, piece by piece. A piece waits in its
+connection until the pieces of the nodes before it were added. So the order is fixed for each element, and needs memory
+for one piece of each node. A piece may be quantized; its head says how. A node answers owners in the order of their
+requests. There is no deadlock: the first node's pieces wait for no other node, the second node's only for the first's,
+and so on.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from hf_lohan.ranks.transport.messages import Channel, Kind, PayloadReader
 from hf_lohan.threads import FirstFailure, WorkThread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of gradients. A message has the index of one."""
+"""Types of gradients. A message gives the index of one."""
 SUM_PIECE_NUMEL = 256 * 1024
 _CODECS = (GRADIENTS_INT8, GRADIENTS_INT4)
-"""How pieces may be: values of a type, or coded. A head has the place in both."""
-_Name = tuple[int, int]
+"""A piece has one of `DTYPES`, or was encoded by one of these. Its head gives the index in both lists together."""
+ChunkName = tuple[int, int]
+"""Step and key of a chunk."""
 
 
 class NodeSums:
-    """Of one rank: sends the sums of its box, and adds up those of others."""
+    """Sends the sums of this node, and adds the sums of others."""
 
-    def __init__(self, links: Links, sent: Callable[[_Name], object], coded: MeasuredCodec | None = None) -> None:
-        """`sent` is called when a sum has been sent, on a thread that does nothing else but send. With `coded`, sums
-        go through its codec."""
+    def __init__(self, links: Links, sent: Callable[[ChunkName], object], coded: MeasuredCodec | None = None) -> None:
+        """`sent` is called on the sending thread when a sum was sent. `coded`: the codec of sums."""
         assert coded is None or coded.codec in _CODECS
         self._links = links
         self._coded = coded
         self._sent = sent
-        self._under_way: dict[_Name, _Sum] = {}
+        self._under_way: dict[ChunkName, _Sum] = {}
         self._thread: WorkThread | None = None
         if links.ranks.num_nodes > 1:
-            self._thread = WorkThread("lohan-box-sums", FirstFailure(links.fail), beside_kernels=True)
+            self._thread = WorkThread("lohan-node-sums", FirstFailure(links.fail), beside_kernels=True)
             self._thread.start()
             links.set_handler(Kind.PIECE, self._add_piece)
 
-    def send(self, name: _Name, values: list[Tensor], owner: int) -> None:
-        """Send the sum of what the ranks of this box have. Does not wait."""
+    def send(self, name: ChunkName, values: list[Tensor], owner: int) -> None:
+        """Send the sum of the gradients of this node's ranks. Does not wait."""
         assert self._thread is not None
         self._thread.submit(partial(self._send, name, values, owner))
 
-    def sum_nodes(self, name: _Name, out: Tensor, values: list[Tensor], boxes: list[int]) -> Tensor:
-        """Set `out` to the sum over `boxes`, of which this one has `values`."""
+    def sum_nodes(self, name: ChunkName, out: Tensor, values: list[Tensor], nodes: list[int]) -> Tensor:
+        """Set `out` to the sum over `nodes`. ``values``: the gradients of this node."""
         links, ranks = self._links, self._links.ranks
-        under_way = _Sum(out, boxes, ranks.node)
+        under_way = _Sum(out, nodes, ranks.node)
         is_own_first = under_way.num_before_own < 2
-        if not is_own_first:  # when its turn comes, others' sums are in `out`
+        if not is_own_first:  # at its turn, sums of other nodes are in `out`
             values = [value.clone() if overlap(out, value) else value for value in values]
         with links.lock:
             self._under_way[name] = under_way
-        peers = [ranks.rank_at(node, ranks.local_rank) for node in boxes if node != ranks.node]
+        peers = [ranks.rank_at(node, ranks.local_rank) for node in nodes if node != ranks.node]
         for peer in peers:
             links.send(peer, Kind.PULL, *name)
         if values and is_own_first:
@@ -71,13 +71,13 @@ class NodeSums:
             links.notify()
         if not is_own_first:
             self._add_own(under_way, name, values)
-        links.wait_for(under_way.is_complete, _what(name), peers=lambda: self._ranks_of(under_way.boxes_missing()))
+        links.wait_for(under_way.is_complete, _what(name), peers=lambda: self._ranks_of(under_way.missing_nodes()))
         with links.lock:
             del self._under_way[name]
         return out
 
-    def _add_own(self, under_way: _Sum, name: _Name, values: list[Tensor]) -> None:
-        """At its turn, piece by piece."""
+    def _add_own(self, under_way: _Sum, name: ChunkName, values: list[Tensor]) -> None:
+        """Add this node's sum at its turn, piece by piece."""
         numel = values[0].numel()
         scratch = torch.empty(min(SUM_PIECE_NUMEL, numel))
         for start in range(0, numel, SUM_PIECE_NUMEL):
@@ -85,25 +85,25 @@ class NodeSums:
             piece = sum_in_rank_order_(scratch[: parts[0].numel()], parts, self._links.ranks.num_ranks)
             self._add_at_turn(under_way, name, self._links.ranks.node, start, piece)
 
-    def _add_at_turn(self, under_way: _Sum, name: _Name, node: int, start: int, piece: Tensor) -> None:
-        before = under_way.boxes_before(node)[-1:]
+    def _add_at_turn(self, under_way: _Sum, name: ChunkName, node: int, start: int, piece: Tensor) -> None:
+        before = under_way.nodes_before(node)[-1:]
         stop = start + piece.numel()
         is_turn = partial(under_way.is_turn_of, node, stop)
         self._links.wait_for(is_turn, _what(name), peers=self._ranks_of(before))
         under_way.add(node, start, piece)
         self._links.notify()
 
-    def _ranks_of(self, boxes: Iterable[int]) -> list[int]:
-        """Those there that send to this one."""
-        return [self._links.ranks.rank_at(node, self._links.ranks.local_rank) for node in boxes]
+    def _ranks_of(self, nodes: Iterable[int]) -> list[int]:
+        """The ranks there that send to this one."""
+        return [self._links.ranks.rank_at(node, self._links.ranks.local_rank) for node in nodes]
 
     def close(self) -> None:
         if self._thread is not None:
             self._links.remove_handler(Kind.PIECE)
             self._thread.close()
 
-    def _send(self, name: _Name, values: list[Tensor], owner: int) -> None:
-        """A single rank's part is not scaled here: it may have fewer bytes than the sum, and becomes the same there."""
+    def _send(self, name: ChunkName, values: list[Tensor], owner: int) -> None:
+        """The gradient of a single rank is scaled by the receiver: it may have fewer bytes than the scaled one."""
         scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(SUM_PIECE_NUMEL, values[0].numel()))
         message_bytes = 0 if self._coded is None else self._coded.codec.message_bytes(SUM_PIECE_NUMEL)
         message = torch.empty(message_bytes, dtype=torch.uint8)
@@ -125,7 +125,7 @@ class NodeSums:
         return len(DTYPES) + _CODECS.index(self._coded.codec)
 
     def _add_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """On the thread that receives from one box."""
+        """Runs on the thread that receives from that node."""
         step, key, start, numel, form, num_parts = numbers
         assert payload is not None
         dtype = DTYPES[form] if form < len(DTYPES) else torch.uint8
@@ -143,40 +143,40 @@ class NodeSums:
 
 
 class _Sum:
-    """A chunk's gradient, on the way from all boxes into `out`."""
+    """The sum of a chunk's gradient over all nodes in `out`, in progress."""
 
-    def __init__(self, out: Tensor, boxes: list[int], own: int) -> None:
+    def __init__(self, out: Tensor, nodes: list[int], own: int) -> None:
         self.takes_pieces = False
-        """Whether what `out` is to have before others' pieces is there."""
+        """Whether `out` is ready for the pieces of other nodes."""
         self._out = out
-        self._boxes = boxes
+        self._nodes = nodes
         self._own = own
-        self.num_before_own = sum(node < own for node in boxes) if own in boxes else 0
-        """If there are fewer than two, this box's sum is in `out` first, where one of its gradients may lie: a sum of
-        two has the same bits either way round."""
-        self._num_added = dict.fromkeys(boxes, 0)
-        """Elements, by box."""
-        if own in boxes and self.num_before_own < 2:
+        self.num_before_own = sum(node < own for node in nodes) if own in nodes else 0
+        """If fewer than two, this node's sum goes into `out` first, which may share memory with one of its gradients. A
+        sum of two has the same bits in either order."""
+        self._num_added = dict.fromkeys(nodes, 0)
+        """By node: elements that were added."""
+        if own in nodes and self.num_before_own < 2:
             self._num_added[own] = out.numel()
 
-    def boxes_before(self, node: int) -> list[int]:
-        """Those whose sums are to be in `out` before that of `node`."""
-        before = self._boxes[: self._boxes.index(node)]
-        if self.num_before_own == 1 and node not in (self._own, self._boxes[0]):
-            before.remove(self._own)  # it is there
+    def nodes_before(self, node: int) -> list[int]:
+        """The nodes whose sums must be in `out` before the sum of `node`."""
+        before = self._nodes[: self._nodes.index(node)]
+        if self.num_before_own == 1 and node not in (self._own, self._nodes[0]):
+            before.remove(self._own)  # its sum is in `out` already
         return before
 
-    def boxes_missing(self) -> list[int]:
+    def missing_nodes(self) -> list[int]:
         return [node for node, num_added in self._num_added.items() if num_added < self._out.numel()]
 
     def is_turn_of(self, node: int, stop: int) -> bool:
-        """Whether all that comes before these elements of a box has been added."""
-        return self.takes_pieces and all(self._num_added[before] >= stop for before in self.boxes_before(node)[-1:])
+        """Whether a node's elements up to `stop` may be added."""
+        return self.takes_pieces and all(self._num_added[before] >= stop for before in self.nodes_before(node)[-1:])
 
     def add(self, node: int, start: int, piece: Tensor) -> None:
-        """At its turn."""
+        """Add a piece of a node, at its turn."""
         goal = self._out[start : start + piece.numel()]
-        is_first = node == self._boxes[0] and self.num_before_own != 1
+        is_first = node == self._nodes[0] and self.num_before_own != 1
         if is_first:
             goal.copy_(piece)
         else:
@@ -184,8 +184,8 @@ class _Sum:
         self._num_added[node] = start + piece.numel()
 
     def is_complete(self) -> bool:
-        return self.takes_pieces and not self.boxes_missing()
+        return self.takes_pieces and not self.missing_nodes()
 
 
-def _what(name: _Name) -> str:
-    return f"the sums of other boxes of chunk {name[1]} in backward {name[0]}"
+def _what(name: ChunkName) -> str:
+    return f"the sums of other nodes of chunk {name[1]} in backward {name[0]}"

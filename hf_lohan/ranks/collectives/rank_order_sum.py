@@ -1,4 +1,4 @@
-"""The mean of several ranks' gradients, to the bit whatever came first: one fixed order for each element."""
+"""Average the gradients of several ranks in a fixed order, so that the bits do not depend on which arrives first."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 SUM_TILE_NUMEL = 64 * 1024
-"""What is added at once stays in a core's cache."""
+"""Elements added at a time; they stay in a core's cache."""
 
 
 def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> Tensor:
     """Set `out` to the sum of `parts`, in their order and in float32, each first multiplied by float32(1 / num_ranks).
 
-    That is what DDP does with float32 gradients whose sum is in rank order. `out`: float32 [numel]; `parts`: [numel],
-    float32 or less. One of them may lie in the memory of `out`: where that begins, or, of fewer bytes an element, at
-    its end. Raises ValueError where it lies so that it would be overwritten before it is read.
-    """
+    DDP computes the same with float32 gradients that are reduced in rank order. `out`: float32 [numel]; `parts`:
+    [numel], float32 or a smaller type. One part may share memory with `out`: it begins where `out` begins or, if its
+    type is smaller, ends where `out` ends. Raises ValueError if a part would be overwritten before it is read."""
     if not parts:
-        raise ValueError("there are no gradients to sum; give at least one")
+        raise ValueError("there are no gradients to sum; pass at least one")
     overlaps = False
     for part in parts:
         if part.shape != out.shape:
@@ -37,7 +36,7 @@ def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> 
         tile = goal if total is None else total[: stop - start]
         tile.copy_(parts[0][start:stop]).mul_(scale)
         for part in parts[1:]:
-            # Multiplied before it is added, in two operations: one that fuses them rounds once where DDP rounds twice.
+            # Multiply and add in two operations: a fused one rounds once where DDP rounds twice.
             tile.add_(widened[: stop - start].copy_(part[start:stop]).mul_(scale))
         if tile is not goal:
             goal.copy_(tile)
@@ -50,11 +49,11 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
-    """Raises ValueError where tiles of `out` would be written over elements of `part` that come after them."""
-    # Element i of `out` ends at 4 (i + 1). What lies there in `part` must not be an element after i, up to the last.
+    """Raises ValueError if writing a tile of `out` overwrites later elements of `part`."""
+    # Element i of `out` ends at byte 4 (i + 1). No element of `part` after i may begin before that.
     offset = part.data_ptr() - out.data_ptr()
     if offset < (out.itemsize - part.itemsize) * out.numel():
         raise ValueError(
-            f"a gradient lies {offset} bytes behind the beginning of the memory for the sum, where it would be "
-            "overwritten before it is read; sum into other memory, or have it end where that ends"
+            f"a gradient begins {offset} bytes after the memory for the sum and would be overwritten before it is "
+            "read; sum into other memory, or let the gradient end where that memory ends"
         )

@@ -1,15 +1,15 @@
-"""What a step changed in weights of 16 bits, coded without loss: whoever has those before it gets the same bits.
+"""Encodes the changes of a step to 16-bit weights without loss, for receivers that have the weights before it.
 
-A fine-tune's step changes a few percent of bfloat16 weights, nearly all of them by one ulp. So a message has a bit for
-each weight that says whether it changed, and two bits for each that did: up or down by one in its bit pattern, or by a
-difference that follows in 8 bits or in 16. Differences are of bit patterns, modulo 2^16: NaN, infinities and changes of
-sign are patterns as others are.
+A step of fine-tuning changes a few percent of bfloat16 weights, nearly all by one ulp. So a payload has one bit for
+each weight (changed or not) and two bits for each change: up or down by one in the bit pattern, or by a difference that
+follows in 8 or 16 bits. Differences are of bit patterns, modulo 2^16, so NaN, infinities and signs need no special
+case.
 
-Weights are coded in chunks. One in which nothing changed takes 12 bytes; one whose code would be longer than its
-weights is sent as it is. A message is a table [num_chunks, 3] int32 (weights changed, or `_RAW`; differences in 8 bits;
-in 16 bits), then for each chunk, where there is something to say: a bit a weight; a bit a change that says whether its
-difference follows; a bit a change, which is set for "down" or for "16 bits"; the differences int8; the differences
-int16. It runs on the CPU, in numpy, whose bits pack faster than a drive reads.
+Weights are encoded in chunks. An unchanged chunk takes 12 bytes. A chunk whose code would be longer than its weights is
+sent as it is. A payload is a table [num_chunks, 3] int32 (number of changed weights, or `_RAW`; of 8-bit differences;
+of 16-bit differences), then for each changed chunk: a bit for each weight; a bit for each change, set if its difference
+follows; a bit for each change, set for "down" or "16 bits"; the int8 differences; the int16 differences. It runs on the
+CPU in numpy, which packs bits faster than a drive reads.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class StepDelta:
-    """Weights [numel] before and after a step to a message, and, where those before it are, the weights after it."""
+    """Encodes the difference of weights [numel] before and after a step, and applies it to the weights before."""
 
     chunk_numel: int = 64 * 1024
 
     def max_bytes(self, numel: int) -> int:
-        """What a message of so many weights takes at the most."""
+        """Largest payload of ``numel`` weights in bytes."""
         return self._table_bytes(numel) + 2 * numel
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
-        """Write to ``out``, uint8 of `max_bytes` or more, what leads from ``old`` to ``new``. Returns its bytes."""
+        """Write the changes from ``old`` to ``new`` to ``out``, uint8 of at least `max_bytes`. Returns their bytes."""
         before, after = _patterns_of(old), _patterns_of(new)
         if old.dtype != new.dtype or before.shape != after.shape:
             raise ValueError(
-                f"weights before a step are {old.dtype} {list(old.shape)}, after it {new.dtype} {list(new.shape)}: "
-                "give the same ones"
+                f"weights are {old.dtype} {list(old.shape)} before the step, {new.dtype} {list(new.shape)} after it; "
+                "pass the same weights"
             )
         message, numel = _bytes_of(out), len(before)
         if len(message) < self.max_bytes(numel):
             raise ValueError(
-                f"{len(message)} bytes for a message of {numel} weights; give it max_bytes({numel}), "
+                f"{len(message)} bytes are too few for the changes of {numel} weights; allocate max_bytes({numel}), "
                 f"{self.max_bytes(numel)}"
             )
         table = self._table_of(message, numel)
@@ -62,8 +62,8 @@ class StepDelta:
         return end
 
     def apply_(self, old: Tensor, message: Tensor) -> None:
-        """Turn ``old`` into what was ``new``. A message that is not one of such weights raises ValueError, before
-        anything is changed unless its bits contradict one another."""
+        """Turn ``old`` into ``new``. Raises ValueError for a payload of other weights, before anything is changed
+        unless only its bits contradict one another."""
         weights, content = _patterns_of(old), _bytes_of(message)
         numel = len(weights)
         if len(content) < self._table_bytes(numel):
@@ -121,7 +121,7 @@ def _encode_chunk(old: _Patterns, new: _Patterns, row: NDArray[np.int32], out: _
 
 
 def _apply_chunk(weights: _Patterns, row: list[int], content: _Bytes) -> bool:
-    """Whether what a chunk says agrees with its row of the table; if so, it is applied."""
+    """Apply the changes of a chunk. Returns False if they contradict the chunk's row of the table."""
     changed, num_small, num_wide = row
     if changed == _RAW:
         weights.view(np.uint8)[:] = content
@@ -130,7 +130,7 @@ def _apply_chunk(weights: _Patterns, row: list[int], content: _Bytes) -> bool:
         return True
     ends = np.cumsum([-(-len(weights) // 8), -(-changed // 8), -(-changed // 8), num_small])
     bits, follow_bits, second_bits, small, wide = np.split(content, ends)
-    places = np.flatnonzero(np.unpackbits(bits, count=len(weights)).view(np.bool_))  # of bytes it is slow
+    places = np.flatnonzero(np.unpackbits(bits, count=len(weights)).view(np.bool_))  # slow on bytes
     follows = np.unpackbits(follow_bits, count=changed).view(np.bool_)
     second = np.unpackbits(second_bits, count=changed)
     is_wide = second[follows].view(np.bool_)
@@ -139,7 +139,7 @@ def _apply_chunk(weights: _Patterns, row: list[int], content: _Bytes) -> bool:
     differences = 1 - 2 * second.astype(np.int16)
     following = np.empty(len(is_wide), np.int16)
     following[~is_wide] = small.view(np.int8)
-    following[is_wide] = np.frombuffer(wide.tobytes(), np.int16)  # which begin at any byte
+    following[is_wide] = np.frombuffer(wide.tobytes(), np.int16)  # not aligned
     differences[follows] = following
     weights[places] += differences
     return True
@@ -153,7 +153,7 @@ def _patterns_of(weights: Tensor) -> _Patterns:
         or not weights.is_contiguous()
     ):
         raise ValueError(
-            f"a step's changes are coded for {' or '.join(map(str, _DTYPES))} [numel] in one piece in RAM, not for "
+            f"changes can be encoded for contiguous {' or '.join(map(str, _DTYPES))} [numel] on the CPU, not for "
             f"{weights.dtype} {list(weights.shape)} on {weights.device}; send other weights as they are"
         )
     patterns: NDArray[Any] = weights.detach().view(torch.int16).numpy()
@@ -168,12 +168,12 @@ def _bytes_of(message: Tensor) -> _Bytes:
         or not message.is_contiguous()
     ):
         raise ValueError(
-            f"a message is torch.uint8 [num_bytes] in one piece in RAM, not {message.dtype} {list(message.shape)} on "
-            f"{message.device}"
+            f"a payload is contiguous torch.uint8 [num_bytes] on the CPU, not {message.dtype} {list(message.shape)} on "
+            f"{message.device}; copy it"
         )
     content: NDArray[Any] = message.numpy()
     return content
 
 
 def _damaged(numel: int, what: str) -> ValueError:
-    return ValueError(f"the message of a step's changes to {numel} weights {what}: it is damaged, or of other weights")
+    return ValueError(f"the payload of changes to {numel} weights {what}: it is damaged or belongs to other weights")

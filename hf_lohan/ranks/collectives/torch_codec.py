@@ -1,7 +1,7 @@
-"""The operators of `block_operators` in torch, for any device: the reference, which `triton_codec` equals to the bit.
+"""The operators of `block_operators` in torch, for any device. `triton_codec` computes the same bits.
 
-The format is `block_codec`'s. All tensors are flat, and fit one another. It is computed in float32, each operation
-rounded by itself.
+`block_codec` describes the format. All tensors are flat and their sizes fit together. All operations are float32, each
+rounded separately.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 HIGHEST_CODE = {8: 127, 4: 7}
-"""By the bits of a code. The lowest one is its negative."""
+"""By the bits of a code. The lowest code is its negative."""
 _TILE_NUMEL = 64 * 1024
-"""What is made in between is as large as a tile, and stays in a core's cache."""
+"""Size of intermediate tensors, which stay in a core's cache."""
 
 
 def quantize_(values: Tensor, num_bits: int, block_numel: int, codes: Tensor, scales: Tensor) -> None:
@@ -90,7 +90,7 @@ def _encode_(blocks: Tensor, scratch: Tensor, start: int, num_bits: int, codes: 
     largest = torch.abs(blocks, out=scratch[: blocks.numel()].view_as(blocks)).amax(1)
     first = start // block_numel
     stored = scales[first : first + num_blocks]
-    # Infinity minus itself is no number, and a finite one is none less.
+    # Infinity minus itself is NaN; a finite number minus itself is 0.
     stored.copy_((largest / highest).add_(largest - largest))
     stored.masked_fill_(stored == 0, 1)
     levels = blocks.div_(stored.to(torch.float32, copy=False)[:, None]).round_().clamp_(-highest, highest)
@@ -119,7 +119,7 @@ def _decode_(codes: Tensor, scales: Tensor, start: int, num_bits: int, blocks: T
 
 
 def _tiles(like: Tensor, numel: int) -> Iterator[tuple[int, int]]:
-    """Where to cut; of a GPU a tile would be a small part."""
+    """Ranges of a tile each; on a GPU one range."""
     step = _TILE_NUMEL if like.device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
@@ -132,5 +132,5 @@ def _scratch(like: Tensor, numel: int, block_numel: int) -> Tensor:
 
 
 def _blocks_of(work: Tensor, numel: int, block_numel: int) -> Tensor:
-    """The first so many elements of ``work``, and what fills up their last block."""
+    """The blocks of the first ``numel`` elements of ``work``, with the padding of the last one."""
     return work[: -(-numel // block_numel) * block_numel].view(-1, block_numel)

@@ -1,8 +1,8 @@
-"""The operators of `block_operators` for CUDA, in Triton: to the bit what `torch_codec` computes, in one pass each.
+"""The operators of `block_operators` for CUDA in Triton, each in one pass. They compute the bits of `torch_codec`.
 
-Nothing imports this where there is no Triton. What could differ by the compiler's choice is spelt out: divisions are
-rounded to the nearest, no product is fused with a sum (`enable_fp_fusion`), and values are rounded half to even by
-adding and taking away a number whose last digit is one. A program works on some whole blocks, each in two halves.
+This is imported only if Triton is installed. To have the same bits, divisions round to nearest, products are not fused
+with sums (`enable_fp_fusion`), and values are rounded half to even by adding and subtracting a number whose last digit
+is one. A program works on some whole blocks, each in two halves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _ROUNDER = tl.constexpr(12582912.0)
 
 
 def quantize_(values: Tensor, num_bits: int, block_numel: int, codes: Tensor, scales: Tensor) -> None:
-    """See `torch_codec`, as for all that follow."""
     _launch(_quantize_kernel, scales, block_numel, (values, codes, scales, values.numel(), len(scales)), num_bits)
 
 
@@ -143,7 +142,7 @@ def _store_coded(
     first, second, row, codes, scales, num_blocks, HALF: tl.constexpr, NUM_BITS: tl.constexpr, HIGHEST: tl.constexpr
 ):  # fmt: skip
     largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
-    # A number minus itself is zero, and nothing that is not finite is. (A maximum would let NaN go by.)
+    # Only a finite number minus itself is zero. (A maximum would ignore NaN.)
     is_finite = tl.sum(first - first, axis=1) + tl.sum(second - second, axis=1) == 0
     scale = tl.where(is_finite, tl.div_rn(largest, HIGHEST), float("nan"))
     wide = _widened(_narrowed(scale, scales.dtype.element_ty))
@@ -166,8 +165,8 @@ def _levels(values, scale, HIGHEST: tl.constexpr):
     return tl.where(quotient == quotient, bounded, 0.0)
 
 
-# Between float32 and bfloat16 by their bits: Triton's interpreter, for the tests, cuts off where it should round, and
-# takes bfloat16's subnormal numbers for others.
+# Convert between float32 and bfloat16 by their bits: Triton's interpreter, which the tests use, truncates instead of
+# rounding, and misreads subnormal bfloat16 numbers.
 
 
 @triton.jit

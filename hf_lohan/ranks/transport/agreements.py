@@ -1,4 +1,4 @@
-"""What all ranks decide together: how a step ends, and which commits count.
+"""Decisions of all ranks together: how a step ends, and which commits count.
 
 *A step* ends with one small exchange after its last backward. Each rank sends what it measured of the gradients,
 whether it applies or drops them, whether the next step is to be committed, and whether it was asked to end the run.

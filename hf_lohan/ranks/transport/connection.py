@@ -1,9 +1,8 @@
-"""One socket to one other rank, for one channel: sends and receives whole messages. And the handlers of messages.
+"""A connection sends and receives whole messages of one channel over a socket to one other rank; and message handlers.
 
-Sending a small message never waits: a thread sends later what the socket does not take at once. So a handler may answer
-on the thread that receives, and two ranks whose sockets are full still read. A tensor is sent from its own memory, so
-its sender waits until the socket has taken all of it.
-"""
+Sending a small message never waits: what the socket does not accept at once, a thread sends later. So a handler may
+answer on the receiving thread, and two ranks whose sockets are full still read. A tensor is sent from its own memory,
+so its sender waits until the socket has accepted all of it."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from hf_lohan.ranks.transport.messages import HEAD_BYTES, Channel, DamagedHeadEr
 from hf_lohan.threads import close_object_in_children
 
 SLICE_S = 0.25
-"""Longest wait without a look at failures, signals and the time."""
+"""Every wait checks for failures, signals and timeouts this often."""
 _VIEWS_AT_ONCE = 16
 
 
@@ -58,7 +57,7 @@ class Connection:
     def __init__(self, sock: Socket, channel: Channel) -> None:
         self.channel = channel
         self.sent_bytes = 0
-        """Payloads only, as in `received_bytes`."""
+        """Bytes of payloads; heads are not counted here or in `received_bytes`."""
         self.num_sent = 0
         self.received_bytes = 0
         self.num_received = 0

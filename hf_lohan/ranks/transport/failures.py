@@ -1,4 +1,4 @@
-"""What ends the run of one rank because of another: the errors, and the first failure that a rank knows of."""
+"""The errors by which one rank ends because of another, and the first failure that a rank knows of."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from hf_lohan.threads import Owner, start_thread
 
 BROADCAST_PIECE_BYTES = 4 << 20
 _VERDICT_S = 0.5
-"""How long the other channels wait for the control channel to say why a rank is gone."""
+"""How long other channels wait until the control channel says why a rank is gone."""
 _LAST_WORDS_S = 1.0
 """How long `close` waits for the others to receive the last messages."""
 _HANDLER_ENDS_WITHIN_S = 5.0
@@ -195,17 +195,17 @@ class Links:
     @property
     def sent_bytes(self) -> dict[Channel, int]:
         """Bytes of payloads."""
-        return self._sum_by_lane(lambda connection: connection.sent_bytes)
+        return self._sum_by_channel(lambda connection: connection.sent_bytes)
 
     @property
     def received_bytes(self) -> dict[Channel, int]:
         """Bytes of payloads."""
-        return self._sum_by_lane(lambda connection: connection.received_bytes)
+        return self._sum_by_channel(lambda connection: connection.received_bytes)
 
     @property
     def num_sent(self) -> dict[Channel, int]:
         """Messages. Each adds a head of `HEAD_BYTES` to its payload."""
-        return self._sum_by_lane(lambda connection: connection.num_sent)
+        return self._sum_by_channel(lambda connection: connection.num_sent)
 
     # Collective calls
 
@@ -385,9 +385,7 @@ class Links:
         self._is_closing = True
         self._announce_failure()
         connections = [connection for peer in self._peers.values() for connection in peer.connections.values()]
-        if (
-            not self._failure.is_known
-        ):  # asked once: a rank may fail as soon as it is told
+        if not self._failure.is_known:  # asked once: a rank may fail as soon as it is told
             for connection in connections:
                 connection.post(Kind.BYE, ())
         until_s = time.monotonic() + _LAST_WORDS_S
@@ -496,7 +494,7 @@ class Links:
         if not self._owner.is_here:
             raise RuntimeError("this is a forked child of the process that trains; use the model in that process")
 
-    def _sum_by_lane(self, number: Callable[[Connection], int]) -> dict[Channel, int]:
+    def _sum_by_channel(self, number: Callable[[Connection], int]) -> dict[Channel, int]:
         return {channel: sum(number(peer.connections[channel]) for peer in self._peers.values()) for channel in Channel}
 
 

@@ -1,4 +1,4 @@
-"""What goes over a connection: a head of fixed size, then the payload that it announces."""
+"""A message: a head of fixed size, then the payload whose size the head gives."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 MAX_NUMBERS = 8
-_MAGIC = b"LOHR"
+_HEAD_MAGIC = b"LOHR"
 _HEAD = struct.Struct(f"<4sBBHQ{MAX_NUMBERS}qQ")
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CRC.size
 _MOST_PAYLOAD_BYTES = 1 << 50
 _MOST_BYTES_AT_ONCE = 1 << 28
-"""Of a payload for which memory is taken when it comes: small figures of all ranks."""
+"""Limit of a payload that is received into new memory."""
 
 
 class Channel(enum.IntEnum):
     """One connection to each peer. Messages of one channel arrive in the order in which they were sent."""
 
     CONTROL = 0
-    """Small ones, whose handlers never wait."""
+    """Small messages. Their handlers never wait."""
     WEIGHTS = 1
     GRADIENTS = 2
 
@@ -35,33 +35,33 @@ class Channel(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """What a message says. Each kind has one handler on a rank."""
+    """The kinds of messages. A rank has one handler for each."""
 
     HELLO = 1
-    """The first of each channel: who this is."""
+    """The first message of each channel: who this is."""
     BYE = 2
-    """The last of each channel, if all is well."""
+    """The last message of each channel, if the run ends well."""
     FAILED = 3
-    """Numbers: the rank where it began, whether that is the sender. Payload: a sentence."""
+    """Numbers: the rank where the failure began, whether that is the sender. Payload: a sentence."""
     GATHER = 4
     BROADCAST = 5
     CHUNK = 10
-    """A rank's part of a chunk's gradient is complete."""
+    """A rank's gradient of a chunk is complete."""
     RELEASE = 11
-    """It has been summed: its buffer may be used again."""
+    """That gradient has been summed, so its buffer may be used again."""
     NO_GRADIENT = 12
-    """A rank has none of some chunks in a backward."""
+    """A rank has no gradient of some chunks in a backward."""
     BACKWARD_ABANDONED = 13
     NODE_READY = 14
-    """All parts of a chunk that one box has are complete."""
+    """The gradients of a chunk are complete on all ranks of a node."""
     PULL = 15
-    """Their sum is wanted now."""
+    """The owner of a chunk asks a node for its sum."""
     PIECE = 16
-    """Some of that sum."""
+    """A piece of that sum."""
     FILLED = 20
-    """A rank's range of a block's weights is in the memory that a box shares."""
+    """A rank's shard of a block's weights is in the memory that the node's ranks share."""
     TAKEN = 21
-    """A rank has copied a block from there."""
+    """A rank has copied a block from that memory."""
     WEIGHTS_PART = 22
     """A rank's shard of a block's weights, for another node."""
     LOAD_IN_DOUBT = 23
@@ -71,17 +71,17 @@ class Kind(enum.IntEnum):
 
 
 class DamagedHeadError(ValueError):
-    """What arrived is not the head of the message that was to come."""
+    """The bytes that arrived are not the head of the next message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Of one message."""
+    """The head of one message."""
 
     kind: int
     channel: Channel
     sequence_number: int
-    """Of the channel: a message that was lost or came twice shows."""
+    """Counts the channel's messages, so that a lost or repeated message is detected."""
     numbers: tuple[int, ...] = ()
     payload_bytes: int = 0
 
@@ -90,19 +90,19 @@ class Head:
             raise ValueError(f"a message has {len(self.numbers)} numbers; send at most {MAX_NUMBERS}")
         padded = (*self.numbers, *[0] * (MAX_NUMBERS - len(self.numbers)))
         packed = _HEAD.pack(
-            _MAGIC, self.channel, len(self.numbers), self.kind, self.sequence_number, *padded, self.payload_bytes
+            _HEAD_MAGIC, self.channel, len(self.numbers), self.kind, self.sequence_number, *padded, self.payload_bytes
         )
         return packed + _CRC.pack(zlib.crc32(packed))
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray | memoryview) -> Head:
-        """Raises DamagedHeadError if it is none."""
-        told_crc = _CRC.unpack_from(packed, _HEAD.size)[0]
+        """Raises DamagedHeadError."""
+        sent_crc = _CRC.unpack_from(packed, _HEAD.size)[0]
         crc = zlib.crc32(packed[: _HEAD.size])
         magic, channel, num_numbers, kind, sequence_number, *numbers, payload_bytes = _HEAD.unpack_from(packed)
-        if magic != _MAGIC or crc != told_crc:
+        if magic != _HEAD_MAGIC or crc != sent_crc:
             raise DamagedHeadError(
-                f"its head is damaged (begins with {bytes(magic)!r}, crc {crc:08x}, not {told_crc:08x})"
+                f"its head is damaged (begins with {bytes(magic)!r}, crc {crc:08x}, not {sent_crc:08x})"
             )
         if payload_bytes > _MOST_PAYLOAD_BYTES:
             raise DamagedHeadError(f"it announces {payload_bytes:,} bytes, more than any message has")
@@ -110,7 +110,7 @@ class Head:
 
     @property
     def name(self) -> str:
-        """Of its kind, for people."""
+        """Name of its kind, for errors."""
         return Kind(self.kind).name if self.kind in Kind._value2member_map_ else f"kind {self.kind}"
 
 
@@ -118,14 +118,14 @@ def memory_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
-            f"a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}, cannot be sent; copy it to host memory"
+            f"cannot send a tensor on {tensor.device} (contiguous: {tensor.is_contiguous()}); copy it to host memory"
         )
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 class PayloadReader:
-    """The bytes behind a head. They are read while the message's handler runs; what it leaves is dropped."""
+    """The payload of a message. Its handler reads it; bytes that the handler leaves are discarded."""
 
     def __init__(self, num_bytes: int, receive_into: Callable[[memoryview], None]) -> None:
         self.num_bytes = num_bytes
@@ -137,10 +137,10 @@ class PayloadReader:
         self._read(memory_of(tensor))
 
     def bytes(self) -> bytes:
-        """All that is left. Raises DamagedHeadError where that is more than such a message ever has."""
+        """All remaining bytes. Raises DamagedHeadError if they are more than such a message ever has."""
         if self._num_left > _MOST_BYTES_AT_ONCE:
             raise DamagedHeadError(
-                f"it announces {self._num_left:,} bytes, and one of its kind has at most {_MOST_BYTES_AT_ONCE:,}"
+                f"it announces {self._num_left:,} bytes, but such a message has at most {_MOST_BYTES_AT_ONCE:,}"
             )
         content = bytearray(self._num_left)
         self._read(memoryview(content))
@@ -154,7 +154,7 @@ class PayloadReader:
 
     def _read(self, view: memoryview) -> None:
         if len(view) > self._num_left:
-            raise ValueError(f"{len(view)} bytes of a payload are wanted, of which {self._num_left} are left")
+            raise ValueError(f"cannot read {len(view)} bytes of a payload that has {self._num_left} left")
         if len(view):
             self._receive_into(view)
         self._num_left -= len(view)

@@ -1,8 +1,8 @@
-"""How ranks find each other: addresses go through torch.distributed's store, then each pair connects.
+"""Ranks exchange addresses through torch.distributed's store, then each pair connects.
 
-Ranks of one box meet at Unix sockets, others over TCP. Whoever connects shows that it knows the secret of the run,
-without telling it; anything else that finds the port is sent away. The secret comes from the launcher's environment.
-Where that has none it goes through the store, which tells it to whoever asks, until all ranks have met.
+Ranks of one node connect by Unix sockets, others by TCP. Both sides prove that they know the secret of the run without
+sending it; a connection without this proof is closed. The secret comes from the launcher's environment. Without one
+there, rank 0 puts a secret into the store, where every client of the store can read it until all ranks have connected.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ logger = logging.getLogger(__name__)
 INTERFACE_VARIABLES = ("LOHAN_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 SECRET_VARIABLE = "LOHAN_RANKS_SECRET"
 _OF_THE_ENVIRONMENT = "environment"
-"""What the store has in place of a secret that all ranks know already."""
+"""Stands in the store in place of a secret that the environment has."""
 _LOOK_S = 0.01
 _MOST_GREETINGS = 64
-"""At a time. Who comes then waits until one of them has ended."""
+"""Limit of connections that are greeted at a time. More of them wait."""
 _HANDSHAKE_S = 5.0
-"""Who takes longer to say who it is, is nobody."""
+"""Timeout of the proof of a new connection."""
 _GREETING = struct.Struct("<4sIB")
-_MAGIC = b"LOH1"
+_GREETING_MAGIC = b"LOH1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
-"""A box without power says nothing: its connections end after 20 s."""
+"""A node that lost power sends nothing: connections to it end after 20 s."""
 
 
 class KeyValueStore(Protocol):
-    """What is used of a `torch.distributed.KeyValueStore`."""
+    """The part of `torch.distributed.Store` that is used here."""
 
     def set(self, key: str, value: str) -> object: ...
 
@@ -65,8 +65,8 @@ class KeyValueStore(Protocol):
 
 
 def connect(ranks: Ranks, store: KeyValueStore, timeout_s: float) -> Links:
-    """Connect with all other ranks; all call this equally often. `timeout_s`: how long one may take to come, and later
-    be silent while it is waited for. Raises RankTimeoutError."""
+    """Connect with all other ranks. All ranks call this equally often. `timeout_s`: how long a rank may take to
+    connect, and later be silent while another waits for it. Raises RankTimeoutError."""
     if ranks.num_ranks == 1:
         return Links.alone()
     links = _Meeting(ranks, store, timeout_s).hold()
@@ -75,7 +75,7 @@ def connect(ranks: Ranks, store: KeyValueStore, timeout_s: float) -> Links:
 
 
 def _end(links_ref: weakref.ref[Links]) -> None:
-    """The program is over: the others are told the exception that ended it, or that all is well."""
+    """At the end of the program, tell the other ranks the exception that ended it, or that all is well."""
     links = links_ref()
     if links is None:
         return
@@ -108,7 +108,7 @@ class _Meeting:
         try:
             self._listen(listeners)
             for listener in listeners:
-                threads.append(threading.Thread(target=self._take_in, args=(listener, secret), daemon=True))
+                threads.append(threading.Thread(target=self._accept_all, args=(listener, secret), daemon=True))
                 threads[-1].start()
             for peer in range(ranks.rank):
                 address = json.loads(self._get(f"address/{peer}", peer, f"the address of rank {peer}"))
@@ -122,7 +122,7 @@ class _Meeting:
             self._is_over.set()
             for listener in listeners:
                 with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # ends who waits for one to come
+                    listener.shutdown(socket.SHUT_RDWR)  # ends a thread in accept()
             for thread in threads:
                 thread.join()
             for listener in listeners:
@@ -131,7 +131,7 @@ class _Meeting:
         try:
             links.barrier("all ranks to be connected")
             if ranks.rank == 0:
-                with contextlib.suppress(RuntimeError, NotImplementedError):  # of a store that cannot
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot delete
                     self._store.delete_key(f"{self._prefix}/secret")
         except BaseException as error:
             links.fail(error)
@@ -140,23 +140,23 @@ class _Meeting:
         return links
 
     def _secret(self) -> bytes:
-        """Of this run. Raises ValueError where only some ranks were given it."""
+        """The secret of this run. Raises ValueError if only some ranks have it in their environment."""
         own, rank = os.environ.get(SECRET_VARIABLE, ""), self._ranks.rank
         if rank == 0:
             self._store.set(f"{self._prefix}/secret", _OF_THE_ENVIRONMENT if own else secrets.token_hex(32))
-        told = self._get("secret", 0, "the secret of this run")
-        if bool(own) != (told == _OF_THE_ENVIRONMENT):
+        stored = self._get("secret", 0, "the secret of this run")
+        if bool(own) != (stored == _OF_THE_ENVIRONMENT):
             has, lacks = (rank, 0) if own else (0, rank)
             raise ValueError(
                 f"{SECRET_VARIABLE} is set for rank {has} and not for rank {lacks}: set it to the same secret for all "
                 "ranks, or for none"
             )
-        return (own or told).encode()
+        return (own or stored).encode()
 
-    # Those of higher ranks come here
+    # Ranks above this one connect to it.
 
     def _listen(self, listeners: list[socket.socket]) -> None:
-        """Tell all where this rank is reached."""
+        """Publish the address of this rank."""
         backlog = len(Channel) * self._ranks.num_ranks
         address: dict[str, Any] = {"unix": f"\0lohan-{secrets.token_hex(16)}"}  # a name that is no file
         listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -168,21 +168,21 @@ class _Meeting:
             address["tcp"] = listeners[1].getsockname()[:2]
         self._store.set(f"{self._prefix}/address/{self._ranks.rank}", json.dumps(address))
 
-    def _take_in(self, listener: socket.socket, secret: bytes) -> None:
+    def _accept_all(self, listener: socket.socket, secret: bytes) -> None:
         while not self._is_over.is_set():
             if not self._greetings.acquire(timeout=_LOOK_S):
                 continue
             try:
                 sock, address = listener.accept()
-            except OSError:  # it was shut, or strangers who say nothing hold all the files that may be open
+            except OSError:  # it was shut, or idle strangers use up all file descriptors
                 self._greetings.release()
                 self._is_over.wait(_LOOK_S)
                 continue
-            # On a thread of its own, or whoever connects and says nothing would keep the others out.
+            # On its own thread: a connection that sends nothing must not keep the others out.
             threading.Thread(target=self._greet, args=(sock, address, secret), daemon=True).start()
 
     def _greet(self, sock: socket.socket, address: object, secret: bytes) -> None:
-        """Take in one that knows the secret."""
+        """Accept a connection that proves to know the secret."""
         try:
             until_s = time.monotonic() + _HANDSHAKE_S
             sock.settimeout(_HANDSHAKE_S)
@@ -192,20 +192,20 @@ class _Meeting:
             others_nonce = _receive(sock, _NONCE_BYTES, until_s)
             proof = _receive(sock, _PROOF_BYTES, until_s)
             magic, rank, channel = _GREETING.unpack(greeting)
-            if magic != _MAGIC or not hmac.compare_digest(proof, _proof(secret, nonce, greeting)):
+            if magic != _GREETING_MAGIC or not hmac.compare_digest(proof, _proof(secret, nonce, greeting)):
                 raise ConnectionError("it does not know the secret of this run")
             sock.sendall(_proof(secret, others_nonce, b"welcome"))
             with self._lock:
                 if not self._ranks.rank < rank < self._ranks.num_ranks or (Channel(channel), rank) in self._sockets:
-                    raise ConnectionError(f"rank {rank} came again, or not to whom it should")
+                    raise ConnectionError(f"rank {rank} has connected before, or to the wrong rank")
                 self._sockets[Channel(channel), rank] = sock
         except (OSError, ValueError) as error:
-            logger.warning("a connection from %s was refused: %s", address or "this box", error)
+            logger.warning("a connection from %s was refused: %s", address or "this node", error)
             sock.close()
         finally:
             self._greetings.release()
 
-    # And this one goes to those of lower ranks
+    # This rank connects to those below it.
 
     def _reach(self, peer: int, channel: Channel, address: dict[str, Any], secret: bytes) -> None:
         is_local = peer in self._ranks.on_this_node
@@ -227,7 +227,7 @@ class _Meeting:
             except OSError as error:
                 sock.close()
                 if isinstance(error, TimeoutError) and time.monotonic() < self._until_s:
-                    continue  # it has too many others to greet
+                    continue  # that rank has many others to greet
                 self._give_up(peer, f"its answer to a greeting ({error})")
             with self._lock:
                 self._sockets[channel, peer] = sock
@@ -236,7 +236,10 @@ class _Meeting:
     def _introduce(self, sock: socket.socket, channel: Channel, secret: bytes) -> None:
         until_s = time.monotonic() + min(_HANDSHAKE_S, self._timeout_s)
         nonce = _receive(sock, _NONCE_BYTES, until_s)
-        greeting, own_nonce = _GREETING.pack(_MAGIC, self._ranks.rank, channel), secrets.token_bytes(_NONCE_BYTES)
+        greeting, own_nonce = (
+            _GREETING.pack(_GREETING_MAGIC, self._ranks.rank, channel),
+            secrets.token_bytes(_NONCE_BYTES),
+        )
         sock.sendall(greeting + own_nonce + _proof(secret, nonce, greeting))
         if not hmac.compare_digest(_receive(sock, _PROOF_BYTES, until_s), _proof(secret, own_nonce, b"welcome")):
             raise ConnectionError("it does not know the secret of this run")
@@ -269,8 +272,8 @@ class _Meeting:
 
     def _give_up(self, rank: int, what: str) -> NoReturn:
         raise RankTimeoutError(
-            f"rank {rank} did not come within {self._timeout_s:g} s: rank {self._ranks.rank} waited for {what}; see "
-            f"whether it was started, and whether boxes reach each other (set {INTERFACE_VARIABLES[0]} to the name of "
+            f"rank {rank} did not connect within {self._timeout_s:g} s: rank {self._ranks.rank} waited for {what}; "
+            f"check that it was started and that nodes reach each other (set {INTERFACE_VARIABLES[0]} to the name of "
             "the network interface)",
             rank,
         )
@@ -282,12 +285,12 @@ class _Meeting:
 
 
 def outgoing_address() -> tuple[socket.AddressFamily, str]:
-    """Where other boxes reach this one. Raises ValueError if there is no such address."""
+    """The address at which other nodes reach this one. Raises ValueError if there is none."""
     for variable in INTERFACE_VARIABLES:
         interface = os.environ.get(variable, "").split(",")[0]
         if interface:
             return _address_of(interface, variable)
-    for host in filter(None, (os.environ.get("MASTER_ADDR"), "192.0.2.1")):  # to no one: connecting UDP sends nothing
+    for host in filter(None, (os.environ.get("MASTER_ADDR"), "192.0.2.1")):  # connecting UDP sends nothing
         with contextlib.suppress(OSError):
             family, _, _, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -296,33 +299,35 @@ def outgoing_address() -> tuple[socket.AddressFamily, str]:
             if not address.startswith("127.") and address != "::1":
                 return family, address
     raise ValueError(
-        f"this box has no address that other boxes reach; set {INTERFACE_VARIABLES[0]} to the name of the network "
-        f"interface to them: {', '.join(sorted(psutil.net_if_addrs()))}"
+        f"other nodes cannot reach this one: it has no address of its own; set {INTERFACE_VARIABLES[0]} to the "
+        f"name of the network interface to them: {', '.join(sorted(psutil.net_if_addrs()))}"
     )
 
 
 def _address_of(interface: str, variable: str) -> tuple[socket.AddressFamily, str]:
-    of_all = psutil.net_if_addrs()
+    interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
-        for address in of_all.get(interface, ()):
+        for address in interfaces.get(interface, ()):
             if address.family == family and not address.address.startswith("fe80:"):
                 return family, address.address
-    raise ValueError(f"{variable}={interface}: no such network interface with an address; set one of {sorted(of_all)}")
+    raise ValueError(
+        f"{variable}={interface}: no such network interface with an address; set one of {sorted(interfaces)}"
+    )
 
 
-def _proof(secret: bytes, nonce: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, nonce + said, "sha256")
+def _proof(secret: bytes, nonce: bytes, message: bytes) -> bytes:
+    return hmac.digest(secret, nonce + message, "sha256")
 
 
 def _receive(sock: socket.socket, num_bytes: int, until_s: float) -> bytes:
-    """Raises TimeoutError where they have not come by then, however many have."""
+    """Raises TimeoutError unless all bytes have arrived by ``until_s`` (`time.monotonic`)."""
     content = bytearray()
     while len(content) < num_bytes:
         sock.settimeout(max(0.001, until_s - time.monotonic()))
-        came = sock.recv(num_bytes - len(content))
-        if not came:
+        received = sock.recv(num_bytes - len(content))
+        if not received:
             raise ConnectionError("it closed the connection")
-        content += came
+        content += received
     return bytes(content)
 
 

@@ -1,7 +1,7 @@
-"""Memory that the ranks of one box share: what one writes there the others read, and messages only say where.
+"""Memory that the ranks of one node share. Messages between these ranks only give offsets in it.
 
-The file behind it has no name, so nothing is left behind however its processes end. Its descriptor is handed over a
-socket. Ranks that are threads of one process get the same tensor.
+Its file has no name, so nothing is left behind however the processes end. The first rank of the node sends the file's
+descriptor to the others over a socket. Ranks that are threads of one process get the same tensor.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from hf_lohan.wording import format_bytes
 FILES_IN_RAM = "/dev/shm"
 _TOKEN_BYTES = 32
 _of_this_process: dict[str, Tensor] = {}
-"""By token, while ranks that are threads of it get theirs."""
+"""By token: regions that ranks in threads of this process may take."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRegion:
-    """Of one box."""
+    """Memory that all ranks of this node have mapped."""
 
     bytes: Tensor
-    """uint8 [num_bytes], page-aligned, zero at first. Pinned where the device does that."""
+    """uint8 [num_bytes], page-aligned, zero at first, pinned if the device pins memory."""
     name: str
 
     @classmethod
     def create(cls, links: Links, num_bytes: int, name: str, device: Device | None = None) -> SharedRegion:
-        """To be called by all ranks, with a size that those of a box agree on. Raises ValueError where one is refused;
-        then on all ranks."""
+        """All ranks call this, those of one node with the same size. If it fails on one rank, all raise ValueError."""
         if num_bytes <= 0:
-            raise ValueError(f"shared memory of {num_bytes} bytes was asked for ({name}); ask for at least 1 byte")
+            raise ValueError(f"cannot share {num_bytes} bytes of memory ({name}); ask for at least 1 byte")
         map_it = device.host_shared if device is not None else mapped_file
         if links.ranks.num_local == 1 and links.ranks.num_ranks == 1:
             with _file_in_ram(num_bytes, name, 1) as fd:
@@ -55,49 +54,48 @@ class SharedRegion:
         return cls(_accept(links, num_bytes, name, map_it), name)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a tensor begins in it, in bytes; None if it lies elsewhere."""
+        """Offset of a tensor in bytes; None if it is not in this memory."""
         offset = tensor.data_ptr() - self.bytes.data_ptr()
         return offset if offset >= 0 and offset + tensor.nbytes <= self.bytes.nbytes else None
 
 
 def _offer(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int], Tensor]) -> Tensor:
-    """Make the memory of this box, and give it to the others there."""
+    """Make the memory of this node and send it to the node's other ranks."""
     ranks = links.ranks
     token = secrets.token_hex(_TOKEN_BYTES // 2)
-    said: dict[str, Any] = {"pid": os.getpid(), "num_bytes": num_bytes, "token": token}
+    offer: dict[str, Any] = {"pid": os.getpid(), "num_bytes": num_bytes, "token": token}
     with contextlib.ExitStack() as cleanup:
         try:
             fd = cleanup.enter_context(_file_in_ram(num_bytes, name, ranks.num_local))
             region = map_it(fd, num_bytes)
             listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            said["address"] = f"\0lohan-{secrets.token_hex(16)}"  # a name that is no file
-            listener.bind(said["address"])
+            offer["address"] = f"\0lohan-{secrets.token_hex(16)}"  # a name that is no file
+            listener.bind(offer["address"])
             listener.listen(ranks.num_local)
             _of_this_process[token] = region
             cleanup.callback(_of_this_process.pop, token)
         except (OSError, ValueError) as error:
-            said["refused"] = str(error)
-        of_all = _exchange(links, f"the memory of {name}", said)
-        in_box = [of_all[rank] for rank in ranks.on_this_node]
-        num_others = sum(other["pid"] != os.getpid() for other in in_box)
+            offer["refused"] = str(error)
+        exchanged = _exchange(links, f"the memory of {name}", offer)
+        num_others = sum(exchanged[rank]["pid"] != os.getpid() for rank in ranks.on_this_node)
         _serve(links, listener, fd, token, num_others, name)
         _exchange(links, f"all to have the memory of {name}", {})
         return region
 
 
 def _accept(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int], Tensor]) -> Tensor:
-    """Get it from local rank 0."""
+    """Get the memory from local rank 0."""
     ranks = links.ranks
-    of_all = _exchange(links, f"the memory of {name}", {"pid": os.getpid(), "num_bytes": num_bytes})
-    offered = of_all[ranks.on_this_node[0]]
+    exchanged = _exchange(links, f"the memory of {name}", {"pid": os.getpid(), "num_bytes": num_bytes})
+    offered = exchanged[ranks.on_this_node[0]]
     try:
         region = _of_this_process[offered["token"]] if offered["pid"] == os.getpid() else None
         if region is None:
             region = _fetch(offered, num_bytes, links.timeout_s, map_it)
     except OSError as error:
         raise ValueError(
-            f"rank {ranks.rank} cannot map the memory that its box shares for {name} ({error}); ranks of one box have "
-            "to be in one container"
+            f"rank {ranks.rank} cannot map the memory that its node shares for {name} ({error}); start the ranks of "
+            "one node in one container"
         ) from error
     _exchange(links, f"all to have the memory of {name}", {})
     return region
@@ -117,32 +115,32 @@ def _fetch(offered: dict[str, Any], num_bytes: int, timeout_s: float, map_it: Ca
         os.close(fds[0])
 
 
-def _exchange(links: Links, tag: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-    """What all ranks say. Raises where one of them was refused, and where those of a box want different sizes."""
-    of_all = [json.loads(packed) for packed in links.all_gather(tag, json.dumps(said).encode())]
-    for its in of_all:
-        if "refused" in its:
-            raise ValueError(its["refused"])
-    ranks = links.ranks
-    for rank, its in enumerate(of_all):
-        first = of_all[rank - rank % ranks.num_local]
-        if its.get("num_bytes") != first.get("num_bytes"):
+def _exchange(links: Links, tag: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Exchange what each rank offers or wants. Raises ValueError if one was refused, or ranks of a node want different
+    sizes."""
+    messages = [json.loads(packed) for packed in links.all_gather(tag, json.dumps(message).encode())]
+    for message in messages:
+        if "refused" in message:
+            raise ValueError(message["refused"])
+    for rank, message in enumerate(messages):
+        first = messages[rank - rank % links.ranks.num_local]
+        if message.get("num_bytes") != first.get("num_bytes"):
             raise ValueError(
-                f"rank {rank} wants {its['num_bytes']} bytes for {tag}, and the first rank of its box "
-                f"{first['num_bytes']}; give all ranks of a box the same budgets"
+                f"rank {rank} wants {message['num_bytes']} bytes for {tag}, and the first rank of its node "
+                f"{first['num_bytes']}; give all ranks of a node the same budgets"
             )
-    return of_all
+    return messages
 
 
 def _serve(links: Links, listener: socket.socket, fd: int, token: str, num_others: int, name: str) -> None:
-    """Hand `fd` to so many processes that know the token."""
+    """Send `fd` to ``num_others`` processes that know the token."""
     until_s = time.monotonic() + links.timeout_s
     listener.settimeout(SLICE_S)
     while num_others:
         links.raise_if_failed(f"handed out the memory of {name}")
         if time.monotonic() > until_s:
             raise RankTimeoutError(
-                f"{num_others} ranks of this box did not take the memory of {name} within {links.timeout_s:g} s; are "
+                f"{num_others} ranks of this node did not take the memory of {name} within {links.timeout_s:g} s; are "
                 "all of them in one container?",
                 links.ranks.rank,
             )
@@ -157,8 +155,8 @@ def _serve(links: Links, listener: socket.socket, fd: int, token: str, num_other
 
 @contextlib.contextmanager
 def _file_in_ram(num_bytes: int, name: str, num_local: int) -> Iterator[int]:
-    """The descriptor of a file without a name, of so many bytes."""
-    sharing = f"{num_local} ranks of a box share" if num_local > 1 else "one rank wants"
+    """The descriptor of a file of ``num_bytes`` bytes without a name."""
+    sharing = f"{num_local} ranks of a node share" if num_local > 1 else "one rank wants"
     wanted = f"{sharing} {format_bytes(num_bytes)} of memory for {name}"
     available = available_host_memory_bytes()
     if num_bytes > available:
@@ -169,7 +167,7 @@ def _file_in_ram(num_bytes: int, name: str, num_local: int) -> Iterator[int]:
         free = shutil.disk_usage(FILES_IN_RAM).free
         if num_bytes > free:
             raise ValueError(
-                f"{wanted}, and {FILES_IN_RAM} has {format_bytes(free)} free, on a system that gives no other; give "
+                f"{wanted}, and {FILES_IN_RAM} has {format_bytes(free)} free, on a system without memfd; give "
                 "the container more (docker run --shm-size or --ipc=host), or lower cpu_memory"
             ) from None
         fd = os.open(FILES_IN_RAM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""Which rank this is, of how many, and which of the others share its box."""
+"""Which rank this is, of how many, and which others are on its node."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank among all. Boxes (nodes) have equally many, numbered box by box."""
+    """One rank among all. Each node has equally many, numbered node by node."""
 
     rank: int = 0
     num_ranks: int = 1
     local_rank: int = 0
     num_local: int = 1
-    """Ranks on each box."""
+    """Ranks on each node."""
 
     def __post_init__(self) -> None:
         if self.num_local < 1 or self.num_ranks < 1 or self.num_ranks % self.num_local:
             raise ValueError(
-                f"{self.num_ranks} ranks cannot lie on boxes of {self.num_local}; start equally many on each box"
+                f"{self.num_ranks} ranks cannot be spread over nodes of {self.num_local}; start as many on each"
             )
         if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(f"rank {self.rank} is none of {self.num_ranks}; they count from 0")
+            raise ValueError(f"rank {self.rank} is not below {self.num_ranks}, the number of ranks; count ranks from 0")
         if self.local_rank != self.rank % self.num_local:
             raise ValueError(
-                f"rank {self.rank} has local rank {self.local_rank}, where boxes of {self.num_local} make it "
-                f"{self.rank % self.num_local}; number ranks box by box, as torchrun does"
+                f"rank {self.rank} has local rank {self.local_rank}, but on nodes of {self.num_local} ranks it has "
+                f"{self.rank % self.num_local}; number ranks node by node, as torchrun does"
             )
 
     @property
     def node(self) -> int:
-        """The number of its box."""
+        """The node of this rank."""
         return self.rank // self.num_local
 
     @property
@@ -44,12 +44,12 @@ class Ranks:
 
     @property
     def counterparts(self) -> list[int]:
-        """Those of other boxes with this one's local rank: what goes from box to box goes between these."""
+        """The ranks of other nodes with this local rank. Only counterparts send weights and gradients between nodes."""
         return [self.rank_at(node, self.local_rank) for node in range(self.num_nodes) if node != self.node]
 
     @property
     def on_this_node(self) -> range:
-        """The ranks of this box, this one among them."""
+        """The ranks of this node, including this one."""
         return range(self.node * self.num_local, (self.node + 1) * self.num_local)
 
     @property
