@@ -71,24 +71,40 @@ def be_rank(rank: int, box: NetworkBox, folder: str, connection: Any) -> None:
     connection.send((num_bytes, sent))
 
 
-def test_the_kernel_counts_what_links_count(boxes: list[NetworkBox], tmp_path: Path) -> None:
+def train_on_nodes(boxes: list[NetworkBox], folder: Path) -> list[tuple[int, int, int]]:
+    """By rank: bytes of all weights, bytes that `Links` sent in a step, and bytes that the kernel sent."""
+    sent_before = [box.sent_bytes for box in boxes]
     receiving = []
     processes = []
     for rank, box in enumerate(boxes):
         ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=be_rank, args=(rank, box, str(tmp_path), theirs), daemon=True)
+        process = CONTEXT.Process(target=be_rank, args=(rank, box, str(folder), theirs), daemon=True)
         process.start()
         theirs.close()
         receiving.append(ours)
         processes.append(process)
+    counts = []
     try:
-        for connection, box in zip(receiving, boxes, strict=True):
+        for connection, box, before in zip(receiving, boxes, sent_before, strict=True):
             assert connection.poll(HANGS_AFTER_S), f"the rank in {box.namespace} says nothing"
             weight_bytes, sent_bytes = connection.recv()
-            # Half of the weights for forward, and again for backward; the gradients of the other half.
-            assert sent_bytes > weight_bytes
-            assert sent_bytes <= box.sent_bytes <= 1.02 * sent_bytes
+            counts.append((weight_bytes, sent_bytes, box.sent_bytes - before))
     finally:
         for process in processes:
             process.kill()
             process.join()
+    return counts
+
+
+def test_the_kernel_counts_what_links_count(boxes: list[NetworkBox], tmp_path: Path) -> None:
+    # On a busy machine TCP sends some segments again, so the kernel may count more.
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        counts = train_on_nodes(boxes, folder)
+        for weight_bytes, sent_bytes, kernel_bytes in counts:
+            # Half of the weights for forward, and again for backward; the gradients of the other half.
+            assert weight_bytes < sent_bytes <= kernel_bytes
+        if all(kernel_bytes <= 1.02 * sent_bytes for _, sent_bytes, kernel_bytes in counts):
+            return
+    pytest.fail(f"weights, sent by links, sent by the kernel: {counts}")
