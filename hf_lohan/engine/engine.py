@@ -5,34 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter
-from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
-from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
-from hf_lohan.engine.events import EngineEvents, FollowedPlan
-from hf_lohan.engine.expert_parts import expert_loader, routing_of, streamed_experts, up_to_date_records
+from hf_lohan.engine.build import (
+    build_loaders,
+    build_pass_parts,
+    build_plan,
+    build_streamed_experts,
+    build_updates,
+)
+from hf_lohan.engine.events import EngineEvents
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_hooks import ModelHooks
-from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
+from hf_lohan.engine.model_pass import ModelPass, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.planned_memory import PlannedMemory
-from hf_lohan.engine.rank_parts import (
-    agree,
-    block_loader,
-    follow_collectives,
-    gradient_pipeline,
-    lending_slots,
-)
-from hf_lohan.engine.ranks import agreed_decision
+from hf_lohan.engine.ranks import all_agree
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
-from hf_lohan.experts import ComputeExpert, LayerAndExpertLoaders
+from hf_lohan.experts import ComputeExpert
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
@@ -40,17 +35,7 @@ from hf_lohan.planning import OffloadLayout, StepShape
 from hf_lohan.ranks import Links, StepAgreement
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates import (
-    ClipHistory,
-    ClipWay,
-    GradientArrivals,
-    ParamGroups,
-    SkippedSteps,
-    StepCounts,
-    StepResult,
-    StepTransaction,
-    UpdateSetup,
-)
+from hf_lohan.updates import ClipWay, SkippedSteps, StepResult
 from hf_lohan.weights import SlotRing
 
 
@@ -75,102 +60,28 @@ class OffloadEngine:
         self.config = config
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
+        self.agreement = StepAgreement(tiers.links)
+        """What the ranks tell each other and decide in each step."""
         events = events or EngineEvents()
-        self._links = tiers.links
-        is_alone = self._links.ranks.num_ranks == 1
-        self.agreement = StepAgreement(self._links)
-        """What ranks say and decide of each step."""
-        agreement = None if is_alone else self.agreement
-        chunks = layout.chunks()
-        self.records = up_to_date_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
-        self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, self._links)
-        self._block_of = {part: block for block in layout.blocks for part in block.slices}
-        self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
-        self._groups = ParamGroups({part: block.master.rule for part, block in self._block_of.items()})
-        self._optimizer: OffloadOptimizer | None = None
-        self._ring = SlotRing(self.device, layout.plan, layout.kept_layers)
-        place = {parameter: index for index, parameter in enumerate(model.parameters())}
-        self._pipeline = gradient_pipeline(
-            UpdateSetup(
-                device=self.device,
-                blocks=layout.blocks,
-                slices=sorted(self._block_of, key=lambda part: place[part.parameter]),
-                group_of=self._groups.group_of,
-                has_groups=self._groups.has_any,
-                step_counts=self.step_counts,
-                schedule=config.schedule,
-                holds_gradients=layout.holds_gradients,
-                store=tiers.store,
-                states=tiers.states,
-                gradients=tiers.gradients,
-                num_arrival_buffers=layout.plan.num_arrival_buffers,
-                spilled_blocks=frozenset(layout.plan.spilled_blocks),
-                spill=tiers.spill,
-                num_held_chunks=layout.num_held_chunks,
-                shared_ram=tiers.shared_ram,
-                keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
-                open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
-                recall=tiers.recall,
-                missed=self.records.missed,
-            ),
-            tiers,
-            chunks,
-            self.agreement,
-        )
-        layer_loader = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
-        self.expert_loader = expert_loader(
-            self._ring, tiers, layout, self._pipeline.deliver, self.records, config.expert_cache
-        )
-        experts = self.expert_loader
-        self._prefetcher = LayerAndExpertLoaders(layer_loader, experts) if experts else layer_loader
-        interval = CommitInterval.asked_for(config.commit_every)
-        self.commits = StepCommits(
-            tiers.store,
-            self.step_counts,
-            self.timeline,
-            self.records.missed,
-            run_when_written=self._pipeline.run_when_written,
-            run_between_updates=self._pipeline.run_between_updates,
-            interval=interval,
-            decide=agreed_decision(agreement, tiers.store, interval) if agreement else decide_alone,
-        )
-        self._arrivals = GradientArrivals(
-            self.device,
-            tiers.gradients,
-            chunks,
-            self._pipeline,
-            keeps_dtypes=layout.keeps_gradient_dtypes,
-        )
-        self.clip_history = ClipHistory("defer", always=config.clip == "speculate")
-        self.skipped_steps = SkippedSteps(config.max_skipped_steps)
-        self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, self._ring)
-        names = {module: name for name, module in model.named_modules()}
-        layers = {layer: names[layer] for layer in layout.model_blocks.layers}
-        self.activations = ActivationTiers(self.device, layers, tiers.shared_ram)
-        on_decided = partial(follow_collectives, layer_loader, tiers)
-        self.planned_memory = memory = PlannedMemory(self.activations, config, tiers, layout, on_decided)
-        routing = routing_of(self.expert_loader, layers.values())
-        self._plan = FollowedPlan(events, memory, self._pipeline, self._step, self.clip_history, self.commits, routing)
         self._lifetime = Lifetime()
-        parts = PassParts(
-            device=self.device,
-            ring=self._ring,
-            prefetcher=self._prefetcher,
-            arrivals=self._arrivals,
-            activations=self.activations,
-            step=self._step,
-            groups=self._groups,
-            commits=self.commits,
-            plan=self._plan,
-            lifetime=self._lifetime,
-            block_began=events.block_began,
-            is_final_backward=events.is_final_backward,
-            slots=lending_slots(self._ring, tiers),
-            block_of=self._block_of,
+        self._ring = SlotRing(self.device, layout.plan, layout.kept_layers)
+        updates = build_updates(model, layout, tiers, config, self._ring, self.agreement)
+        self.records, self.step_counts, self.commits = updates.records, updates.step_counts, updates.commits
+        self._groups, self._pipeline, self._step = updates.groups, updates.pipeline, updates.step
+        self._block_of, self.clip_history = updates.block_of, updates.clip_history
+        self.skipped_steps = SkippedSteps(config.max_skipped_steps)
+        self._optimizer: OffloadOptimizer | None = None
+        self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, tiers.links)
+        loaders = build_loaders(layout, tiers, config, self._ring, updates)
+        self.expert_loader, self._prefetcher = loaders.experts, loaders.prefetcher
+        self._plan, self.activations = build_plan(model, layout, tiers, config, events, updates, loaders)
+        self.planned_memory = self._plan.memory
+        parts = build_pass_parts(
+            tiers, self._ring, events, updates, loaders, self._plan, self.activations, self._lifetime
         )
         self._pass = ModelPass(parts)
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
-        self.experts = streamed_experts(
+        self.experts = build_streamed_experts(
             model, self._ring, self.expert_loader, layout, compute_expert, self._hooks.current_forward_pass
         )
         self._reads = WeightReads(
@@ -178,11 +89,11 @@ class OffloadEngine:
             parts,
             self._pass,
             self._parameters,
-            settle=self._pipeline.wait_for_updates,
+            wait_for_updates=self._pipeline.wait_for_updates,
             forward_pass=self._hooks.current_forward_pass,
             saving=self._hooks.saving,
         )
-        for parameter in {part.parameter: None for part in self._block_of}:
+        for parameter in dict.fromkeys(part.parameter for part in self._block_of):
             AbsentParameter.set_provider(parameter, self._reads)
         self._micro_batches = MicroBatchRun(
             JointParts(
@@ -205,7 +116,7 @@ class OffloadEngine:
     @property
     def links(self) -> Links:
         """To the other ranks."""
-        return self._links
+        return self.tiers.links
 
     # Several micro-batches at once.
 
@@ -213,7 +124,8 @@ class OffloadEngine:
         """Plan steps of such micro-batches, before the first of them. Returns whether it pays to give them to
         `run_micro_batches`, instead of running one after the other."""
         self._lifetime.check()
-        return agree(self._links, "whether micro-batches run together", self._plan.choose_order(shape))
+        wish = self._plan.choose_order(shape)
+        return all_agree(self.links, "whether micro-batches run together", wish)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Forwards and backward of a step's micro-batches, all of them through a block before the next one, so that
@@ -255,7 +167,7 @@ class OffloadEngine:
         """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
         fit the store."""
         if self._optimizer is not None:
-            self.settle()  # updates that still run are of the optimizer before, and count their step, too
+            self.wait_for_updates()  # updates that still run are of the optimizer before, and count their step, too
         self._groups.bind_optimizer(optimizer)
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
@@ -273,8 +185,8 @@ class OffloadEngine:
         self._pass.announce_backward(is_final=is_final)
 
     def step(self) -> None:
-        """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
-        before the block is read; `settle` waits for them all. A step whose gradients are not finite is skipped.
+        """Finish the step. Updates that had to wait for the norm run on under the next forward, each block's before
+        the block is read; `wait_for_updates` waits for all. A step whose gradients are not finite is skipped.
 
         Raises NonFiniteGradientError after too many skipped steps in a row.
         """
@@ -308,7 +220,7 @@ class OffloadEngine:
     def go_back_to_commit(self) -> Commit:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
         self.drop_gradients()
-        self.settle()
+        self.wait_for_updates()
         commit = self.commits.go_back()
         self.forget_weights()
         return commit
@@ -318,7 +230,7 @@ class OffloadEngine:
         """What updates took that ran on a wrong guess, or of steps that were dropped."""
         return self._pipeline.undone_s
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Wait until the store holds every update of the steps so far."""
         self._lifetime.check()
         self._pipeline.wait_for_updates()
@@ -326,7 +238,7 @@ class OffloadEngine:
     @property
     def parameters(self) -> ParameterAccess:
         """Parameters and their states in the store, as the last step left them."""
-        self.settle()
+        self.wait_for_updates()
         return self._parameters
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

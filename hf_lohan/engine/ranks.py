@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _KEPT_NAME = "kept_weights"
 """The scratch file of other nodes' weights."""
 _DIGEST_BYTES = 8
+_YES, _NO = b"yes", b"no"
 _GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 _NUM_MEASURED_STEPS = 3
 """The coding error is measured in the first steps and logged once."""
@@ -218,3 +219,8 @@ def agreed_decision(
         return is_due
 
     return decide
+
+
+def all_agree(links: Links, tag: str, wish: bool) -> bool:
+    """Whether all ranks have this wish. Called by all ranks together."""
+    return all(answer == _YES for answer in links.all_gather(tag, _YES if wish else _NO))

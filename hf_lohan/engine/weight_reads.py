@@ -34,17 +34,16 @@ class WeightReads:
         model_pass: ModelPass,
         access: ParameterAccess,
         *,
-        settle: Callable[[], None],
+        wait_for_updates: Callable[[], None],
         forward_pass: Callable[[], ForwardPass],
         saving: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
-        """``settle`` waits for updates; ``forward_pass`` says how forwards go now; ``saving`` gives hooks for what
-        autograd saves."""
+        """``forward_pass`` returns the one in progress; ``saving`` returns hooks for tensors that autograd saves."""
         self.moved_gradients = parts.ring.moved_gradients
         self._parts = parts
         self._pass = model_pass
         self._access = access
-        self._settle = settle
+        self._wait_for_updates = wait_for_updates
         self._forward_pass = forward_pass
         self._saving = saving
         self._place: dict[nn.Parameter, tuple[Block, ParamSlice]] = {}
@@ -52,7 +51,7 @@ class WeightReads:
         for block in blocks:
             for part in block.slices:
                 self._place.setdefault(part.parameter, (block, part))
-        self._gathering = Gathering(self._place, parts, model_pass, access, settle)
+        self._gathering = Gathering(self._place, parts, model_pass, access, wait_for_updates)
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         block, part = self._place[weight_view.parameter]
@@ -105,7 +104,7 @@ class WeightReads:
             self._pass.recover()
         self._parts.step.refuse_new_weight(part)
         self._parts.step.undo_guesses()
-        self._settle()
+        self._wait_for_updates()
         copy = self._access.read_parameter(part.name).to(self._parts.device.torch_device)
         if part.is_whole:
             self._parts.ring.stand_ins.add_copy(copy, block, part)
@@ -167,13 +166,13 @@ class Gathering:
         parts: PassParts,
         model_pass: ModelPass,
         access: ParameterAccess,
-        settle: Callable[[], None],
+        wait_for_updates: Callable[[], None],
     ) -> None:
         self._place = place
         self._parts = parts
         self._pass = model_pass
         self._access = access
-        self._settle = settle
+        self._wait_for_updates = wait_for_updates
         self._gathered: set[nn.Parameter] = set()
 
     @contextlib.contextmanager
@@ -192,7 +191,7 @@ class Gathering:
             )
         self._pass.recover()
         self._parts.step.undo_guesses()
-        self._settle()
+        self._wait_for_updates()
         fresh = [parameter for parameter in dict.fromkeys(parameters) if parameter not in self._gathered]
         hashes: dict[nn.Parameter, int] = {}
         try:

@@ -150,7 +150,7 @@ class RunRecord:
         if self.engine.is_closed:  # the engine's figures are gone, those of the steps are not
             self._lines.flush()
             return
-        self.engine.settle()  # the last step's updates and bytes belong to the run
+        self.engine.wait_for_updates()  # the last step's updates and bytes belong to the run
         self._write_summary(is_finished=True)
         self._lines.end_run()
         if self._step_s:

@@ -102,7 +102,7 @@ class Contender:
             step()
             self.engine.commits.request(JOURNAL)
 
-        return lambda: turn(committed_step, self.engine.settle, device=str(self.engine.device.torch_device))
+        return lambda: turn(committed_step, self.engine.wait_for_updates, device=str(self.engine.device.torch_device))
 
     def _only_turn_over(self, *what: object) -> None:
         """A commit without durability: the next step writes to the other home."""

@@ -73,7 +73,7 @@ def train(
     batch = shape.batch(device)
     step = offloaded_step(engine, batch, max_grad_norm)
     step()
-    engine.settle()
+    engine.wait_for_updates()
     where = moments_of(engine)
     turns: dict[str, list[float]] = {"step_s": [], "bytes_per_s": [], "alone_bytes_per_s": [], "share": []}
     reads, writes = [], []
@@ -92,7 +92,7 @@ def train(
         writes.append((after[1] - before[1]) / steps_per_turn)
         turns["bytes_per_s"].append((reads[-1] + writes[-1]) / turns["step_s"][-1])
         turns["share"].append(turns["bytes_per_s"][-1] / turns["alone_bytes_per_s"][-1])
-        engine.settle()
+        engine.wait_for_updates()
     loss = model(**batch).loss.item()
     medians = {name: statistics.median(values) for name, values in turns.items()}
     moved = statistics.median(reads) + statistics.median(writes)

@@ -69,7 +69,7 @@ def measure_shape(
     try:
         for _ in range(STEPS_UNTIL_CORRECTED):
             step()
-        engine.settle()
+        engine.wait_for_updates()
         assert run.first is not None and run.now is not None
         first, corrected = run.first.plan.prediction, run.now.plan.prediction
         contenders = contenders_of(engine, num_points)
@@ -78,7 +78,7 @@ def measure_shape(
         for _ in range(num_turns):
             for contender in contenders:
                 engine.planned_memory.set_placements(contender.plan.activations)
-                times[contender.name].append(turn(step, engine.settle, device=device))
+                times[contender.name].append(turn(step, engine.wait_for_updates, device=device))
                 backward[contender.name].append(engine.last_backward_s)
         figures = spread("step_s", times)
         medians = figures["step_s"]

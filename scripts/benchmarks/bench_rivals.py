@@ -107,7 +107,7 @@ def our_step(
 
     config = OffloadConfig.load({"activations": "recompute", **settings, "ssd": folder})
     engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0)
-    return offloaded_step(engine, batch, max_grad_norm), engine.settle
+    return offloaded_step(engine, batch, max_grad_norm), engine.wait_for_updates
 
 
 def _nothing_left() -> None:

@@ -133,15 +133,16 @@ def offloaded(options: Options, batch: dict[str, torch.Tensor]) -> dict[str, Any
             with torch.no_grad():
                 first_loss = model(**batch).loss.item()
             step = offloaded_step(engine, batch, 1.0)
-            turn(step, engine.settle, device=device)
+            turn(step, engine.wait_for_updates, device=device)
             before = moved_bytes(engine)
             with counting_waits(device) as waits:
                 step()
                 synchronize(device)
-            engine.settle()
+            engine.wait_for_updates()
             after = moved_bytes(engine)
             with DevicePeak(device) as peak:
-                times = in_turns({"offloaded": lambda: turn(step, engine.settle, device=device)}, options.num_turns)
+                finish = engine.wait_for_updates
+                times = in_turns({"offloaded": lambda: turn(step, finish, device=device)}, options.num_turns)
             return {
                 "first_loss": first_loss,
                 "times": times,

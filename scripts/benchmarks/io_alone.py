@@ -32,7 +32,7 @@ def alone_bytes_per_s(
     engine: OffloadEngine, where: Iterator[tuple[str, str, int, int]], write_share: float, *, num_bytes: int
 ) -> float:
     """The rate at which the I/O engine moves `num_bytes` and writes back `write_share` of its reads."""
-    engine.settle()
+    engine.wait_for_updates()
     store, pool = engine.tiers.store, engine.tiers.states
     reading: deque[tuple[Any, tuple[str, str, int], Any, torch.Tensor]] = deque()
     writing: deque[tuple[Any, Any]] = deque()

@@ -223,7 +223,7 @@ def running(
         trainer = hf_lohan.Trainer(model, args, train_dataset=work.rows, offload=config, callbacks=[meter])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-        engine.settle()
+        engine.wait_for_updates()
         yield trainer, engine, meter
     finally:
         engine.close()

@@ -113,7 +113,7 @@ def our_step(options: Options, ranks: Ranks, batch: dict[str, Tensor], store: An
         model(**batch).loss.backward()
         engine.clip_grad_norm(MAX_NORM)
         optimizer.step()
-        engine.settle()
+        engine.wait_for_updates()
         optimizer.zero_grad()
 
     return step

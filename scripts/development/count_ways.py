@@ -216,15 +216,15 @@ def trace_run(run: Callable[[OffloadEngine, OffloadAdamW, Trace], None], **setti
 
 def one_clipped_step(engine: OffloadEngine, optimizer: OffloadAdamW, trace: Trace) -> None:
     run_step(engine, optimizer, 1e-3)
-    engine.settle()
+    engine.wait_for_updates()
     trace.is_on = True
     run_step(engine, optimizer, 1e-3)
-    engine.settle()
+    engine.wait_for_updates()
 
 
 def one_forward(engine: OffloadEngine, optimizer: OffloadAdamW, trace: Trace) -> None:
     run_step(engine, optimizer, 1e-3)
-    engine.settle()
+    engine.wait_for_updates()
     trace.is_on = True
     with torch.no_grad():
         engine.model(**tiny_batch())
@@ -234,7 +234,7 @@ def several_steps(engine: OffloadEngine, optimizer: OffloadAdamW, trace: Trace) 
     trace.is_on = True
     for _ in range(4):
         run_step(engine, optimizer, 1e3 if engine.layout.holds_gradients else None)
-    engine.settle()
+    engine.wait_for_updates()
 
 
 def main() -> int:

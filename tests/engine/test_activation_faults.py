@@ -96,7 +96,7 @@ def test_thirty_steps_leave_nothing(make_swapping: TwinsFactory, no_collector: N
         twins.optimizer.step()
         twins.optimizer.zero_grad()
         if number % 6 == 5:
-            twins.engine.settle()
+            twins.engine.wait_for_updates()
             held_bytes.append(sum(thing.nbytes for thing in gc.get_objects() if is_plain(thing)))
     # Reads ahead are under way at any time. A leak would be of 24 steps.
     bytes_of_a_step = sum(sum(layer.sizes().values()) for layer in memory.trace.values())

@@ -197,7 +197,7 @@ def test_pools_never_exceed_the_budgets(cpu_memory: str, hold_gradients: bool, m
     assert 0 < engine.tiers.peak_cpu_pool_bytes <= plan.cpu_pool_bytes <= engine.config.cpu_memory
     assert engine.layout.cpu_bytes + engine.layout.activation_bytes <= engine.config.cpu_memory
     assert 0 < engine.peak_gpu_pool_bytes <= plan.gpu_pool_bytes <= engine.config.gpu_memory
-    engine.settle()
+    engine.wait_for_updates()
     for pool in engine.tiers.pools[1:]:
         assert_all_come_back(pool)
 
@@ -230,7 +230,7 @@ def test_weights_are_placeholders_outside_the_model_and_after_closing(build_engi
     with pytest.raises(RuntimeError, match="engine of this model is closed"):  # no quiet wrong number
         model(**tiny_batch())
     with pytest.raises(RuntimeError, match="closed"):
-        engine.settle()
+        engine.wait_for_updates()
 
 
 @HELD_OR_ACTIVE

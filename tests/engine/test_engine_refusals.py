@@ -42,7 +42,7 @@ def test_a_second_backward_is_refused_where_the_first_has_been_applied(build_eng
     with pytest.raises(RuntimeError, match=r"second gradient of .* arrived.*max_grad_norm > 0"):
         loss.backward()
         engine.step()
-        engine.settle()
+        engine.wait_for_updates()
 
 
 def test_accumulation_is_refused_where_no_gradient_is_kept(build_engine: EngineFactory) -> None:
@@ -56,7 +56,7 @@ def test_accumulation_is_refused_where_no_gradient_is_kept(build_engine: EngineF
     engine.announce_backward(is_final=True)
     model(**tiny_batch(seed=2)).loss.backward()
     optimizer.step()
-    engine.settle()  # the pipeline's thread counts
+    engine.wait_for_updates()  # the pipeline's thread counts
     assert engine.step_counts[engine.parameter_slices[0]] == 1
 
 
@@ -181,7 +181,7 @@ def test_a_step_without_new_gradients_is_refused_unless_they_were_forgotten(
     optimizer.zero_grad()
     optimizer.step()
     assert float(engine.clip_grad_norm(float("inf"))) == 0.0
-    engine.settle()
+    engine.wait_for_updates()
     assert set(engine.step_counts.values()) == {1}
 
 
@@ -201,7 +201,7 @@ def test_a_loop_may_forget_gradients_by_setting_them_to_none(hold_gradients: boo
             parameter.grad = None
     if hold_gradients:
         assert norm == skipped  # of one backward, not of two
-    engine.settle()
+    engine.wait_for_updates()
     assert set(engine.step_counts.values()) == {2}
 
 

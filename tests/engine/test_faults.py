@@ -154,7 +154,7 @@ def test_updates_in_backward_that_a_break_cannot_undo_are_told(
     assert "had been updated in it already" in caplog.text
     loss.backward()
     twins.optimizer.step()
-    twins.engine.settle()
+    twins.engine.wait_for_updates()
     counts = {part.name: count for part, count in twins.engine.step_counts.items()}
     assert counts["lm_head.weight"] == 3  # the broken step's update counts
     assert counts["model.layers.0.self_attn.q_proj.weight"] == 2
@@ -189,7 +189,7 @@ def test_a_drive_that_fails_for_a_while_to_read(when: str, recompute: bool, make
     backend = FaultyBackend("read", NEVER, errno.EIO, sticky=True)
     twins = make_twins("llama", recompute=recompute, backend=backend, gpu_memory="600KiB")
     twins.train(1)
-    twins.engine.settle()  # an update that fails is another matter
+    twins.engine.wait_for_updates()  # an update that fails is another matter
     for _ in range(2):
         with pytest.raises(StorageError) as failed, torch.set_grad_enabled(when != "before_evaluation"):
             if when == "before_backward":
@@ -215,13 +215,13 @@ def test_a_drive_that_fails_in_the_update_stops_the_step(call: str, make_twins: 
     backend.fail_on = 1
     with pytest.raises(StorageError) as failed:
         twins.optimizer.step()
-        twins.engine.settle()
+        twins.engine.wait_for_updates()
     assert failed.value.errno == errno.EIO
     backend.fail_on = NEVER
     with pytest.raises(StorageError):  # half a step is no state to train on from
         twins.model(**tiny_batch(seed=78)).loss.backward()
         twins.optimizer.step()
-        twins.engine.settle()
+        twins.engine.wait_for_updates()
 
 
 def test_a_block_whose_update_could_not_be_written_is_not_read(make_twins: TwinsFactory) -> None:
@@ -231,14 +231,14 @@ def test_a_block_whose_update_could_not_be_written_is_not_read(make_twins: Twins
     # Nothing is spilled and nothing is written twice: all writes are updates, and all steps have as many.
     twins = make_twins("llama", cpu_memory="64MiB", clip="defer", backend=backend)
     twins.train(1)
-    twins.engine.settle()
+    twins.engine.wait_for_updates()
     before = backend.calls["write"]
     twins.train(1)
-    twins.engine.settle()
+    twins.engine.wait_for_updates()
     num_writes = backend.calls["write"] - before
     twins.backward(5)
     backend.fail_on = backend.calls["write"] + num_writes
     with pytest.raises(StorageError), torch.no_grad():
         twins.step()
         twins.losses(6)  # which are those of stock torch after the same step, if there are any
-        twins.engine.settle()
+        twins.engine.wait_for_updates()

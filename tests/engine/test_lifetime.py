@@ -39,7 +39,7 @@ def train_one(folder: Path, *, num_steps: int = 1, activations: str = "recompute
         model(**tiny_batch(seed=step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine.settle()  # a commit in progress has a reference to the model
+    engine.wait_for_updates()  # a commit in progress has a reference to the model
 
 
 def collect() -> None:
@@ -78,7 +78,7 @@ def test_planning_keeps_no_model(family: str, tmp_path: Path) -> None:
         optimizer.zero_grad()
     plan = run_plan_of(engine)
     assert plan is not None and plan.first is not None, "it was not planned"
-    engine.settle()
+    engine.wait_for_updates()
     dropped = weakref.ref(engine)
     del model, engine, optimizer, plan
     collect()

@@ -91,7 +91,7 @@ class Sharing:
 
     def spilled_bytes(self) -> int:
         """Of gradients that went to the SSD since this was asked last."""
-        self.engine.settle()  # they have come back, so they had been written
+        self.engine.wait_for_updates()  # they have come back, so they had been written
         num_bytes, self.files.written["gradients.bin"] = self.files.written["gradients.bin"], 0
         return num_bytes
 
@@ -341,7 +341,7 @@ def test_a_step_that_breaks_in_the_middle(
                     engine.step()
         twins.optimizer.zero_grad()
     gc.collect()  # an exception holds the frames that it went through
-    engine.settle()
+    engine.wait_for_updates()
     engine.activations.swapper.wait_until_idle()
     assert (sharing.ram.bytes_in_use, sharing.ram.top_bytes_in_use) == (0, 0)
     sharing.spilled_bytes()

@@ -111,7 +111,7 @@ def test_a_commit_between_backward_and_step_holds_no_guess(make_twins: TwinsFact
     state = state_of(twins)
     twins.backward(5)
     twins.engine.commits.request()
-    twins.engine.settle()
+    twins.engine.wait_for_updates()
     assert twins.engine.commits.num_commits == 4
     twins.clip(CLIPS)
     twins.engine.commits.leave_to_journal()
@@ -235,7 +235,7 @@ def test_a_commit_that_fails_is_told_and_leaves_the_last_one(
     backend = FaultyBackend("sync", NEVER, error_code, sticky=True)
     twins = make_twins("llama", backend=backend, **MODES[mode])
     train(twins, 2)
-    twins.engine.settle()
+    twins.engine.wait_for_updates()
     state = state_of(twins)
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -249,7 +249,7 @@ def test_a_commit_that_fails_is_told_and_leaves_the_last_one(
     with pytest.raises(expected):
         twins.model(**tiny_batch(seed=5)).loss.backward()
         twins.optimizer.step()
-        twins.engine.settle()
+        twins.engine.wait_for_updates()
     for _ in range(2):
         with pytest.raises(expected):  # and it is told again: no step after it can last
             twins.model(**tiny_batch(seed=6)).loss.backward()

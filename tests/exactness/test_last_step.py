@@ -64,7 +64,7 @@ def test_an_interrupt_within_step(
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(WorkThread, "call", interrupted_call)
             trainer.train(resume_from_checkpoint=resume)
-        trainer.offload_engine.settle()  # a commit may be running
+        trainer.offload_engine.wait_for_updates()  # a commit may be running
         resume = "last_step" if hf_lohan.last_step(tmp_path / "run") is not None else None
     assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 

@@ -33,7 +33,7 @@ def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **
 
 def is_behind(trainer: Any) -> bool:
     engine = trainer.offload_engine
-    engine.settle()
+    engine.wait_for_updates()
     return any(engine.records.missed.is_block_behind(block) for block in engine.layout.blocks)
 
 

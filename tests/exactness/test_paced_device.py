@@ -116,7 +116,7 @@ def test_a_step_takes_the_time_of_its_products(activations: str, num_products: i
     trainer = train(model, device, tmp_path, max_grad_norm=0.0, accumulation=1, activations=activations)
     assert device.paced_flops == NUM_STEPS * flops
     assert device.paced_s == pytest.approx(NUM_STEPS * flops / FLOPS_PER_S)
-    trainer.offload_engine.settle()
+    trainer.offload_engine.wait_for_updates()
     assert device.clock.now_s() >= began_s + device.paced_s
     assert device.num_waits["MainThread"] < device.num_waits.total()
     trainer.offload_engine.close()

@@ -77,7 +77,7 @@ def test_resuming_from_the_last_step(clip: str, keep_some: Callable[..., None], 
             with pytest.raises(KeyboardInterrupt):
                 trainer.train(resume_from_checkpoint=resume)
             resume = "last_step"
-            trainer.offload_engine.settle()  # the commit may be running
+            trainer.offload_engine.wait_for_updates()  # the commit may be running
             assert hf_lohan.last_step(tmp_path / "run") == step
         trainer.offload_engine.close()
     keep_some(seed=99)
@@ -103,7 +103,7 @@ def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num
             model(**tiny_batch(seed=10 * step + number)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    engine.settle()
+    engine.wait_for_updates()
     ring, prefetcher = engine._ring, engine._prefetcher
     with ring.lock:
         ring.changed.wait_for(

@@ -54,7 +54,7 @@ def test_forward_and_backward_before_training_keep_the_last_step(tmp_path: Path)
     new.evaluate(dataset(2))
     new.model.train()(**tiny_batch(seed=0)).loss.backward()
     new.model.zero_grad()
-    new.offload_engine.settle()
+    new.offload_engine.wait_for_updates()
     assert hf_lohan.last_step(tmp_path / "run") == 2
     new.train(resume_from_checkpoint="last_step")
     assert new.state.global_step == 3

@@ -80,7 +80,7 @@ def test_a_later_micro_batch_needs_what_an_earlier_one_did_not(make_twins: Twins
             halves.first = micro_batch if step == 3 else 0
             twins.backward(10 * step + micro_batch, scale=0.5)
         twins.step()
-        twins.engine.settle()
+        twins.engine.wait_for_updates()
         counts.append(behind(twins))
     assert counts[3] < counts[2] > 0 and counts[5] > 0
     twins.assert_equal()

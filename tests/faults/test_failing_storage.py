@@ -103,7 +103,7 @@ def train(folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, n
             optimizer.zero_grad()
         if not num_steps:
             engine.commits.request()  # as the first step's forward does
-        engine.settle()
+        engine.wait_for_updates()
     finally:
         if engine is not None:
             engine.close()

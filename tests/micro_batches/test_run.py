@@ -19,10 +19,10 @@ from hf_lohan.testing.models import tiny_model
 def count_loads(twins: Any, work: Callable[[], object]) -> int:
     """Loads of weights into slots in one step. How soon an update is written changes the bytes read, but not these."""
     engine = twins.engine
-    engine.settle()
+    engine.wait_for_updates()
     before = sum(engine._ring.num_loads(block) for block in engine.layout.blocks)
     work()
-    engine.settle()
+    engine.wait_for_updates()
     return sum(engine._ring.num_loads(block) for block in engine.layout.blocks) - before
 
 
@@ -58,7 +58,7 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     twins = make_twins("opt", recompute=True)
     train(twins, 0)
     sent: list[str] = []
-    arrivals = twins.engine._arrivals
+    arrivals = twins.engine._pass._parts.arrivals
     send = arrivals.send_gradient
 
     def noted(part: ParamSlice, gradient: torch.Tensor, **how: bool) -> None:

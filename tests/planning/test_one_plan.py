@@ -181,7 +181,7 @@ def train_rank(links: Links, case: RankCase, folder: Path, hardware: HardwarePro
         model(**batch).loss.backward()
         engine.clip_grad_norm(1.0)
         optimizer.step()
-        engine.settle()
+        engine.wait_for_updates()
         assert run.first is not None
         return run.first.plan.to_mapping(), engine.layout
     finally:

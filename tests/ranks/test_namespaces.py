@@ -53,7 +53,7 @@ def train_a_step(links: Links, folder: str) -> int:
         model(**tiny_batch(seed=links.ranks.rank)).loss.backward()
         engine.clip_grad_norm(0.5)
         optimizer.step()
-        engine.settle()
+        engine.wait_for_updates()
     finally:
         engine.close()
     return sum(block.param_bytes for block in layout.blocks)

@@ -45,7 +45,7 @@ def bytes_of_a_step(links: Links, folder: Path, max_norm: float) -> tuple[int, i
                 engine.clip_grad_norm(max_norm)
             optimizer.step()
             optimizer.zero_grad()
-            engine.settle()
+            engine.wait_for_updates()
             links.barrier("a step that is over")
             read.append(tiers.io.read_bytes)
             written.append(tiers.io.write_bytes)

@@ -95,7 +95,7 @@ class Training:
                 if self.evaluates:
                     with torch.no_grad():
                         found.losses.append(model(**batch(step, rank + 100)).loss)
-            engine.settle()
+            engine.wait_for_updates()
             found.num_loads = {block.name: engine._ring.num_loads(block) for block in layout.blocks}
             ring = engine._ring
             for block in layout.blocks:  # a step changes all of them, and some are loaded for the next one

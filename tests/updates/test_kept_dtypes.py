@@ -70,7 +70,7 @@ class Run:
             self.step()
 
     def records(self) -> dict[tuple[str, str], Tensor]:
-        self.engine.settle()
+        self.engine.wait_for_updates()
         access = self.engine.parameters
         return {
             (part.name, kind): access.read_flat(part.name, kind)
@@ -161,10 +161,10 @@ def test_more_is_held_and_less_is_spilled(make_runs: RunFactory) -> None:
     for run in (kept, widened):
         layout = run.engine.layout
         run.train(2)
-        run.engine.settle()
+        run.engine.wait_for_updates()
         before = run.engine.tiers.io.write_bytes
         run.train(2)
-        run.engine.settle()
+        run.engine.wait_for_updates()
         updated = sum(
             layout_record.num_bytes
             for layout_record in layout.records

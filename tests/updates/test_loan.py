@@ -84,7 +84,7 @@ def test_borrowed_weights_are_not_read_from_the_store(
 
     monkeypatch.setattr(store, "read", read)
     twins.train(1)
-    twins.engine.settle()
+    twins.engine.wait_for_updates()
     if lends:
         assert reads["param"] < reads["exp_avg"]
     else:

@@ -166,10 +166,10 @@ def test_updates_that_cannot_be_undone_refuse_such_gradients(make_twins: TwinsFa
     """Updates in backward, in place: the run ends, and nothing that is not finite is written."""
     twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
     twins.train(1)
-    twins.engine.settle()
+    twins.engine.wait_for_updates()
     with pytest.raises(NonFiniteGradientError, match=rf"{EARLY} is not finite.*durability='step'"):
         take_bad_step(twins, NAN, EARLY)
-        twins.engine.settle()
+        twins.engine.wait_for_updates()
     twins.engine.close()
     written = np.fromfile(tmp_path / "store" / "records-0.bin", np.float32)
     assert np.isfinite(written).all()

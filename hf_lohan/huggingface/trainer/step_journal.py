@@ -201,7 +201,7 @@ class StepJournal(TrainerCallback):
             # With one version, a commit lasts until the next update, and then names the checkpoint to resume from.
             self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:
-            self._engine.settle()
+            self._engine.wait_for_updates()
             # torchrun ends all ranks when the first has ended.
             self._engine.links.barrier("the last step to be committed")
             self._engine.close()

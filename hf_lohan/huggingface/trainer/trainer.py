@@ -358,7 +358,7 @@ class OffloadTrainerMixin(
         """Wait for the store's last commit, and return its ssd paths."""
         engine = self.offload_engine
         if engine is not None:
-            engine.settle()
+            engine.wait_for_updates()
             return [path.path for path in engine.tiers.store.paths]
         assert self._offload_config is not None
         ssd = self._offload_config.ssd

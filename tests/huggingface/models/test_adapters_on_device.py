@@ -180,7 +180,7 @@ def test_a_step_writes_adapters_alone_and_reads_a_layer_twice(
     monkeypatch.setattr(Store, "write", write)
     ours.train()
     engine = engine_of(ours)
-    engine.settle()
+    engine.wait_for_updates()
     records = {(spec.block, spec.kind): spec.numel * spec.itemsize for spec in engine.layout.records}
     written = {(block, kind): n for (way, block, kind), n in moved.items() if way == "write"}
     of_adapters = {key: num_bytes for key, num_bytes in records.items() if key[0] == "adapters"}

@@ -1,0 +1,363 @@
+"""Builds the parts of an engine. Whatever depends on the number of ranks, or on whether experts stream one by one, is
+chosen here, so that the parts need not ask."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from torch import Tensor, nn
+
+from hf_lohan.activations import ActivationTiers
+from hf_lohan.config import AUTO, ExpertCachePolicy, OffloadConfig
+from hf_lohan.device import CpuDevice, Event
+from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
+from hf_lohan.engine.events import EngineEvents, FollowedPlan
+from hf_lohan.engine.lifetime import Lifetime
+from hf_lohan.engine.model_pass import ForwardPass, PassParts
+from hf_lohan.engine.planned_memory import PlannedMemory
+from hf_lohan.engine.ranks import agreed_decision, open_peer_weights
+from hf_lohan.engine.tiers import Tiers
+from hf_lohan.experts import (
+    ComputeExpert,
+    ExpertCache,
+    ExpertLoader,
+    ExpertParts,
+    HostNumbers,
+    LayerAndExpertLoaders,
+    NextRouter,
+    StreamedExperts,
+    find_routers,
+    make_policy,
+)
+from hf_lohan.model import Block, Chunk, ParamSlice
+from hf_lohan.planner import SizeClass
+from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
+from hf_lohan.planner.record_traffic import PARAM
+from hf_lohan.planning import OffloadLayout
+from hf_lohan.ranks import StepAgreement
+from hf_lohan.updates import (
+    ClipHistory,
+    Delivery,
+    GradientArrivals,
+    GradientPipeline,
+    GradientReduction,
+    MissedSteps,
+    ParamGroups,
+    RankGradientPipeline,
+    StepCounts,
+    StepTransaction,
+    UpdateSetup,
+    UpToDateRecords,
+)
+from hf_lohan.weights import (
+    BlockLoader,
+    LayerLoader,
+    Loads,
+    LocalWeights,
+    LockstepLoader,
+    NodeShards,
+    RecordReader,
+    SharedWeights,
+    SlotRing,
+)
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Block, Tensor, Event | None], Delivery]
+"""See `LocalWeights`."""
+
+
+# Gradients, updates and commits.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateParts:
+    """The parts that turn gradients into the next version of the store."""
+
+    block_of: dict[ParamSlice, Block]
+    records: UpToDateRecords
+    step_counts: StepCounts
+    groups: ParamGroups
+    pipeline: GradientPipeline
+    arrivals: GradientArrivals
+    commits: StepCommits
+    clip_history: ClipHistory
+    step: StepTransaction
+
+
+def build_updates(
+    model: nn.Module,
+    layout: OffloadLayout,
+    tiers: Tiers,
+    config: OffloadConfig,
+    ring: SlotRing,
+    agreement: StepAgreement,
+) -> UpdateParts:
+    """Each process updates what its store holds, by its own gradients or by their averages over all ranks."""
+    chunks = layout.chunks()
+    records = _up_to_date_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
+    block_of = {part: block for block in layout.blocks for part in block.slices}
+    groups = ParamGroups({part: block.master.rule for part, block in block_of.items()})
+    step_counts: StepCounts = dict.fromkeys(block_of, 0)
+    number_of = {parameter: number for number, parameter in enumerate(model.parameters())}
+    setup = UpdateSetup(
+        device=tiers.device,
+        blocks=layout.blocks,
+        slices=sorted(block_of, key=lambda part: number_of[part.parameter]),
+        group_of=groups.group_of,
+        has_groups=groups.has_any,
+        step_counts=step_counts,
+        schedule=config.schedule,
+        holds_gradients=layout.holds_gradients,
+        store=tiers.store,
+        states=tiers.states,
+        gradients=tiers.gradients,
+        num_arrival_buffers=layout.plan.num_arrival_buffers,
+        spilled_blocks=frozenset(layout.plan.spilled_blocks),
+        spill=tiers.spill,
+        num_held_chunks=layout.num_held_chunks,
+        shared_ram=tiers.shared_ram,
+        keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
+        open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
+        recall=tiers.recall,
+        missed=records.missed,
+    )
+    pipeline = _gradient_pipeline(setup, tiers, chunks, agreement)
+    interval = CommitInterval.asked_for(config.commit_every)
+    is_alone = tiers.rank_memory is None
+    commits = StepCommits(
+        tiers.store,
+        step_counts,
+        tiers.device.timeline,
+        records.missed,
+        run_when_written=pipeline.run_when_written,
+        run_between_updates=pipeline.run_between_updates,
+        interval=interval,
+        decide=decide_alone if is_alone else agreed_decision(agreement, tiers.store, interval),
+    )
+    clip_history = ClipHistory("defer", always=config.clip == "speculate")
+    return UpdateParts(
+        block_of=block_of,
+        records=records,
+        step_counts=step_counts,
+        groups=groups,
+        pipeline=pipeline,
+        arrivals=GradientArrivals(
+            tiers.device, tiers.gradients, chunks, pipeline, keeps_dtypes=layout.keeps_gradient_dtypes
+        ),
+        commits=commits,
+        clip_history=clip_history,
+        step=StepTransaction(pipeline, clip_history, layout.blocks, ring),
+    )
+
+
+def _up_to_date_records(
+    tiers: Tiers, layout: OffloadLayout, chunks: Sequence[Chunk], *, lazy_experts: bool | Literal["auto"]
+) -> UpToDateRecords:
+    """The store's records as the last step left them. Experts may be stored some steps behind if they may be lazy."""
+    lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
+    from_share = LAZY_FROM_SHARE if lazy_experts == AUTO else 0.0
+    missed = MissedSteps(layout.blocks, chunks, lazy, from_share=from_share)
+    return UpToDateRecords(tiers.store, layout.blocks, missed)
+
+
+def _gradient_pipeline(
+    setup: UpdateSetup, tiers: Tiers, chunks: Sequence[Chunk], agreement: StepAgreement
+) -> GradientPipeline:
+    if tiers.rank_memory is None:
+        return GradientPipeline(setup)
+    memory, codec = tiers.rank_memory.gradients, tiers.codecs.gradients
+    reduction = GradientReduction(tiers.links, tiers.device, tiers.gradients, memory, chunks, codec)
+    setup = replace(
+        setup,
+        shared_ram=None,
+        sums_stay_in_arrival_buffers=True,
+        copies_new_weights=CpuDevice(tiers.device.timeline),
+    )
+    return RankGradientPipeline(setup, reduction, agreement)
+
+
+# Loads of weights.
+
+
+@dataclass(frozen=True, slots=True)
+class Loaders:
+    """The loaders that bring blocks into the slots."""
+
+    layers: BlockLoader
+    experts: ExpertLoader | None
+    """None if experts come with their layer."""
+    prefetcher: Loads
+    """All of them."""
+
+
+def build_loaders(
+    layout: OffloadLayout, tiers: Tiers, config: OffloadConfig, ring: SlotRing, updates: UpdateParts
+) -> Loaders:
+    """Blocks come from this process's store, or from the stores of all ranks. Experts may stream one by one."""
+    deliver = updates.pipeline.deliver
+    layers = _block_loader(ring, tiers, layout, deliver)
+    experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.expert_cache)
+    return Loaders(layers, experts, LayerAndExpertLoaders(layers, experts) if experts else layers)
+
+
+def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: Deliver) -> BlockLoader:
+    if tiers.rank_memory is None:
+        order = [block for block in layout.blocks if block.size_class is not SizeClass.EXPERT]
+        return LayerLoader(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), order)
+    source = SharedWeights(
+        tiers.device,
+        tiers.store,
+        deliver,
+        tiers.links,
+        tiers.rank_memory.weights.bytes,
+        layout.blocks,
+        read_bytes=layout.plan.staging_buffer_bytes,
+        parts=NodeShards(layout.ranks, layout.blocks, coded=tiers.codecs.weights, version_of=ring.version_of),
+    )
+    return LockstepLoader(ring, source, layout.blocks)
+
+
+def _expert_loader(
+    ring: SlotRing,
+    tiers: Tiers,
+    layout: OffloadLayout,
+    deliver: Deliver,
+    records: RecordReader,
+    policy: ExpertCachePolicy,
+) -> ExpertLoader | None:
+    """Loads experts that are blocks of their own, through a cache in RAM if the layout has room for one. None if there
+    are no such experts."""
+    layers = list(layout.model_blocks.experts.values())
+    if not layers:
+        return None
+    source = LocalWeights(tiers.device, records, tiers.expert_staging, deliver)
+    room = layout.expert_cache
+    if room is None or policy == "off":
+        return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
+    cache = ExpertCache(
+        tiers.device, source, make_policy(policy, room.num_experts), room.bytes_of_each, ring.version_of
+    )
+    return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass)
+
+
+def _follow_collectives(loader: BlockLoader, tiers: Tiers, layout: OffloadLayout) -> None:
+    """Exchange weights as the plan decided. All ranks call it once, at the same point of their first pass."""
+    peer_weights = open_peer_weights(layout, tiers.device, tiers.store)
+    if peer_weights is None:
+        return
+    assert layout.collectives is not None and isinstance(loader, LockstepLoader)
+    changes = tiers.codecs.count_changes() if layout.collectives.keeps_own else None
+    loader.keep_weights(peer_weights, changes)
+    logger.info(
+        "weights go to other nodes %s; each node keeps a copy %s",
+        "as changes of a step" if changes is not None else "whole",
+        "in RAM" if layout.collectives.backward == "ram" else "on the SSD",
+    )
+
+
+# The plan and the passes that follow it.
+
+
+def build_plan(
+    model: nn.Module,
+    layout: OffloadLayout,
+    tiers: Tiers,
+    config: OffloadConfig,
+    events: EngineEvents,
+    updates: UpdateParts,
+    loaders: Loaders,
+) -> tuple[FollowedPlan, ActivationTiers]:
+    """The plan that steps follow, with its memory, and the tiers of activations."""
+    names = {module: name for name, module in model.named_modules()}
+    layers = {layer: names[layer] for layer in layout.model_blocks.layers}
+    activations = ActivationTiers(tiers.device, layers, tiers.shared_ram)
+    memory = PlannedMemory(activations, config, tiers, layout, partial(_follow_collectives, loaders.layers, tiers))
+    plan = FollowedPlan(
+        events,
+        memory,
+        updates.pipeline,
+        updates.step,
+        updates.clip_history,
+        updates.commits,
+        _routing_of(loaders.experts, layers.values()),
+    )
+    return plan, activations
+
+
+def _routing_of(loader: ExpertLoader | None, layer_names: Collection[str]) -> Callable[[], dict[str, list[int]]]:
+    """Returns a function that counts the tokens which each expert got so far, by name of its layer. Layers without
+    tokens are left out."""
+
+    def routing() -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {}
+        for block, counts in loader.routing() if loader is not None else []:
+            name = next((name for name in layer_names if block.name.startswith(f"{name}.")), None)
+            if name is not None and any(counts):
+                tokens.setdefault(name, counts)  # the first module of a layer that has several, as in profiles
+        return tokens
+
+    return routing
+
+
+def build_pass_parts(
+    tiers: Tiers,
+    ring: SlotRing,
+    events: EngineEvents,
+    updates: UpdateParts,
+    loaders: Loaders,
+    plan: FollowedPlan,
+    activations: ActivationTiers,
+    lifetime: Lifetime,
+) -> PassParts:
+    """The parts that forwards and backwards use.
+
+    Updates in backward may borrow slots, unless these hold rounded weights. A borrowed slot cannot block another rank:
+    its backward may reach the block later, but it only waits for loads before the block's.
+    """
+    return PassParts(
+        device=tiers.device,
+        ring=ring,
+        prefetcher=loaders.prefetcher,
+        arrivals=updates.arrivals,
+        activations=activations,
+        step=updates.step,
+        groups=updates.groups,
+        commits=updates.commits,
+        plan=plan,
+        lifetime=lifetime,
+        block_began=events.block_began,
+        is_final_backward=events.is_final_backward,
+        slots=ring if tiers.codecs.weights is None else None,
+        block_of=updates.block_of,
+    )
+
+
+def build_streamed_experts(
+    model: nn.Module,
+    ring: SlotRing,
+    loader: ExpertLoader | None,
+    layout: OffloadLayout,
+    compute: ComputeExpert | None,
+    forward_pass: Callable[[], ForwardPass],
+) -> dict[nn.Module, StreamedExperts]:
+    """By module of experts, what is called in its place. ``forward_pass`` returns the one in progress."""
+    if loader is None:
+        return {}
+    assert compute is not None, "experts stream one by one, so compute_expert is needed"
+    parts = ExpertParts(
+        ring=ring,
+        loader=loader,
+        compute=compute,
+        forward_pass=forward_pass,
+        next_router=NextRouter(ring, find_routers(model, layout.model_blocks)),
+        host_numbers=HostNumbers(ring.device),
+    )
+    return {
+        module: StreamedExperts(layer, module, blocks, parts)
+        for layer, (module, blocks) in enumerate(layout.model_blocks.experts.items())
+    }
