@@ -1,8 +1,8 @@
-"""Activations: what a forward keeps for its backward.
+"""Activations: the tensors that a forward keeps for its backward.
 
-Layers: `tiers` runs each layer in a `layer_frame`, which sees every operation, and passes what is to be swapped to the
-`swapper` (LoHan, MEMO). A `swapped_tensor` stands for it meanwhile. `trace` records the first step for the planner.
-Head: `chunked_head` computes the loss some tokens at a time, through `pending_logits`. Weights are another room's.
+Layers: `tiers` runs each layer in a `layer_frame`, which sees every operation and passes outputs to the `swapper`
+(LoHan, MEMO). A `swapped_tensor` represents a tensor that is away. `trace` records the first step for the planner.
+Head: `chunked_head` computes the loss some tokens at a time, through `pending_logits`.
 """
 
 from hf_lohan.activations.chunked_head import ChunkedHead, ChunkedLoss, Smoothing, chunked_head_of, has_foreign_forward

@@ -26,7 +26,7 @@ class ChunkedLoss:
     """When the loss is computed in chunks, and the size of a chunk."""
 
     over_bytes: int
-    """If the logits would be larger than this in float32."""
+    """The loss is computed in chunks if the logits would be larger than this in float32."""
     chunk_bytes: int
     """Size of a chunk's logits in float32. A few times as much is in use at once."""
 
@@ -41,7 +41,7 @@ class _Loss:
     rows: int
     """Tokens in a chunk."""
 
-    def of_chunk(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def chunk_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum over a chunk, in float32."""
         for operation in self.operations:
             logits = operation(logits)
@@ -61,7 +61,7 @@ class Smoothing:
     """The cross entropy's sum over all tokens, in float32, without terms that the model adds. None before the loss."""
 
     def shifted(self, num_tokens: int) -> Tensor | None:
-        """The targets of all tokens, or of all but each sequence's last. None for other numbers of tokens."""
+        """The targets of all tokens, or of all but the last of each sequence. None for other numbers of tokens."""
         if num_tokens == self.labels.numel():
             return F.pad(self.labels, (0, 1), value=self.ignore_index)[:, 1:].flatten()
         return self.labels[:, 1:].flatten() if num_tokens == self.labels[:, 1:].numel() else None
@@ -77,8 +77,8 @@ class Smoothing:
 
     def refusal(self) -> RuntimeError:
         return RuntimeError(
-            f"label_smoothing_factor={self.epsilon} does not work in chunks here: the model computes its loss in a way "
-            "of its own; set chunked_loss: false"
+            f"label_smoothing_factor={self.epsilon} does not work in chunks, because this model computes its loss "
+            "in its own way; set chunked_loss: false"
         )
 
 
@@ -96,11 +96,11 @@ class ChunkedHead:
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a token."""
+        """Logits per token."""
         return self._head.out_features
 
     def applies_to(self, num_tokens: int) -> bool:
-        """Whether the loss of so many tokens is computed in chunks."""
+        """Whether the loss of this many tokens is computed in chunks."""
         return num_tokens * self.vocabulary * torch.float32.itemsize > self.chunked_loss.over_bytes
 
     def attach(self, last_step: Callable[[], object] = lambda: None) -> Callable[[], None]:
@@ -108,7 +108,7 @@ class ChunkedHead:
         each step of an optimizer whose writes do not change the parameters' versions."""
         self._last_step = last_step
         head: Any = self._head
-        before = vars(head).get("forward")  # set on the instance by a wrapper
+        before = vars(head).get("forward")  # set on the instance, by a wrapper
         handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._model.register_forward_hook(self._end, always_call=True),
@@ -170,7 +170,7 @@ class ChunkedHead:
     # LogitsSource.
 
     def compute_logits(self, pending: Pending) -> Tensor:
-        """Raises RuntimeError if the forward is over and they need a graph, or if the head has changed since."""
+        """Raises RuntimeError if a graph is needed after the forward, or if the head has changed since."""
         if not self.is_in_forward and torch.is_grad_enabled():
             raise RuntimeError(
                 "the loss of this training forward was computed in chunks, so its outputs.logits have no graph; set "
@@ -209,7 +209,7 @@ class ChunkedHead:
 
 
 def chunked_head_of(model: Any, chunked_loss: ChunkedLoss | None) -> ChunkedHead | None:
-    """None if the model's head is no plain linear layer, or without ``chunked_loss``."""
+    """A chunked head for the model. None without ``chunked_loss``, or if the head is not a plain linear layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if chunked_loss is None or type(head) is not nn.Linear or has_foreign_forward(head):
         return None
@@ -217,7 +217,7 @@ def chunked_head_of(model: Any, chunked_loss: ChunkedLoss | None) -> ChunkedHead
 
 
 def has_foreign_forward(head: nn.Module) -> bool:
-    """Whether a wrapper of someone else has replaced the head's forward."""
+    """Whether another library has replaced the head's forward."""
     return "forward" in vars(head) and not _is_chunked(vars(head)["forward"])
 
 
@@ -260,7 +260,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.loss = loss
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows, rows_labels in zip(hidden.split(loss.rows), labels.split(loss.rows), strict=True):
-            total = total + loss.of_chunk(F.linear(rows, weight, bias), rows_labels)
+            total = total + loss.chunk_loss(F.linear(rows, weight, bias), rows_labels)
         return total
 
     @staticmethod
@@ -277,7 +277,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = F.linear(rows, weight, bias).requires_grad_()
             with torch.enable_grad():
                 (grad_logits,) = torch.autograd.grad(
-                    loss.of_chunk(logits, labels[start : start + loss.rows]), logits, gradient
+                    loss.chunk_loss(logits, labels[start : start + loss.rows]), logits, gradient
                 )
             del logits
             if grad_hidden is not None:

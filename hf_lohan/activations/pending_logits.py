@@ -1,4 +1,4 @@
-"""Logits that are computed only if something else than a cross entropy needs them."""
+"""Logits that are computed only if anything besides a cross entropy needs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LogitsSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """How to compute logits: hidden states, and operations behind the head."""
+    """How to compute logits: the hidden states, and operations after the head."""
 
     source: LogitsSource
     hidden: Tensor
@@ -43,7 +43,7 @@ class Pending:
     """The head's version."""
     operations: tuple[LogitsOperation, ...] = ()
     to_dtype: torch.dtype | None = None
-    """The dtype that an operation casts them to."""
+    """The dtype of the logits, if an operation casts them."""
     is_view: bool = False
 
     @property
@@ -89,8 +89,8 @@ class PendingLogits(Tensor):
         """Raises RuntimeError if a write would have to change earlier views, or logits that are computed later."""
         if self._has_views or self._pending.is_view or (self._logits is None and not torch.is_grad_enabled()):
             raise RuntimeError(
-                "the logits of a training forward were changed in place, by a view or without a graph, which a loss "
-                "in chunks cannot follow; set chunked_loss: false"
+                "the logits of a training forward were changed in place, through a view or without a graph, which is "
+                "not supported with a chunked loss; set chunked_loss: false"
             )
 
     @classmethod

@@ -1,9 +1,8 @@
 """Executes a plan: streams blocks through the device, gradients to the host, states through the optimizer.
 
-Follow one parameter, which has its place in a block (`model`): `drain_model` (or the streamed load) writes it to the
-store that `memory` opens, which may hold a copy in RAM (`resident_records`). The `model_hooks` see its block coming.
-The `forward_pass` has `weights` bring it; the `model_pass` gives its gradient to `updates`, which turns that into its
-next version; `commits` makes that last. `engine` wires it all up.
+The way of a parameter, which has an offset in a block (`model`): `drain_model` or the streamed load writes it to the
+store that `tiers` opens. When `model_hooks` see its block coming, `weights` brings it. `model_pass` gives its gradient
+to `updates`, which makes its next version, and `commits` commits that. `build` makes the parts, `engine` connects them.
 """
 
 from hf_lohan.engine.commits import Journal

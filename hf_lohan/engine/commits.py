@@ -1,4 +1,4 @@
-"""Which steps are committed, and when: behind their updates, with what is needed to go on from there."""
+"""Decides which steps are committed, and commits each after its updates with all that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, StepCounts
 logger = logging.getLogger(__name__)
 
 Describe = Callable[[], Mapping[str, bytes] | None]
-"""What makes the files that belong beside a model's records, by name or relative path."""
+"""Returns the files that belong beside a model's records, by name or relative path."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What whoever drives the steps wants to find again after a crash."""
+    """State of the training loop that is committed with a step, to be found again after a crash."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """In JSON's types."""
+    """JSON values by name."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     log_lines: bytes = b""
-    """Follow those of the journals before, unless `begins_log`."""
+    """Appended to the lines of earlier journals, unless `begins_log`."""
     begins_log: bool = False
 
 
@@ -38,17 +38,17 @@ class CommitInterval:
     """How often steps are committed."""
 
     num_steps: int = 1
-    """0: none is, unless somebody asks for it."""
+    """Steps between commits. 0: steps are committed only on request."""
     seconds: float = math.inf
-    """Nor is there more time between two commits."""
+    """The longest time between commits."""
 
     def is_over(self, num_steps: int, seconds: float) -> bool:
-        """Whether a step is to be committed that ends so much after the last commit."""
+        """Whether to commit a step that ends this many steps and seconds after the last commit."""
         return 0 < self.num_steps <= num_steps or seconds >= self.seconds
 
     @classmethod
     def asked_for(cls, setting: int | str) -> CommitInterval:
-        """What `commit_every` says; where that is "auto", each step until there is a plan."""
+        """The interval of a `commit_every` setting. With "auto", each step is committed until there is a plan."""
         seconds = interval_s(setting)
         if seconds is not None:
             return cls(0, seconds)
@@ -56,16 +56,16 @@ class CommitInterval:
 
 
 def decide_alone(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:
-    """Whether a step that begins is to be committed: the ``num_steps``-th since the last commit, which was asked for
-    ``since_s`` ago. Steps take ``step_s``."""
+    """Whether to commit a step that begins: the ``num_steps``-th since the last commit, which was requested
+    ``since_s`` seconds ago. Steps take ``step_s`` seconds."""
     return interval.is_over(num_steps, since_s + step_s)
 
 
 class StepCommits:
-    """Has a store committed as the steps of one engine go by, and goes back to the last commit.
+    """Commits an engine's steps to its store, and goes back to the last commit.
 
-    Whether a step will be committed is decided when it begins: its updates then write all records. In other steps what
-    lives in RAM stays there. A commit that nobody foresaw writes that first.
+    Whether a step will be committed is decided when it begins, because its updates then write all records. In other
+    steps, records that live in RAM stay there, and an unforeseen commit writes them first.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class StepCommits:
         interval: CommitInterval,
         decide: Callable[[CommitInterval, int, float, float], bool] = decide_alone,
     ) -> None:
-        """`run_when_written`, `run_between_updates`: see `GradientPipeline`. A store that keeps one version is
-        committed only on request, whatever the `interval`. `missed`: chunks of the store that are steps behind.
-        `decide`: see `decide_alone`."""
+        """A store that keeps one version is committed only on request, whatever the ``interval``. ``missed``: chunks
+        of the store that are steps behind. ``run_when_written``, ``run_between_updates``: see `GradientPipeline`.
+        ``decide``: see `decide_alone`."""
         self._store = store
         self._decide = decide
         self._step_counts = step_counts
@@ -94,7 +94,7 @@ class StepCommits:
         self._asked_s = time.monotonic()
         self._began_s: float | None = None
         self._steps_since = 0
-        """Steps that have ended since a commit was asked for."""
+        """Steps that have ended since a commit was requested."""
         self.is_due = self.are_kept
         """Whether the step in progress, or the one that has just ended, is to be committed."""
         self._has_begun = self._goes_on = False
@@ -110,26 +110,26 @@ class StepCommits:
         return self._store.num_homes > 1
 
     def leave_to_journal(self) -> None:
-        """From now on whoever has a journal to go with each step calls `request`."""
+        """From now on the owner of the journal calls `request` for each step."""
         self.each_step = False
 
     def describe_first(self, describe: Describe) -> None:
-        """Have the first commit put the files beside the records that ``describe`` makes: it is called by the thread
-        that asks for that commit. Until then those of an earlier run stay. Too late if there was a commit already."""
+        """The first commit puts the files that ``describe`` returns beside the records; until then those of an earlier
+        run stay. The thread that requests the commit calls it. Has no effect after a commit."""
         if self._describe is not None:
             self._describe = describe
 
     def keep_what_was_loaded(self) -> None:
-        """Before the first update of all: the first step can then be undone as any other. Not earlier: until here the
-        steps of the run before are there to go back to."""
+        """Commit the loaded weights before the very first update, so that the first step can be undone like any other.
+        Until then an earlier run's last commit stays, to go back to."""
         if not self._has_begun:
             self._has_begun = True
             if self.each_step:
-                self._tell_what_ends()
+                self._warn_of_overwrite()
                 self.request(even_in_place=True)
 
-    def _tell_what_ends(self) -> None:
-        """Warn where the next commit takes the place of an earlier run's last one, to which nobody has gone back."""
+    def _warn_of_overwrite(self) -> None:
+        """Warn if the next commit replaces the last one of an earlier run, from which this run does not go on."""
         last = self._store.committed
         if last is None or last.is_torn or self._goes_on or not self.are_kept:
             return
@@ -141,12 +141,12 @@ class StepCommits:
         )
 
     def follow_interval(self, interval: CommitInterval) -> None:
-        """From the next step on."""
+        """Use this interval from the next step on."""
         if self.are_kept:
             self._interval = interval
 
     def begin_step(self) -> None:
-        """A step's first forward begins: decide whether the step will be committed."""
+        """A step's first forward begins. Decide whether the step will be committed."""
         now_s = time.monotonic()
         step_s = now_s - self._began_s if self._began_s is not None else 0.0
         self._began_s = now_s
@@ -156,7 +156,7 @@ class StepCommits:
 
     @property
     def has_more(self) -> bool:
-        """Whether steps have ended that are not committed."""
+        """Whether steps have ended since a commit was requested."""
         return self._steps_since > 0
 
     def end_step(self) -> None:
@@ -166,9 +166,8 @@ class StepCommits:
             self.request()
 
     def request(self, journal: Journal | None = None, *, even_in_place: bool = False) -> None:
-        """Have the steps so far committed as soon as their updates are written; does not wait for that. `journal` is
-        found again when the engine goes back. Where the next update would overwrite the commit, only if
-        `even_in_place`."""
+        """Commit the steps so far, with ``journal``, as soon as their updates are written. Does not wait for that.
+        ``even_in_place``: also if the next update would overwrite the commit."""
         if self.are_kept or even_in_place:
             self._steps_since, self._asked_s = 0, time.monotonic()
             model_files = self._describe() if self._describe is not None else None
@@ -176,7 +175,7 @@ class StepCommits:
             self._run_when_written(lambda: self._write(journal or Journal(), model_files))
 
     def _write(self, journal: Journal, model_files: Mapping[str, bytes] | None) -> None:
-        """All updates are in the store."""
+        """Write the commit. All updates are in the store."""
         began_s = time.perf_counter()
         num_updates = {part.name: count for part, count in self._step_counts.items() if part.trainable}
         facts = {"durability": self._store.durability, "num_updates": num_updates, **journal.facts}
@@ -191,8 +190,8 @@ class StepCommits:
         self.num_commits += 1
 
     def go_back(self) -> Commit:
-        """Forget what was written since the last commit. Raises ValueError if there is none, `TornStoreError` if it
-        was overwritten."""
+        """Drop everything written since the last commit. Raises ValueError if there is no commit, `TornStoreError` if
+        it was overwritten."""
         last = self._store.committed
         if last is None:
             raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the start")
@@ -202,7 +201,7 @@ class StepCommits:
             self._missed.restore(last.journal.get(MISSED_STEPS_NAME))
         num_updates = last.facts.get("num_updates")
         if not isinstance(num_updates, dict):
-            problem = f"commit {last.number} does not say how often parameters were updated, in"
+            problem = f"commit {last.number} does not have the number of updates of its parameters, in"
             raise StorageError(problem, path=self._store.paths[0].path, advice="resume from a checkpoint")
         self._step_counts.update(
             {part: int(num_updates[part.name]) for part in self._step_counts if part.name in num_updates}
@@ -211,4 +210,4 @@ class StepCommits:
 
 
 def _nothing() -> None:
-    """Nobody has anything to write."""
+    """There are no files to write."""

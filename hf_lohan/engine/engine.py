@@ -1,4 +1,4 @@
-"""Wires all that trains a model to its hooks: the one object that `huggingface/` talks to."""
+"""The engine: connects the parts that train a model to the model's hooks. `huggingface/` uses this object alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_lohan.engine.build import (
 from hf_lohan.engine.events import EngineEvents
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_hooks import ModelHooks
-from hf_lohan.engine.model_pass import ModelPass, Phase
+from hf_lohan.engine.model_pass import ModelPass, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.ranks import all_agree
 from hf_lohan.engine.tiers import Tiers
@@ -42,7 +42,7 @@ from hf_lohan.weights import SlotRing
 class OffloadEngine:
     """Trains a model whose parameters and optimizer states live in a store.
 
-    Built over a model whose parameters are in the store already (`drain_model` or the streamed load put them there).
+    The model's parameters must be in the store already (`drain_model` or the streamed load put them there).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OffloadEngine:
         events: EngineEvents | None = None,
         compute_expert: ComputeExpert | None = None,
     ) -> None:
-        """``compute_expert``: needed where experts stream one by one."""
+        """``compute_expert``: needed if experts stream one by one."""
         self.model = model
         self.tiers = tiers
         self.config = config
@@ -103,7 +103,7 @@ class OffloadEngine:
                 ring=self._ring,
                 model_pass=self._pass,
                 holds_gradients=layout.holds_gradients,
-                going_by=self._hooks.going_by,
+                using_forward_pass=self._hooks.using_forward_pass,
             )
         )
         self._lifetime.close_at_exit(self)
@@ -115,31 +115,31 @@ class OffloadEngine:
 
     @property
     def links(self) -> Links:
-        """To the other ranks."""
+        """The links to the other ranks."""
         return self.tiers.links
 
     # Several micro-batches at once.
 
     def choose_order(self, shape: StepShape) -> bool:
-        """Plan steps of such micro-batches, before the first of them. Returns whether it pays to give them to
-        `run_micro_batches`, instead of running one after the other."""
+        """Plan steps of micro-batches of this shape, before the first one. Returns whether `run_micro_batches` is
+        faster than running them one after the other."""
         self._lifetime.check()
         wish = self._plan.choose_order(shape)
         return all_agree(self.links, "whether micro-batches run together", wish)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Forwards and backward of a step's micro-batches, all of them through a block before the next one, so that
-        weights move once. Each function runs its forward and gives its loss to `defer_backward`; returns what they
-        return. Gradients are those of one after the other, to the bit.
+        """Run a step's micro-batches, all of them through a block before the next one, so that weights move once. Each
+        function runs its forward and gives its loss to `defer_backward`. Returns the functions' results. Gradients
+        equal those of micro-batches that run one after the other, to the bit.
 
-        The functions run in threads, one at a time. What one raises is raised here, once all have ended. Raises
-        RuntimeError if none gave a loss.
+        The functions run in threads, one at a time. An error is raised here, once all have ended. Raises RuntimeError
+        if there is no loss.
         """
         self._pass.recover()
         if self.layout.keeps_gradient_dtypes and len(micro_batches) > 1 and self._pipeline.has_gradients:
             raise RuntimeError(
-                "run_micro_batches was called in a step that has gradients already, but memory was taken for one "
-                "backward a step; say gradient_accumulation_steps before the model is offloaded"
+                "run_micro_batches was called in a step that has gradients already, but memory is allocated for one "
+                "backward per step; set gradient_accumulation_steps before the model is offloaded"
             )
         self._plan.run_together(len(micro_batches))
         together = self.expert_loader.together(len(micro_batches)) if self.expert_loader else nullcontext()
@@ -148,26 +148,26 @@ class OffloadEngine:
 
     @property
     def defers_backwards(self) -> bool:
-        """Whether a loss is to go to `defer_backward`: the caller is within `run_micro_batches`."""
+        """Whether the caller is within `run_micro_batches`, so its loss must go to `defer_backward`."""
         return self._micro_batches.is_running
 
     def defer_backward(self, loss: Tensor) -> bool:
-        """Within `run_micro_batches`: let ``loss`` have its backward when all forwards are over. Otherwise returns
-        False, and the caller runs it."""
+        """Within `run_micro_batches`, run the backward of ``loss`` after all forwards. Elsewhere returns False, and the
+        caller runs the backward."""
         return self._micro_batches.defer_backward(loss)
 
     # Steps.
 
     @property
     def optimizer(self) -> OffloadOptimizer | None:
-        """Whose hyperparameters the updates have."""
+        """The optimizer whose hyperparameters the updates use."""
         return self._optimizer
 
     def bind_optimizer(self, optimizer: OffloadOptimizer) -> None:
-        """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
-        fit the store."""
+        """Use the hyperparameters of ``optimizer``, which starts with zero moments. Raises ValueError if its groups do
+        not fit the store."""
         if self._optimizer is not None:
-            self.wait_for_updates()  # updates that still run are of the optimizer before, and count their step, too
+            self.wait_for_updates()  # running updates belong to the earlier optimizer, and count their step
         self._groups.bind_optimizer(optimizer)
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
@@ -181,7 +181,7 @@ class OffloadEngine:
         self._groups.follow_optimizer(may_be_without_group=True)
 
     def announce_backward(self, *, is_final: bool) -> None:
-        """For a loop without an `Accelerator`: whether the backwards from here on are a step's last."""
+        """For a loop without an `Accelerator`: whether backwards from here on are the last of their step."""
         self._pass.announce_backward(is_final=is_final)
 
     def step(self) -> None:
@@ -205,7 +205,7 @@ class OffloadEngine:
 
     @property
     def last_step(self) -> StepResult | None:
-        """What became of the last step."""
+        """The result of the last step."""
         return self._step.last
 
     @property
@@ -214,11 +214,12 @@ class OffloadEngine:
         return self.last_step is not None and self.last_step.not_finite is not None
 
     def clip_by(self, way: ClipWay) -> None:
-        """How steps clip from the next one on, or from this one, if it has had no backward."""
+        """Set how steps clip, from the next step on, or from this one if it has had no backward."""
         self._step.clip_by(way)
 
     def go_back_to_commit(self) -> Commit:
-        """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
+        """Drop everything that is not committed, loaded weights too. Returns the last commit. Raises ValueError if
+        there is none."""
         self.drop_gradients()
         self.wait_for_updates()
         commit = self.commits.go_back()
@@ -227,7 +228,7 @@ class OffloadEngine:
 
     @property
     def undone_update_s(self) -> float:
-        """What updates took that ran on a wrong guess, or of steps that were dropped."""
+        """Seconds of updates that were undone: after a wrong guess, or of a dropped step."""
         return self._pipeline.undone_s
 
     def wait_for_updates(self) -> None:
@@ -285,7 +286,7 @@ class OffloadEngine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its threads have ended, or do so now."""
+        """Whether it is closed, or closes now."""
         return self._lifetime.is_over
 
     def __del__(self) -> None:
@@ -293,7 +294,7 @@ class OffloadEngine:
             self._lifetime.end_unowned(self)
 
     def close(self) -> None:
-        """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
+        """Stop the threads, close the store and remove the hooks. The model keeps placeholders."""
         if not self._lifetime.end_life():
             return
         self._hooks.remove()
@@ -307,15 +308,15 @@ class OffloadEngine:
 
     @property
     def _leaves_whole_steps(self) -> bool:
-        """Whether there are steps that nobody would commit, and nothing else."""
+        """Whether closing must commit: whole steps have ended, and no journal would commit them."""
         return (
             (self.commits.has_more or not self.commits.are_kept)
             and self.commits.each_step
             and self._pipeline.failure is None
-            and self._pass.phase is Phase.IDLE
+            and self._pass.phase is PassPhase.IDLE
             and not self._step.is_half_applied
         )
 
 
 def _refuse_closed(_module: nn.Module, _args: Any) -> None:
-    raise RuntimeError("the engine of this model is closed and its weights are in the store; load the model again")
+    raise RuntimeError("the engine of this model is closed, so its weights stay in the store; load the model again")

@@ -1,4 +1,4 @@
-"""What an engine asks of whoever drives its steps, and what it tells them. Given once, when the engine is made."""
+"""Callbacks from an engine to the training loop, given when the engine is made."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ PassName: TypeAlias = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class StepsSoFar:
-    """What the engine has seen of its steps."""
+    """Statistics of the steps so far."""
 
     clip_rate: float
     """Fraction of the last steps that clipped."""
     routing: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By layer whose experts stream one by one: how many tokens went to each."""
+    """Tokens of each expert, by name of a layer whose experts stream one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineEvents:
-    """All are called on the computing thread. What one raises ends the forward in which it was called."""
+    """All are called on the computing thread. An exception ends the forward that made the call."""
 
     is_final_backward: Callable[[], bool] = lambda: True
-    """Asked in backward: whether the step's last one is running."""
+    """Called in backward. Returns whether this is the step's last backward."""
     plan: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
-    """The first training forward begins, or the first with more micro-batches together than ever. Returns what the run
-    follows from here on; None: there is no plan, so activations are recomputed. The layout says how memory
-    is divided so far."""
+    """The first training forward begins, or the first with more micro-batches together than before. Returns the plan
+    to follow from here on. None: there is no plan, so activations are recomputed. The layout divides the memory so
+    far."""
     plan_order: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
-    """As `plan`, before the first forward, of a step whose micro-batches may run in either order: the shape that was
-    planned says which of them is better."""
+    """Like `plan`, for a step whose micro-batches may run one by one or together. Called before the first forward. The
+    shape of the returned plan has the better order."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
-    """The first training forward after a step begins: what goes wrong here harms no step. Returns another plan to
-    follow, or None if nothing changes."""
+    """The first training forward after a step begins, so an error here harms no step. Returns another plan to follow,
+    or None if nothing changes."""
     block_began: Callable[[PassName, Block], None] = lambda _phase, _block: None
-    """A pass has come to a block. Called for each of them, maybe on a thread of autograd, so it must return quickly."""
+    """A pass reaches a block. May be called on a thread of autograd. It must return quickly."""
 
 
 class FollowedPlan:
-    """Asks whoever drives the steps for plans; has activations and clipping go by them."""
+    """Requests plans from the training loop, and makes memory, commits and clipping follow them."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class FollowedPlan:
         self._is_first_forward = True
         """Whether the next training forward is a step's first."""
         self._needs_plan = True
-        """Whether the next training forward is to be planned for."""
+        """Whether the next training forward needs a plan."""
         self._step_has_ended = False
         """Since the last training forward."""
 
@@ -87,11 +87,11 @@ class FollowedPlan:
             self._commits.begin_step()
 
     def run_together(self, num_micro_batches: int) -> None:
-        """So many micro-batches come, all forwards before the first backward."""
+        """Expect this many micro-batches, all of whose forwards run before the first backward."""
         self._needs_plan |= self.memory.expect_micro_batches(num_micro_batches)
 
     def choose_order(self, shape: StepShape) -> bool:
-        """A step of such micro-batches is about to begin: plan it. Returns whether they are to run together."""
+        """Plan a step of micro-batches of this shape. Returns whether they are to run together."""
         self._pipeline.wait_for_updates()
         planned = self._events.plan_order(shape, self.memory.layout)
         self._needs_plan = False
@@ -124,6 +124,6 @@ class FollowedPlan:
 
 
 def _interval(planned: PlannedStep) -> CommitInterval:
-    """How often its steps are committed. A time that was asked for is kept by the clock alone."""
+    """How often steps are committed under the plan. If the user set a time, only the clock counts."""
     setup = planned.setup
     return CommitInterval(0 if setup.commit_every_s else planned.plan.commit_every_steps, setup.commit_limit_s)

@@ -1,4 +1,4 @@
-"""Hooks on a model: each block comes before its forward and its backward, each gradient goes when it is complete."""
+"""Hooks on a model: they bring each block before its forward and backward, and send each complete gradient."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_lohan.absent import saved_weight_hooks, weight_refusal
 from hf_lohan.compat.torch_private import is_compiled
-from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, Phase
+from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, PassPhase
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planning import StepShape
 from hf_lohan.weights import Slot
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class ModelHooks:
-    """Tells how the model goes on: to the pass that is under way, and to who decides how its forwards share it."""
+    """Reports the model's progress to the current pass, and to the `ForwardPass` that decides how forwards share it."""
 
     def __init__(self, model: nn.Module, model_blocks: ModelBlocks, model_pass: ModelPass, parts: PassParts) -> None:
         self._pass = model_pass
@@ -35,8 +35,8 @@ class ModelHooks:
         self._attach(model, model_blocks)
 
     @contextlib.contextmanager
-    def going_by(self, forward_pass: ForwardPass) -> Iterator[None]:
-        """Within, forwards and their backward go through the blocks as ``forward_pass`` has them."""
+    def using_forward_pass(self, forward_pass: ForwardPass) -> Iterator[None]:
+        """Within this context, forwards and their backward go through the blocks as ``forward_pass`` decides."""
         self._forward_pass = forward_pass
         try:
             yield
@@ -44,13 +44,13 @@ class ModelHooks:
             self._forward_pass = self._one_forward
 
     def current_forward_pass(self) -> ForwardPass:
-        """Who decides how forwards go through the blocks now."""
+        """The `ForwardPass` that is in use now."""
         return self._forward_pass
 
     def saving(self) -> saved_tensors_hooks:
-        """A context in which autograd saves handles of weights."""
+        """A context in which autograd saves handles in place of weights."""
         ring = self._parts.ring
-        fetch = _told(self._fetch_saved)
+        fetch = _without_reference(self._fetch_saved)
         return saved_weight_hooks(ring.stand_ins, ring.block_behind, fetch, self._parts.activations)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -61,7 +61,7 @@ class ModelHooks:
         raise RuntimeError(weight_refusal("pickle"))
 
     def remove(self) -> None:
-        """Take them off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -69,7 +69,7 @@ class ModelHooks:
         for block in model_blocks.blocks:
             self._parts.ring.hide(block)
             for part in (part for part in block.trainable_slices if part.is_whole):
-                on_gradient = partial(_told(self._on_gradient), part)
+                on_gradient = partial(_without_reference(self._on_gradient), part)
                 self._handles.append(part.parameter.register_post_accumulate_grad_hook(on_gradient))
         for buffer_owner in model.modules():
             for name, buffer in list(buffer_owner.named_buffers(recurse=False, remove_duplicate=False)):
@@ -98,7 +98,7 @@ class ModelHooks:
             self._parts.plan.see_evaluation()
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        # Without an output it is called because the forward raised; the next one recovers.
+        # Without an output, the forward has raised. The next forward recovers.
         if output is None:
             self._parts.plan.memory.out_of_memory.add_to_current_error()
         self._forward_pass.end_model(is_whole=output is not None)
@@ -115,11 +115,11 @@ class ModelHooks:
         return None
 
     def _before(self, blocks: tuple[Block, ...]) -> None:
-        if self._pass.phase is Phase.BACKWARD:
-            # Recomputation, where layer hooks fire again (before transformers 5.23): the blocks are here already.
+        if self._pass.phase is PassPhase.BACKWARD:
+            # Recomputation calls layer hooks again (before transformers 5.23). The blocks are present already.
             self._before_backward(blocks)
             return
-        if torch.is_grad_enabled() and self._pass.phase not in (Phase.FORWARD, Phase.FORWARD_WITH_HEADS):
+        if torch.is_grad_enabled() and self._pass.phase not in (PassPhase.FORWARD, PassPhase.FORWARD_WITH_HEADS):
             raise RuntimeError(
                 "a layer was called outside its model's forward with gradients on; call the model itself, so that "
                 "what autograd saves of streamed weights can be tracked"
@@ -130,18 +130,18 @@ class ModelHooks:
             self._pass.spans.begin_span("forward", blocks[0])
 
     def _after_outer(self, blocks: tuple[Block, ...]) -> None:
-        if self._pass.phase is not Phase.BACKWARD:
+        if self._pass.phase is not PassPhase.BACKWARD:
             self._pass.spans.end_span()
             self._forward_pass.leave(blocks)
 
     def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
-        if self._pass.phase is Phase.BACKWARD:
+        if self._pass.phase is PassPhase.BACKWARD:
             return output
         self._after_outer(blocks)
         hidden = output[0] if isinstance(output, tuple | list) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(partial(_told(self._before_backward), blocks))
-        return self._forward_pass.behind_layer(index, output)
+            hidden.register_hook(partial(_without_reference(self._before_backward), blocks))
+        return self._forward_pass.after_layer(index, output)
 
     # Backward.
 
@@ -167,22 +167,25 @@ class ModelHooks:
         self._forward_pass.take_gradient(part, parameter)
 
 
-def _told(method: Callable[..., Result]) -> Callable[..., Result]:
-    """For autograd, whose graphs and parameters must not keep the model: the garbage collector cannot see into them."""
-    told = weakref.WeakMethod(method)
+def _without_reference(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """A function for autograd that calls ``method`` by a weak reference. The garbage collector cannot look into graphs,
+    so they must not refer to the model."""
+    reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> Result:
-        method = told()
+    def call(*args: Any) -> _Result:
+        method = reference()
         if method is None:
-            raise RuntimeError("the model is gone whose backward this is; keep it until its backward has run")
+            raise RuntimeError(
+                "the model of this backward was deleted; keep a reference to the model until the backward has run"
+            )
         return method(*args)
 
     return call
 
 
 def step_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepShape | None:
-    """Of a causal LM's forward: [batch, sequence] of token ids, or of what stands for them."""
-    for given in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
-        if isinstance(given, Tensor) and given.dim() > 1:
-            return StepShape(*given.shape[:2])
+    """The [batch, sequence] shape of a causal LM's inputs. None if they have no token ids or embeddings."""
+    for inputs in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
+        if isinstance(inputs, Tensor) and inputs.dim() > 1:
+            return StepShape(*inputs.shape[:2])
     return None

@@ -1,5 +1,5 @@
-"""A pass through a model: which of its forwards and backwards are in progress, what begins and ends with them, and how
-a forward goes through the blocks: one at a time here, several in `micro_batches`."""
+"""A pass through a model: which forwards and backwards are in progress, and how a forward goes through the blocks. Here
+one forward runs at a time; in `micro_batches` several do."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hf_lohan.updates import BackwardContext, GradientArrivals, ParamGroups, Ste
 from hf_lohan.weights import BlocksInUse, Loads, Slot, SlotRing
 
 
-class Phase(enum.Enum):
-    """How far a pass is. Joint forwards have backwards of their heads while other forwards still run."""
+class PassPhase(enum.Enum):
+    """How far a pass is. Joint forwards run backwards of their heads while other forwards still run."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
@@ -120,7 +120,7 @@ class ModelPass:
         self.in_use = BlocksInUse(parts.ring, parts.prefetcher)
         self.spans = ComputeSpans(parts.device, parts.block_began)
         self._saving: AbstractContextManager[Any] | None = None
-        self._phase = Phase.IDLE
+        self._phase = PassPhase.IDLE
         self._loads_before_gradient: dict[Block, int] = {}
         self._is_running = False
         self._awaits_backward = False
@@ -128,7 +128,7 @@ class ModelPass:
         self._is_announced_final = True
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> PassPhase:
         return self._phase
 
     @property
@@ -154,17 +154,17 @@ class ModelPass:
 
     def _recover_if_broken(self) -> None:
         """If a backward failed, drop the step's gradients: their sum is incomplete."""
-        if self._phase is Phase.IDLE:
+        if self._phase is PassPhase.IDLE:
             return
         self.end_saving()  # an interrupt does not even run hooks that are always called
         self.spans.end_span()
         self.in_use.release_all()
         self._parts.arrivals.abandon_backward()
         self._parts.prefetcher.cancel_pass()
-        if self._phase is not Phase.FORWARD:
+        if self._phase is not PassPhase.FORWARD:
             self._parts.step.abandon_broken()
-        # Only now: if an interrupt ends this method before, it runs again.
-        self._phase = Phase.IDLE
+        # Last, so that this method runs again if an interrupt ends it.
+        self._phase = PassPhase.IDLE
         self._is_running = self._awaits_backward = False
         self._changed = None
         self._loads_before_gradient.clear()
@@ -172,7 +172,7 @@ class ModelPass:
     # Forward.
 
     def begin_forward(self, *, is_training: bool) -> None:
-        """A forward of the whole model begins, or several that are to have one backward."""
+        """A forward of the whole model begins, or several forwards that share one backward."""
         self.recover()
         self._parts.device.note_reached()
         self._parts.step.refuse_between_updates()
@@ -180,7 +180,7 @@ class ModelPass:
         if is_training:
             self._parts.groups.follow_optimizer()
             self._parts.plan.begin_step()
-        self._phase = Phase.FORWARD
+        self._phase = PassPhase.FORWARD
         self._is_running, self._awaits_backward, self._changed = True, False, None
         self.clock.begin_pass()
         self._parts.prefetcher.begin_pass(is_training=is_training)
@@ -200,7 +200,7 @@ class ModelPass:
         self._saving = None
         return True
 
-    def break_off(self) -> None:
+    def fail_forward(self) -> None:
         """A forward has raised."""
         self._is_running = False
 
@@ -208,7 +208,7 @@ class ModelPass:
         """The forwards have ended."""
         self._is_running, self._awaits_backward = False, is_training
         self.spans.end_span()
-        self._phase = Phase.BETWEEN if self._phase is Phase.FORWARD_WITH_HEADS else Phase.IDLE
+        self._phase = PassPhase.BETWEEN if self._phase is PassPhase.FORWARD_WITH_HEADS else PassPhase.IDLE
         if is_training:
             self._parts.activations.expect_backward()
             self.clock.end_forward()
@@ -223,24 +223,24 @@ class ModelPass:
 
     def begin_head(self) -> None:
         """The backward of a head begins, or goes on, while other forwards run."""
-        if self._phase is not Phase.FORWARD_WITH_HEADS:
+        if self._phase is not PassPhase.FORWARD_WITH_HEADS:
             self._begin_gradients()
-        self._phase = Phase.FORWARD_WITH_HEADS
+        self._phase = PassPhase.FORWARD_WITH_HEADS
 
     def begin_backward(self, before_end: Callable[[], None] = lambda: None) -> None:
         """A backward begins, or goes on. ``before_end`` sends the last gradients."""
-        if self._phase is Phase.BACKWARD:
+        if self._phase is PassPhase.BACKWARD:
             return
         if self._changed is not None:
             raise RuntimeError(
                 f"{self._changed} was changed between a forward and its backward, which needs it as it was; change "
                 "weights after step()"
             )
-        had_heads = self._phase is Phase.BETWEEN
+        had_heads = self._phase is PassPhase.BETWEEN
         if not had_heads:
             self._begin_gradients()
         self._awaits_backward = False
-        self._phase = Phase.BACKWARD
+        self._phase = PassPhase.BACKWARD
         if not had_heads:
             self._parts.step.undo_guesses()
         self.clock.begin_pass()
@@ -286,8 +286,8 @@ class ModelPass:
         self._parts.ring.moved_gradients.forgotten.discard(parameter)  # the arrival set it to None, not the loop
 
     def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None:
-        """A parameter's gradient of the step is complete, unless the backward in progress ``has_more`` of it; None:
-        zeros."""
+        """Add to a parameter's gradient of the step. None: zeros. ``has_more``: the backward in progress has more of
+        it."""
         self._note_gradient(part)
         if gradient is None:
             self._parts.arrivals.note_zero_gradient(part)
@@ -296,7 +296,7 @@ class ModelPass:
             self._parts.arrivals.send_gradient(part, gradient, has_more=has_more)
 
     def refuse_new_weight(self, block: Block, element: int) -> None:
-        """Raises RuntimeError if backward needs an element of a block that was updated and loaded again: autograd does
+        """Raises RuntimeError if backward needs an element of a block that was updated and loaded again. Autograd does
         not report uses that need no gradient of the weight."""
         before = self._loads_before_gradient.get(block)
         if before is not None and before != self._parts.ring.num_loads(block):
@@ -315,7 +315,7 @@ class ModelPass:
         before_end()
         self._parts.arrivals.flush()
         self.in_use.release_all()
-        self._phase = Phase.IDLE
+        self._phase = PassPhase.IDLE
         self._loads_before_gradient.clear()
         self.clock.end_backward()
         self._parts.prefetcher.end_pass()
@@ -357,7 +357,7 @@ class ForwardPass(Protocol):
     def weight(self, part: ParamSlice) -> Tensor:
         """The weight for that operation."""
 
-    def behind_layer(self, index: int, output: Any) -> Any:
+    def after_layer(self, index: int, output: Any) -> Any:
         """A layer has run. Returns the input of the next one."""
 
     def enter_backward(self) -> None:
@@ -366,7 +366,7 @@ class ForwardPass(Protocol):
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+    def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
         """One expert's part of a parameter's gradient is complete, in the backward of forward ``number``. None:
         zeros."""
 
@@ -407,7 +407,7 @@ class OneForward:
         if is_whole:
             self._pass.end_forward(is_training=was_training)
         else:
-            self._pass.break_off()
+            self._pass.fail_forward()
 
     def enter(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -435,7 +435,7 @@ class OneForward:
     def weight(self, part: ParamSlice) -> Tensor:
         return part.parameter
 
-    def behind_layer(self, index: int, output: Any) -> Any:
+    def after_layer(self, index: int, output: Any) -> Any:
         return output
 
     def enter_backward(self) -> None:
@@ -445,7 +445,7 @@ class OneForward:
         self._pass.begin_backward()
         self._pass.take_gradient(part, parameter)
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+    def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
         self._pass.begin_backward()
         self._pass.send_gradient(part, gradient)
 

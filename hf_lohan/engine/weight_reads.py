@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_lohan.absent import AbsentParameter, BorrowedWeights, WeightView, weight_refusal
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
 from hf_lohan.compat.torch_private import storage_id, tree_map
-from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, Phase
+from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
 
@@ -70,7 +70,7 @@ class WeightReads:
         with contextlib.ExitStack() as stack:
             borrowed = _OperationWeights(self._parts)
             forward_pass, is_in_backward = self._forward_pass(), is_in_backward_of_autograd()
-            is_in_forward = not is_in_backward and self._pass.phase in (Phase.FORWARD, Phase.FORWARD_WITH_HEADS)
+            is_in_forward = not is_in_backward and self._pass.phase in (PassPhase.FORWARD, PassPhase.FORWARD_WITH_HEADS)
             if is_in_backward:
                 forward_pass.enter_backward()
             elif self._pass.is_running and not forward_pass.is_here:
@@ -99,8 +99,8 @@ class WeightReads:
             yield borrowed
 
     def _copy(self, block: Block, part: ParamSlice) -> Tensor:
-        """Of a parameter as the last step has left it."""
-        if self._pass.phase is Phase.IDLE:
+        """A copy of a parameter as the last step left it."""
+        if self._pass.phase is PassPhase.IDLE:
             self._pass.recover()
         self._parts.step.refuse_new_weight(part)
         self._parts.step.undo_guesses()
@@ -177,10 +177,10 @@ class Gathering:
 
     @contextlib.contextmanager
     def gather_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Within, these are ordinary parameters on the compute device, outside what `gpu_memory` bounds.
+        """Within this context, these are ordinary parameters on the compute device, not counted in `gpu_memory`.
 
-        Those that were changed are stored when it ends; bfloat16 weights are then their own float32 masters. An
-        exception leaves the store as it was. Raises RuntimeError within a forward or backward, and where the model
+        Changed parameters are stored at its end; bfloat16 weights are then their own float32 masters. An exception
+        leaves the store as it was. Raises RuntimeError within a forward or backward, and where the model
         runs meanwhile.
         """
         self._parts.lifetime.check()
@@ -216,8 +216,8 @@ class Gathering:
         _, part = self._place[parameter]
         if isinstance(parameter, AbsentParameter):
             raise RuntimeError(
-                f"the model ran while {part.name} was gathered, so what was changed of it is gone; run the model "
-                "behind the gathering"
+                f"the model ran while {part.name} was gathered, so its changes are lost; run the model after the "
+                "gathering"
             )
         weights = parameter.data
         if weights.shape != part.shape:

@@ -39,25 +39,25 @@ class ExpertCache:
         device: Device,
         source: LocalWeights,
         policy: CachePolicy[Hashable],
-        place_bytes: int,
+        entry_bytes: int,
         version_of: Callable[[Block], int],
     ) -> None:
-        """Allocates `policy.capacity` entries of ``place_bytes``, a multiple of the page size that holds the largest
-        expert. ``version_of``: see `SlotRing.version_of`."""
+        """Allocates `policy.capacity` entries of ``entry_bytes``, which is a multiple of the page size and not smaller
+        than the largest expert. ``version_of``: see `SlotRing.version_of`."""
         self._device = device
         self._source = source
         self._policy = policy
         self._version_of = version_of
-        self._free = [_Entry(part) for part in device.host_empty(policy.capacity * place_bytes).split(place_bytes)]
-        self._places: dict[Block, _Entry] = {}
+        self._free = [_Entry(part) for part in device.host_empty(policy.capacity * entry_bytes).split(entry_bytes)]
+        self._entries: dict[Block, _Entry] = {}
         # Guards the policy and the entries. No thread waits while it holds the lock.
         self._lock = Lock()
 
     def has(self, block: Block) -> bool:
         """Whether the block's current weights are in the cache."""
         with self._lock:
-            place = self._places.get(block)
-            return place is not None and place.version == self._version_of(block)
+            entry = self._entries.get(block)
+            return entry is not None and entry.version == self._version_of(block)
 
     def end_pass(self) -> None:
         """All layers have run."""
@@ -75,47 +75,47 @@ class ExpertCache:
                 self._forget(block)
             self._source.begin_rest(block, slot, delivery, listener)
             return
-        place, is_hit = self._use(block)
-        if place is None:
+        entry, is_hit = self._use(block)
+        if entry is None:
             self._source.begin_rest(block, slot, delivery, listener)
             return
-        memory = place.memory.view(block.master.working_dtype)[: block.numel]
+        memory = entry.memory.view(block.master.working_dtype)[: block.numel]
         try:
             if is_hit:
                 self._device.copy(Lane.H2D, slot.weights[: block.numel], memory)
             else:
-                if place.copied is not None:
-                    place.copied.synchronize()
+                if entry.copied is not None:
+                    entry.copied.synchronize()
                 self._source.read_through(block, slot, memory)
         except BaseException:
             with self._lock:
                 self._forget(block)
             raise
         finally:
-            place.copied = self._device.record(Lane.H2D)
+            entry.copied = self._device.record(Lane.H2D)
         delivery.set_listener(listener)
 
     def _use(self, block: Block) -> tuple[_Entry | None, bool]:
         """The block's entry, if it has one or gets one, and whether the block is in it."""
         version = self._version_of(block)
         with self._lock:
-            place = self._places.get(block)
-            if place is not None and place.version != version:
+            entry = self._entries.get(block)
+            if entry is not None and entry.version != version:
                 self._forget(block)
             use = self._policy.use(block)
             if use.is_hit:
-                return self._places[block], True
+                return self._entries[block], True
             if use.victim is not None:
                 assert isinstance(use.victim, Block)
-                self._free.append(self._places.pop(use.victim))
+                self._free.append(self._entries.pop(use.victim))
             if not use.is_kept:
                 return None, False
-            place = self._places[block] = self._free.pop()
-            place.version = version
-            return place, False
+            entry = self._entries[block] = self._free.pop()
+            entry.version = version
+            return entry, False
 
     def _forget(self, block: Block) -> None:
-        place = self._places.pop(block, None)
-        if place is not None:
+        entry = self._entries.pop(block, None)
+        if entry is not None:
             self._policy.remove(block)
-            self._free.append(place)
+            self._free.append(entry)

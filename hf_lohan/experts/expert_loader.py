@@ -1,4 +1,4 @@
-"""Bring experts one by one, on a thread of their own, beside the one that brings layers."""
+"""Loads experts one by one, on a thread beside the one that loads layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_lohan.weights import BlockLoader, LocalLoader, Slot, SlotRing, WeightSou
 class ExpertLoader(LocalLoader):
     """Brings experts to slots of the class EXPERT, in the order of an `ExpertSchedule`, on a thread of its own.
 
-    Several blocks may be in use at once. A caller that keeps all slots and asks for another block waits for ever.
+    Several blocks may be in use at once. A caller that pins all slots must not acquire another block.
     """
 
     def __init__(
@@ -27,26 +27,26 @@ class ExpertLoader(LocalLoader):
         source: WeightSource,
         layers: Sequence[Sequence[Block]],
         is_in_ram: Callable[[Block], bool] = lambda block: False,
-        when_pass_ends: Callable[[], None] = lambda: None,
+        on_pass_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``layers``: in forward order, the experts of each by number. ``source`` is used by this thread alone.
-        ``is_in_ram``: whether a block has a copy in RAM, for the figures. ``when_pass_ends`` is called on the computing
+        """``layers``: the experts of each layer, in forward order. Only the loading thread uses ``source``.
+        ``is_in_ram``: whether a block has a copy in RAM, for the figures. ``on_pass_end`` is called on the computing
         thread."""
-        self._when_pass_ends = when_pass_ends
+        self._on_pass_end = on_pass_end
         self._experts = ExpertSchedule(layers)
         self._next_expert = NextExpert(self._experts, ring, is_in_ram)
         super().__init__(
             ring, source, self._experts, self._next_expert, overlaps_loads=True, thread_name="lohan-experts"
         )
         self._arrived: deque[Block] = deque()
-        """Blocks that have arrived and that the running call has not used, in the order of arrival."""
+        """Blocks that the running call has not used yet, in the order of arrival."""
         self._lane_name = ""
         self._num_tokens = [[0] * len(experts) for experts in layers]
         self._start()
 
     @property
     def figures(self) -> ExpertFigures:
-        """What was needed and loaded so far, as a copy."""
+        """A copy of the figures so far."""
         with self._ring.lock:
             return replace(self._next_expert.figures)
 
@@ -54,11 +54,11 @@ class ExpertLoader(LocalLoader):
 
     def end_pass(self) -> None:
         super().end_pass()
-        self._when_pass_ends()
+        self._on_pass_end()
 
     @contextmanager
     def together(self, num_micro_batches: int) -> Iterator[None]:
-        """In training passes that begin within the context, this many micro-batches pass each layer together."""
+        """In training passes that begin within this context, this many micro-batches pass each layer together."""
         with self._ring.lock:
             self._experts.expect_together(num_micro_batches)
         try:

@@ -1,4 +1,4 @@
-"""Which expert is loaded next, and which slot it overwrites."""
+"""Chooses the next expert to load, and the slot that it overwrites."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_HINTS = 2
 
 @dataclass
 class ExpertFigures:
-    """What calls of experts needed so far, and where it was."""
+    """Counts of the experts that calls needed, and of where they were."""
 
     num_used: int = 0
     """Experts that calls computed with, summed over calls."""
     num_here: int = 0
-    """Those of them that were in a slot, or being loaded, when their call began."""
+    """Used experts that were in a slot, or being loaded, when their call began."""
     num_loads: int = 0
     num_from_ram: int = 0
     """Loads from a copy in RAM."""
@@ -45,7 +45,7 @@ class FarthestUse:
         self._places: list[int] = []
         """A heap of negated places, the last one first. Some may have no slots any more."""
         self._busy: set[Slot] = set()
-        """Slots that could not be overwritten when they were last looked at."""
+        """Slots that could not be overwritten at the last look."""
         self._place = 0
         self.rebuild(0)
 
@@ -114,10 +114,9 @@ class FarthestUse:
 
 
 class NextExpert(NextLoad):
-    """Follows an `ExpertSchedule`. At most two hints are loaded at a time, so that a block that is needed does not wait
-    for many of them.
+    """Follows an `ExpertSchedule`. At most two hints are loaded at a time, so a needed block waits for few of them.
 
-    No call looks at more slots or blocks than one layer has experts, except for the first one after a pass begins or
+    A call looks at no more slots or blocks than a layer has experts, except for the first call after a pass begins or
     ends, and after a step."""
 
     def __init__(
@@ -168,19 +167,19 @@ class NextExpert(NextLoad):
         self._farthest.note_next_use(load.slot)
 
     def begin_call(self, layer: int, needed: Sequence[Block]) -> None:
-        """A call began, of which the schedule knows."""
+        """A call began. The schedule has it already."""
         self.note_layer(layer)
         self.figures.num_used += len(needed)
         self.figures.num_here += sum(map(self._ring.is_here, needed))
 
     def note_use(self, slot: Slot) -> None:
-        """The slot's block was pinned, and the schedule knows of its use."""
+        """The slot's block was pinned. The schedule has this use already."""
         assert slot.block is not None
         self._unused.pop(slot.block, None)
         self._farthest.note_next_use(slot)
 
     def note_layer(self, layer: int) -> None:
-        """The schedule has learned something about the layer."""
+        """The schedule of the layer's experts has changed."""
         for block in self._schedule.experts_of(layer):
             if self._ring.is_here(block):
                 self._farthest.note_next_use(self._ring.slot_of(block))

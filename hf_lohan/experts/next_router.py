@@ -1,4 +1,4 @@
-"""Predict what a layer's router will choose, by asking it about the rows of the layer before.
+"""Predicts the choice of a layer's router, by running it on the rows of the layer before.
 
 A layer changes its rows little, so the next router mostly makes the same choice for this layer's rows as for its own
 (mixtral-offloading, arXiv 2312.17238). A wrong prediction costs loads, and changes no result.
@@ -24,7 +24,7 @@ _CORRECTION = "e_score_correction_bias"
 
 @dataclass(frozen=True)
 class Router:
-    """How a layer with experts scores them."""
+    """The router of a layer with experts."""
 
     block: Block
     """The block with these parameters."""
@@ -85,16 +85,16 @@ def _without(parent: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
 
 
 class NextRouter:
-    """Asks the router of the next layer, if that layer is on the device already. For the computing thread."""
+    """Runs the router of the next layer, if that layer is on the device already. For the computing thread."""
 
     def __init__(self, ring: SlotRing, routers: Sequence[Router | None]) -> None:
-        """``routers``: of each layer with experts, in forward order."""
+        """``routers``: for each layer with experts, in forward order."""
         self._ring = ring
         self._routers = [*routers[1:], None]
 
     def expect(self, layer: int, rows: Tensor, top_k: int) -> Tensor | None:
-        """For each expert of the next layer, how often that layer would send a layer's ``rows`` [tokens, hidden],
-        ``top_k`` times each, to it or to an expert before it: [experts], enqueued. None where nobody can say."""
+        """Predict how often the next layer would send ``rows`` [tokens, hidden], ``top_k`` times each, to each expert
+        or one before it: [experts], enqueued. None if the router is unknown or not on the device."""
         router = self._routers[layer]
         if router is None or router.weight.shape[1] != rows.shape[-1]:
             return None

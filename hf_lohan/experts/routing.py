@@ -1,4 +1,4 @@
-"""Which rows of a call go to which expert, and how many.
+"""Assigns the rows of a call to experts, and counts them.
 
 The host needs these numbers from the device, and waits for them at most once a call. They are requested as early as
 possible, and everything else that the call needs is enqueued before the wait.
@@ -27,7 +27,7 @@ class HostNumbers:
         self._device = device
         self._landing: Tensor | None = None
 
-    def ask(self, numbers: Tensor) -> Answer:
+    def request(self, numbers: Tensor) -> Answer:
         """Enqueue the copy to the host."""
         if self._landing is None or self._landing.numel() < numbers.numel():
             num_bytes = max(_LEAST_BYTES, numbers.numel() * torch.int64.itemsize)
@@ -43,8 +43,8 @@ class Answer(NamedTuple):
     def numbers(self) -> list[int]:
         """Wait for the copy, and for nothing that was enqueued after it."""
         self.arrived.synchronize()
-        found: list[int] = self.landing.tolist()
-        return found
+        numbers: list[int] = self.landing.tolist()
+        return numbers
 
 
 class KnownCounts:
@@ -53,15 +53,15 @@ class KnownCounts:
     def __init__(self) -> None:
         self._of_ids: dict[int, tuple[StorageWeakRef, object, list[int]]] = {}
 
-    def note(self, top_k_index: Tensor, counts: list[int]) -> None:
+    def add_counts(self, top_k_index: Tensor, counts: list[int]) -> None:
         if top_k_index.is_inference():
             return  # there will be no backward
         self._of_ids = {key: known for key, known in self._of_ids.items() if not known[0].expired()}
         storage = StorageWeakRef(top_k_index.untyped_storage())
         self._of_ids[storage_id(top_k_index)] = storage, _content(top_k_index), counts
 
-    def of(self, top_k_index: Tensor) -> list[int] | None:
-        """None if these ids, with their current values, were never counted."""
+    def find_counts(self, top_k_index: Tensor) -> list[int] | None:
+        """The counts of these ids. None if their current values were never counted."""
         known = self._of_ids.get(storage_id(top_k_index))
         # A storage keeps its id while a weak reference to it exists.
         return known[2] if known is not None and known[1] == _content(top_k_index) else None
@@ -83,26 +83,26 @@ class Routing:
         known: KnownCounts,
         expected_ends: Tensor | None = None,
     ) -> None:
-        """``expected_ends``: more numbers to be brought to the host on the same way."""
+        """``expected_ends``: more numbers to copy to the host in the same request."""
         self._ids, self._num_experts, self._known = top_k_index, num_experts, known
         sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
         """Of pairs as sorted, their place in (token, choice) order."""
-        self._counts = known.of(top_k_index) if expected_ends is None else None
+        self._counts = known.find_counts(top_k_index) if expected_ends is None else None
         self._answer: Answer | None = None
         if self._counts is None:
             numbers = [sorted_ids[:1], sorted_ids[-1:], ends_by_expert(sorted_ids, num_experts)]
-            self._answer = host.ask(torch.cat(numbers if expected_ends is None else [*numbers, expected_ends]))
+            self._answer = host.request(torch.cat(numbers if expected_ends is None else [*numbers, expected_ends]))
         self.experts: list[int] = []
-        """Those with rows. Known after `arrive`, as all that follows."""
+        """Experts with rows. This and the following are set by `wait_for_counts`."""
         self.num_rows: list[int] = []
-        """Of each of them."""
+        """Rows of each expert in `experts`."""
         self.expected: list[int] = []
         """How many rows each expert gets by ``expected_ends``."""
         self.token = self.order // top_k_index.shape[-1]
         self.place = torch.empty_like(self.order)
         self.place[self.order] = torch.arange(self.order.numel(), device=self.order.device)
 
-    def arrive(self) -> None:
+    def wait_for_counts(self) -> None:
         """Wait until the host knows how many rows each expert has. Raises ValueError for an expert that the layer does
         not have."""
         if self._counts is None:
@@ -113,7 +113,7 @@ class Routing:
                 numbers = numbers[2:]
             self._counts = _counts(numbers[: self._num_experts])
             self.expected = _counts(numbers[self._num_experts :])
-            self._known.note(self._ids, self._counts)
+            self._known.add_counts(self._ids, self._counts)
         self.experts = [expert for expert, count in enumerate(self._counts) if count]
         self.num_rows = [count for count in self._counts if count]
 

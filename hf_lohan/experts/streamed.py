@@ -24,33 +24,33 @@ from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights import Slot, SlotRing
 
 ComputeExpert: TypeAlias = Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor]
-"""(module of experts, rows [n, hidden] of one expert, its weights by their names in the module, each [1, ...]) to what
-the expert makes of the rows, [n, hidden], before routing weights."""
+"""Takes a module of experts, one expert's rows [n, hidden], and its weights [1, ...] by their names in the module.
+Returns the expert's output [n, hidden], not yet multiplied by routing weights."""
 
 
-class ForwardUnderWay(Protocol):
-    """The forward that runs, or whose backward runs."""
+class CurrentForward(Protocol):
+    """The forward that is running, or whose backward is running."""
 
     @property
     def number(self) -> int:
-        """The number of the running forward, of several that share the model."""
+        """The number of the running forward, among those that share the model."""
 
     def enter_backward(self) -> None:
         """A backward begins, or goes on."""
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """What the backward of the forward of that number has for one expert's part of a parameter is complete. None:
+    def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        """One expert's part of a parameter's gradient is complete, in the backward of forward ``number``. None:
         zeros."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertParts:
-    """What all modules of experts have in common."""
+    """Objects that all modules of experts share."""
 
     ring: SlotRing
     loader: ExpertLoader
     compute: ComputeExpert
-    forward_pass: Callable[[], ForwardUnderWay]
+    forward_pass: Callable[[], CurrentForward]
     next_router: NextRouter
     host_numbers: HostNumbers
 
@@ -66,10 +66,10 @@ class StreamedExperts:
         self._number = {block: expert for expert, block in enumerate(blocks)}
         self._parts = parts
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
-        """Makes autograd record the operation even if neither rows nor routing weights need a gradient."""
+        """An input with which autograd records the operation even if rows and routing weights need no gradient."""
         self._known_counts = KnownCounts()
         self.handle = next(_handles)
-        """Names this object in an operation, which takes numbers and tensors only."""
+        """Identifies this object in an operation, which takes only numbers and tensors."""
         _known[self.handle] = self
 
     @property
@@ -84,7 +84,7 @@ class StreamedExperts:
         expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if is_few else None
         routed = self._route(top_k_index, expected)
         sorted_rows = rows[routed.token]
-        routed.arrive()
+        routed.wait_for_counts()
         if call is Call.FORWARD:
             loader.note_tokens(self._layer, routed.experts, routed.num_rows)
         loader.route(self._layer, routed.experts, num_rows=top_k_index.numel(), call=call)
@@ -142,7 +142,7 @@ class StreamedExperts:
         spread = gradient.to(dtype).unsqueeze(1).expand(-1, k, -1).reshape(-1, gradient.shape[-1])
         spread = torch.zeros_like(spread).index_put_((routed.place,), spread, accumulate=True)
         in_order = rows[routed.token], weights[routed.order], spread
-        routed.arrive()
+        routed.wait_for_counts()
         of_each = zip(routed.experts, *map(routed.split, in_order), strict=True)
         waiting = {expert: (of_rows, of_weights, of_output) for expert, of_rows, of_weights, of_output in of_each}
         made: dict[int, tuple[Tensor | None, Tensor | None]] = {}
@@ -153,7 +153,7 @@ class StreamedExperts:
             made[expert] = self._backward_of(expert, slot, forward_number, waiting.pop(expert), needs)
         for expert in sorted(set(range(len(self._blocks))) - set(routed.experts), reverse=True):
             for part in _trained(self._blocks[expert]):
-                self._parts.forward_pass().take_part(forward_number, part, None)
+                self._parts.forward_pass().take_expert_gradient(forward_number, part, None)
         sorted_made = [made[expert] for expert in routed.experts]
         of_all_rows = _gathered(rows, routed.token, [of_rows for of_rows, _ in sorted_made]) if needs[0] else None
         of_all_weights = _gathered(weights, routed.order, [of_weights for _, of_weights in sorted_made])
@@ -183,7 +183,7 @@ class StreamedExperts:
             found = dict(zip(map(id, wanted), torch.autograd.grad(made, wanted, gradient), strict=True))
         for part in _trained(block):
             of_part = found[id(own[_name_in_module(part)])]
-            self._parts.forward_pass().take_part(forward_number, part, of_part)
+            self._parts.forward_pass().take_expert_gradient(forward_number, part, of_part)
         return found.get(id(leaves[0])), found.get(id(leaves[1]))
 
 
@@ -217,7 +217,9 @@ def experts_of(handle: int) -> StreamedExperts:
     """The experts with this `StreamedExperts.handle`. Raises RuntimeError if they were garbage collected."""
     found = _known.get(handle)
     if found is None:
-        raise RuntimeError("the model is gone whose experts these are; keep it until its backward has run")
+        raise RuntimeError(
+            "the model of these experts was deleted; keep a reference to the model until its backward has run"
+        )
     return found
 
 

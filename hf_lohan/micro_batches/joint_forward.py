@@ -23,8 +23,8 @@ from hf_lohan.threads import ThreadSettings
 from hf_lohan.weights import BlocksInUse, Slot, SlotRing
 
 
-class PassUnderWay(Protocol):
-    """The engine's pass through the model. A joint forward is one forward to it."""
+class CurrentPass(Protocol):
+    """The engine's pass through the model, which sees a joint forward as one forward."""
 
     @property
     def in_use(self) -> BlocksInUse: ...
@@ -48,10 +48,10 @@ class JointParts:
     num_layers: int
     device: Device
     ring: SlotRing
-    model_pass: PassUnderWay
+    model_pass: CurrentPass
     holds_gradients: bool
     """Whether the host can add to gradients that have arrived."""
-    going_by: Callable[[JointForward], contextlib.AbstractContextManager[None]]
+    using_forward_pass: Callable[[JointForward], contextlib.AbstractContextManager[None]]
     """A context in which the model's hooks call a joint forward."""
 
 
@@ -84,7 +84,7 @@ class MicroBatchRun:
         joint = JointForward(parts, lockstep, separate_heads=self._separate_heads)
         try:
             parts.model_pass.begin_forward(is_training=True)
-            with parts.going_by(joint):
+            with parts.using_forward_pass(joint):
                 with joint.forwards():
                     results = lockstep.run()
                 self._lockstep = None
@@ -96,7 +96,7 @@ class MicroBatchRun:
         return results
 
     def refuse_within(self, call: str) -> None:
-        """Raise RuntimeError while micro-batches run: their backward is still to come."""
+        """Raise RuntimeError while micro-batches run, before their backward."""
         if self._lockstep is not None:
             raise RuntimeError(f"{call} was called within a micro-batch; call it once, after run_micro_batches")
 
@@ -195,7 +195,7 @@ class JointForward:
         for block in blocks:
             self._leaves.leave(self._lockstep.running, block)
             if self._is_idle(block):
-                self._ring.hide(block)  # it stays in its slot, but whoever reads its weights needs a leaf
+                self._ring.hide(block)  # it stays in its slot, but reads of its weights need a leaf
 
     @property
     def number(self) -> int:
@@ -223,10 +223,10 @@ class JointForward:
             progress.num_stops += 1
             self._pass_on(progress.position())
 
-    def behind_layer(self, index: int, output: Any) -> Any:
+    def after_layer(self, index: int, output: Any) -> Any:
         """Let the others run the layer, too. Returns the input of the next layer.
 
-        The switch is behind a layer, not before it: where hooks run within the layer's checkpoint (transformers before
+        The switch comes after a layer, not before it. If hooks run within the layer's checkpoint (transformers before
         5.23), the checkpoint has saved the state of the random generator by then, and the others would draw from it.
         """
         if not torch.is_grad_enabled():
@@ -272,7 +272,7 @@ class JointForward:
             "cannot be told apart; set vertical_micro_batches: false"
         )
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+    def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
         """The host adds up experts' gradients as they arrive: sums for all experts of a layer may not fit the device.
         They wait on the device where they may arrive out of the micro-batches' order."""
         self.enter_backward()

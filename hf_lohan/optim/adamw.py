@@ -14,7 +14,7 @@ from hf_lohan.compat.torch_private import fused_adam_, fused_adamw_
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements [start, stop) of a chunk with equal hyperparameters and an equal number of the present step."""
+    """Elements [start, stop) of a chunk with the same hyperparameters and the same step number."""
 
     start: int
     stop: int
@@ -36,7 +36,7 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class AdamWGroup:
-    """The hyperparameters of one param group, in PyTorch's words."""
+    """The hyperparameters of one param group, with PyTorch's names."""
 
     lr: float
     beta1: float

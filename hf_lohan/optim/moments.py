@@ -25,14 +25,14 @@ SCALE_BLOCK_NUMEL = 32
 NUM_SCRATCH = 4
 """Scratch tensors that the codecs need."""
 _AVG, _AVG_SQ = 0, 1
-"""Streams of noise."""
+"""Noise streams of the two moments."""
 _SMALLEST_DIVISOR = 1e-36
-"""One divided by it is still a float32. Smaller numbers are negligible beside AdamW's eps."""
+"""Its inverse is still a float32. Smaller numbers are negligible beside AdamW's eps."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedSpan:
-    """Elements [start, stop) of a tile that a parameter's, or several parameters', ``step`` has changed."""
+    """Elements [start, stop) of a tile, all changed by the same ``step`` of their parameters."""
 
     start: int
     stop: int

@@ -12,7 +12,7 @@ from hf_lohan.optim.rules import ADAMW, RULE_KEY, refuse_settings
 
 
 class StepTarget(Protocol):
-    """Does the work of a step: the engine."""
+    """The engine, as an optimizer sees it."""
 
     def bind_optimizer(self, optimizer: OffloadOptimizer) -> None: ...
 
@@ -62,7 +62,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _engine(self) -> StepTarget:
         engine = self._engine_ref()
         if engine is None:
-            raise RuntimeError("the model of this optimizer's parameters is gone; keep it as long as you train")
+            raise RuntimeError(
+                "the model of this optimizer's parameters was deleted; keep a reference to the model while you train"
+            )
         return engine
 
     @torch.no_grad()
@@ -100,7 +102,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if ours != theirs:
                 raise ValueError(
                     f"the optimizer state is of {theirs}, this optimizer is {ours}; resume with {theirs}, or start "
-                    "anew from the checkpoint's weights"
+                    "a new run from the checkpoint's weights"
                 )
             refuse_settings(theirs, loaded)
         for group, loaded in zip(self.param_groups, groups, strict=True):
@@ -125,7 +127,7 @@ class OffloadAdamW(OffloadOptimizer):
 
 
 class JointOptimizer(OffloadOptimizer):
-    """Several optimizers of one model, each with some of its parameters. A step is taken when all have stepped."""
+    """Several optimizers of one model, each with some of its parameters. The step runs once all have stepped."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class JointOptimizer(OffloadOptimizer):
         self._zeroed: set[OptimizerPart] = set()
 
     def step_part(self, part: OptimizerPart) -> None:
-        """Take the step if the others have stepped. Raises RuntimeError if one steps twice."""
+        """Run the step if the other optimizers have stepped. Raises RuntimeError if one steps twice."""
         if part in self._stepped or (self._zeroed and not self._stepped):
             self._fall_out_of_step()
         self._stepped[part] = [_hyperparameters(group) for group in part.param_groups]
@@ -165,7 +167,7 @@ class JointOptimizer(OffloadOptimizer):
                     group.update(own)
 
     def follow_parts(self) -> None:
-        """Take the present groups of the parts: a loop may have changed their lists."""
+        """Use the current groups of the parts. A training loop may have changed their lists."""
         self.param_groups[:] = [group for part in self.parts for group in part.param_groups]
 
     def waits(self, part: OptimizerPart) -> bool:

@@ -1,4 +1,4 @@
-"""Update rules: the state that an optimizer keeps of each parameter, and its step on a float32 chunk.
+"""Update rules: an optimizer's state for each parameter, and its step on a float32 chunk.
 
 Each rule calls torch's own function for one tensor after the other (`foreach=False, fused=False`), as `torch.optim`
 does on a CPU, or the fused kernel (Adam and AdamW). So results equal torch's to the bit.
@@ -82,7 +82,7 @@ class UpdateRule:
         """The inverse of `str`. Raises ValueError for an unknown rule."""
         match = re.fullmatch(r"(\w+)\(([\w, ]*)\)", text)
         if match is None or match[1] not in _FAMILIES:
-            raise ValueError(f"{text!r} is no optimizer that this hf_lohan knows; upgrade it")
+            raise ValueError(f"optimizer {text!r} is unknown to this version of hf_lohan; upgrade it")
         return cls(match[1], tuple(kind for kind in match[2].split(", ") if kind))
 
     def settings_of(self, group: Mapping[str, Any]) -> Hashable:

@@ -1,4 +1,4 @@
-"""Which block is loaded next, and which slot it overwrites."""
+"""Chooses the next block to load, and the slot that it overwrites."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class SlotLoad(NamedTuple):
 
 
 class NextLoad(ABC):
-    """Chooses the next load: first a block that compute waits for though nobody foresaw it, then the schedule's next
-    one, if there is a slot whose block is needed later, or not at all. Callers hold the slots' lock."""
+    """Chooses the next load: first an unforeseen block that compute waits for, then the schedule's next block, if there
+    is a slot whose block is needed later or never. Callers hold the slots' lock."""
 
     def __init__(self) -> None:
         self.urgent: list[Block] = []
-        """Blocks that compute waits for and that no schedule foresaw."""
+        """Unforeseen blocks that compute waits for."""
 
     @abstractmethod
     def find_load(self) -> SlotLoad | None:
-        """None if nothing can be loaded now."""
+        """The next load. None if no block can be loaded now."""
 
     @abstractmethod
     def claim_slot(self, load: SlotLoad) -> None:
-        """The load begins: its slot is taken."""
+        """Take the slot of a load that begins."""
 
     def end_load(self, load: SlotLoad) -> None:  # noqa: B027
         """The load was published or abandoned."""
@@ -76,8 +76,8 @@ class NextLayer(NextLoad):
         self._ring.claim(load.slot, load.block)
 
     def _find_slot(self, block: Block, place: int) -> Slot | None:
-        """The slot whose block is needed last; None if all are needed before ``place``. Of blocks that the pass does
-        not need any more, the one that it used first: the next forward begins where a backward ends."""
+        """The slot whose block is needed last. None if all are needed before ``place``. Among blocks that the pass no
+        longer needs, the one that it used first, because the next forward begins where a backward ends."""
         may_overwrite, urgent = self._may_overwrite, self.urgent
         slots = self._ring.slots[block.size_class]
         free = [slot for slot in slots if may_overwrite(slot) and slot.block not in urgent]
@@ -109,8 +109,7 @@ class OrderedLoad:
 
 
 class DeterministicLoadOrder:
-    """An order of loads that depends on the computing thread's passes alone. Ranks that run the same passes therefore
-    order the same loads.
+    """Orders loads by the computing thread's passes alone, so ranks that run the same passes order the same loads.
 
     A slot is free once compute unpins it. Loads in flight and copies by the optimizer are ignored, because their timing
     differs between ranks; the thread that carries out a load waits for them. An unforeseen load comes after all loads
@@ -125,14 +124,14 @@ class DeterministicLoadOrder:
         self._latest: dict[Slot, OrderedLoad] = {}
 
     def order_loads(self) -> list[OrderedLoad]:
-        """The loads for which there is a slot now. Their blocks count as present from here on."""
+        """The loads that have a slot now. Their blocks count as present from here on."""
         loads = []
         while (load := self._next_load.find_load()) is not None:
             loads.append(self._order(load))
         return loads
 
     def order_urgent(self, block: Block) -> OrderedLoad:
-        """The load of a block that compute needs now and that nobody foresaw."""
+        """The load of an unforeseen block that compute needs now."""
         self._next_load.urgent.append(block)
         try:
             load = self._next_load.find_load()

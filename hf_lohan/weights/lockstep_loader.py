@@ -1,5 +1,4 @@
-"""Load blocks ahead of their use with several ranks: all ranks carry out one list of loads, and bring each block
-together."""
+"""Loads blocks ahead of their use with several ranks, which carry out the same list of loads together."""
 
 from __future__ import annotations
 
@@ -21,41 +20,41 @@ from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.slot_ring import SlotRing
 
 _MORE_AHEAD = 2
-"""A load comes so many uses further ahead of its own than there are slots for layers. No load overtakes another here,
-so one that waits for its block's update keeps all behind it waiting. Updates run in forward order: the head, which has
-a slot of its own from the beginning, is updated last, and must not be asked for first."""
+"""Loads are ordered this many uses further ahead than there are slots for layers, and no further. Loads do not overtake
+one another, so a load that waits for its block's update delays all later ones. Updates run in forward order: the head
+has a slot of its own and is updated last, so it must not be ordered first."""
 
 
 class JointSource(Protocol):
-    """Where several ranks find a block's weights, each of them a part. All methods but `notify` and `fail` are called
-    by one thread, none of them waits for another rank but `wait`, and all raise what makes going on impossible."""
+    """Brings blocks of which each rank stores a shard. One thread calls all methods except `notify` and `fail`. Only
+    `wait` waits for other ranks. A method raises the error that makes further loads impossible."""
 
-    def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Begin to bring this rank's part of load ``number`` to the host memory of all; False if that has no room yet.
+    def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
+        """Begin to bring this rank's shard to the host memory that ranks share. Returns False if there is no room yet.
         Loads begin in their order. ``version``: how often the block had changed when the load was ordered, equal on all
-        ranks. ``is_wanted``: if not, what is brought does not matter, on any rank."""
+        ranks. ``is_wanted``: returns False once no rank needs the data of the load."""
 
-    def advance(self) -> bool:
-        """Do what can be done now for loads that have begun. Says whether there was something."""
+    def advance_loads(self) -> bool:
+        """Carry on with loads that have begun. Returns whether any of them could go on."""
 
     def is_whole(self, number: int) -> bool:
-        """Whether all ranks' parts are there."""
+        """Whether the shards of all ranks have arrived."""
 
-    def finish(self, number: int, weights: Tensor, free: Event | None) -> Event:
-        """Enqueue the copy of a whole block to device memory, behind ``free``. Loads are finished in their order."""
+    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
+        """Enqueue the copy of a whole block to device memory, after ``free``. Loads are finished in their order."""
 
     def wait(self) -> None:
-        """Return when something may be possible that was not, or `notify` was called since the last return."""
+        """Wait until a load may go on, or `notify` was called since the last return."""
 
     def notify(self) -> None:
-        """From any thread."""
+        """Wake `wait`. From any thread."""
 
     def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
         """Keep the weights of other nodes in ``kept`` from load ``first_load`` on, which has not begun. With
-        ``changes``, which counts them, only what a step changed is sent."""
+        ``changes``, which counts the traffic, only the changes of a step are sent."""
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one brings nothing any more. From any thread."""
+        """Tell the other ranks that this one has failed. From any thread."""
 
     def close(self) -> None: ...
 
@@ -63,9 +62,8 @@ class JointSource(Protocol):
 class LockstepLoader(BlockLoader):
     """The computing thread orders loads (`DeterministicLoadOrder`); one thread carries them out, in that order.
 
-    The next loads begin while the first is under way, as far as the source has room. A load waits for its slot only
-    when it is its turn to be copied. Nothing that was ordered is taken back: the others would wait for it. What fails
-    ends the run, on this rank and on the others.
+    Later loads begin while the first one runs, if the source has room. A load waits for its slot only when its copy is
+    next. An ordered load is never cancelled, because other ranks would wait for it. An error ends the run on all ranks.
     """
 
     def __init__(self, ring: SlotRing, source: JointSource, forward_order: Sequence[Block]) -> None:
@@ -76,7 +74,7 @@ class LockstepLoader(BlockLoader):
         self._order = DeterministicLoadOrder(schedule, ring)
         self._ordered: deque[OrderedLoad] = deque()
         self._begun: deque[OrderedLoad] = deque()
-        ring.when_loan_ends(source.notify)
+        ring.add_return_callback(source.notify)
         self._start()
 
     def close(self) -> None:
@@ -89,8 +87,8 @@ class LockstepLoader(BlockLoader):
     # The compute thread's side.
 
     def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """`JointSource.keep_weights` from the next load on that is ordered. Called by all ranks at the same point of
-        their passes."""
+        """Call `JointSource.keep_weights` from the next ordered load on. All ranks call it at the same point of their
+        passes."""
         self._source.keep_weights(self._order.num_ordered, kept, changes)
 
     def _order_loads(self) -> None:
@@ -112,7 +110,7 @@ class LockstepLoader(BlockLoader):
     def _load_until_closed(self) -> None:
         try:
             while not self._is_closed:
-                if not (self._finish_first() or self._begin_next() or self._source.advance()):
+                if not (self._finish_first() or self._begin_next() or self._source.advance_loads()):
                     self._source.wait()
         except Exception as error:
             with self._ring.lock:
@@ -120,19 +118,19 @@ class LockstepLoader(BlockLoader):
                     return
                 self._failure = error
                 self._ring.changed.notify_all()
-            # Do not report another rank's failure here. Whoever still needs the load will see it.
+            # Another rank's failure is known to all; the thread that needs the load raises it.
             if not isinstance(error, RankFailedError):
                 self._source.fail(error)
 
     def _finish_first(self) -> bool:
-        """Copy the first block to its slot, if all of it is there and nobody copies from the slot."""
+        """Copy the first block to its slot, if the block has arrived and no update borrows the slot."""
         if not self._begun:
             return False
         load = self._begun[0]
-        if not self._source.is_whole(load.number) or load.slot.num_loans:
+        if not self._source.is_whole(load.number) or load.slot.num_borrows:
             return False
         self._begun.popleft()
-        ready = self._source.finish(load.number, load.weights, load.free)
+        ready = self._source.finish_load(load.number, load.weights, load.free)
         with self._ring.lock:
             if self._order.is_latest(load):
                 self._ring.publish(load.slot, ready)
@@ -142,7 +140,8 @@ class LockstepLoader(BlockLoader):
         if not self._ordered:
             return False
         load = self._ordered[0]
-        if not self._source.begin(load.number, load.block, load.version, partial(self._order.is_wanted, load)):
+        is_wanted = partial(self._order.is_wanted, load)
+        if not self._source.begin_load(load.number, load.block, load.version, is_wanted):
             return False
         self._begun.append(self._ordered.popleft())
         return True

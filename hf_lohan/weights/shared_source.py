@@ -1,8 +1,8 @@
-"""Weights that several ranks bring together: each rank puts its shard of a block into host memory that the ranks of its
-node share, and each rank copies the whole block from there to its own device.
+"""Loads weights with several ranks. Each rank puts its shard of a block into host memory that the ranks of its node
+share, and copies the whole block from there to its own device.
 
-A block is therefore read once per node, and none of it is sent between ranks of one node: messages only announce it.
-Between nodes, each rank sends its shard to the rank with the same local rank on every other node.
+So a block is read once per node, and messages between ranks of one node carry no weights. Between nodes, each rank
+sends its shard to the rank with the same local rank on every other node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PAGE_BYTES = 4096
 
 
 class SharedRegions:
-    """The regions of blocks in memory that a node's ranks share and that blocks pass through one after the other. They
-    follow from the order of the blocks, so all ranks know them."""
+    """Divides the memory that a node's ranks share among blocks, in the order of loads, so all ranks choose the same
+    regions."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -39,7 +39,7 @@ class SharedRegions:
         self._regions: dict[int, tuple[int, int]] = {}
 
     def find_start(self, num_bytes: int) -> int | None:
-        """Offset of the next block in bytes; None while another block is there."""
+        """Offset in bytes for the next block. None while other blocks occupy the region."""
         start = self._next_start if self._next_start + num_bytes <= self._num_bytes else 0
         if any(first < start + num_bytes and start < last for first, last in self._regions.values()):
             return None
@@ -72,17 +72,17 @@ class _SharedLoad:
     has_ended: bool = False
     """Whether the delivery from updates has ended."""
     error: BaseException | None = None
-    """The error that made this rank's shard impossible."""
+    """The error of a read or delivery of this rank's shard."""
     has_retried: bool = False
     is_in_doubt: bool = False
     """Whether this rank's shard has a wrong checksum, and the ranks of the node were asked for their block."""
     reads: deque[RecordRead] = field(default_factory=deque)
-    is_own_there: bool = False
-    has_told: bool = False
+    has_own: bool = False
+    has_sent_filled: bool = False
 
     @property
     def cause(self) -> str:
-        """What this rank's shard waits for."""
+        """What this rank's shard waits for, as the timeline names it."""
         return "for the SSD" if self.reads else "for updates to be written"
 
 
@@ -101,15 +101,15 @@ class SharedWeights:
         read_bytes: int,
         parts: NodeShards | None = None,
     ) -> None:
-        """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`, into host memory. ``memory``:
-        uint8, page-aligned, shared by the ranks of the node, with room for the largest block; with room for two, loads
-        overlap. ``blocks``: all, in one order on all ranks. ``read_bytes``: size of one read. ``parts``: how shards go
-        between nodes, by default unchanged."""
+        """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
+        ``memory``: uint8, page-aligned, shared by the ranks of the node. It must hold the largest block; if it holds
+        two, loads overlap. ``blocks``: all blocks, in one order on all ranks. ``read_bytes``: size of one read.
+        ``parts``: the shards of other nodes, by default sent unrounded."""
         largest = max(blocks, key=lambda block: block.param_bytes)
         if memory.numel() < largest.param_bytes:
             raise ValueError(
                 f"the memory that ranks share has {memory.numel()} bytes, and block {largest.name} needs "
-                f"{largest.param_bytes}; share at least so many"
+                f"{largest.param_bytes}; share at least that many"
             )
         self._device = device
         self._store = store
@@ -140,8 +140,8 @@ class SharedWeights:
         self._sender = TaskThreads(1, "lohan-weights-sender")
 
     def _listen(self) -> None:
-        """Replace the handlers between two barriers, while no rank sends: no message for an earlier source arrives
-        here, and none for this one is lost."""
+        """Replace the handlers between two barriers, while no rank sends. So no message for an earlier source arrives
+        here, and no message for this one is lost."""
         handlers = {
             Kind.FILLED: self._on_filled,
             Kind.LOAD_IN_DOUBT: self._on_block_announced,
@@ -157,7 +157,7 @@ class SharedWeights:
 
     # For the loading thread.
 
-    def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
+    def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         self._free_taken()
         start = self._regions.find_start(block.param_bytes)
         is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
@@ -175,46 +175,46 @@ class SharedWeights:
             self._num_uses[number] = 1 + (len(self._parts.recipients(block)) if load.sends else 0)
             self._refuse_other_blocks(load)
             self._links.notify()  # shards from other nodes may wait for it
-        self._begin_own(load)
+        self._begin_own_shard(load)
         return True
 
     def _is_over(self, load: _SharedLoad) -> bool:
         """Whether another load of the block may begin."""
-        return load.has_ended and (load.has_told or not self._parts.keeps)
+        return load.has_ended and (load.has_sent_filled or not self._parts.keeps)
 
-    def advance(self) -> bool:
+    def advance_loads(self) -> bool:
         has_done = False
         for load in list(self._loads.values()):
             while load.reads and load.reads[0].done():
                 self._end_read(load, load.reads.popleft())
                 has_done = True
-            if not load.reads and load.has_ended and not load.is_own_there and not self._is_undecided(load):
-                self._end_own(load)
+            if not load.reads and load.has_ended and not load.has_own and not self._is_undecided(load):
+                self._end_own_shard(load)
                 has_done = True
-            if load.is_own_there and not load.missing and not load.has_told:
-                load.has_told = has_done = True
-                self._tell_filled(load)
+            if load.has_own and not load.missing and not load.has_sent_filled:
+                load.has_sent_filled = has_done = True
+                self._announce_filled(load)
         return has_done
 
     def is_whole(self, number: int) -> bool:
         return len(self._filled.get(number, ())) == self._ranks.num_local
 
-    def finish(self, number: int, weights: Tensor, free: Event | None) -> Event:
+    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
         if free is not None:
             self._device.wait(Lane.H2D, free)
         self._device.copy(Lane.H2D, weights, self._loads[number].entry)
         ready = self._device.record(Lane.H2D)
         with self._links.lock:
             del self._loads[number], self._filled[number], self._announced[number]
-        self._copier.submit(lambda: self._await_copied(number, ready))
+        self._copier.submit(lambda: self._wait_for_copy(number, ready))
         return ready
 
     def wait(self) -> None:
         first = next(iter(self._loads.values()), None)
         if first is not None:
-            cause = first.cause if not first.is_own_there else "for other ranks"
+            cause = first.cause if not first.has_own else "for other ranks"
             with self._device.timeline.task(LOADS_WAIT, cause, block=first.block.name):
-                what = f"its part of {first.block.name} (load {first.number})"
+                what = f"its shard of {first.block.name} (load {first.number})"
                 try:
                     self._links.wait_for(self._take_news, what, peers=lambda: self._awaited(first))
                 except RankTimeoutError as timeout:
@@ -250,7 +250,7 @@ class SharedWeights:
 
     # This rank's shard.
 
-    def _begin_own(self, load: _SharedLoad) -> None:
+    def _begin_own_shard(self, load: _SharedLoad) -> None:
         load.has_ended, load.error, load.is_in_doubt = False, None, False
         first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
@@ -263,7 +263,7 @@ class SharedWeights:
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
         for read in load.reads:
             read.add_done_callback(self.notify)
-        delivery.set_listener(_OwnPartEnd(self, load))
+        delivery.set_listener(_OwnShardEnd(self, load))
 
     def _read_numel(self, block: Block) -> int:
         """Elements of one read: whole granules."""
@@ -283,18 +283,18 @@ class SharedWeights:
             with self._links.lock:
                 load.error = load.error or error
 
-    def _end_own(self, load: _SharedLoad) -> None:
+    def _end_own_shard(self, load: _SharedLoad) -> None:
         """Reads and deliveries of this rank's shard have ended. If the block was forgotten since the load began, the
-        data may be stale. It is sent anyway: every receiver drops that load before using it."""
+        data may be stale. The shard is sent anyway, because every receiver drops that load."""
         error = load.error
         if error is None or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
             keeps = self._parts.keeps_load(load.number)
-            form, message = self._parts.make_own(load.block, load.entry, sends=load.sends, keeps=keeps)
-            load.is_own_there = True
+            form, payload = self._parts.make_own(load.block, load.entry, sends=load.sends, keeps=keeps)
+            load.has_own = True
             if load.sends:
-                self._send_part(load, form, message)
+                self._send_part(load, form, payload)
         elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
-            self._begin_own(load)
+            self._begin_own_shard(load)
         elif isinstance(error, CorruptionError) and not load.is_in_doubt:
             # Ranks that load different blocks overwrite each other's shards in the shared memory. The drive is to blame
             # only if all ranks of the node load the same block.
@@ -312,11 +312,11 @@ class SharedWeights:
 
     @staticmethod
     def _may_retry(load: _SharedLoad) -> bool:
-        """Retry once: an update that makes the load unwanted may have overwritten the data while it was read."""
+        """Once: an update that makes the load unwanted may have overwritten the data during the read."""
         may_retry, load.has_retried = not load.has_retried, True
         return may_retry
 
-    def _tell_filled(self, load: _SharedLoad) -> None:
+    def _announce_filled(self, load: _SharedLoad) -> None:
         self._announce(Kind.FILLED, load)
         with self._links.lock:
             self._filled[load.number].add(self._ranks.rank)
@@ -350,12 +350,12 @@ class SharedWeights:
         other = self._blocks[block_number]
         if other is not load.block:
             raise RanksDisagreeError(
-                f"load {load.number} of rank {self._ranks.rank} is {load.block.name}, and that of rank {rank} is "
-                f"{other.name}: each rank must run the same forwards and backwards in the same order, so look for what "
-                "only some ranks run, such as a callback that evaluates, or layers that are skipped at random"
+                f"load {load.number} is {load.block.name} on rank {self._ranks.rank} and {other.name} on rank {rank}, "
+                "but all ranks must run the same forwards and backwards in the same order; look for code that only "
+                "some ranks run, such as a callback that evaluates, or layers that are skipped at random"
             )
 
-    def _await_copied(self, number: int, copied: Event) -> None:
+    def _wait_for_copy(self, number: int, copied: Event) -> None:
         copied.synchronize()
         self._end_one_use(number)
 
@@ -371,7 +371,7 @@ class SharedWeights:
             for rank in self._ranks.on_this_node:
                 if rank != self._ranks.rank:
                     self._links.send(rank, Kind.TAKEN, number)
-        except Exception as error:  # a rank must not wait for this for ever
+        except Exception as error:  # else another rank would wait for ever
             self._links.fail(error)
             return
         self.notify()
@@ -390,7 +390,7 @@ class SharedWeights:
                 self._regions.free_region(number)
 
     def _slow_to_copy(self) -> list[int]:
-        """Ranks whose missing copies delay the next block. Caller holds the links' lock."""
+        """Ranks that the next block waits for to copy an earlier one. Caller holds the links' lock."""
         return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
 
     def _awaited(self, load: _SharedLoad) -> list[int]:
@@ -398,7 +398,7 @@ class SharedWeights:
         known. Caller holds the links' lock."""
         if load.is_in_doubt:
             return self._not_announced(load)
-        if not load.is_own_there:
+        if not load.has_own:
             return []
         if load.missing:
             return sorted(load.missing)
@@ -418,23 +418,23 @@ class SharedWeights:
 
     # Other nodes.
 
-    def _send_part(self, load: _SharedLoad, form: int, message: Tensor) -> None:
-        """Send on a separate thread: a node without room delays nothing else."""
+    def _send_part(self, load: _SharedLoad, form: int, payload: Tensor) -> None:
+        """Send on a separate thread, so a node without room delays nothing else."""
         for rank in self._parts.recipients(load.block):
-            self._sender.submit(partial(self._send_part_to, rank, load, form, message))
+            self._sender.submit(partial(self._send_part_to, rank, load, form, payload))
 
-    def _send_part_to(self, rank: int, load: _SharedLoad, form: int, message: Tensor) -> None:
+    def _send_part_to(self, rank: int, load: _SharedLoad, form: int, payload: Tensor) -> None:
         numbers = (load.number, self._number_of[load.block], form)
         try:
-            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, channel=Channel.WEIGHTS)
-        except Exception as error:  # a rank must not wait for this for ever
+            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=payload, channel=Channel.WEIGHTS)
+        except Exception as error:  # else another rank would wait for ever
             self._links.fail(error)
             return
-        self._parts.count(load.block, message)
+        self._parts.count(load.block, payload)
         self._end_one_use(load.number)
 
     def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """Waits for room, which makes the sending rank wait."""
+        """Waits for room. The sending rank waits meanwhile."""
         number, block_number, form = numbers
         assert payload is not None
         self._links.wait_for(lambda: self._is_closed or number in self._loads, "room for weights", peers=[])
@@ -451,7 +451,7 @@ class SharedWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class _OwnPartEnd(DeliveryListener):
+class _OwnShardEnd(DeliveryListener):
     source: SharedWeights
     load: _SharedLoad
 
@@ -460,7 +460,7 @@ class _OwnPartEnd(DeliveryListener):
 
 
 def _within(parts: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The parts, cut to [first, last)."""
+    """The ranges, cut to [first, last)."""
     for start, stop in parts:
         if max(start, first) < min(stop, last):
             yield max(start, first), min(stop, last)

@@ -1,4 +1,4 @@
-"""Device slots: which block's parameters are on the device, who uses them, and what may be overwritten."""
+"""Device slots: which blocks are on the device, which of them are in use, and which slots may be overwritten."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ class Slot:
     last_use: Event | None = None
     """Reached when the last compute that reads the slot is done."""
     num_pins: int = 0
-    num_loans: int = 0
-    """Borrowed by that many updates, which copy the weights."""
+    num_borrows: int = 0
+    """Number of updates that borrow the slot and copy its weights."""
     is_kept: bool = False
-    """Whether its block always stays."""
+    """Whether its block stays for good."""
 
     @property
     def is_claimable(self) -> bool:
         """Whether it may be overwritten."""
-        return not (self.num_pins or self.num_loans or self.is_loading or self.is_kept)
+        return not (self.num_pins or self.num_borrows or self.is_loading or self.is_kept)
 
 
 class SlotRing(WeightSlots):
     """Puts a block's parameters on the device and takes them off.
 
-    A parameter is either present, with `p.data` a view into a slot, or absent. The data of an absent parameter is one
-    NaN, expanded to its shape, so code that goes around `AbsentParameter` never gets a wrong finite number. A released
-    slot keeps its block until the slot is claimed for another one.
+    The `data` of a present parameter is a view of a slot. The `data` of an absent one is a NaN, expanded to its shape,
+    so code that bypasses `AbsentParameter` never gets a wrong finite number. A released slot keeps its block until it
+    is claimed for another one.
 
     The computing thread pins and releases, the loading thread claims and publishes. `lock` guards both; `changed` is
     notified of every change.
     """
 
     def __init__(self, device: Device, plan: PoolPlan, kept: Collection[str] = ()) -> None:
-        """``kept``: names of blocks that stay once they are loaded. Two slots of their class must be left to other
-        blocks."""
+        """``kept``: names of blocks that stay once they are loaded. At least two slots of their class must remain for
+        other blocks."""
         self.device = device
         self._kept = frozenset(kept)
-        # Entered itself, not through the condition: see `IoEngine`.
+        # Callers enter the lock itself, not the condition: see `IoEngine`.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.slots: dict[SizeClass, list[Slot]] = {
@@ -76,8 +76,8 @@ class SlotRing(WeightSlots):
         self._held_bytes = 0
         self._high_water_bytes = 0
         self.num_forgets = 0
-        """How often slots were emptied because the store had something newer."""
-        self._told_of_loans: list[Callable[[], None]] = []
+        """How often slots were emptied because the store had newer weights."""
+        self._return_callbacks: list[Callable[[], None]] = []
 
     def _all(self) -> list[Slot]:
         return [slot for slots in self.slots.values() for slot in slots]
@@ -108,38 +108,38 @@ class SlotRing(WeightSlots):
             return self.pin(block) if slot is not None and slot.ready is not None else None
 
     def borrow_slot(self, block: Block) -> BorrowedSlot | None:
-        """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
-        must be left to it, and one block at a time is lent."""
+        """The weights of a block that compute uses, for the optimizer. None if compute needs all slots: one block at a
+        time is borrowed, and two slots must remain."""
         slots = self.slots[block.size_class]
         with self.lock:
             slot = self._holder.get(block)
             if slot is None or not slot.num_pins or len(slots) < MIN_SLOTS_TO_LEND:
                 return None
-            if any(other.num_loans for other in slots if other is not slot):
+            if any(other.num_borrows for other in slots if other is not slot):
                 return None
-            slot.num_loans += 1
-            return BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
+            slot.num_borrows += 1
+            return BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._return_slot(slot))
 
-    def _take_back(self, slot: Slot) -> None:
+    def _return_slot(self, slot: Slot) -> None:
         with self.lock:
-            slot.num_loans -= 1
+            slot.num_borrows -= 1
             self.changed.notify_all()
-        for told in self._told_of_loans:
-            told()
+        for callback in self._return_callbacks:
+            callback()
 
-    def when_loan_ends(self, told: Callable[[], None]) -> None:
-        """Have ``told`` called whenever one has been given back, on whatever thread does that."""
-        self._told_of_loans.append(told)
+    def add_return_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever a borrowed slot is returned, on the thread that returns it."""
+        self._return_callbacks.append(callback)
 
     def show(self, block: Block) -> None:
         """Make the parameters views into the pinned slot."""
         for part in block.slices:
-            assert part.is_whole, f"{part.name} is in several blocks, none of which can show it"
+            assert part.is_whole, f"{part.name} lies in several blocks, so no single one can show it"
             weights = self.slot_of(block).weights
             AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> None:
-        """Make the parameters absent. A parameter in several blocks was hidden at the start, and stays so."""
+        """Make the parameters absent. A parameter in several blocks is always absent."""
         for part in block.slices:
             if not part.first:
                 AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
@@ -150,7 +150,7 @@ class SlotRing(WeightSlots):
             return block in self._holder or any(not slot.num_pins for slot in self.slots[block.size_class])
 
     def unpin(self, block: Block) -> None:
-        """Compute enqueued so far is the last one to read the block for now."""
+        """No compute that is enqueued later reads the block, until it is pinned again."""
         with self.lock:
             slot = self.slot_of(block)
             slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
@@ -179,7 +179,7 @@ class SlotRing(WeightSlots):
         return self._holder[block]
 
     def block_behind(self, tensor: Tensor) -> Block | None:
-        """The block in the slot that ``tensor`` is a view of, if it is one."""
+        """The block in the slot that ``tensor`` is a view of. None if it is no view of a slot."""
         slot = self._by_storage.get(tensor.untyped_storage().data_ptr())
         assert slot is None or slot.block is not None, "a view of an empty slot"
         return slot.block if slot is not None else None
@@ -202,7 +202,7 @@ class SlotRing(WeightSlots):
         return block in self._holder
 
     def claim(self, slot: Slot, block: Block) -> None:
-        """Give ``slot`` to ``block``, whose load comes next."""
+        """Give ``slot`` to ``block``, which is loaded next."""
         self._empty(slot)
         self._num_loads[block] += 1
         slot.block, slot.is_loading, slot.is_kept = block, True, block.name in self._kept
@@ -213,7 +213,7 @@ class SlotRing(WeightSlots):
         self.changed.notify_all()
 
     def publish(self, slot: Slot, ready: Event) -> None:
-        """The load of the claimed slot is enqueued; `ready` says when it is done."""
+        """The load of the claimed slot is enqueued. ``ready`` is reached when it is done."""
         slot.is_loading = False
         if slot.block is not None:  # else it was forgotten meanwhile
             slot.ready = ready

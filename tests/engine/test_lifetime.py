@@ -45,7 +45,8 @@ def train_one(folder: Path, *, num_steps: int = 1, activations: str = "recompute
 def collect() -> None:
     gc.collect()
     wait_until_closed()
-    gc.collect()  # objects of a closed engine
+    gc.collect()  # objects of a closed engine, which may close another one
+    wait_until_closed()
 
 
 def resources() -> tuple[set[str], int, int]:

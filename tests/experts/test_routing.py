@@ -37,7 +37,7 @@ def test_rows_are_counted_in_one_fetch(device: CountingDevice, dtype: torch.dtyp
     chosen = ids([3, 1], [1, 4], [3, 3]).to(dtype)
     expected_ends = torch.tensor([0, 2, 2, 6])
     routing = Routing(chosen, NUM_EXPERTS, HostNumbers(device), KnownCounts(), expected_ends)
-    routing.arrive()
+    routing.wait_for_counts()
     assert (routing.experts, routing.num_rows, routing.expected) == ([1, 3, 4], [2, 3, 1], [0, 2, 0, 4])
     assert device.num_fetches == 1
     sorted_ids = chosen.reshape(-1)[routing.order]
@@ -47,7 +47,7 @@ def test_rows_are_counted_in_one_fetch(device: CountingDevice, dtype: torch.dtyp
 
 def test_of_no_rows_there_are_none(device: CountingDevice) -> None:
     routing = Routing(torch.empty(0, 2, dtype=torch.long), NUM_EXPERTS, HostNumbers(device), KnownCounts())
-    routing.arrive()
+    routing.wait_for_counts()
     assert routing.experts == routing.num_rows == routing.split(torch.empty(0)) == []
 
 
@@ -55,7 +55,7 @@ def test_of_no_rows_there_are_none(device: CountingDevice) -> None:
 def test_an_expert_of_somebody_else_is_refused(device: CountingDevice, stranger: int) -> None:
     routing = Routing(ids([0, stranger], [2, 1]), NUM_EXPERTS, HostNumbers(device), KnownCounts())
     with pytest.raises(ValueError, match=f"a router chose expert {stranger} of 5"):
-        routing.arrive()
+        routing.wait_for_counts()
 
 
 def test_what_was_counted_is_known_while_somebody_has_it_and_as_it_was(device: CountingDevice) -> None:
@@ -63,7 +63,7 @@ def test_what_was_counted_is_known_while_somebody_has_it_and_as_it_was(device: C
 
     def count(chosen: Tensor) -> list[int]:
         routing = Routing(chosen, NUM_EXPERTS, host, known)
-        routing.arrive()
+        routing.wait_for_counts()
         return routing.experts
 
     chosen = ids([0, 1], [1, 2])
@@ -84,5 +84,5 @@ def test_ids_of_inference_are_counted_each_time(device: CountingDevice) -> None:
         chosen = ids([0, 1])
         for _ in range(2):
             routing = Routing(chosen, NUM_EXPERTS, HostNumbers(device), KnownCounts())
-            routing.arrive()
+            routing.wait_for_counts()
             assert routing.experts == [0, 1]

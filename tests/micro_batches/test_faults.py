@@ -55,12 +55,12 @@ def test_a_forward_that_fails_harms_nothing(
     train(twins, 0)
     broken = {"calls": 0}
 
-    def break_off(_module: nn.Module, _args: Any, _output: Any) -> None:
+    def fail_forward(_module: nn.Module, _args: Any, _output: Any) -> None:
         broken["calls"] += 1
         if broken["calls"] == 2:
             raise error("on purpose")
 
-    handle = twins.model.model.layers[layer].mlp.register_forward_hook(break_off)
+    handle = twins.model.model.layers[layer].mlp.register_forward_hook(fail_forward)
     with pytest.raises(error):
         twins.engine.run_micro_batches(micro_batches(twins, 1))
     handle.remove()

@@ -267,7 +267,7 @@ class MeetingSource:
         self._has_news = False
         self.failed: BaseException | None = None
 
-    def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
+    def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         with self._meeting.lock:
             if not self._meeting.has_room(number):
                 return False
@@ -275,7 +275,7 @@ class MeetingSource:
         self._names[number] = block.name
         return True
 
-    def advance(self) -> bool:
+    def advance_loads(self) -> bool:
         if not self._coming:
             return False
         if self._delays is not None and self._delays.random() < 0.5:
@@ -291,7 +291,7 @@ class MeetingSource:
         with self._meeting.lock:
             return len(self._meeting.brought[number]) == self._meeting.num_ranks
 
-    def finish(self, number: int, weights: Tensor, free: Event | None) -> Event:
+    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
         parts = set(self._meeting.brought[number].values())
         if free is not None:
             self._device.wait(Lane.H2D, free)
