@@ -280,7 +280,7 @@ def test_ranks_that_run_different_layers_are_told_both_blocks(tmp_path: Path) ->
     outcomes = rank_outcomes(2, lambda links: world.rank(links, [*ops[links.ranks.rank], ("fault", 0)], 0))
     errors = [str(outcome.error) for outcome in outcomes]
     # Which load is the first that both have told of depends on who is faster.
-    both = re.compile(r"load \d of rank \d is (\w+), and that of rank \d is (?!\1:)\w+:")
+    both = re.compile(r"load \d is (\w+) on rank \d and (?!\1 )\w+ on rank \d,")
     assert all(both.search(error) for error in errors), errors
     assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
 
@@ -334,7 +334,7 @@ def test_a_wrong_checksum_is_no_damage_where_ranks_load_different_blocks(
     overwritten: Sequence[int], tmp_path: Path
 ) -> None:
     errors = errors_where_shards_are_overwritten(tmp_path, (3, 4), overwritten, late_s=0.0)
-    both = re.compile(r"load \d of rank \d is (\w+), and that of rank \d is (?!\1:)\w+:")
+    both = re.compile(r"load \d is (\w+) on rank \d and (?!\1 )\w+ on rank \d,")
     assert all(both.search(str(error)) for error in errors), errors
     assert any(isinstance(error, RanksDisagreeError) for error in errors)
 
