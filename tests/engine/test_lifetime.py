@@ -140,7 +140,7 @@ def test_an_optimizer_says_that_its_model_is_gone(tmp_path: Path) -> None:
     )
     del model
     collect()
-    with pytest.raises(RuntimeError, match=r"model .* is gone"):
+    with pytest.raises(RuntimeError, match=r"the model of .* was deleted"):
         optimizer.step()
 
 

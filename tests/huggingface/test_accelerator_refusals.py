@@ -75,7 +75,7 @@ def test_what_was_prepared_may_be_prepared_again(accelerator: Accelerator) -> No
         first[1].zero_grad()
     engine = engine_of(model)
     assert engine is not None
-    engine.settle()  # the worker counts a step when it has applied it
+    engine.wait_for_updates()  # the worker counts a step when it has applied it
     assert set(engine.step_counts.values()) == {2}
     engine.close()
 

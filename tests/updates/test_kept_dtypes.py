@@ -237,7 +237,7 @@ def test_micro_batches_together(cpu_memory: str, way: str, make_runs: RunFactory
 def test_micro_batches_together_after_another_backward_are_refused(make_runs: RunFactory) -> None:
     kept, widened = make_runs("defer")
     kept.backward(1)
-    with pytest.raises(RuntimeError, match="say gradient_accumulation_steps before the model is offloaded"):
+    with pytest.raises(RuntimeError, match="set gradient_accumulation_steps before the model is offloaded"):
         kept.together(2, 3)
     kept.optimizer.zero_grad()
     for run in (kept, widened):

@@ -455,7 +455,7 @@ def test_blocks_pass_through_shared_memory_one_behind_the_other() -> None:
 
 
 def test_memory_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"block embedding needs 589824; share at least so many"):
+    with pytest.raises(ValueError, match=r"block embedding needs 589824; share at least that many"):
         SharedWeights(
             CpuDevice(),
             None,  # type: ignore[arg-type]
