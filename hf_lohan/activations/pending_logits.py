@@ -111,9 +111,7 @@ class PendingLogits(Tensor):
 
 _SHAPE_METHODS = frozenset(("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"))
 _SHAPE_ATTRIBUTES = frozenset((".shape", ".dtype", ".device", ".ndim", ".layout", ".is_cuda", ".is_cpu", ".is_meta"))
-_SCALINGS = frozenset(
-    ("mul", "div", "true_divide", "multiply", "divide", "__mul__", "__rmul__", "__logitsdiv__", "tanh")
-)
+_SCALINGS = frozenset(("mul", "div", "true_divide", "multiply", "divide", "__mul__", "__rmul__", "__truediv__", "tanh"))
 
 
 def _torch_function_name(func: Callable[..., Any]) -> str:

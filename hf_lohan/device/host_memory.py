@@ -37,8 +37,7 @@ def mapped_empty(num_bytes: int, *, before_unmap: Callable[[], object] | None = 
 
 
 def mapped_file(fd: int, num_bytes: int, *, before_unmap: Callable[[], object] | None = None) -> Tensor:
-    """Map a file in RAM that other processes map as well; like `mapped_empty` otherwise. `fd` may be closed after this.
-    """
+    """Map a file in RAM that other processes map too. See `mapped_empty`. The caller may close ``fd`` afterwards."""
     return _tensor_over(_Mapping(fd, num_bytes, flags=mmap.MAP_SHARED), before_unmap)
 
 

@@ -87,11 +87,15 @@ class PlannedMemory:
         without one."""
         if self._has_copies:
             return
-        self._has_copies = True
         self.layout = self.layout.decided()
-        self._on_decided(self.layout)
+        try:
+            self._on_decided(self.layout)
+        except Exception as error:  # the other ranks wait for this one
+            self._tiers.links.fail(error)
+            raise
         names = [(record.block, record.kind) for record in self.layout.resident_records]
         self._tiers.store.keep_copies(names, self._tiers.device.host_empty)
+        self._has_copies = True
         if names:
             logger.info("copies of records take %s of RAM", format_bytes(self.layout.resident_bytes))
 

@@ -160,7 +160,7 @@ def explain_refusal(
         return (
             f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small for the buffers and a copy of "
             f"all weights in each node; set cpu_memory to at least {_shown(setup.cpu_fixed_bytes + copy_bytes)}, or "
-            "set backward of collectives to world or ssd"
+            "set backward of collectives to ssd or auto"
         )
     return _refuse_ssd(model, hardware, setup, least_swapped_bytes)
 
@@ -208,7 +208,8 @@ def _refuse_ssd(
     missing, least_spill = num_local * (least_spill - room.ssd_bytes), num_local * least_spill
     if missing <= 0:
         return None
-    saved_by_one_home = record_bytes(model, setup) // 2 if setup.durability == "step" else 0
+    state_and_weights_bytes = record_bytes(model, setup) - _ssd_copy_bytes(model, setup)
+    saved_by_one_home = state_and_weights_bytes // 2 if setup.durability == "step" else 0
     ways = [f"give the SSDs {_shown(missing)} more ({_shown(limit + missing)} in all)"]
     if missing <= least_spill and setup.activation_cpu_bytes is None:
         ways.append(f"set cpu_memory to at least {_shown(setup.cpu_memory_bytes + -(-missing // num_local))}")

@@ -190,7 +190,7 @@ class OffloadLayout(StoredForm):
             raise BudgetError(
                 f"cpu_memory leaves {format_bytes(self.record_bytes + self.activation_bytes)} beside the buffers, and "
                 f"the copy of all weights that collectives keeps in each node takes {format_bytes(needed_bytes)}; "
-                "raise cpu_memory, or set backward of collectives to node or auto"
+                "raise cpu_memory, or set backward of collectives to ssd or auto"
             )
         return replace(self.with_collectives(way), is_split=True)
 

@@ -107,10 +107,12 @@ class RunPlan:
         taken so far. ``may_run_together``: see `plan_step`."""
         self._layout = layout or self._layout
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
+        may_choose = self._layout.collectives is None and len(self._layout.open_ways) > 1
+        ways = self._ways_that_fit_all_ranks() if may_choose else None
         # The ranks of a node measure the same drives and cores.
         with one_rank_at_a_time(self._links, "the plan"):
-            planned = self._try_to_plan(shape, may_run_together)
-        if self._layout.collectives is None:
+            planned = self._try_to_plan(shape, may_run_together, ways)
+        if may_choose:
             planned = self._with_common_way(planned, shape, may_run_together)
         if planned is None:
             return None
@@ -123,20 +125,32 @@ class RunPlan:
         self._announce("planned")
         return self.now
 
+    def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
+        """The ways to exchange weights and gradients for which every rank has the RAM. None if all ranks have RAM for
+        the same ways, or none fits all ranks."""
+        open_ways = self._layout.open_ways
+        fitting = [index for index, way in enumerate(open_ways) if self._layout.has_ram_for(way)]
+        answers = self._links.all_gather("the ways to exchange weights that fit", json.dumps(fitting).encode())
+        sets = [set(json.loads(answer.decode())) for answer in answers]
+        common = set.intersection(*sets)
+        if not common or all(indices == common for indices in sets):
+            return None
+        return [open_ways[index] for index in sorted(common)]
+
     def _with_common_way(
         self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
     ) -> PlannedStep | None:
-        """Make all ranks exchange weights and gradients in the same way: rank 0's choice, or the default if a rank has
-        no plan."""
-        if len(self._layout.open_ways) == 1:
-            return planned
+        """Make all ranks exchange weights and gradients in rank 0's way. If one rank has no plan, no rank has one, and
+        all take the default way."""
         chosen = "" if planned is None else json.dumps(asdict(planned.setup.cluster.collectives))
         answers = [answer.decode() for answer in self._links.all_gather("the way to exchange weights", chosen.encode())]
-        common = Collectives(**json.loads(answers[0])) if all(answers) else self._layout.decided().collectives
-        assert common is not None
-        if planned is None or planned.setup.cluster.collectives == common:
-            return planned
-        return self._try_to_plan(shape, may_run_together, ways=(common,))
+        if planned is None or not all(answers):
+            return None
+        common = Collectives(**json.loads(answers[0]))
+        if planned.setup.cluster.collectives != common:
+            planned = self._try_to_plan(shape, may_run_together, ways=(common,))
+        has_plan = self._links.all_gather("planned", b"" if planned is None else b"1")
+        return planned if all(has_plan) else None
 
     def _try_to_plan(
         self, shape: StepShape, may_run_together: bool, ways: Sequence[Collectives] | None = None

@@ -218,8 +218,9 @@ class SharedWeights:
                 try:
                     self._links.wait_for(self._take_news, what, peers=lambda: self._awaited(first))
                 except RankTimeoutError as timeout:
-                    if first.is_in_doubt and first.error is not None:
-                        raise first.error from timeout
+                    for load in self._loads.values():
+                        if load.is_in_doubt and load.error is not None:
+                            raise load.error from timeout
                     raise
         elif self._wants_room:
             with self._device.timeline.task(LOADS_WAIT, "for other ranks"):
@@ -305,7 +306,7 @@ class SharedWeights:
 
     def _is_undecided(self, load: _SharedLoad) -> bool:
         """Whether a wrong checksum may still turn out to be another rank's work."""
-        if not load.is_in_doubt or not load.is_wanted():
+        if not load.is_in_doubt or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
             return False
         with self._links.lock:
             return bool(self._not_announced(load))

@@ -84,7 +84,7 @@ def test_auto_follows_the_store(stored: str, stock: Any, tmp_path: Path, caplog:
     interrupt(first)
     other = "with_layer" if stored == "streamed" else "streamed"
     refused = make_trainer(tmp_path, **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": other})
-    with pytest.raises(ForeignStoreError, match=f"set experts to auto or {stored} to go on from there"):
+    with pytest.raises(ForeignStoreError, match=f"set experts to auto or {stored} to continue from it"):
         refused.train(resume_from_checkpoint="last_step")
     budgets = WIDE if stored == "streamed" else {"gpu_memory": "1MiB"}
     caplog.set_level(logging.INFO, logger="hf_lohan")

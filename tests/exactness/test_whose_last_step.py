@@ -43,7 +43,7 @@ def test_a_new_run_logs_which_step_it_overwrites(tmp_path: Path, caplog: pytest.
     assert "is overwritten" not in run()
     log = run()
     assert f"step 2, the last committed step of the run in {tmp_path / 'run'}, is overwritten" in log
-    assert 'this run begins at step 0; to resume from such a step, call trainer.train(' in log
+    assert "this run begins at step 0; to resume from such a step, call trainer.train(" in log
     assert "is overwritten" not in run(resume_from_checkpoint="last_step")
 
 

@@ -153,10 +153,18 @@ SLOW_NETWORK = {
 }
 
 
-def train_rank(links: Links, case: RankCase, folder: Path, hardware: HardwareProfile) -> tuple[dict[str, Any], Any]:
-    """Plan and run a step of one rank, as `attach` does. Returns the plan and what the engine follows."""
+def train_rank(
+    links: Links, case: RankCase, folder: Path, hardware: HardwareProfile, cpu_memory: str = "", *, fails: bool = False
+) -> tuple[dict[str, Any] | None, Any]:
+    """Plan and run a step of one rank, as `attach` does. Return the plan, None if there is none, and the layout that
+    the engine follows. ``cpu_memory``: of this rank, in place of the case's. ``fails``: this rank cannot plan."""
     model, device = tiny_model("llama"), CpuDevice()
-    settings = {**case.settings, "ssd": str(folder / f"rank-{links.ranks.rank}"), "io_threads": 1}
+    settings = {
+        **case.settings,
+        **({"cpu_memory": cpu_memory} if cpu_memory else {}),
+        "ssd": str(folder / f"rank-{links.ranks.rank}"),
+        "io_threads": 1,
+    }
     config = OffloadConfig.load(settings).resolve(
         host_memory_bytes=1 << 34, device_memory_bytes=1 << 34, num_cpus=2, default_ssd_path=""
     )
@@ -173,6 +181,8 @@ def train_rank(links: Links, case: RankCase, folder: Path, hardware: HardwarePro
     drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
     run = RunPlan(model, layout, config, device, tiers.store.durability, links)
     run._measured = lambda _traced, _shape: hardware  # type: ignore[method-assign]
+    if fails:
+        run._try_to_plan = lambda *_args, **_settings: None  # type: ignore[method-assign]
     engine = OffloadEngine(model, layout, tiers, config, EngineEvents(plan=run.plan_batches))
     enable_recompute(model, engine)
     try:
@@ -182,8 +192,7 @@ def train_rank(links: Links, case: RankCase, folder: Path, hardware: HardwarePro
         engine.clip_grad_norm(1.0)
         optimizer.step()
         engine.wait_for_updates()
-        assert run.first is not None
-        return run.first.plan.to_mapping(), engine.layout
+        return run.first and run.first.plan.to_mapping(), engine.layout
     finally:
         engine.close()
 
@@ -225,3 +234,30 @@ def test_ranks_follow_the_plan_that_is_printed(name: str, tmp_path: Path) -> Non
         assert layout.copy_cpu_bytes * case.num_local == followed["tier_bytes"]["cpu"].get("weights", 0)
         assert bool(layout.copy_records) == (case.way[1] == "ssd")
         assert layout.cpu_bytes + layout.exchange_bytes <= parse_bytes(case.settings["cpu_memory"])
+
+
+def test_ranks_with_different_ram_take_a_way_that_fits_all(tmp_path: Path) -> None:
+    case, hardware = RANK_CASES["2 nodes"], HardwareProfile.from_mapping(SLOW_NETWORK)
+    ram = (case.settings["cpu_memory"], "3MiB")
+    results = run_ranks(
+        2,
+        lambda links: train_rank(links, case, tmp_path, hardware, ram[links.ranks.rank]),
+        num_local=1,
+        timeout_s=120,
+    )
+    for plan, layout in results:
+        way = plan["cluster"]["collectives"]
+        assert (way["forward"], way["backward"]) == ("delta", "ssd")
+        assert layout.collectives == Collectives(**way)
+
+
+def test_no_rank_has_a_plan_if_one_has_none(tmp_path: Path) -> None:
+    case, hardware = RANK_CASES["2 nodes"], HardwareProfile.from_mapping(SLOW_NETWORK)
+    results = run_ranks(
+        2,
+        lambda links: train_rank(links, case, tmp_path, hardware, fails=links.ranks.rank == 1),
+        num_local=1,
+        timeout_s=120,
+    )
+    assert [plan for plan, _layout in results] == [None, None]
+    assert results[0][1].collectives == results[1][1].collectives
