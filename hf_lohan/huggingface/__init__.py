@@ -1,6 +1,6 @@
 """The interface to Hugging Face: Trainer, Accelerator, loading, saving, checkpoints, launching.
 
-With `compat` the only room that imports transformers, accelerate and peft. It overrides their public methods.
+Only this room and `compat` import transformers, accelerate and peft. This room overrides their public methods.
 """
 
 from hf_lohan.checkpoint.resume_point import last_step

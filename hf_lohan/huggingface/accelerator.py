@@ -37,7 +37,7 @@ from hf_lohan.record import LoopRecord, record_folder
 logger = logging.getLogger(__name__)
 
 _MODEL_FOLDER = "lohan_model"
-"""In a saved state: adapters as PEFT saves them, and in states of earlier versions whole models."""
+"""The folder of a saved state with the adapters that PEFT saved. Earlier versions saved whole models there."""
 
 
 @dataclass(kw_only=True)
@@ -48,17 +48,17 @@ class LohanPlugin:
     """"lohan", a YAML path, a dict or an `OffloadConfig`."""
 
     bf16: bool = False
-    """bfloat16 working weights with exact float32 masters in the store; no autocast."""
+    """Use bfloat16 working weights, with exact float32 masters in the store and without autocast."""
 
     max_grad_norm: float | None = None
-    """0: the loop never clips, so updates run in backward. None: gradients are held until `step()`."""
+    """With 0 the loop must not clip, and updates run in backward. With None gradients are held until `step()`."""
 
     ssd_path: str | Path = "lohan_store"
     """The store's folder if `offload` has no path."""
 
 
 class _PreparedOffloadOptimizer(AcceleratedOptimizer):
-    """Reports skipped steps as mixed precision does, so that schedulers do not advance."""
+    """Reports a skipped step as mixed precision does, so that the scheduler does not advance."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -70,7 +70,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
     @property
     def offload_engine(self) -> OffloadEngine | None:
-        """The engine of the prepared model."""
+        """The engine of the prepared model; None if no prepared model is offloaded."""
         for model in prepared_models(self):
             engine = engine_of(model)
             if engine is not None:
@@ -78,7 +78,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         return None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in accelerate. Within `run_micro_batches` it runs after the forwards of all micro-batches."""
+        """Same as in accelerate. In `run_micro_batches` the backward runs after the forwards of all micro-batches."""
         engine = self.offload_engine
         if engine is None or not engine.defers_backwards:
             with (
@@ -90,12 +90,12 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             return
         if kwargs:
             raise ValueError(
-                f"backward({', '.join(kwargs)}=...) is not supported within run_micro_batches; pass the loss alone"
+                f"backward({', '.join(kwargs)}=...) is not supported within run_micro_batches; pass only the loss"
             )
         engine.defer_backward(loss / self.gradient_accumulation_steps)
 
     def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
-        """As in accelerate. An offloaded model is not moved or wrapped, and for evaluation not registered."""
+        """Same as in accelerate, but do not move or wrap an offloaded model, and do not register it for evaluation."""
         if engine_of(model) is not None:
             mark_prepared(model)
             if evaluation_mode:
@@ -104,21 +104,21 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Does nothing. An offloaded model computes in its working dtype, and autocast would cache casts of weights
-        whose slots are overwritten."""
+        """Do nothing. An offloaded model computes in its working dtype. Autocast would cache casts of weights whose
+        slots are overwritten later."""
         yield
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if not isinstance(optimizer, OffloadOptimizer):
             return super().prepare_optimizer(optimizer, device_placement=device_placement)
-        # With placement, accelerate would move its state dict to the device and load it.
+        # With device placement, accelerate would move the optimizer's state dict to the device and load it.
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         become(prepared, _PreparedOffloadOptimizer)
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """As in accelerate. A number, such as the items of a step's batches, is sent over our connections, whose errors
-        name a missing rank."""
+        """Same as in accelerate, but send a scalar (such as the number of items in a step) over our connections, whose
+        errors name a missing rank."""
         engine = self.offload_engine
         gathered = None
         if engine is not None and isinstance(tensor, Tensor) and not tensor.ndim:
@@ -128,7 +128,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the step's gradients exactly, though `.grad` is None; returns their norm before clipping."""
+        """Clip the step's gradients exactly, although `.grad` is None. Returns their norm before clipping."""
         engine = self.offload_engine
         if engine is None:
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -145,8 +145,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         missing = [p.name for p in engine.parameter_slices if p.parameter.requires_grad and p.parameter not in clipped]
         if missing:
             raise ValueError(
-                f"clip_grad_norm_ of some parameters only ({missing[0]} and {len(missing) - 1} others are missing) is "
-                "not supported under offload; pass model.parameters()"
+                f"clip_grad_norm_ was called without {missing[0]} and {len(missing) - 1} other parameters, and "
+                "offload can clip only all of them; pass model.parameters()"
             )
         return engine.clip_grad_norm(float(max_norm), float(norm_type))
 
@@ -156,8 +156,8 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         super().clip_grad_value_(parameters, clip_value)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """All weights, in RAM. `save_state` calls this with `unwrap=False` and gets an empty dict, because a hook
-        streams the weights to its folder."""
+        """Return all weights, in RAM. With `unwrap=False`, as `save_state` calls this, the dict is empty, because a
+        hook streams the weights to the folder."""
         engine = engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap=unwrap)
@@ -177,20 +177,21 @@ class Accelerator(OffloadAwareAccelerator):
     """
 
     default_offload: ClassVar[Any] = "lohan"
-    """Without a plugin."""
+    """The setting that is used without a plugin."""
 
     def __init__(self, *args: Any, lohan_plugin: LohanPlugin | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lohan_plugin = lohan_plugin or LohanPlugin(offload=self.default_offload)
-        if lohan_plugin is not None:  # else it may be there only to ask it for a device: see `_offload`
+        if lohan_plugin is not None:  # without a plugin, `_offload` checks it
             check_accelerator(self)
         self._loop_record: LoopRecord | None = None
         self.register_save_state_pre_hook(self._save_offloaded)
         self.register_load_state_pre_hook(self._load_offloaded)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """As in accelerate. Offloads the model and replaces its optimizer of `torch.optim` by one over the store. With
-        several optimizers (Muon and AdamW, each with some of the parameters) the last one's `step()` takes the step."""
+        """Same as in accelerate, but offload the model and replace its `torch.optim` optimizer by one over the store.
+        If several optimizers share the parameters (such as Muon and AdamW), the step is taken by the last one's
+        `step()`."""
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
@@ -204,31 +205,31 @@ class Accelerator(OffloadAwareAccelerator):
         return super().prepare(*(ours.get(id(item), item) for item in objects), **kwargs)
 
     def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
-        """As in accelerate. Offloads the model unless it is for evaluation only."""
+        """Same as in accelerate, but offload the model unless it is for evaluation only."""
         if not evaluation_mode:
             self._offload_one(model, self.offload_engine, rules_of([]))
         return super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As in accelerate, with an optimizer over the store."""
+        """Same as in accelerate, but replace the optimizer by one over the store."""
         check_given(optimizer)
         if not is_taken_over(optimizer):
             optimizer = self._take_over([optimizer], self.offload_engine)[id(optimizer)]
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in accelerate. Raises ValueError if no optimizer of the model was prepared."""
+        """Same as in accelerate. Raises ValueError if no optimizer of the model was prepared."""
         engine = self.offload_engine
         if engine is not None and engine.optimizer is None:
             raise ValueError(
                 "the model is offloaded, but its optimizer was not prepared, so nothing would be trained; pass the "
-                "optimizer to prepare(), too"
+                "optimizer to prepare() too"
             )
         super().backward(loss, **kwargs)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run a step's micro-batches together: an offloaded model runs all of them through a block before the next
-        block. Each one calls its forward and `backward`. Returns their results.
+        """Run a step's micro-batches together, and return their results. An offloaded model runs all of them through a
+        block before it loads the next block. Each micro-batch calls its forward and `backward`.
 
         ```python
         losses = accelerator.run_micro_batches([partial(forward_and_backward, batch) for batch in batches])
@@ -236,7 +237,7 @@ class Accelerator(OffloadAwareAccelerator):
         optimizer.step()
         ```
 
-        Without an offloaded model they run one after the other.
+        Without an offloaded model the micro-batches run one after the other.
         """
         engine = self.offload_engine
         if engine is None:
@@ -244,11 +245,11 @@ class Accelerator(OffloadAwareAccelerator):
         return engine.run_micro_batches(micro_batches)
 
     def _offload_one(self, model: nn.Module, engine: OffloadEngine | None, rules: Rules) -> OffloadEngine:
-        """Return the engine of `model`. `engine` is the one that this accelerator has already."""
+        """Return the engine of `model`. `engine` is the engine that this accelerator already has."""
         models_engine = engine_of(model)
         if models_engine is None and engine is not None and not engine.is_closed:
             raise ValueError(
-                f"an Accelerator offloads one model, and has {type(engine.model).__name__} already; leave "
+                f"an Accelerator offloads one model, and already has {type(engine.model).__name__}; leave "
                 f"{type(model).__name__} out of prepare, or call free_memory() first to replace the model"
             )
         return models_engine or self._offload(model, rules)
@@ -277,7 +278,7 @@ class Accelerator(OffloadAwareAccelerator):
     def _take_over(
         self, optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine | None
     ) -> dict[int, OffloadOptimizer]:
-        """Replace the caller's optimizers by ours; returns ours by the `id` of the caller's."""
+        """Replace the caller's optimizers by ours. Returns a dict from the `id` of each of the caller's to ours."""
         if not optimizers:
             return {}
         if engine is None:
@@ -292,7 +293,8 @@ class Accelerator(OffloadAwareAccelerator):
         return {id(theirs): our for theirs, our in zip(optimizers, ours, strict=True)}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As in accelerate. Also writes `loss`, `grad_norm`, `learning_rate` and `eval_loss` to `lohan/steps.jsonl`."""
+        """Same as in accelerate. Also write `loss`, `grad_norm`, `learning_rate` and `eval_loss` to
+        `lohan/steps.jsonl`."""
         super().log(values, *args, **kwargs)
         if self._loop_record is not None:
             self._loop_record.log(values)
@@ -304,7 +306,8 @@ class Accelerator(OffloadAwareAccelerator):
         max_shard_size: int | str | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Save sharded safetensors, streamed from the store, with the model's `save_pretrained` if it has one."""
+        """Save the weights as sharded safetensors, streamed from the store. Calls the model's `save_pretrained` if it
+        has one."""
         kwargs: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         engine = engine_of(model)
         if engine is None:
@@ -315,8 +318,8 @@ class Accelerator(OffloadAwareAccelerator):
             save_together(StoredModel.from_engine(engine), lambda stored: save_shards(stored, save_directory, **kwargs))
 
     def end_training(self) -> None:
-        """As in accelerate. Also ends the record for `lohan report`: the folder `lohan/` in the project folder, or, if
-        there is none, in the working directory of runs with `trace: true`."""
+        """Same as in accelerate. Also end the record that `lohan report` reads. It is the folder `lohan/` in the
+        project folder. Without a project folder, a run with `trace: true` has it in the working directory."""
         try:
             if self._loop_record is not None:
                 self._loop_record.end_run()
@@ -351,6 +354,6 @@ class Accelerator(OffloadAwareAccelerator):
 
 
 def _weights_file(folder: str, num_others: int) -> Path:
-    """The file with the offloaded model's weights in a saved state. It has the name of accelerate's last model, because
-    accelerate numbers the models in memory."""
+    """Return the file with the offloaded model's weights in a saved state. It is named as if the model came after the
+    ``num_others`` models in memory, which accelerate numbers."""
     return Path(folder) / (f"{WEIGHTS_NAME}_{num_others}.safetensors" if num_others else f"{WEIGHTS_NAME}.safetensors")

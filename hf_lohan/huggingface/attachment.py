@@ -73,7 +73,7 @@ _HEAD_ATTRIBUTE = "_lohan_chunked_head"
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
-    """The engine that a model is offloaded to, if any."""
+    """Return the engine of a model; None if the model is not offloaded."""
     engine = getattr(model, _ENGINE_ATTRIBUTE, None)
     assert engine is None or isinstance(engine, OffloadEngine)
     return engine
@@ -84,8 +84,8 @@ _launched_with: OffloadConfig | None = None
 
 @contextlib.contextmanager
 def launched_with(config: OffloadConfig) -> Iterator[None]:
-    """Within, a script's models are offloaded with these settings. Settings of the script itself replace them, with a
-    warning; only `trace` is kept."""
+    """Offload the models that a script makes in this context with these settings. The script's own settings replace
+    them with a warning, except `trace`."""
     global _launched_with
     before, _launched_with = _launched_with, config
     try:
@@ -96,7 +96,7 @@ def launched_with(config: OffloadConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfig) -> Iterator[None]:
-    """Within, out-of-memory errors say what to change, also before the model has an engine."""
+    """In this context, add advice to out-of-memory errors, even before the model has an engine."""
     try:
         yield
     except RuntimeError as error:
@@ -106,14 +106,14 @@ def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfi
 
 
 def open_device(config: OffloadConfig, torch_device: torch.device | str) -> Device:
-    """Open the device that computes. With `trace`, its timeline records from here on."""
+    """Open the compute device. With `trace` its timeline starts to record."""
     keep_from_others()
     is_tracing = config.trace or (_launched_with is not None and _launched_with.trace)
     return device_for(torch_device, Timeline(is_tracing=is_tracing))
 
 
 def settings_given(offload: Any) -> OffloadConfig:
-    """Load a script's settings, with a warning if they replace those that the script was launched with."""
+    """Load a script's settings. Warns if they replace the settings of `lohan launch`."""
     config, launched = OffloadConfig.load(offload), _launched_with or OffloadConfig()
     if replace(launched, trace=False) not in (OffloadConfig(), replace(config, trace=False)):
         logger.warning("the script has its own offload settings; those of `lohan launch --offload` are not used")
@@ -132,12 +132,11 @@ def offload_model(
     rules: Rules | None = None,
     device: Device | None = None,
 ) -> OffloadEngine:
-    """Move the weights of a model in memory to the store, and attach an engine to it.
+    """Move the weights of a model from memory to the store, and attach an engine to the model.
 
-    The model then computes in `working_dtype` (default: each parameter's dtype); float32 weights keep their exact
-    values as masters. `rules` returns the update rule of each parameter, whose states the store has. `device` replaces
-    the one for `torch_device`. Raises ValueError, before a weight is changed, if the model, the budgets or the paths do
-    not allow it.
+    The model then computes in `working_dtype` (default: each parameter's dtype). Float32 weights keep their exact
+    values as masters. `rules` returns each parameter's update rule. `device` replaces the device for `torch_device`.
+    Raises ValueError, before any weight is changed, if the model, the budgets or the paths do not allow it.
     """
     device = device or open_device(config, torch_device)
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
@@ -170,8 +169,8 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
-    """Open the tiers and set up threads and memory. An engine of this process that holds the store for the same model
-    (of an earlier Trainer in a notebook) is closed first."""
+    """Open the tiers and set up threads and memory. If an engine in this process (such as that of an earlier Trainer in
+    a notebook) has the store open for the same model, close it first."""
     assert isinstance(config.cpu_threads, int)
     check_layout(layout, config, links_to_other_ranks())
     _refuse_a_second_model(config)
@@ -186,9 +185,11 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
         if any(engine.layout.identity != layout.identity for engine in holders):
             raise
         for engine in holders:
-            logger.warning("closing the engine of an earlier model in this process, because its store is used again")
+            logger.warning(
+                "closing the engine of an earlier model in this process, because a new engine uses its store"
+            )
             engine.close()
-        wait_until_closed()  # engines of models that were just deleted
+        wait_until_closed()  # waits for engines of models that were just deleted
         return open_tiers(layout, config, device, links_to_other_ranks())
 
 
@@ -208,12 +209,12 @@ def num_offloaded() -> int:
 
 
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
-    """Attach an engine to a model whose weights are in the store. The model is then saved from the store, and
+    """Attach an engine to a model whose weights are in the store. The model then saves its weights from the store, and
     recomputes activations as configured."""
     check_rank_model(model, tiers.links.ranks)
     config = replace(config, trace=tiers.device.timeline.is_tracing)
     if config.activations != "keep" and needs_all_kept(model):
-        logger.info("activations are kept: layers under prefix tuning cannot be recomputed")
+        logger.info("activations are kept, because layers cannot be recomputed under prefix tuning")
         config = replace(config, activations="keep")
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links)
     events = EngineEvents(
@@ -243,8 +244,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(
-            "this CPU has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; train in "
-            "float32 here, or on a GPU"
+            "this CPU has no bfloat16 units, so bfloat16 matmuls run up to 200 times slower than float32 ones; train "
+            "in float32, or on a GPU"
         )
     setattr(model, _PLAN_ATTRIBUTE, plan)
     chunked_head = chunked_head_of(model, chunked_loss_of(config))
@@ -256,7 +257,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
 
 
 def _save_through(engine: OffloadEngine, model: Any) -> None:
-    """Save the weights of ``model``, which are in the engine's store, from there."""
+    """Make ``model.save_pretrained`` save the weights from the engine's store."""
     setattr(model, _ENGINE_ATTRIBUTE, engine)
     stored = replace(StoredModel.from_engine(engine), model=model)
     if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
@@ -268,18 +269,19 @@ def _save_through(engine: OffloadEngine, model: Any) -> None:
 
 
 def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:
-    """Whether a backward is the step's last, which the model's `Accelerator` decides. Without one every backward is."""
+    """Return whether a backward is the last one of its step. The model's `Accelerator` decides it. Without an
+    `Accelerator` every backward is."""
     return not is_prepared(model()) or bool(GradientState().sync_gradients)
 
 
 def _planning() -> contextlib.AbstractContextManager[None]:
-    return long_work("planning the first step; a new machine is measured")
+    return long_work("planning the first step (on a new machine this measures the hardware)")
 
 
 def _plan_step(
     model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape, layout: OffloadLayout
 ) -> PlannedStep | None:
-    """Plan a step with the number of micro-batches that Trainer or an `Accelerator` was configured with."""
+    """Plan a step with the number of micro-batches for which Trainer or `Accelerator` is configured."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
     with _planning():
         return plan.plan_batches(
@@ -293,14 +295,14 @@ def _plan_order(plan: RunPlan, shape: StepShape, layout: OffloadLayout) -> Plann
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
-    """The plan of an engine that was attached to a model."""
+    """Return the plan of an attached engine; None if it has none."""
     plan = getattr(engine.model, _PLAN_ATTRIBUTE, None)
     assert plan is None or isinstance(plan, RunPlan)
     return plan
 
 
 def chunked_head_at(model: nn.Module) -> ChunkedHead | None:
-    """The head that computes an attached model's large logits in chunks, if it has one."""
+    """Return the head that computes a model's large logits in chunks; None if the model has no such head."""
     head = getattr(model, _HEAD_ATTRIBUTE, None)
     assert head is None or isinstance(head, ChunkedHead)
     return head
@@ -313,37 +315,37 @@ _REFUSED_METHODS = {
 
 
 def _refuse(name: str, advice: str, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(f"{name} cannot change weights that are in the store; {advice}")
+    raise ValueError(f"{name} cannot change weights in the store; {advice}")
 
 
 def _refuse_saving(class_name: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
-        f"save_pretrained of {class_name}, which is not a class of transformers, PEFT or diffusers, cannot read "
-        "weights from the store; use accelerator.save_model(model, folder) or trainer.save_model(folder), which save "
-        "the state dict"
+        f"save_pretrained of {class_name} cannot read weights from the store, because {class_name} is not a class of "
+        "transformers, PEFT or diffusers; use accelerator.save_model(model, folder) or trainer.save_model(folder), "
+        "which save the state dict"
     )
 
 
 def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
-    """`Module.zero_grad` that also drops gradients on the host."""
+    """Do what `Module.zero_grad` does, and also drop gradients in host memory."""
     engine.drop_gradients()
     type(engine.model).zero_grad(engine.model, set_to_none)
 
 
 def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
-    """Enable non-reentrant activation checkpointing, under which a weight's gradient arrives once. The engine runs the
-    layers and keeps or swaps activations as planned."""
+    """Enable non-reentrant activation checkpointing, so that each weight's gradient arrives once. The engine runs the
+    layers, and keeps or swaps activations as planned."""
     run_layers_by(model, engine.activations.run_layer)
     enable_checkpointing(model)
 
 
 def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
-    """Return the configuration, with `activations: keep` and a warning for a class that cannot recompute its layers."""
+    """Return the configuration. If the model's class cannot recompute its layers, set `activations: keep` and warn."""
     if config.activations == "keep" or _can_recompute(model):
         return config
     logger.warning(
-        "%s cannot recompute its layers (see its supports_gradient_checkpointing), so activations: %s becomes keep, "
-        "and all activations stay on the device",
+        "%s cannot recompute its layers (see its supports_gradient_checkpointing), so activations: %s is changed to "
+        "keep, and all activations stay on the device",
         type(model).__name__,
         config.activations,
     )
@@ -363,12 +365,12 @@ def enable_checkpointing(model: Any) -> None:
         model.enable_gradient_checkpointing()
     elif hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:  # its name before transformers 5.23
+    else:  # the name before transformers 5.23
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def refuse_chunks(model: Any, config: OffloadConfig) -> None:
-    """Raises ValueError for `chunked_loss: true` with a head that cannot compute logits in chunks."""
+    """Raise ValueError if `chunked_loss` is true and the head cannot compute logits in chunks."""
     chunked_loss = chunked_loss_of(config) if config.chunked_loss is True else None
     if chunked_loss is not None and chunked_head_of(model, chunked_loss) is None:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -382,30 +384,31 @@ def refuse_chunks(model: Any, config: OffloadConfig) -> None:
 
 
 def recompute_without_reentry(model: nn.Module) -> None:
-    """Make reentrant checkpointing, which fires gradient hooks twice, non-reentrant. Results are the same."""
+    """Replace reentrant checkpointing, which fires gradient hooks twice, by non-reentrant checkpointing. Results are
+    the same."""
     reentrant = [module for module in model.modules() if is_reentrant(module)]
     for module in reentrant:
         make_non_reentrant(module)
     if reentrant:
         logger.warning(
-            "use_reentrant=True: activation checkpointing is non-reentrant under offload, with the same results; set "
-            "use_reentrant=False"
+            "use_reentrant=True is ignored: activation checkpointing is non-reentrant under offload, with the same "
+            "results; set use_reentrant=False"
         )
 
 
-# Experts of a mixture: transformers calls the engine's implementation.
+# Mixture of experts. Transformers calls the engine's implementation.
 
 _EXPERTS_IMPLEMENTATION = "lohan"
 """The name under which transformers calls streamed experts."""
 
 _streamed_experts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StreamedExperts]] = weakref.WeakKeyDictionary()
-"""By the module that they replace."""
+"""The streamed experts, by the module that they replace."""
 
 compute_expert = one_expert
 
 
 def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:
-    """Stream the experts of these modules one by one from now on."""
+    """Stream the experts of these modules one by one."""
     if not experts:
         return
     register_experts(_EXPERTS_IMPLEMENTATION, _experts_forward)

@@ -1,4 +1,4 @@
-"""Refuses, as early as possible, what offloading cannot do exactly, and says what to do instead."""
+"""Checks that refuse settings and models that offloading does not support exactly."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_together, why_not_together
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
-"""They place weights themselves."""
+"""Launch types that place weights themselves."""
 
 _ONE_STEP_EACH = ("transformers", "hf_lohan")
-"""Packages whose Trainer treats the micro-batches of a step independently."""
+"""Packages whose Trainer treats each micro-batch of a step independently."""
 
 
 def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> None:
-    """Raises ValueError for an invalid first argument of a Trainer. TRL's trainers load models from paths."""
+    """Raise ValueError for an invalid first argument of a Trainer. ``makes_models``: the trainer itself loads models
+    from paths, as TRL's do."""
     if isinstance(model, TrainingArguments):
         raise ValueError(
-            "TrainingArguments were passed as the model, which is the first argument; write Trainer(model=..., "
+            "TrainingArguments were passed as the first argument, which is the model; write Trainer(model=..., "
             'args=args, offload="lohan")'
         )
     if isinstance(model, str | Path) and not is_offloaded and not makes_models:
         raise ValueError(
-            f'model={str(model)!r} is a path, which needs offload=..., such as offload="lohan", to be streamed; '
-            "without offload= pass a model in memory"
+            f'model={str(model)!r} is a path, and only an offloading Trainer loads a path; set offload="lohan", or '
+            "pass a model in memory"
         )
 
 
 @contextlib.contextmanager
 def ids_within_vocabulary(model: Any, inputs: Any) -> Iterator[None]:
-    """Replaces torch's IndexError by a ValueError if a token of the batch is not in the model's vocabulary."""
+    """In this context, replace torch's IndexError by a ValueError if a token of the batch is not in the model's
+    vocabulary."""
     try:
         yield
     except IndexError as error:
@@ -59,7 +61,7 @@ def ids_within_vocabulary(model: Any, inputs: Any) -> Iterator[None]:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError for `TrainingArguments` that offload does not support."""
+    """Raise ValueError for `TrainingArguments` that offload does not support."""
     optim = getattr(args.optim, "value", args.optim)
     checkpointing = getattr(args, "activation_checkpointing_kwargs", None)
     checkpointing = checkpointing or getattr(args, "gradient_checkpointing_kwargs", None) or {}
@@ -72,7 +74,7 @@ def check_arguments(args: TrainingArguments) -> None:
         f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}{_int8_advice(optim)}": (
             optim not in OPTIM_NAMES
         ),
-        f"optim_args={args.optim_args!r} would be ignored in part with optim={optim!r}; use learning_rate, "
+        f"optim_args={args.optim_args!r} would be partly ignored with optim={optim!r}; use learning_rate, "
         "weight_decay, adam_beta1 and so on": refused_optim_args(optim, args.optim_args),
         "activation checkpointing with offload=True is not supported under offload; leave it off": (
             checkpointing.get("offload")
@@ -95,15 +97,15 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _int8_advice(optim: str) -> str:
-    """What to do instead of an AdamW with small states; empty for other optimizers."""
+    """Return the advice for an AdamW with 8-bit or 4-bit states; empty for other optimizers."""
     if not re.search(r"adamw.*(8bit|4bit|fp8)", optim):
         return ""
-    return ", and for AdamW's states in fewer bytes set optimizer_state_dtype: int8 in the offload config"
+    return ", and for smaller AdamW states set optimizer_state_dtype: int8 in the offload config"
 
 
 def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head: bool) -> None:
-    """Raises ValueError for arguments of a TRL trainer, by name, that offload does not support. ``is_joint``: the
-    micro-batches of a step run together."""
+    """Raise ValueError for arguments of a TRL trainer that offload does not support. ``settings``: the arguments by
+    name. ``is_joint``: the micro-batches of a step run together."""
     args = settings["args"]
     is_joint = is_joint and args.gradient_accumulation_steps > 1
     device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
@@ -112,19 +114,19 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         "planned; leave it off, and set activations in the offload config": (
             getattr(args, "activation_offloading", False)
         ),
-        "sync_ref_model=True changes the reference model, which is frozen in a store of its own; leave it off under "
-        "offload": getattr(args, "sync_ref_model", False),
-        "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, where the streamed "
-        "model generates": getattr(args, "use_vllm", False),
+        "sync_ref_model=True changes the reference model, whose weights are frozen in a separate store; leave it off "
+        "under offload": getattr(args, "sync_ref_model", False),
+        "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, and the streamed model "
+        "generates": getattr(args, "use_vllm", False),
         "use_transformers_continuous_batching=True casts the whole model, whose weights are in the store; leave it off "
         "under offload": getattr(args, "use_transformers_continuous_batching", False),
-        "cast_lm_head_to_fp32=True gives one block a dtype of its own; leave it off under offload, or train in "
-        "float32 with bf16=False": getattr(args, "cast_lm_head_to_fp32", False),
+        "cast_lm_head_to_fp32=True gives one block another dtype than the others; leave it off under offload, or "
+        "train in float32 with bf16=False": getattr(args, "cast_lm_head_to_fp32", False),
         f"device_map={device_map!r} places the whole model; leave it out of model_init_kwargs under offload": (
             device_map
         ),
-        "vertical_micro_batches: true would run micro-batches together, and GRPO generates them one after the other; "
-        "set it to false": is_joint and hasattr(args, "num_generations"),
+        "vertical_micro_batches: true runs micro-batches together, but GRPO generates them one after the other; set "
+        "it to false": is_joint and hasattr(args, "num_generations"),
         "vertical_micro_batches: true cannot separate the micro-batches' gradients of TRL's fused head; "
         "set it to false, or train adapters": is_joint and trains_fused_head,
         "quantization_config: a quantized model cannot be offloaded; load it in float32 or bfloat16": (
@@ -137,16 +139,16 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
 
 
 def why_trainer_runs_in_turn(trainer: Trainer) -> str | None:
-    """Why `vertical_micro_batches: auto` may not run a trainer's micro-batches together; None if it may. Methods of
-    other packages may count their calls, or use one micro-batch's result before the next one begins."""
+    """Return why `vertical_micro_batches: auto` must not run a trainer's micro-batches together; None if it may.
+    Methods of other packages may count their calls, or use a micro-batch's result before the next one begins."""
     for name in ("training_step", "compute_loss", "get_batch_samples", "_prepare_inputs"):
         package = getattr(trainer, name).__module__.partition(".")[0]
         if package not in _ONE_STEP_EACH:
-            return f"{type(trainer).__name__} has a {name} of its own ({package})"
+            return f"{type(trainer).__name__} overrides {name} (in {package})"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func is set and may keep state from one micro-batch to the next"
     if trainer.args.neftune_noise_alpha is not None:
-        return "neftune_noise_alpha would draw other random numbers"
+        return "neftune_noise_alpha would draw different random numbers"
     for callback in trainer.callback_handler.callbacks:
         if type(callback).on_substep_end.__module__.partition(".")[0] not in _ONE_STEP_EACH:
             return f"{type(callback).__name__} has an on_substep_end, which would be called before its micro-batch runs"
@@ -154,17 +156,17 @@ def why_trainer_runs_in_turn(trainer: Trainer) -> str | None:
 
 
 def check_runs_together(trainer: Trainer) -> None:
-    """Raises ValueError if micro-batches that run together would draw other random numbers."""
+    """Raise ValueError if micro-batches that run together would draw different random numbers."""
     if trainer.args.neftune_noise_alpha is not None:
         raise ValueError(
-            "vertical_micro_batches: true would draw the noise of neftune_noise_alpha in another order; set it to "
-            "false or auto, or leave neftune_noise_alpha out"
+            "vertical_micro_batches: true would draw the noise of neftune_noise_alpha in another order; set "
+            "vertical_micro_batches to false or auto, or leave neftune_noise_alpha out"
         )
     check_together(trainer.model)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raises ValueError for settings of an `Accelerator` of a raw loop that offload replaces or lacks."""
+    """Raise ValueError for settings of an `Accelerator` that offload replaces or does not support."""
     if accelerator.mixed_precision != "no":
         raise ValueError(
             f"mixed_precision={accelerator.mixed_precision!r} wraps the forward in autocast, which offload replaces; "
@@ -177,30 +179,32 @@ def check_accelerator(accelerator: Accelerator) -> None:
     backend = accelerator.state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
         raise ValueError(
-            f"dynamo_backend={backend.value.lower()!r} compiles the model, which cannot follow streamed weights; leave "
-            "it off (lohan launch --dynamo_backend no)"
+            f"dynamo_backend={backend.value.lower()!r} compiles the model, and a compiled model cannot follow "
+            "streamed weights; leave it off (lohan launch --dynamo_backend no)"
         )
 
 
 def check_model(model: Any) -> None:
-    """Raises ValueError for a model that is wrapped or quantized."""
+    """Raise ValueError for a model that is wrapped, compiled, quantized or placed by a device map."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(f"a model in {type(model).__name__} cannot be offloaded; pass the bare model")
     if hasattr(model, "_orig_mod"):
         raise ValueError("a model wrapped by torch.compile cannot be offloaded; pass the original model")
-    modules = model.modules() if isinstance(model, nn.Module) else ()  # it may be a path, or not be made yet
+    modules = model.modules() if isinstance(model, nn.Module) else ()  # it may be a path, or None with `model_init`
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ValueError("a model with compiled modules cannot be offloaded; leave model.compile() out under offload")
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantized model cannot be offloaded; load it in float32 or bfloat16")
     if getattr(model, "hf_device_map", None):
-        raise ValueError("a model loaded with device_map= cannot be offloaded; load it without it, or pass its path")
+        raise ValueError(
+            "a model loaded with device_map= cannot be offloaded; load it without device_map, or pass its path"
+        )
 
 
 def check_optimizers(
     model: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, config: OffloadConfig
 ) -> None:
-    """Raises ValueError for an optimizer or scheduler that cannot be used."""
+    """Raise ValueError for an optimizer or scheduler that cannot be used."""
     if optimizers[0] is not None:
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -216,19 +220,19 @@ def check_optimizers(
 
 
 def check_schedule(schedule: Any) -> None:
-    """Raises ValueError for a scheduler that needs the optimizer's states."""
+    """Raise ValueError for a scheduler that needs the optimizer's states."""
     if isinstance(schedule, AdafactorSchedule):
         raise ValueError(
             "AdafactorSchedule reads the optimizer's states, which are in the store; use "
-            "Adafactor(relative_step=False, lr=...) with another scheduler, or, in a loop of your own, without one"
+            "Adafactor(relative_step=False, lr=...) with another scheduler, or without a scheduler in your own loop"
         )
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer that is not over the store."""
+    """Raise ValueError for an optimizer that does not update the store."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, OffloadOptimizer):
         raise ValueError(
-            f"{type(inner).__name__} cannot update an offloaded model; return it from create_optimizer, which replaces "
-            "it, or pass it as optimizers=(optimizer, scheduler)"
+            f"{type(inner).__name__} cannot update an offloaded model; return it from create_optimizer or pass it as "
+            "optimizers=(optimizer, scheduler), so that it is replaced"
         )

@@ -1,4 +1,5 @@
-"""Offloads unmodified scripts: a Trainer and an Accelerator that offload by default, and accelerate's launcher."""
+"""Offloads unmodified scripts. Replaces their Trainer and Accelerator by offloading ones, and runs accelerate's
+launcher."""
 
 from __future__ import annotations
 
@@ -49,16 +50,16 @@ _NOT_GIVEN: Any = object()
 
 @contextlib.contextmanager
 def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
-    """Within, `transformers.Trainer`, `accelerate.Accelerator` and all derived classes offload with these settings, and
-    so do scripts that are started through accelerate's launcher (`trl sft` starts one). Logs a warning in the end if
-    nothing was offloaded and no error was raised.
+    """In this context, `transformers.Trainer`, `accelerate.Accelerator` and all derived classes offload with these
+    settings. So do scripts that accelerate's launcher starts (as `trl sft` does). At the end, logs a warning if nothing
+    was offloaded and no error was raised.
 
-    Classes that are defined or imported inside keep their offloading base; others get their old base back. `offload=`
-    of a Trainer (None is the stock Trainer) and `lohan_plugin=` of an Accelerator have priority. Trainer's own
-    accelerator does not change.
+    Classes that are defined or imported in the context keep their offloading base. Other classes get their old base
+    back. `offload=` of a Trainer (None is the stock Trainer) and `lohan_plugin=` of an Accelerator have priority.
+    Trainer's own accelerator does not change.
 
-    Args:
-        offload: anything that `OffloadConfig.load` takes. Raises ConfigError, before anything is changed.
+    Args: offload: anything that `OffloadConfig.load` takes. Raises ConfigError for invalid settings, before anything is
+        changed.
     """
     config = OffloadConfig.load(offload)
     num_before = num_offloaded()
@@ -77,7 +78,7 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
         for derived in stock.__subclasses__():
             if not issubclass(derived, OffloadTrainerMixin):
                 bases = tuple(offloading if base is stock else base for base in derived.__bases__)
-                # A class derived from it may have the mixin already, in an order that contradicts these bases.
+                # A derived class may already have the mixin, in an order that contradicts these bases.
                 with contextlib.suppress(TypeError):
                     _replace(undo, derived, "__bases__", bases)
         system_exit: SystemExit | None = None
@@ -88,7 +89,7 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
         has_succeeded = system_exit is None or system_exit.code in (None, 0)
         if has_succeeded and num_offloaded() == num_before and not launcher.has_launched:
             logger.warning(
-                "nothing was offloaded: no model was trained by transformers.Trainer or prepared by "
+                "nothing was offloaded, because no model was trained by transformers.Trainer or prepared by "
                 "accelerate.Accelerator; other training loops must use hf_lohan.Accelerator"
             )
         if system_exit is not None:
@@ -96,7 +97,8 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
 
 
 class _AlreadyMixedIn:
-    """Replaces `OffloadTrainerMixin` before a base that has it already: twice the real one has no method order."""
+    """Stands in for `OffloadTrainerMixin` if a base already has it, because Python cannot order a base that occurs
+    twice."""
 
 
 def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
@@ -135,15 +137,15 @@ class _OffloadingLauncher:
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
         self.has_launched = False
-        """Whether a script was started. The script warns itself if nothing was offloaded."""
+        """Whether a script was started. The started script itself warns if nothing was offloaded."""
 
     def __call__(self, options: Namespace) -> None:
-        """Run the script offloaded, in as many processes as `lohan launch` would start. Raises ValueError if it
-        cannot."""
+        """Run the script offloaded, in the number of processes that `lohan launch` would start. Raises ValueError for
+        options that do not allow it."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
-                f"each of several processes would start {options.training_script} again; start the program as one "
-                "process, and pass --num_processes to the program itself"
+                f"several processes run this program, and each would start {options.training_script}; start the "
+                "program as one process, and pass --num_processes to the program itself"
             )
         self.has_launched = True
         with tempfile.TemporaryDirectory() as folder:
@@ -160,10 +162,10 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 
 
 def launch_script(arguments: Sequence[str]) -> int:
-    """`accelerate launch` of an unmodified script, offloaded: `[--offload X] [--trace] [its options] script.py [args]`.
+    """Run an unmodified script offloaded: `[--offload X] [--trace] [options of accelerate launch] script.py [args]`.
 
-    Returns the script's exit status. Raises ValueError, before anything is started, for options that are not supported;
-    argparse exits with 2 for unknown ones.
+    Returns the script's exit status. Raises ValueError, before anything is started, for unsupported options. For
+    unknown options argparse exits with status 2.
     """
     options = _parser().parse_args(arguments)
     _run_offloaded(options)
@@ -171,11 +173,11 @@ def launch_script(arguments: Sequence[str]) -> int:
     try:
         with patch_environment(**variables):
             launch_command(options)
-    except subprocess.CalledProcessError as error:  # the script has printed its error
+    except subprocess.CalledProcessError as error:  # the script has printed its own error
         return _shell_status(error.returncode)
     except ChildFailedError as error:
         return _shell_status(error.get_first_failure()[1].exitcode)
-    except SignalException as error:  # a signal to this process, which passed it on to the ranks and waited for them
+    except SignalException as error:  # this process got a signal, passed it on to the ranks, and waited for them
         return _shell_status(-error.sigval.value)
     return 0
 
@@ -215,15 +217,17 @@ def _run_offloaded(options: Namespace) -> None:
 
 def _run_through_us(options: Namespace, our_options: Sequence[str]) -> None:
     if options.no_python:
-        raise ValueError("--no_python starts a program that is not Python, which cannot be offloaded; leave it out")
+        raise ValueError(
+            "--no_python starts a program that is not Python, and only Python can be offloaded; leave it out"
+        )
     target = ["-m", options.training_script] if options.module else [options.training_script]
     options.training_script_args = [*our_options, *target, *options.training_script_args]
     options.training_script, options.module = "hf_lohan.run", True
 
 
 def _complete_options(options: Namespace) -> dict[str, str]:
-    """Set options whose defaults in accelerate do not suit us: one thread for each process, one process for each GPU,
-    and a single process if there is no second GPU. Returns environment variables for the launcher."""
+    """Replace defaults of accelerate that do not suit offloading (threads, processes, GPUs, ports). Returns environment
+    variables for the launcher."""
     if options.config_file is not None and not Path(options.config_file).is_file():
         raise ValueError(
             f"there is no accelerate config {options.config_file!r}; give an existing file, or leave it out"
@@ -245,30 +249,31 @@ def _complete_options(options: Namespace) -> dict[str, str]:
     on_cpu = options.cpu or getattr(defaults, "use_cpu", False) or num_gpus() == 0
     if not on_cpu and num_local > num_gpus():
         raise ValueError(
-            f"num_processes asks for {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; "
-            "start one for each GPU, or give --cpu to train on the CPU"
+            f"num_processes starts {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; start "
+            "one for each GPU, or give --cpu to train on the CPU"
         )
-    vars(options).update(cpu=False, multi_gpu=True)  # so that torchrun starts them, on CPUs as well
+    vars(options).update(cpu=False, multi_gpu=True)  # so that torchrun starts the processes, even on CPUs
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):
-        options.main_process_port = 0  # any free port: runs on one machine must not share one
+        options.main_process_port = 0  # any free port, because two runs on one machine must not share a port
     variables = {_SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
     if on_cpu:
         variables[_USE_CPU] = "true"
-    if num_machines == 1:  # launchers on several machines would need the same one
+    if num_machines == 1:  # with several machines, all launchers need the same secret
         variables[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
     return variables
 
 
 def join_other_ranks() -> None:
-    """Make processes without GPUs that a launcher started together one run. Without the variable, accelerate treats
-    each as a run of its own, and all of them write the same files."""
+    """Join processes without GPUs that one launcher started into one run. Without the variable, accelerate treats each
+    process as a separate run, and all processes write the same files."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and num_gpus() == 0:
         os.environ.setdefault(_USE_CPU, "true")
 
 
 _USE_CPU = "ACCELERATE_USE_CPU"
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Seconds from SIGTERM to SIGKILL. A step in progress is committed first, and may take longer than torchrun's 30."""
+"""Environment variable: seconds from SIGTERM to SIGKILL. Committing the step in progress may take more than the default
+30."""
 _OTHER_LAUNCHERS = ("tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
 """Options of accelerate that choose another launcher."""
 _WITHOUT_CONFIG = {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}

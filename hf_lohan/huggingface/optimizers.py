@@ -1,4 +1,4 @@
-"""Replaces the optimizer of a run, in whichever way it was chosen, by one over the store."""
+"""Replaces the optimizer of a run by one over the store."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from hf_lohan.optim import (
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
-    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 logger = logging.getLogger(__name__)
 
 _LIONS = ("lion_32bit", "paged_lion_32bit")
-"""Upstream uses bitsandbytes for them; our rule needs no package."""
+"""Values for which upstream uses bitsandbytes. Our rule needs no package."""
 _OPTIM_ARGS = {
     "sgd": ("momentum", "dampening", "nesterov"),
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
-"""Keys of `optim_args` that upstream uses. It ignores a weight decay there."""
+"""Keys of `optim_args` that upstream uses. Upstream ignores a weight decay in them."""
 OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_OPTIM_ARGS, "adafactor", *_LIONS)
 """Supported values of `TrainingArguments.optim`."""
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer to make over a model's parameters."""
+    """An optimizer that is still to be made over a model's parameters."""
 
     rule: UpdateRule
     defaults: dict[str, Any]
-    """Hyperparameters of param groups that do not set them."""
+    """Hyperparameters for param groups that do not set their own."""
     rest: OptimizerChoice | None = None
-    """With Muon, the choice for parameters that are not a layer's matrices."""
+    """With Muon, the choice for parameters that are not matrices of layers."""
 
     def rules(self, model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-        """The update rule of each parameter, as `Rules`."""
+        """Return the update rule of each parameter. This is a `Rules` function."""
         if self.rest is None:
             return dict.fromkeys(model.parameters(), self.rule)
         return self.rest.rules(model) | dict.fromkeys(hidden_matrices(model), self.rule)
 
     def class_and_settings(self, engine: OffloadEngine) -> tuple[type[OffloadOptimizer], dict[str, Any]]:
-        """Class and keyword arguments with which Trainer makes the optimizer over its param groups."""
+        """Return the class and the keyword arguments with which Trainer makes the optimizer over its param groups."""
         if self.rest is not None:
             return _OffloadedMuon, {"engine": engine, "muon": self.defaults, "rest": self.rest.defaults}
         if self.rule == ADAMW:
@@ -82,7 +82,7 @@ class _OffloadedMuon(OffloadOptimizer):
         super().__init__(self._split(groups), {}, engine=engine)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; matrices and the rest get a group each."""
+        """Same as in torch, but make one group for the matrices and one for the other parameters."""
         if not self._is_made:
             super().add_param_group(param_group)
             return
@@ -102,7 +102,7 @@ class _OffloadedMuon(OffloadOptimizer):
 
 
 def refused_optim_args(optim: str, optim_args: str | None) -> bool:
-    """Whether a key in `TrainingArguments.optim_args` would be ignored."""
+    """Return whether a key in `TrainingArguments.optim_args` would be ignored."""
     names = {pair.partition("=")[0] for pair in (optim_args or "").replace(" ", "").split(",") if pair}
     return not names <= set(_OPTIM_ARGS.get(optim, ()))
 
@@ -113,8 +113,8 @@ def choose_optimizer(
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
     config: OffloadConfig,
 ) -> OptimizerChoice:
-    """Choose by ``given`` (`optimizer_cls_and_kwargs`), else by ``config``, else by ``args``. ``by_arguments`` is
-    Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
+    """Choose by ``given`` (`optimizer_cls_and_kwargs`). Without it choose by ``config``, and without that by ``args``.
+    ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for an optimizer without a rule."""
     optim = getattr(args.optim, "value", args.optim)
     if config.optimizer == "muon":
         if given is not None:
@@ -132,14 +132,14 @@ def choose_optimizer(
 def make_optimizer_choice(
     optimizer: Any, rest: Callable[[], OptimizerChoice] = lambda: make_optimizer_choice(torch.optim.AdamW)
 ) -> OptimizerChoice:
-    """Make a choice from an optimizer's class, or a class and its keyword arguments. An `OptimizerChoice` is returned
-    unchanged. With Muon ``rest`` chooses for the other parameters. Raises ValueError for optimizers and settings
-    without a rule."""
+    """Make a choice from an optimizer's class, or from a class and its keyword arguments. An `OptimizerChoice` is
+    returned unchanged. With Muon, ``rest`` is the choice for the other parameters. Raises ValueError for optimizers and
+    settings without a rule."""
     if isinstance(optimizer, OptimizerChoice):
         return optimizer
     optimizer_class, settings = optimizer if isinstance(optimizer, tuple) else (optimizer, {})
     name = _name_of(optimizer_class)
-    # An instance fills in defaults, and refuses invalid values.
+    # An instance has the class's defaults and refuses invalid values.
     instance = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings)
     _refuse_instance(instance)
     group = instance.param_groups[0]
@@ -149,12 +149,12 @@ def make_optimizer_choice(
 
 
 def is_taken_over(optimizer: Any) -> bool:
-    """Whether the optimizer is over the store, prepared by an `Accelerator` or not."""
+    """Return whether the optimizer updates the store. An `Accelerator` may have wrapped it."""
     return isinstance(getattr(optimizer, "optimizer", optimizer), OffloadOptimizer)
 
 
 def check_given(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError unless the optimizer can be replaced: it has a rule and has not stepped."""
+    """Raise ValueError if the optimizer has no rule, or has already taken a step."""
     if is_taken_over(optimizer):
         return
     name = _name_of(type(optimizer))
@@ -162,13 +162,13 @@ def check_given(optimizer: torch.optim.Optimizer) -> None:
     _rule_of(name, optimizer.param_groups)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ValueError(
-            f"this {name} has stepped, and only a new one can be offloaded; make a new one, or resume from a "
-            "checkpoint that was saved under offload"
+            f"this {name} has already taken a step, and only a new optimizer can be offloaded; make a new one, or "
+            "resume from a checkpoint that was saved under offload"
         )
 
 
 def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
-    """The `Rules` of a run with these optimizers over the model's parameters."""
+    """Return the `Rules` of a run with these optimizers over the model's parameters."""
     rule_of: dict[nn.Parameter, UpdateRule] = {}
     for optimizer in optimizers:
         by_name: dict[str, list[dict[str, Any]]] = {}
@@ -190,8 +190,8 @@ def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
 
 
 def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> OffloadOptimizer:
-    """Replace an optimizer by one over the store with the same group dicts, into which the caller's scheduler writes
-    learning rates. Raises ValueError as `check_given`, and if the groups do not fit the store."""
+    """Replace an optimizer by one over the store. Both have the same group dicts, so the caller's scheduler sets our
+    learning rates. Raises ValueError as `check_given` does, and if the groups do not fit the store."""
     if isinstance(optimizer, OffloadOptimizer):
         return optimizer
     check_given(optimizer)
@@ -212,7 +212,8 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
 def take_over_together(
     optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine
 ) -> tuple[OffloadOptimizer, list[OffloadOptimizer]]:
-    """`take_over` for one or several optimizers of a model. Returns the engine's optimizer, and ours for each."""
+    """Replace one or several optimizers of a model, as `take_over` does. Returns the engine's optimizer, and one of
+    ours for each of the caller's."""
     if len(optimizers) == 1:
         taken = take_over(optimizers[0], engine)
         return taken, [taken]
@@ -229,29 +230,29 @@ def take_over_together(
 
 
 def _defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Hyperparameters of groups that are added later and do not set them."""
+    """Return the hyperparameters for groups that are added later and do not set their own."""
     return {**optimizer.defaults, RULE_KEY: _name_of(type(optimizer))}
 
 
 def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
-    """Let groups that are added to the caller's optimizer go to ours, and free its states."""
+    """Pass groups that are added to the caller's optimizer on to ours, and free the states of the caller's."""
     optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
     optimizer.param_groups = taken.param_groups
-    optimizer.state.clear()  # Adagrad makes its sums before it steps
-    mark_optimizer_stepped(optimizer)  # its scheduler warns otherwise
+    optimizer.state.clear()  # Adagrad allocates its sums when it is made
+    mark_optimizer_stepped(optimizer)  # so that its scheduler does not warn
 
 
 def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
-    """Warn of frozen weights in an optimizer, which the caller may want to train later. With adapters the base stays
-    frozen."""
+    """Warn about frozen weights in an optimizer, because the caller may want to train them later. Adapters are exempt:
+    their base stays frozen."""
     if hasattr(engine.model, "peft_config"):
         return
     in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     frozen = [part.name for part in engine.parameter_slices if part.parameter in in_groups and not part.trainable]
     if frozen:
         logger.warning(
-            "the optimizer has %d frozen parameters (such as %s), which have no states in the store and stay frozen in "
-            "this run; to train them later, let them require gradients when the model is offloaded, and freeze them "
+            "the optimizer has %d frozen parameters (such as %s), which have no states in the store and stay frozen "
+            "in this run; to train them later, set requires_grad=True before the model is offloaded, and freeze them "
             "afterwards",
             len(frozen),
             frozen[0],
@@ -269,7 +270,7 @@ def _name_of(optimizer_class: Any) -> str:
 
 
 def _refuse_instance(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for a setting that is not in the param groups."""
+    """Raise ValueError for an unsupported setting that is not in the param groups."""
     if getattr(optimizer, "decoupled_wd", False):  # in `lion_pytorch`
         lr, weight_decay = optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
         raise ValueError(
@@ -285,7 +286,7 @@ def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:
 
 
 class StoreOptimizerMixin(_TrainerBase):
-    """Mixed into a Trainer: its optimizer is over the store."""
+    """Mixed into a Trainer. Makes an optimizer over the store."""
 
     optimizer: Any
     optimizer_cls_and_kwargs: Any
@@ -296,7 +297,7 @@ class StoreOptimizerMixin(_TrainerBase):
         def _ensure_engine(self) -> OffloadEngine | None: ...
 
     def _rules(self) -> Rules:
-        """The update rules, whose states the store has."""
+        """Return each parameter's update rule. The store has the states of these rules."""
         if self.optimizer is None:
             return self._optimizer_choice(self.args).rules
         return rules_of([getattr(self.optimizer, "optimizer", self.optimizer)])
@@ -312,7 +313,7 @@ class StoreOptimizerMixin(_TrainerBase):
             return super().create_optimizer(*args, **kwargs)
         stock = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
-            # Upstream groups the parameters by weight decay, and instantiates our class.
+            # Upstream groups the parameters by weight decay, and then makes an instance of our class.
             self.optimizer_cls_and_kwargs = self._optimizer_choice(self.args).class_and_settings(engine)
         try:
             super().create_optimizer(*args, **kwargs)

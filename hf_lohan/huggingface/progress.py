@@ -24,23 +24,23 @@ from hf_lohan.timeline import Timeline
 from hf_lohan.wording import gb_per_s
 
 DELAY_S = 0.5
-"""Shorter work shows no line."""
+"""Work that takes less time shows no line."""
 _MIN_INTERVAL_S = 0.1
 _RATE_INTERVAL_S = 2.0
-"""A rate is the bytes of so many seconds."""
+"""A rate is measured over this time."""
 _NUM_RECENT = 16
-"""The time left is estimated from so many last steps."""
+"""The time left is estimated from this number of last steps."""
 
 _line: ContextVar[tqdm | None] = ContextVar("line", default=None)
-"""The line of this thread's work."""
+"""The progress line of this thread's work."""
 
 
 @contextlib.contextmanager
 def long_work(what: str, total_bytes: int | None = None) -> Iterator[None]:
-    """Within, `advance` moves a line on stderr. Nested work moves the outer line. Without ``total_bytes`` the line has
-    no numbers, and is a part of the `live_line` if there is one.
+    """Show a progress line on stderr in this context. `advance` moves the line, and nested work moves the outer line.
+    Without ``total_bytes`` the line has no numbers, and is shown within a `live_line` if one exists.
 
-    Shows nothing if stderr is not a terminal, if progress bars of transformers are off, or within a hidden `live_line`.
+    Shows nothing if stderr is not a terminal, if transformers' progress bars are off, or within a hidden `live_line`.
     """
     live = _live_lines[-1] if _live_lines else None
     if live is not None and total_bytes is None:
@@ -71,7 +71,7 @@ def long_work(what: str, total_bytes: int | None = None) -> Iterator[None]:
 
 
 def advance(num_bytes: int) -> None:
-    """Add ``num_bytes`` to the line of this thread's work."""
+    """Move the line of this thread's work by ``num_bytes``."""
     line = _line.get()
     if line is not None:
         line.update(num_bytes)
@@ -93,7 +93,7 @@ class LiveLine:
         self._total = total
         self._outermost: LiveLine = outer._outermost if outer is not None else self
         self._bar: tqdm | None = None
-        """Only in the outermost line, from the first text on."""
+        """Only the outermost line has a bar, from its first text on."""
         self._number = 0
         self._counts_forwards = True
         self._position: tuple[PassName | None, int, int] = (None, 0, 0)
@@ -102,18 +102,18 @@ class LiveLine:
         self._took_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._expected_s: float | None = None
         self._counted = (0.0, 0)
-        """(time in seconds, bytes moved until then)."""
+        """Pairs of (time in seconds, bytes moved until then)."""
         self._bytes_per_s: float | None = None
         self._next_s = 0.0
 
     def begin_step(self, number: int, total: int, expected_s: float | None) -> None:
-        """Begin one of ``total`` steps. ``expected_s``: the expected time of a step, if it is known. Without such calls
-        each forward counts as a step."""
+        """Begin step ``number`` of ``total``. ``expected_s``: the expected time of a step, if it is known. If this is
+        never called, each forward counts as a step."""
         self._counts_forwards, self._total, self._expected_s = False, total, expected_s
         self._begin(number)
 
     def enter_block(self, phase: PassName, number: int, num_blocks: int, moved_bytes: Callable[[], int]) -> None:
-        """A pass begins the block of this number, counted from 1 in its own order."""
+        """Show the block that a pass begins. ``number`` counts from 1 in the order of the pass."""
         last_phase, last_number, _ = self._position
         if self._counts_forwards and phase == "forward" and (last_phase != "forward" or number <= last_number):
             self._begin(self._number + 1)
@@ -125,7 +125,7 @@ class LiveLine:
 
     @contextlib.contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Within, the line shows ``what``."""
+        """Show ``what`` in the line while this context lasts."""
         before, self._note = self._note, what
         self._draw(time.perf_counter())
         try:
@@ -189,13 +189,13 @@ class LiveLine:
 
 
 _live_lines: list[LiveLine] = []
-"""The innermost last. Shared by all threads, because a backward may run on a thread of autograd."""
+"""The open lines, outermost first. All threads share them, because a backward may run on a thread of autograd."""
 
 
 @contextlib.contextmanager
 def live_line(unit: str, total: int | None = None, *, is_shown: bool = True) -> Iterator[LiveLine]:
-    """Within, a line on stderr shows the position of the current pass, one of ``total``, in an offloaded model. It
-    replaces an outer line for a while, and is hidden if the outer line is."""
+    """Show the position of the current pass in an offloaded model, in a line on stderr, while this context lasts.
+    ``total``: number of passes. The line replaces an outer line, and is hidden if the outer line is hidden."""
     outer = _live_lines[-1] if _live_lines else None
     may_show = outer.is_shown if outer is not None else _is_watched()
     line = LiveLine(unit, total, is_shown=is_shown and may_show, outer=outer)
@@ -213,7 +213,7 @@ def begin_step(number: int, total: int, expected_s: float | None) -> None:
 
 
 def trainer_line(args: TrainingArguments, unit: str, passes: Any = None) -> AbstractContextManager[LiveLine]:
-    """`live_line` of a Trainer, on one rank of each node, unless `disable_tqdm` is set."""
+    """Return a Trainer's `live_line`. One rank of each node shows it, unless `disable_tqdm` is set."""
     is_shown = not args.disable_tqdm and args.local_process_index <= 0
     return live_line(unit, len(passes) if has_length(passes) else None, is_shown=is_shown)
 

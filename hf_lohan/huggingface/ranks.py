@@ -1,6 +1,6 @@
-"""The ranks of a run: which one this process is, its connections to the others, and what depends on their number.
+"""Which rank this process is, its connections to the others, and checks for runs of several ranks.
 
-Functions that refuse something do so before anything is written.
+The checks run before anything is written.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 
 _FIRST_TIMEOUT_S = 600.0
-"""Ranks start, import and load at different speeds."""
+"""Long, because ranks start, import and load at different speeds."""
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
 _links: Links | None = None
 
 
 def ranks_here() -> Ranks:
-    """The ranks as this process sees them, from its launcher's variables. Raises ValueError if these are incomplete."""
+    """Return the ranks by the environment variables of this process's launcher. Raises ValueError if these are
+    incomplete."""
     num_launched = os.environ.get("WORLD_SIZE", "1")
     if num_launched == "1":
         return SINGLE_RANK
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or num_gpus() == 0
-    state = PartialState(cpu=on_cpu)  # the one of Trainer or of an Accelerator, if there is one
+    state = PartialState(cpu=on_cpu)  # a Trainer or an Accelerator may have made it
     check_joined(state.num_processes)
     num_local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not num_local.isdigit():
         raise ValueError(
-            f"LOCAL_WORLD_SIZE={num_local!r} is not the number of processes on each machine, of {num_launched} in "
-            "all; set it, or start the processes with lohan launch or torchrun, which set it"
+            f"LOCAL_WORLD_SIZE={num_local!r} is not the number of processes on each machine, with {num_launched} "
+            "processes in all; set it, or start the processes with lohan launch or torchrun, which set it"
         )
     return Ranks(state.process_index, state.num_processes, state.local_process_index, int(num_local))
 
 
 def links_to_other_ranks() -> Links:
-    """The connections to all other processes that a launcher started with this one; none if it is the only one. Raises
-    RankFailedError or RankTimeoutError if another process does not connect."""
+    """Return the connections to all other processes that a launcher started with this one; empty if this is the only
+    process. Raises RankFailedError or RankTimeoutError if another process does not connect."""
     global _links
     if _links is None:
         ranks = ranks_here()
@@ -62,19 +63,19 @@ def links_to_other_ranks() -> Links:
 
 
 def set_timeouts(links: Links, timeout_s: float) -> None:
-    """Set how long another rank may be silent, for our connections and for torch's collectives."""
+    """Set how long another rank may be silent, in seconds, for our connections and for torch's collectives."""
     links.set_timeout(timeout_s)
     if links.ranks.others:
         set_collectives_timeout(timeout_s)
 
 
 def random_state_suffix(ranks: Ranks) -> str:
-    """What Trainer adds to the name `rng_state` of a rank's file."""
+    """Return the suffix that Trainer appends to `rng_state` in the name of a rank's file."""
     return f"_{ranks.rank}" if ranks.others else ""
 
 
 def gather_number(number: Tensor, links: Links) -> Tensor | None:
-    """The numbers of all ranks, [num_ranks]. None for a single rank."""
+    """Return the numbers of all ranks, [num_ranks]; None for a single rank."""
     if not links.ranks.others:
         return None
     payload = number.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
@@ -85,21 +86,21 @@ def gather_number(number: Tensor, links: Links) -> Tensor | None:
 def save_on_rank_0(
     access: Callable[[], ParameterAccess], links: Links, save: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what ``save`` returns for ``kwargs`` and the collective reads, which are None for a single rank.
+    """Call ``save`` with ``kwargs`` and the collective reads (None for a single rank), and return its result.
 
-    All ranks call this together: rank 0 saves, and the others read what it reads.
+    All ranks call this together. Rank 0 saves, and the others take part in its reads.
     """
     if not links.ranks.others:
         return save(None, **kwargs)
     reads = CollectiveReads(access, links)
     if links.ranks.rank != 0:
         return reads.follow_rank_0()
-    with reads.leading():  # rank 0 writes, whatever the caller chose
+    with reads.leading():  # rank 0 writes, even if the caller chose another
         return save(reads, **{name: value for name, value in kwargs.items() if name != "is_main_process"})
 
 
 def check_rank_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError for `TrainingArguments` that let ranks do different things."""
+    """Raise ValueError for `TrainingArguments` with which ranks would do different things."""
     check_joined(args.world_size)
     check_parallelism(getattr(args, "parallelism_config", None))
     if args.world_size == 1:
@@ -120,7 +121,7 @@ def check_rank_arguments(args: TrainingArguments) -> None:
 
 
 def check_rank_accelerator(accelerator: Accelerator) -> None:
-    """Raises ValueError for an `Accelerator` whose processes would not train together."""
+    """Raise ValueError for an `Accelerator` whose processes would not train together."""
     check_joined(accelerator.num_processes)
     check_parallelism(accelerator.parallelism_config)
     if accelerator.num_processes > 1 and not accelerator.even_batches:
@@ -130,7 +131,7 @@ def check_rank_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_joined(num_processes: int) -> None:
-    """Raises ValueError if a launcher started several processes that are not connected."""
+    """Raise ValueError if a launcher started several processes that are not connected."""
     num_launched = os.environ.get("WORLD_SIZE", "1")
     if num_processes == 1 and num_launched.isdigit() and int(num_launched) > 1:
         raise ValueError(
@@ -141,19 +142,19 @@ def check_joined(num_processes: int) -> None:
 
 
 def check_parallelism(parallelism: Any) -> None:
-    """Raises ValueError for a `ParallelismConfig` that shards models or sequences."""
+    """Raise ValueError for a `ParallelismConfig` that shards models or sequences."""
     for name in _OTHER_PARALLELISM:
         size = getattr(parallelism, name, None) or 1
         if size > 1:
             raise ValueError(
                 f"{name}={size} shards the model or its sequences, and offload computes both whole on each GPU; leave "
-                "parallelism_config out: each process is then a rank with batches of its own"
+                "parallelism_config out, and each process is a rank with its own batches"
             )
 
 
 def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
-    """Raises ValueError for a model that several ranks cannot train, or for the store of another number of ranks. All
-    ranks call this together; afterwards the directories exist in which each makes its own."""
+    """Raise ValueError if several ranks cannot train the model, or if the store is for another number of ranks. All
+    ranks call this together. Creates the directories in which each rank makes its own."""
     num_ranks = links.ranks.num_ranks
     check_rules(layout.blocks, num_ranks)
     assert config.ssd != "auto"
@@ -162,22 +163,22 @@ def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> 
     if num_ranks > 1:
         for ssd in config.ssd:
             make_directory(shared_directory(ssd.path))
-        links.barrier("the directories of the ssd paths to be there")
+        links.barrier("the directories of the ssd paths to exist")
 
 
 def check_one_model(offloaded: Sequence[Any], ranks: Ranks) -> None:
-    """Raises ValueError if models are offloaded already and there are several ranks: the blocks of two models have no
-    common order of loads."""
+    """Raise ValueError if several ranks would offload a second model, because ranks have no common order of loads for
+    the blocks of two models."""
     if ranks.others and offloaded:
         raise ValueError(
-            f"several ranks offload one model at a time, and {type(offloaded[0]).__name__} is offloaded already; "
+            f"several ranks offload one model at a time, and {type(offloaded[0]).__name__} is already offloaded; "
             "close it first (engine_of(model).close()), or, for a reference model of TRL, train adapters or set "
             "precompute_ref_log_probs=True and run in one process"
         )
 
 
 def check_rank_model(model: Any, ranks: Ranks) -> None:
-    """Raises ValueError for adapters that several ranks cannot save together."""
+    """Raise ValueError for adapters that several ranks cannot save together."""
     adapters = getattr(model, "peft_config", {})
     prompts = [name for name, config in adapters.items() if getattr(config, "is_prompt_learning", False)]
     if ranks.others and prompts:
@@ -188,7 +189,7 @@ def check_rank_model(model: Any, ranks: Ranks) -> None:
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
-    """Raises ValueError for optimizers that need whole parameters, of which each rank has a shard."""
+    """Raise ValueError for optimizers that need whole parameters, because each rank has only a shard of each."""
     whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
     if num_ranks > 1 and whole:
         raise ValueError(
@@ -198,24 +199,24 @@ def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
 
 
 def check_batches(nums_of_ranks: Iterable[int]) -> None:
-    """Raises ValueError if ranks would take different numbers of micro-batches in an epoch."""
+    """Raise ValueError if ranks would take different numbers of micro-batches in an epoch."""
     nums = list(nums_of_ranks)
     for rank, num in enumerate(nums):
         if num != nums[0]:
             raise ValueError(
-                f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one would wait for the other; "
-                "let accelerate prepare the data loader, or give each rank the same number"
+                f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one would wait for the other "
+                "forever; let accelerate prepare the data loader, or give each rank the same number"
             )
 
 
 def refuse_generation_of_ranks() -> None:
-    """Raises ValueError if this process is one of several ranks."""
+    """Raise ValueError if this process is one of several ranks."""
     if ranks_here().others:
         raise ValueError("a model generates in one process; run it without lohan launch --num_processes or torchrun")
 
 
 def refuse_stores_of_ranks(num_ranks: int, path: str, run: str | Path) -> None:
-    """Raises ValueError if a run has the stores of several ranks under ``path``."""
+    """Raise ValueError if the store in ``path`` is one of several, that is, if ``num_ranks`` is more than 1."""
     if num_ranks > 1:
         raise ValueError(
             f"{path} has the stores of {num_ranks} ranks, each with a part of the model; merge them with lohan reshard "

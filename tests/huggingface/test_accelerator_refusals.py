@@ -97,7 +97,7 @@ def test_an_optimizer_that_has_stepped_is_refused(accelerator: Accelerator) -> N
     optimizer = torch.optim.AdamW(model.parameters())
     model(**tiny_batch()).loss.backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="and only a new one"):
+    with pytest.raises(ValueError, match="and only a new optimizer"):
         accelerator.prepare(model, optimizer)
     if (engine := engine_of(model)) is not None:
         engine.close()

@@ -1,4 +1,5 @@
-"""Loads a checkpoint to generate. Its weights are streamed to the store once, and later runs use them."""
+"""Loads a checkpoint for generation. The first run streams the weights to the store, and later runs use them from
+there."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ from hf_lohan.wording import format_bytes, times
 logger = logging.getLogger(__name__)
 
 _FACT = "generates"
-"""Fact in a commit: the fingerprint of the weights' files."""
+"""Key of a commit's facts: the fingerprint of the weights' files."""
 _BUFFERS = "all_buffers.safetensors"
-"""File in its journal: all buffers of the model, also those that no checkpoint has."""
+"""File in a commit's journal: all buffers of the model, including those that checkpoints leave out."""
 _FILES = (".safetensors", ".bin", ".json")
 
 
@@ -54,27 +55,27 @@ def load_for_generation(
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
         offload: anything that `OffloadConfig.load` takes.
-        max_length: required; the most tokens of each sequence, with its prompt. `gpu_memory` has room for their keys
-            and values. A call with more raises RuntimeError.
-        num_sequences: number of prompts times beams.
-        torch_device: where to compute; None is the GPU if there is one.
-        dtype: dtype of the weights; "auto" is the checkpoint's own.
+        max_length: the largest number of tokens of a sequence, including its prompt. Required. `gpu_memory` keeps room
+            for their keys and values. A call with more tokens raises RuntimeError.
+        num_sequences: the number of prompts times the number of beams.
+        torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
+        dtype: dtype of the weights. "auto" is the checkpoint's dtype.
         default_ssd_path: the store's folder if the configuration has no path.
         model_class: default `AutoModelForCausalLM`.
 
-    The store has one copy of the weights, and no optimizer states. It is used again until the checkpoint's files
+    The store has one copy of the weights, and no optimizer states. Later calls use it until the checkpoint's files
     change. Raises ValueError, before a weight is read, if the budgets have no room for two layers and the keys and
-    values, if the store is of another model, or if there are several ranks.
+    values, if the store has another model, or if there are several ranks.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model_class = model_class or AutoModelForCausalLM
     if not os.path.isdir(path):
-        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of one")
+        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of a checkpoint folder")
     if max_length is None:
         raise ValueError(
-            "max_length is required: the device keeps room for the keys and values of so many tokens of each sequence, "
-            "with its prompt; give max_length=2048, for example"
+            "max_length is required, because the device keeps room for the keys and values of each sequence; give the "
+            "largest number of tokens, including the prompt, such as max_length=2048"
         )
     refuse_generation_of_ranks()
     config = settings_given(offload)
@@ -99,8 +100,8 @@ def load_for_generation(
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         if _is_in_store(tiers.store, fingerprint) and _take_buffers(skeleton, tiers.store):
-            tiers.store.drop_drafts()  # the zeros that opening it anew has made of it
-            logger.info("the store in %s has the weights of this checkpoint already", tiers.store.paths[0].path)
+            tiers.store.drop_drafts()  # drops the zeros with which a new store begins
+            logger.info("the store in %s already has the weights of this checkpoint", tiers.store.paths[0].path)
             model = skeleton
             if (Path(path) / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
@@ -112,8 +113,8 @@ def load_for_generation(
             layout = lay_out_for_this(model)
             if layout.identity.fingerprint != tiers.store.model.fingerprint:
                 raise ValueError(
-                    f"the model of {str(path)!r} differs from the one that its config describes, for which the store "
-                    "was laid out; generate with transformers itself"
+                    f"the model of {str(path)!r} differs from the model that its config describes, so the store does "
+                    "not fit; generate with transformers itself"
                 )
             buffers = {name: buffer.detach().cpu().contiguous().clone() for name, buffer in _buffers(model)}
             tiers.store.commit({_FACT: fingerprint}, {_BUFFERS: save(buffers)})
@@ -121,18 +122,19 @@ def load_for_generation(
     except BaseException:
         tiers.close()
         raise
-    engine.commits.leave_to_journal()  # nothing changes any more, so there is nothing to commit
-    # Torch has other kernels for weights that need no gradient, and those of the stock model need one.
+    engine.commits.leave_to_journal()  # the weights do not change any more, so no commit follows
+    # Torch chooses other kernels for weights without gradients, and the stock model's weights have gradients.
     model.requires_grad_(True)
-    model.register_forward_pre_hook(_refuse_gradients, prepend=True)  # the engine would begin a training step
+    model.register_forward_pre_hook(_refuse_gradients, prepend=True)  # before the engine would begin a step
     model.register_forward_pre_hook(partial(_refuse_more_tokens, num_sequences, max_length), with_kwargs=True)
     logger.info("each token reads %s from the drives", format_bytes(bytes_per_token(layout)))
     return model
 
 
 def keys_and_values(config: Any, dtype: torch.dtype, num_sequences: int, num_tokens: int) -> KeysAndValues:
-    """The size of a model's keys and values for so many tokens, from a forward on meta. One layer counts twice, because
-    its old ones are in memory with its new ones when a token is added. Warns if the cache has no tensors to count."""
+    """Return the size of a model's keys and values for ``num_tokens`` tokens, by a forward on meta. One layer counts
+    twice, because its old and new tensors are in memory together when a token is added. Warns if the cache has no
+    tensors to count."""
     with torch.device("meta"), torch.no_grad():
         model = weightless_model(config, torch.bfloat16).eval()
         tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
@@ -143,7 +145,7 @@ def keys_and_values(config: Any, dtype: torch.dtype, num_sequences: int, num_tok
     layers = [sum(numel for numel in _numels(layer)) for layer in getattr(cache, "layers", [])]
     if not any(layers):
         logger.warning(
-            "the cache of %s has no tensors that can be counted, so gpu_memory leaves no room for it", type(model)
+            "the cache of %s has no tensors that can be counted, so gpu_memory keeps no room for it", type(model)
         )
     num_elements = sum(layers) + max(layers, default=0)
     return KeysAndValues(num_sequences=num_sequences, num_tokens=num_tokens, num_bytes=num_elements * dtype.itemsize)
@@ -156,7 +158,7 @@ def _numels(layer: object) -> Iterator[int]:
 
 
 def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Hash of the names, sizes and times of a checkpoint's files, and of the dtype in which they are loaded."""
+    """Return a hash of the names, sizes and times of a checkpoint's files, and of the dtype of the loaded weights."""
     files = sorted(file for file in Path(path).iterdir() if file.suffix in _FILES)
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([stats, str(dtype)]).encode()).hexdigest()
@@ -165,7 +167,7 @@ def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:
 def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a model of load_for_generation was called with gradients enabled, and it cannot be trained; call it under "
+            "a model of load_for_generation cannot be trained, and was called with gradients enabled; call it under "
             "torch.no_grad(), or load it with hf_lohan.from_pretrained to train it"
         )
 
@@ -173,7 +175,7 @@ def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
 def _refuse_more_tokens(
     num_sequences: int, max_length: int, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises RuntimeError for more keys and values than `gpu_memory` has room for."""
+    """Raise RuntimeError if a call needs more keys and values than `gpu_memory` has room for."""
     tokens = args[0] if args else kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -195,8 +197,8 @@ def _is_in_store(store: Store, fingerprint: str) -> bool:
 
 
 def _take_buffers(skeleton: nn.Module, store: Store) -> bool:
-    """Make a model on meta a model with its weights in the store. Returns False, and changes nothing, if it has tensors
-    that the store does not have, because the class makes them when it loads."""
+    """Connect a model on meta to its weights in the store, and load its buffers. Returns False, and changes nothing, if
+    the model's class makes tensors when it loads, which the store does not have."""
     assert store.committed is not None
     values = load(store.committed.journal[_BUFFERS])
     modules = dict(skeleton.named_modules())

@@ -1,4 +1,4 @@
-"""Generates text with a checkpoint that may be larger than RAM, and compares the time to its lower bound."""
+"""Generates text with a checkpoint that may be larger than RAM, and compares the time with its lower bound."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MEASURING_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """What to generate, and how to choose the next token: the likeliest one; sampled, with a temperature, top_p or
-    seed; or by beam search."""
+    """What to generate, and how to choose the next token. With `temperature`, `top_p` or `seed` it is sampled, with
+    several beams it comes from beam search, and without these it is the likeliest one."""
 
     prompt: str
     max_new_tokens: int = 128
@@ -65,34 +65,35 @@ class TextRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationFigures:
-    """Figures of a generation. A pass makes one token of each sequence; the first pass reads the prompt."""
+    """Figures of a generation. Each pass makes one token of each sequence. The first pass reads the prompt."""
 
     num_prompt_tokens: int
     num_passes: int
     load_s: float
     first_pass_s: float
     pass_s: float
-    """Average of the later passes; 0.0 if there were none."""
+    """Average time of the passes after the first; 0.0 if there were none."""
     read_bytes: float
-    """Read from the drives by a later pass, on average."""
+    """Average number of bytes that a pass after the first reads from the drives."""
     missing_bytes: int
-    """Weights that a pass must read, because neither slots nor copies in RAM keep them."""
+    """Bytes of weights that a pass must read, because neither slots nor copies in RAM keep them."""
     drive_bytes_per_s: float
-    """Measured rate of reading from all drives of the store at once; 0.0 if `missing_bytes` is 0."""
+    """Measured rate of reading from all drives of the store together; 0.0 if `missing_bytes` is 0."""
     num_expert_loads: int = 0
     """Loads of streamed experts in all passes."""
     num_experts_from_ram: int = 0
-    """Those of them whose weights were in RAM."""
+    """Loads of streamed experts from RAM."""
 
     @property
     def bound_s(self) -> float:
-        """Lower bound of a pass: the drives read the missing bytes, or fewer if slots kept more."""
+        """Lower bound of a pass's time. The drives read the missing bytes, or fewer if slots kept more weights."""
         num_bytes = min(self.missing_bytes, self.read_bytes)
         return num_bytes / self.drive_bytes_per_s if self.missing_bytes else 0.0
 
 
 class PassClock(LogitsProcessor):
-    """Records when each pass has its logits, and how much was read from the drives until then. Returns the scores."""
+    """Logits processor that records the time and the bytes read so far at each pass, and returns the scores
+    unchanged."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
@@ -105,7 +106,7 @@ class PassClock(LogitsProcessor):
         return scores
 
     def per_pass(self) -> tuple[float, float]:
-        """Average seconds and bytes read of the passes after the first."""
+        """Return the average time in seconds and the average bytes read of the passes after the first."""
         (first_s, first_bytes), (last_s, last_bytes) = self.passes[0], self.passes[-1]
         num = max(1, len(self.passes) - 1)
         return (last_s - first_s) / num, (last_bytes - first_bytes) / num
@@ -120,14 +121,14 @@ def generate_text(
     default_ssd_path: str | Path,
     torch_device: torch.device | str | None = None,
 ) -> GenerationFigures:
-    """Pass the text after the prompt to ``write``, piece by piece, or with beams in the end. Raises as
+    """Pass the text after the prompt to ``write``, piece by piece, or at the end with beams. Raises the errors of
     `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer."""
     began_s = time.perf_counter()
     tokenizer = _tokenizer_of(path)
     inputs = tokenizer(request.prompt, return_tensors="pt")
     num_prompt_tokens = inputs["input_ids"].shape[1]
     if not num_prompt_tokens:
-        raise ValueError(f"prompt={request.prompt!r} has no tokens; give some text")
+        raise ValueError(f"prompt={request.prompt!r} has no tokens; give a prompt with text")
     model = load_for_generation(
         path,
         offload,
@@ -170,9 +171,9 @@ def generate_text(
 
 
 def _tokenizer_of(path: str | Path) -> Any:
-    """Raises ValueError if the folder has no readable tokenizer."""
+    """Return the folder's tokenizer. Raises ValueError if it has no readable one."""
     if not Path(path).is_dir():
-        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of one")
+        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of a checkpoint folder")
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -194,7 +195,7 @@ class _Streamer(TextStreamer):
 
 
 def _drive_bytes_per_s(engine: OffloadEngine) -> float:
-    """Rate of all drives of the store at once, with the run's I/O settings."""
+    """Measure the rate of all drives of the store together, with the run's I/O settings."""
     config: OffloadConfig = engine.config
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
     _, together = measure_ssds(

@@ -18,7 +18,7 @@ _ONE_LAYER = ("merge", "unmerge")
 _WHOLE_MODEL = ("merge_and_unload", "unload")
 
 
-# Adapters of a base that was streamed.
+# Adapters over a streamed base.
 
 
 def check_peft_config(peft_config: Any) -> None:
@@ -26,13 +26,14 @@ def check_peft_config(peft_config: Any) -> None:
 
     if not isinstance(peft_config, PeftConfig):
         raise ValueError(
-            f"peft_config={peft_config!r} is not a configuration of PEFT; give one, such as peft.LoraConfig(r=16, "
-            'target_modules="all-linear", task_type="CAUSAL_LM")'
+            f"peft_config={peft_config!r} is not a configuration of PEFT; give a configuration, such as "
+            'peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
         )
 
 
 def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:
-    """Add adapters to a model on meta. Returns it, and the new names of the base's parameters by their old names."""
+    """Add adapters to a model on meta. Returns the model, and the new names of the base's parameters by their old
+    names."""
     from peft import get_peft_model
 
     before = {parameter: name for name, parameter in skeleton.named_parameters()}
@@ -41,8 +42,8 @@ def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, st
 
 
 def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping[str, str]) -> Any:
-    """Add adapters to a model of placeholders, whose weights are stored under ``names``, and store their weights.
-    Initialisations may read the base's weights, and raise if they change them."""
+    """Add adapters to a model of placeholders, and store the adapters' weights. The base's weights are stored under
+    ``names``. An initialisation of adapters may read these weights, and raises an error if it changes them."""
     from peft import get_peft_model
 
     stored = _StoredBase(access, {parameter: names[name] for name, parameter in base.named_parameters()})
@@ -62,7 +63,7 @@ def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping
 
 
 class _StoredBase:
-    """The `WeightProvider` while adapters are added."""
+    """`WeightProvider` that reads the base's weights from the store while adapters are added."""
 
     def __init__(self, access: ParameterAccess, names: dict[nn.Parameter, str]) -> None:
         self.names = names
@@ -80,14 +81,14 @@ class _StoredBase:
         return output
 
     def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """For `modules_to_save`."""
+        """Return a copy, for `modules_to_save`."""
         return nn.Parameter(self.weight(parameter), requires_grad=parameter.requires_grad)
 
     def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-        raise RuntimeError("weights can be gathered when the model is loaded, not before")
+        raise RuntimeError("weights can be gathered only after the model is loaded")
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
-        """Does nothing: no forward saves views yet."""
+        """Do nothing, because no forward saves views yet."""
 
 
 # Merging.
@@ -95,7 +96,7 @@ class _StoredBase:
 
 def merge_through_store(model: Any, on_base: Callable[[Any], None]) -> None:
     """Make `merge_and_unload`, `merge_adapter`, `unmerge_adapter` and `unload` of a `PeftModel` work on stored weights.
-    ``on_base`` is called with the base model that they return, whose weights stay in the store."""
+    ``on_base`` is called with the base model that they return. Its weights stay in the store."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in model.modules():
@@ -110,7 +111,8 @@ def merge_through_store(model: Any, on_base: Callable[[Any], None]) -> None:
 
 
 def needs_all_kept(model: Any) -> bool:
-    """Whether the model has prefix tuning, whose keys and values transformers does not pass to recomputed layers."""
+    """Return whether the model has prefix tuning. Transformers does not pass its keys and values to recomputed
+    layers."""
     configs = getattr(model, "peft_config", {})
     return any(getattr(config, "peft_type", None) == "PREFIX_TUNING" for config in configs.values())
 

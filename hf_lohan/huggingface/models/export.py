@@ -37,20 +37,20 @@ _NUM_BUFFERS = 4
 
 
 def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int | None:
-    """Write the last committed model to the folder `out`; returns its global step, or None if the run had no Trainer.
+    """Write the last committed model to the folder `out`. Returns its global step, or None if the run had no Trainer.
 
     Args:
         run: the output folder of a run, or the folder of its store.
-        out: a new or empty folder. It appears when it is complete.
-        dtype: the dtype of the weights; "auto" is the one in which the run saves them (`save_dtype`).
+        out: a new or empty folder. It appears only when it is complete.
+        dtype: the dtype of the weights. "auto" is the dtype in which the run saves them (`save_dtype`).
 
-    Raises ValueError if there is nothing to export or `out` has files, `StoreInUseError` during the run, and
-    `CorruptionError` if weights are damaged.
+    Raises ValueError if nothing is committed or `out` has files, `StoreInUseError` if the run is still using the store,
+    and `CorruptionError` if weights are damaged.
     """
     if dtype not in get_args(SaveDtype):
         raise ValueError(f"dtype={dtype!r} is not supported; give one of {', '.join(get_args(SaveDtype))}")
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
-        raise ValueError(f"{str(out)!r} exists and is not an empty folder; give a new one")
+        raise ValueError(f"{str(out)!r} exists and is not an empty folder; give a new folder")
     keep_from_others()
     paths = store_paths_of(run)
     refuse_stores_of_ranks(ranks_under(paths[0]), paths[0], run)
@@ -84,25 +84,23 @@ def _rules(facts: dict[str, Any], model: nn.Module) -> dict[nn.Parameter, Update
 
 
 def described_model(store: Store) -> tuple[Any, StoredForm]:
-    """The model that a store describes, on meta, and the form of its records. Raises ValueError if there is no
-    description, or it does not match the records."""
+    """Return the model that a store describes, on meta, and the form of its records. Raises ValueError if the store has
+    no description, or if the description does not match the records."""
     if store.model_folder is None:
         raise ValueError(
-            f"the store in {store.paths[0].path} has no description of its model, so it cannot be exported without the "
-            "code that trains it"
+            f"the store in {store.paths[0].path} has no description of its model, so only the code that trains the "
+            "model can save it"
         )
     folder = Path(store.model_folder)
     assert store.committed is not None
     files = store.committed.model_files
     if FACTS_NAME not in files:
-        raise ValueError(
-            f"{folder / FACTS_NAME} is missing, so the store cannot be exported without the code that trains it"
-        )
+        raise ValueError(f"{folder / FACTS_NAME} is missing, so only the code that trains the model can save it")
     model: Any = _build_described(folder, files)
     dtypes = {record.dtype for record in store.records if record.kind == "param"}
-    # With several dtypes, parameters have the described ones.
+    # If the model has several dtypes, the description has the dtype of each parameter.
     working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
-    # Whether each expert is a block depended on the run's budgets.
+    # The run's budgets decided whether each expert is a block.
     for streams_experts in (False, True):
         form = stored_form(
             model,
@@ -115,20 +113,20 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
             break
     else:
         raise ValueError(
-            f"the model that {folder} describes does not match the store's records (it was trained with another "
-            "version of transformers or hf_lohan); use that version, or a checkpoint"
+            f"the model that {folder} describes does not match the store's records, because it was trained with "
+            "another version of transformers or hf_lohan; use that version, or a checkpoint"
         )
     return model, form
 
 
 def _saved_dtypes(form: StoredForm, facts: dict[str, Any], asked: str) -> dict[str, torch.dtype]:
-    """By name, the dtypes of weights that are not written in their stored dtype."""
+    """Return the dtypes, by name, of weights that are not written in their stored dtype."""
     working = {part.name: block.master.working_dtype for block in form.model_blocks.blocks for part in block.slices}
     if asked == "auto":
         saved = facts.get("saved_dtypes", {})
         return {name: getattr(torch, text) for text, names in saved.items() for name in names if name in working}
     if asked == "bfloat16" and form.master.working_dtype == torch.bfloat16:
-        return {}  # float32 weights among them stay float32
+        return {}  # float32 weights stay float32
     return {name: getattr(torch, asked) for name, dtype in working.items() if dtype != getattr(torch, asked)}
 
 
@@ -138,10 +136,10 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     assert store.committed is not None
     if store.records != form.records:
         raise ValueError(
-            f"the records in {store.paths[0].path} are not those of the complete model that {folder} describes; use "
-            "the version of hf_lohan that made the store, or a checkpoint"
+            f"the records in {store.paths[0].path} do not match the complete model that {folder} describes; use the "
+            "version of hf_lohan that made the store, or a checkpoint"
         )
-    if BUFFERS_NAME in store.committed.journal:  # the buffers of that step
+    if BUFFERS_NAME in store.committed.journal:  # the buffers of the committed step
         model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)
     pool = BufferPool(CpuDevice(), name="export", num_buffers=_NUM_BUFFERS, buffer_bytes=_BUFFER_BYTES)
     blocks = form.model_blocks.blocks
@@ -154,14 +152,14 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     files = store.model_files or {}
     if "tokenizer_config.json" in files:
-        with tempfile.TemporaryDirectory() as own_folder:  # the commit's files without others
+        with tempfile.TemporaryDirectory() as own_folder:  # only the commit's files
             write_folder(own_folder, {name: content for name, content in files.items() if Path(name).name == name})
             transformers.AutoTokenizer.from_pretrained(own_folder).save_pretrained(out)
 
 
 def _build_described(folder: Path, files: Container[str]) -> Any:
-    """Build the described model on meta, with its frozen weights and its buffers, from the commit's ``files`` in the
-    folder. Raises ValueError if transformers does not have its class."""
+    """Build the described model on meta from the commit's ``files`` in the folder, with its frozen weights and its
+    buffers. Raises ValueError if transformers does not have the model's class."""
     facts = _read_facts(folder)
     model_class: Any = getattr(transformers, facts["model_class"], None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
@@ -192,8 +190,8 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(file.read_text())
     if facts["format_version"] != MODEL_FORMAT_VERSION:
         raise ValueError(
-            f"{file} has format {facts['format_version']}, and this version reads {MODEL_FORMAT_VERSION}; update "
-            "hf_lohan"
+            f"{file} has format {facts['format_version']}, and this version of hf_lohan reads format "
+            f"{MODEL_FORMAT_VERSION}; update hf_lohan"
         )
     outside = [name for name in facts["adapters"] if Path(name).name != name]
     if outside:
@@ -202,7 +200,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 
 def _with_adapter(model: Any, folder: Path, name: str) -> Any:
-    from peft import PeftConfig, PeftModel, get_peft_model  # where it is installed
+    from peft import PeftConfig, PeftModel, get_peft_model  # PEFT may not be installed
 
     config = PeftConfig.from_pretrained(str(folder))
     if isinstance(model, PeftModel):

@@ -52,15 +52,15 @@ _CONVERSIONS = {
 }
 """How transformers makes a bfloat16 checkpoint of a quantized one."""
 _MOST_ROWS_BYTES = 32 << 20
-"""Larger weights are read and converted in pieces of at most this size, and at most one buffer."""
+"""Larger weights are read and converted in pieces of at most this size and at most one buffer."""
 
 
 class WeightSink:
     def __init__(
         self, access: ParameterAccess, names: Mapping[str, str] | None = None, *, of_any_dtype: bool = True
     ) -> None:
-        """`names`: the stored names of weights that have other names when they are loaded. Without ``of_any_dtype``, a
-        weight must have its working dtype."""
+        """`names`: the stored names of weights, by the names that they have when they are loaded. Without
+        ``of_any_dtype`` each weight must have its working dtype."""
         self.most_bytes = min(access.piece_bytes, _MOST_ROWS_BYTES)
         self.written: set[str] = set()
         self._access = access
@@ -68,18 +68,19 @@ class WeightSink:
         self._of_any_dtype = of_any_dtype
 
     def store_weight(self, name: str, weight: Tensor) -> bool:
-        """Write a weight. Returns False if the store has none of this name. Raises ValueError for a wrong shape or
+        """Write a weight. Returns False if the store has no weight of this name. Raises ValueError for a wrong shape or
         dtype."""
         name = self._names.get(name, name)
         if name not in self._access.parts:
-            return False  # an alias of a tied weight: stored under its first name
+            return False  # an alias of a tied weight, which is stored under its first name
         self._check_dtype(name, weight)
         self._access.write_parameter(name, weight)
         self._count(name, weight)
         return True
 
     def store_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool:
-        """Write the rows from ``first`` on of a weight. Returns False if the store has none of this name and shape."""
+        """Write rows of a weight, starting at row ``first``. Returns False if the store has no weight of this name and
+        shape."""
         name = self._names.get(name, name)
         if name not in self._access.parts or self._access.parts[name][0][1].shape != shape:
             return False
@@ -95,7 +96,7 @@ class WeightSink:
     def _check_dtype(self, name: str, weight: Tensor) -> None:
         if not self._of_any_dtype and weight.dtype != self._dtype_of(name):
             raise ValueError(
-                f"{name} has dtype {weight.dtype} when it is loaded, and {self._dtype_of(name)} by its model's config; "
+                f"{name} is loaded with dtype {weight.dtype}, but the model's config says {self._dtype_of(name)}; "
                 "load the model with dtype='float32', or in memory"
             )
 
@@ -120,37 +121,40 @@ def from_pretrained(
     peft_config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a causal LM with its weights streamed into the store, ready to train.
+    """Load a causal LM for training, and stream its weights to the store.
 
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
         offload: anything that `OffloadConfig.load` takes.
-        torch_device: where to compute; None is the GPU if there is one.
-        dtype: dtype of the working weights; "auto" is the checkpoint's own. `bf16=True` means bfloat16 working
+        torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
+        dtype: dtype of the working weights. "auto" is the checkpoint's dtype. `bf16=True` means bfloat16 working
             weights whose float32 masters equal the checkpoint's values exactly.
         default_ssd_path: the store's folder if the configuration has no path.
-        hold_gradients: hold gradients until `step()`, as clipping and accumulation need; False applies them in
+        hold_gradients: hold gradients until `step()`, which clipping and accumulation need. False applies them in
             backward.
-        sums_gradients: steps have several backwards, so gradients are held in float32. With False gradients of bfloat16
-            weights are held in bfloat16, in half the memory, and sums of several backwards go to the SSD. Results are
-            the same.
-        model_class: default `AutoModelForCausalLM`, or the class that the checkpoint's config names if it has the head
-            of another task, such as `BertForSequenceClassification`.
-        is_trained: False freezes all weights, and the store has no optimizer states and one version of each record.
-        optimizer: a class of `torch.optim`, or (class, keyword arguments), whose states the store has; default AdamW,
-            or as configured.
-        peft_config: a configuration of PEFT. Returns a `PeftModel`, whose base is streamed as well.
-        kwargs: for the model class's `from_pretrained`.
+        sums_gradients: hold gradients in float32, because steps have several backwards. False holds gradients of
+            bfloat16 weights in bfloat16, which takes half the memory, and writes sums of several backwards to the SSD.
+            Results are the same.
+        model_class: default `AutoModelForCausalLM`. If the checkpoint's config names a class with the head of another
+            task, such as `BertForSequenceClassification`, the default is that class.
+        is_trained: False freezes all weights. The store then has no optimizer states, and one version of each record.
+        optimizer: a class of `torch.optim`, or (class, keyword arguments). The store has its states. The default is the
+            configured optimizer, or AdamW.
+        peft_config: a configuration of PEFT. With it this returns a `PeftModel`, and its base is streamed too.
+        kwargs: passed to the model class's `from_pretrained`.
 
-    Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
+    Raises ValueError, before weights are read, for unknown keys, for budgets or capacities that are too small, for
+    another model's store, and for dtypes that cannot be trained.
     """
     from transformers import AutoConfig
 
     if not os.path.isdir(path):
-        raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
+        raise ValueError(
+            f"{str(path)!r} is not a checkpoint folder; pass the path of a checkpoint folder, or a model in memory"
+        )
     if peft_config is not None:
         check_peft_config(peft_config)
-    # A Trainer passes its own configuration, or a part of it.
+    # A Trainer passes its own configuration, or a part of that configuration.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
@@ -187,15 +191,15 @@ def from_pretrained(
         model = stream_model(path, model_class, model_config, loaded_dtype, access, names, casts=bf16, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
-        check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads, which no checkpoint has
+        check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads are in no checkpoint
         store_the_rest(model, access, names)
         if peft_config is not None:
             model = adapted(model, peft_config, access, names)
         final = lay_out_for_this(model)
         if final.identity != layout.identity:
             raise ValueError(
-                "the loaded model differs from the one that its config describes, for which the store was laid out; "
-                "load it in memory and pass the model instead of its path"
+                "the loaded model differs from the model that its config describes, so the store does not fit; load "
+                "the model in memory, and pass it instead of its path"
             )
         return attach(model, replace(final, saved_dtypes=saved_dtypes), tiers, config).model
     except BaseException:
@@ -214,17 +218,17 @@ def stream_model(
     casts: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint's model on meta, and its weights to the store under ``names``. With ``casts`` their dtypes may
-    differ."""
+    """Load a checkpoint's model on meta, and store its weights under ``names``. With ``casts`` the checkpoint's dtypes
+    may differ from the store's."""
     sink = WeightSink(access, names, of_any_dtype=casts)
     with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink):
         return model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
 
 
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
-    """Overwrite the weights in the store with a checkpoint's (resume, best model).
+    """Overwrite the weights in the store with those of a checkpoint, to resume or to load the best model.
 
-    Calls `from_pretrained`, which fuses experts that are saved one by one.
+    Calls `from_pretrained`, because it fuses experts that are saved one by one.
     """
     if not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained")):
         reload_state_dict(engine, model, path)
@@ -271,8 +275,8 @@ def _end_reload(engine: OffloadEngine, path: str | Path, expected: set[str], sin
 
 
 def _stream_adapters(model: Any, path: str | Path, sink: WeightSink) -> None:
-    """Store saved adapters. PEFT saves them under shorter names, each but the default one in its own folder. Its own
-    function translates our names."""
+    """Store saved adapters. PEFT saves each adapter under shorter names, and each except the default in its own folder.
+    PEFT's own function translates our names."""
     from peft import get_peft_model_state_dict, load_peft_weights
 
     own = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
@@ -288,8 +292,9 @@ def _stream_adapters(model: Any, path: str | Path, sink: WeightSink) -> None:
 
 @contextlib.contextmanager
 def streamed_to(sink: WeightSink) -> Iterator[None]:
-    """Within, every weight that transformers has loaded, renamed, fused and cast goes to `sink`, and a meta parameter
-    takes its place. Large weights come some rows at a time, others whole, through torch's registration hooks."""
+    """In this context, pass every weight that transformers has loaded, renamed, fused and cast to `sink`, and put a
+    meta parameter in its place. Large weights arrive a few rows at a time. Other weights arrive whole, through torch's
+    registration hooks."""
     parents: dict[nn.Module, tuple[nn.Module, str]] = {}
 
     def name_of(module: nn.Module, name: str) -> str:
@@ -313,7 +318,7 @@ def streamed_to(sink: WeightSink) -> Iterator[None]:
 
     hooks = [
         register_module_module_registration_hook(on_module),
-        # By torch's documentation, but not its annotation, the hook may return a replacement.
+        # Torch's documentation allows the hook to return a replacement. Its annotation does not.
         register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
     try:
@@ -325,7 +330,7 @@ def streamed_to(sink: WeightSink) -> Iterator[None]:
 
 
 def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
-    """Bytes of these parameters in the store."""
+    """Return the bytes of these parameters in the store."""
     parts = [pair for name in names for pair in access.parts[name]]
     return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
@@ -337,17 +342,19 @@ def _refuse_quantized(path: str | Path, model_config: Any) -> None:
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
     method = str(getattr(method, "value", method))
     raise ValueError(
-        f"{str(path)!r} is a quantized checkpoint ({method}), which cannot be trained; use its original in bfloat16"
+        f"{str(path)!r} is a quantized checkpoint ({method}), which cannot be trained; use the original checkpoint in "
+        "bfloat16"
         + (f", or convert it on a machine with enough RAM: {_CONVERSIONS[method]}" if method in _CONVERSIONS else "")
     )
 
 
 def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
-    """The model without weights, in the dtypes in which it is loaded. Call this with meta as torch's default device."""
+    """Return the model without weights, in the dtypes in which it is loaded. Call this with meta as torch's default
+    device."""
     skeleton = build_from_config(model_class, model_config, dtype)
     kept = kept_in_float32(skeleton) if dtype == torch.bfloat16 else set[str]()
     for name, parameter in skeleton.named_parameters():
-        # Transformers makes all loaded weights trainable, also those that their class freezes.
+        # Transformers makes all loaded weights trainable, even those that their class freezes.
         parameter.requires_grad_(parameter.is_floating_point())
         if name in kept:
             parameter.data = parameter.data.to(torch.float32)
@@ -355,7 +362,7 @@ def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
 
 
 def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype in which the checkpoint's weights are loaded. Raises ValueError for a quantized checkpoint."""
+    """Return the dtype in which the checkpoint's weights are loaded. Raises ValueError for a quantized checkpoint."""
     _refuse_quantized(path, model_config)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -368,7 +375,7 @@ def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) ->
 
 
 def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str, str]) -> None:
-    """Store weights that the checkpoint does not have (new heads) under ``names``, and make every parameter a
+    """Store the weights that the checkpoint does not have, such as new heads, and make every parameter a
     placeholder."""
     for name, parameter in list(model.named_parameters()):
         if parameter.device.type != "meta":
@@ -384,5 +391,5 @@ def make_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None
             torch.full((1,), float("nan"), dtype=dtype).expand(parameter.shape),
             requires_grad=parameter.requires_grad,
         )
-        # Keeps the parameter object, so weights stay tied. `.data` of a meta parameter cannot be set.
+        # Keep the parameter object, so that weights stay tied. `.data` of a meta parameter cannot be set.
         torch.utils.swap_tensors(parameter, placeholder)

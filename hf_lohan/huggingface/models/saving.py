@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model whose weights are in the store, piece by piece."""
+"""Saves a model whose weights are in the store with `save_pretrained`, piece by piece."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from hf_lohan.ranks import Links
 logger = logging.getLogger(__name__)
 
 _MASTERS_NUMEL = 1 << 20
-"""Masters that are read at a time."""
+"""Number of masters that are read at once."""
 
 
 def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """By name, the dtypes of weights that are not saved in their working dtype. ``loaded``: the dtypes in which they
-    were loaded, by name. Raises ValueError if checkpoints would round trained float32 weights."""
+    """Return the dtypes, by name, of weights that are not saved in their working dtype. ``loaded``: the dtypes in which
+    the weights were loaded, by name. Raises ValueError if checkpoints would round trained float32 weights."""
     blocks = form.model_blocks.blocks
     is_float32 = all(block.master.working_dtype == torch.float32 for block in blocks)
     if asked == "bfloat16" and is_float32 and any(block.state_numel for block in blocks):
         raise ValueError(
-            "save_dtype: bfloat16 would also round the float32 weights in this run's checkpoints, which could not be "
-            "resumed exactly; leave it at auto, and write a bfloat16 model of the last step with lohan export RUN "
-            "OUT --dtype bfloat16"
+            "save_dtype: bfloat16 would also round the float32 weights in this run's checkpoints, so a resumed run "
+            "would not be exact; leave save_dtype at auto, and write a bfloat16 model of the last step with lohan "
+            "export RUN OUT --dtype bfloat16"
         )
     computing_bfloat16 = (block for block in blocks if block.master.working_dtype == torch.bfloat16)
     names = (part.name for block in computing_bfloat16 for part in block.slices)
@@ -55,12 +55,12 @@ class StoredModel:
 
     model: Any
     access: Callable[[], ParameterAccess]
-    """Called for each weight: an engine then waits for its updates."""
+    """Called for each weight, because an engine then waits for the weight's updates."""
     links: Links = field(default_factory=Links.alone)
     collective_reads: CollectiveReads | None = None
-    """Set on rank 0 of several while it saves."""
+    """Set on rank 0 while it saves, if there are several ranks."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """By stored name, the dtypes of weights that are not saved in the dtype of the store."""
+    """The dtypes, by stored name, of weights that are not saved in the store's dtype."""
 
     @property
     def reads(self) -> ParameterAccess | CollectiveReads:
@@ -72,10 +72,11 @@ class StoredModel:
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """A model's weights by their names in its state dict, aliases of tied weights included. Each access reads."""
+    """A model's weights by their names in its state dict, including aliases of tied weights. Each access reads the
+    store."""
 
     def __init__(self, stored_model: StoredModel, root: nn.Module | None = None) -> None:
-        """`root`: the module whose names to use; default is the model."""
+        """`root`: the module whose state dict has the names; default is the model."""
         self._stored_model = stored_model
         root = root or stored_model.model
         stored = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
@@ -86,7 +87,7 @@ class StoredWeights(Mapping[str, Tensor]):
         }
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype in which a weight is saved."""
+        """Return the dtype in which a weight is saved."""
         block, _ = self._stored_model.reads.parts[self._stored_name[name]][0]
         return self._stored_model.dtypes.get(self._stored_name[name], block.master.working_dtype)
 
@@ -100,7 +101,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return weight
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """A weight, flattened, in pieces. Each is valid until the next one."""
+        """Iterate over the pieces of a flattened weight. Each piece is valid until the next one."""
         stored_name = self._stored_name[name]
         if stored_name in self._stored_model.dtypes:
             numel = self._stored_model.reads.parts[stored_name][0][1].shape.numel()
@@ -112,7 +113,7 @@ class StoredWeights(Mapping[str, Tensor]):
             advance(piece.nbytes)
 
     def _elements(self, stored_name: str, first: int, last: int) -> Tensor:
-        """Elements [first, last) of the flattened weight, in its saved dtype."""
+        """Return elements [first, last) of a flattened weight, in its saved dtype."""
         reads, dtype = self._stored_model.reads, self._stored_model.dtypes.get(stored_name)
         read = reads.read_masters if dtype == torch.float32 else reads.read_elements
         elements = read(stored_name, first, last)
@@ -120,7 +121,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return elements if dtype is None else elements.to(dtype)
 
     def rows(self, name: str, row: int | None) -> Tensor:
-        """Row ``row`` of a weight, [1, ...]; all rows for None."""
+        """Return row ``row`` of a weight, [1, ...]; all rows for None."""
         if row is None:
             return self[name]
         stored_name = self._stored_name[name]
@@ -128,7 +129,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
 
     def aliases(self) -> set[str]:
-        """All names of tied weights but the first."""
+        """Return all names of tied weights except each weight's first name."""
         first = {stored: name for name, stored in reversed(self._stored_name.items())}
         return {name for name, stored in self._stored_name.items() if first[stored] != name}
 
@@ -143,7 +144,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 def save_together(stored_model: StoredModel, save: Callable[..., Any], **kwargs: Any) -> Any:
-    """Return what `save` returns for the model and ``kwargs``. All ranks call this; rank 0 saves."""
+    """Call `save` with the model and ``kwargs``, and return its result. All ranks call this, and rank 0 saves."""
 
     def save_read_by(reads: CollectiveReads | None, **kwargs: Any) -> Any:
         return save(replace(stored_model, collective_reads=reads), **kwargs)
@@ -154,30 +155,30 @@ def save_together(stored_model: StoredModel, save: Callable[..., Any], **kwargs:
 def save_pretrained_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
-    """`save_from_store`, called by all ranks together."""
+    """Call `save_from_store`. All ranks call this together."""
     return save_together(stored_model, partial(save_from_store, stock=stock, save_directory=save_directory), **kwargs)
 
 
 def save_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
-    """Call the stock `save_pretrained`, with the stored weights in place of placeholders.
+    """Call the stock `save_pretrained` with the stored weights in place of placeholders.
 
-    Weights are written piece by piece, and experts one by one. If transformers makes a tensor of several weights, or
-    reorders the rows of one, these are in RAM meanwhile. A `state_dict` argument is ignored with a warning: scripts
-    pass the result of `accelerator.get_state_dict`, which has the same weights.
+    Weights are written piece by piece, and experts one by one. If transformers makes a tensor from several weights, or
+    reorders a weight's rows, those weights are in RAM meanwhile. A `state_dict` argument is ignored with a warning,
+    because scripts pass the result of `accelerator.get_state_dict`, which has the same weights.
     """
     model = stored_model.model
     if kwargs.pop("state_dict", None) is not None:
-        logger.warning("saving the weights of the store; the state_dict passed to save_pretrained is not used")
+        logger.warning("save_pretrained saves the weights of the store and ignores its state_dict argument")
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
         adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
-        with torch.no_grad():  # PEFT runs encoders to compute prompts
+        with torch.no_grad():  # PEFT runs its prompt encoders
             state_dict = _adapter_state_dict(stored_model, adapters, embeddings)
             return stock(model, save_directory, state_dict=state_dict, **kwargs)
     weights = StoredWeights(stored_model)
     state_dict = on_meta(model, weights)
-    # The stock method removes tied weights from the dict. Keep them alive, so that no other tensor gets their `id`.
+    # The stock method removes tied weights from the dict. This reference keeps their `id`s from being used again.
     forms = {name: state_dict[name] for name in weights}
     names = {id(form): name for name, form in forms.items()}
     saved_dtype = next((weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights), None)
@@ -199,7 +200,7 @@ def save_from_store(
 
 
 def on_meta(model: Any, weights: StoredWeights) -> dict[str, Tensor]:
-    """The state dict, with stored weights on meta in their saved dtype."""
+    """Return the state dict, with stored weights on meta in their saved dtype."""
     return {
         name: torch.empty(tensor.shape, dtype=weights.dtype_of(name), device="meta") if name in weights else tensor
         for name, tensor in model.state_dict().items()
@@ -211,18 +212,19 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 class _FilePieces:
-    """The pieces of the tensors of one file."""
+    """Makes the pieces of one file's tensors."""
 
     def __init__(self, weights: StoredWeights, names: Mapping[int, str], converted: Mapping[int, SavedTensor]) -> None:
-        """`names`: of weights on meta, by `id`. ``converted``: tensors that transformers made of such, by `id`."""
+        """`names`: names of weights on meta, by the tensor's `id`. ``converted``: tensors that transformers made from
+        such weights, by `id`."""
         self._weights = weights
         self._names = names
         self._converted = converted
         self._last: tuple[SavingConversion | None, int | None, list[Tensor]] = (None, None, [])
-        """A conversion's results for one row. The file's next tensor is usually one of them."""
+        """The last conversion's results for one row. The file's next tensor is usually one of the results."""
 
     def iterate(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
-        """The pieces of a tensor in order. Each is valid until the next one."""
+        """Iterate over the pieces of a tensor in order. Each piece is valid until the next one."""
         if tensor.device.type != "meta":
             yield tensor
         elif id(tensor) in self._names:
@@ -231,7 +233,7 @@ class _FilePieces:
             yield from self._convert(self._converted[id(tensor)])
         else:
             raise RuntimeError(
-                f"transformers saves {name}, and we do not know the weights of which it is made; save with "
+                f"transformers saves {name}, and hf_lohan does not know from which weights it is made; save with "
                 "save_original_format=False"
             )
 
@@ -248,12 +250,12 @@ class _FilePieces:
 
     def _results(self, conversion: SavingConversion, row: int | None) -> list[Tensor]:
         if self._last[:2] != (conversion, row):
-            self._last = (None, None, [])  # free these before the next are made
+            self._last = (None, None, [])  # frees the last results first
             self._last = (conversion, row, conversion.results(lambda form: self._value(form, row)))
         return self._last[2]
 
     def _value(self, form: Tensor, row: int | None) -> Tensor:
-        """The values of a tensor, or of one row."""
+        """Return the values of a tensor or of one row."""
         if form.device.type != "meta":
             return form if row is None else form[row : row + 1]
         return self._weights.rows(self._names[id(form)], row)
@@ -262,7 +264,8 @@ class _FilePieces:
 def _adapter_state_dict(
     stored_model: StoredModel, selected_adapters: Sequence[str] | None, save_embedding_layers: bool | str
 ) -> dict[str, Tensor]:
-    """The state dict for PEFT, with values for what it saves (adapters, perhaps embeddings) and the rest on meta."""
+    """Return the state dict for PEFT. The tensors that PEFT saves (adapters, perhaps embeddings) have values, and all
+    others are on meta."""
     from peft import get_peft_model_state_dict
 
     weights, model = StoredWeights(stored_model), stored_model.model
@@ -270,7 +273,7 @@ def _adapter_state_dict(
     saved = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name in weights}
     names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT repeats them when it saves
+        warnings.simplefilter("ignore")  # PEFT repeats the warnings when it saves
         for adapter in selected_adapters or model.peft_config:
             tensors = get_peft_model_state_dict(
                 model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=save_embedding_layers

@@ -1,4 +1,4 @@
-"""State dicts in files, for models of diffusers and any other `nn.Module` without transformers' `save_pretrained`."""
+"""Reads and writes state dicts of models without transformers' `save_pretrained`, such as those of diffusers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, num_b
 from hf_lohan.huggingface.progress import long_work
 
 WEIGHTS_NAME = "model"
-"""Stem of the files' names, as in transformers and accelerate."""
+"""Stem of the file names, as in transformers and accelerate."""
 _FILE = f"{WEIGHTS_NAME}.safetensors"
 _INDEX = f"{_FILE}.index.json"
 _DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model"
 _MAX_SHARD_SIZE = "10GB"
-"""As in accelerate and diffusers."""
+"""Same default as in accelerate and diffusers."""
 
 
 def saves_itself(model: Any) -> bool:
-    """Whether Trainer calls the model's `save_pretrained`. It saves other models' state dicts."""
+    """Return whether Trainer saves the model with `save_pretrained`. Trainer saves the state dict of other models."""
     return isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
 
 
 class _StateDict:
-    """A model's state dict, with each tied weight once."""
+    """A model's state dict, with each tied weight only once."""
 
     def __init__(self, stored_model: StoredModel) -> None:
         self._weights = StoredWeights(stored_model)
@@ -43,7 +43,7 @@ class _StateDict:
         }
 
     def write(self, file: Path, names: Iterable[str]) -> None:
-        """Write the tensors of these names to a file."""
+        """Write the tensors with these names to a file."""
         specs = []
         for name in sorted(names, key=lambda name: (-self.forms[name].dtype.itemsize, name)):
             form = self.forms[name]
@@ -71,8 +71,8 @@ def save_shards(
     max_shard_size: int | str | None = None,
     suffix: str = "",
 ) -> None:
-    """Write a model's state dict to files of at most this size, with an index if there are several. ``suffix`` is put
-    before their extension."""
+    """Write a model's state dict to files of at most ``max_shard_size``, and an index if there are several files.
+    ``suffix`` is inserted before the extension."""
     folder, state_dict = Path(folder), _StateDict(stored_model)
     folder.mkdir(parents=True, exist_ok=True)
     split = split_torch_state_dict_into_shards(
@@ -94,7 +94,7 @@ def is_of_diffusers(model: nn.Module) -> bool:
 
 
 def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
-    """`save_diffusers_from_store`, called by all ranks together."""
+    """Call `save_diffusers_from_store`. All ranks call this together."""
     save_together(stored_model, partial(save_diffusers_from_store, save_directory=save_directory), **kwargs)
 
 
@@ -107,7 +107,8 @@ def save_diffusers_from_store(
     variant: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """`ModelMixin.save_pretrained` piece by piece from the store. Raises ValueError for unsupported arguments."""
+    """Save as `ModelMixin.save_pretrained` does, piece by piece from the store. Raises ValueError for unsupported
+    arguments."""
     unsupported = {name: value for name, value in kwargs.items() if value and name != "safe_serialization"}
     if unsupported or kwargs.get("safe_serialization") is False:
         raise ValueError(
@@ -126,7 +127,7 @@ def save_diffusers_from_store(
 
 
 class StoresWeights(Protocol):
-    """Implemented by `loading.WeightSink`."""
+    """Interface of `loading.WeightSink`."""
 
     most_bytes: int
 
@@ -136,8 +137,8 @@ class StoresWeights(Protocol):
 
 
 def stream_state_dict(path: str | Path, sink: StoresWeights) -> dict[str, Tensor]:
-    """Pass the weights of a file, or of a folder's files, to ``sink``, large ones some rows at a time. Returns the
-    tensors that are not in the store. Raises ValueError if there is no such file."""
+    """Pass the weights of a file, or of a folder's files, to ``sink``, and large weights a few rows at a time. Returns
+    the tensors that are not in the store. Raises ValueError if no file exists."""
     rest: dict[str, Tensor] = {}
     for file in _files_of(Path(path)):
         with safe_open(file, framework="pt") as opened:
@@ -150,7 +151,7 @@ def stream_state_dict(path: str | Path, sink: StoresWeights) -> dict[str, Tensor
 
 
 def _store_in_rows(opened: Any, name: str, sink: StoresWeights) -> bool:
-    """Store a large weight some rows at a time. Returns whether it was large and is stored."""
+    """Store a large weight a few rows at a time. Returns False if the weight is not large or not in the store."""
     rows = opened.get_slice(name)
     shape = torch.Size(rows.get_shape())
     rows_at_once = max(1, sink.most_bytes * shape[0] // (4 * shape.numel())) if shape.numel() else 1

@@ -1,4 +1,4 @@
-"""Models without weights, built from a config, for planning."""
+"""Builds models without weights from a config, for planning."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: int | None = None) -> Any:
-    """Build the causal LM of a config on meta, with grouped experts as in training. With a `lora_rank` it is frozen,
-    and has LoRA of that rank on all linear layers. Raises ValueError for a model that cannot be built or trained."""
+    """Build the causal LM of a config on meta, with grouped experts as in training. With a `lora_rank` the model is
+    frozen, and has LoRA of that rank on all linear layers. Raises ValueError for a model that cannot be built or
+    trained."""
     with torch.device("meta"):
         model = build_from_config(model_class_of(config), config, planning_dtype(config, dtype))
     if groups_experts(model):
-        model.set_experts_implementation("grouped_mm")  # other implementations read the routing
+        model.set_experts_implementation("grouped_mm")  # other implementations need the values of the routing
     if lora_rank is None:
         return model
     from peft import LoraConfig, TaskType
@@ -34,8 +35,8 @@ def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: 
 
 
 def model_class_of(config: Any) -> Any:
-    """The default class for a checkpoint with this config: a causal LM, or the class that the config names if it has
-    the head of another task."""
+    """Return the default class for a checkpoint with this config. It is a causal LM, or the class that the config names
+    if that class has the head of another task."""
     import transformers
 
     name = next(iter(getattr(config, "architectures", None) or ()), "")
@@ -44,8 +45,8 @@ def model_class_of(config: Any) -> Any:
 
 
 def read_model_config(path_or_config: str | Path) -> Any:
-    """The transformers config of a checkpoint folder, a folder with only a `config.json`, such a file, or a model of
-    the Hub. Raises ValueError if there is none."""
+    """Return the transformers config of a folder with a `config.json`, of such a file, or of a model in the Hub. Raises
+    ValueError if it does not exist."""
     from transformers import AutoConfig
 
     path = Path(path_or_config)
@@ -54,14 +55,16 @@ def read_model_config(path_or_config: str | Path) -> Any:
             f"the folder {str(path)!r} has no {_CONFIG_NAME}; give a checkpoint folder or a {_CONFIG_NAME}"
         )
     if not path.exists() and not _HUB_NAME.fullmatch(str(path_or_config)):
-        raise ValueError(f"there is no {str(path)!r}; give a checkpoint folder, a {_CONFIG_NAME} or a model of the Hub")
+        raise ValueError(
+            f"{str(path)!r} does not exist; give a checkpoint folder, a {_CONFIG_NAME} or a model in the Hub"
+        )
     try:
         return AutoConfig.from_pretrained(os.fspath(path_or_config))
     except (OSError, ValueError, KeyError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         if not path.exists():
             raise ValueError(
-                f"there is no folder {str(path)!r} here, and no model of this name was found in the Hub or its cache "
+                f"{str(path)!r} is not a folder here, and no model of this name is in the Hub or its cache "
                 f"({reason.rstrip('.')}); give the path of a checkpoint folder or of a {_CONFIG_NAME}, or the name of "
                 "a model in the Hub"
             ) from None
@@ -69,8 +72,8 @@ def read_model_config(path_or_config: str | Path) -> Any:
 
 
 def planning_dtype(config: Any, dtype: torch.dtype | str = "auto") -> torch.dtype:
-    """The working dtype to plan for: "auto" is float32 if the config has it, else bfloat16, in which large models are
-    trained. Raises ValueError for a dtype that cannot be trained."""
+    """Return the working dtype to plan for. "auto" is float32 if the config has float32, and bfloat16 for all other
+    configs. Raises ValueError for a dtype that cannot be trained."""
     if dtype == "auto":
         name = str(getattr(config, "dtype", None)).removeprefix("torch.")
         return torch.float32 if name == "float32" else torch.bfloat16

@@ -1,4 +1,4 @@
-"""A Trainer that is one of several ranks."""
+"""The part of a Trainer for runs of several ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
-    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 
 class RankTrainerMixin(_TrainerBase):
-    """Mixed into a Trainer: ranks agree on what all must do, and a rank that fails ends the others."""
+    """Mixed into a Trainer. Ranks agree on what all must do, and a rank that fails ends the others."""
 
     _offload_config: OffloadConfig | None
     _slowest_step_s = 0.0
@@ -40,18 +40,18 @@ class RankTrainerMixin(_TrainerBase):
 
     @property
     def _links(self) -> Links:
-        """Connections to the other ranks; none without offload."""
+        """Connections to the other ranks; empty without offload."""
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
 
     @contextlib.contextmanager
     def _ending_all_ranks_on_error(self) -> Iterator[None]:
-        """Within, an error also ends the other ranks, which would wait for this one."""
+        """In this context, an error also ends the other ranks, because they would wait for this one."""
         try:
             try:
                 yield
             except RuntimeError as error:
                 if not isinstance(error, RankFailedError):
-                    # Upstream's collectives fail if a rank is gone, and do not name it.
+                    # Upstream's collectives fail if a rank is gone, but do not name that rank.
                     self._links.raise_cause("what Trainer gathers from all ranks")
                 raise
         except (Exception, KeyboardInterrupt) as error:
@@ -59,45 +59,45 @@ class RankTrainerMixin(_TrainerBase):
             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream. Ranks wait for each other before upstream's collectives, which do not name a missing rank, and
-        may not notice it at once."""
+        """Same as upstream, but ranks first wait for each other over our connections, because upstream's collectives do
+        not name a missing rank and may not notice it at once."""
         control = self.control
         if control.should_log or control.should_evaluate or control.should_save:
             self._links.barrier("what is logged, evaluated and saved")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _agree_on_resume(self, point: ResumePoint) -> None:
-        """Raises RanksDisagreeError if ranks would resume from different states."""
-        points = self._links.all_gather("where to go on from", _describe(point).encode())
+        """Raise RanksDisagreeError if ranks would resume from different states."""
+        points = self._links.all_gather("the step from which to continue", _describe(point).encode())
         for rank, others_point in enumerate(points):
             if others_point != points[0]:
                 raise RanksDisagreeError(
-                    f"rank 0 would resume from {points[0].decode()} and rank {rank} from {others_point.decode()}; "
-                    "resume from a checkpoint that all ranks see"
+                    f"rank 0 would resume from {points[0].decode()}, and rank {rank} from {others_point.decode()}; "
+                    "resume from a checkpoint that all ranks can read"
                 )
 
     def _check_batches(self, train_dataloader: Any) -> None:
-        """Raises ValueError if ranks would take different numbers of steps."""
+        """Raise ValueError if ranks would take different numbers of steps."""
         num_batches = -1
         if isinstance(train_dataloader, Sized):
-            with contextlib.suppress(TypeError):  # the data set may have no length
+            with contextlib.suppress(TypeError):  # the data loader may have no length
                 num_batches = len(train_dataloader)
         check_batches(int(num) for num in self._links.all_gather("the number of batches", str(num_batches).encode()))
 
     def _save_optimizer_files(self, folder: str) -> None:
-        """Save the files of optimizer and scheduler, which upstream saves on rank 0 only: each rank has its own
-        journal."""
+        """Save the files of optimizer and scheduler on every rank, because each rank has its own journal. Upstream
+        saves them on rank 0 only."""
         if not self.args.should_save:
             torch.save(self.optimizer.state_dict(), os.path.join(folder, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As upstream. All ranks take part, because each has a shard of the weights."""
+        """Same as upstream, but all ranks take part, because each has a shard of the weights."""
         engine, folder = self.offload_engine, output_dir or self.args.output_dir
         if engine is None:
             super()._save(output_dir, state_dict)
         elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
-            super()._save(output_dir, {})  # all but the weights: upstream would save placeholders
+            super()._save(output_dir, {})  # without weights, because upstream would save placeholders
             save_state_dict(StoredModel.from_engine(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
         elif self.args.should_save:
             super()._save(output_dir, state_dict)
@@ -105,7 +105,7 @@ class RankTrainerMixin(_TrainerBase):
             model.save_pretrained(folder)
 
     def _time_step(self) -> None:
-        """Called after each step. The slowest step decides how long other ranks may be silent."""
+        """Adapt the time for which other ranks may be silent to the slowest step so far. Called after each step."""
         now_s, before_s = time.monotonic(), self._step_ended_s
         self._step_ended_s = now_s
         if before_s is not None and self._offload_config is not None:

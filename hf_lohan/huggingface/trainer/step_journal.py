@@ -1,4 +1,4 @@
-"""The journal of a step: the small files that Trainer needs to resume, committed with the step."""
+"""Commits each step with its journal, the small files that Trainer needs to resume."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ _END = b"end"
 
 
 class Termination:
-    """A context in which the first SIGTERM ends the run after its step, and a second one ends the process.
+    """A context in which the first SIGTERM ends the run after the step in progress, and a second SIGTERM ends the
+    process.
 
-    An error after the first is logged and not raised: a signal to the process group also ends the data loader's
-    workers, without which the step in progress fails. Does nothing if another handler is installed, or outside the
+    An error after the first SIGTERM is logged and not raised, because a signal to the process group also ends the data
+    loader's workers, and the step in progress then fails. Does nothing if another handler is installed, or outside the
     main thread, where Python cannot handle signals.
     """
 
@@ -59,18 +60,18 @@ class Termination:
         self._previous: Any = None
 
     def set_agreement(self, agreement: StepAgreement) -> None:
-        """Let all ranks end after the same step."""
+        """Set the agreement with which all ranks end after the same step."""
         self._agreement = agreement
         if self.is_requested:
             agreement.request_end()
 
     def ends_here(self) -> bool:
-        """Whether the run ends after the last step, because a rank received SIGTERM."""
+        """Return whether the run ends after the last step, because a rank received SIGTERM."""
         return self._agreement.ends_run
 
     def any_rank_requested(self) -> bool:
-        """Whether any rank received SIGTERM. All ranks call this together after the last step of training."""
-        wishes = self._links.all_gather("whether the run was to end", _END if self.is_requested else b"")
+        """Return whether any rank received SIGTERM. All ranks call this together, after the last step of training."""
+        wishes = self._links.all_gather("whether to end the run", _END if self.is_requested else b"")
         return _END in wishes
 
     def __enter__(self) -> Termination:
@@ -85,24 +86,26 @@ class Termination:
             self._previous = None
         hides_error = self.is_requested and isinstance(error, Exception)
         if hides_error:
-            logger.warning("the step in progress was dropped: it failed after SIGTERM", exc_info=error)
+            logger.warning("the step in progress was dropped, because it failed after SIGTERM", exc_info=error)
         return hides_error
 
     def exit(self) -> NoReturn:
-        """End the process with the shell's status for SIGTERM."""
+        """End the process with the exit status of SIGTERM."""
         raise SystemExit(128 + signal.SIGTERM)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
         self._agreement.request_end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        logger.warning("SIGTERM: the run ends when the step in progress is committed; a second SIGTERM ends it at once")
+        logger.warning(
+            "got SIGTERM, so the run ends after the step in progress is committed; a second SIGTERM ends it at once"
+        )
 
 
 class StepJournal(TrainerCallback):
     """Commits every step of one `train()` with its journal.
 
-    The journal is captured after logging, evaluating and saving, those at the end of an epoch included, so a resumed
+    The journal is captured after logging, evaluating and saving (also after those at the end of an epoch), so a resumed
     run repeats and omits none of them. A run that resumes from a checkpoint commits that step when training begins.
     """
 
@@ -130,7 +133,7 @@ class StepJournal(TrainerCallback):
         termination.set_agreement(engine.agreement)
 
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
-        """Resume from `point`. `checkpoint` is the folder that upstream found; its step is committed in this run."""
+        """Resume from `point`. `checkpoint` is the folder that upstream chose. Its step is committed in this run."""
         self._epoch.resume(checkpoint)
         if point.commit is not None:
             facts = point.commit.facts
@@ -148,21 +151,21 @@ class StepJournal(TrainerCallback):
             restore_log_sums(self._trainer, self._resumed)
             return
         self._warn_of_overwritten_step(state.global_step)
-        # From here on an earlier run's steps are overwritten.
+        # Training overwrites an earlier run's steps.
         first = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
         self._engine.commits.request(first, even_in_place=True)
         self._loaded = None
 
     def _warn_of_overwritten_step(self, step: int) -> None:
-        """Warn if this run begins at ``step`` and overwrites a later step of an earlier run."""
+        """Warn if this run, which begins at ``step``, overwrites a later step of an earlier run."""
         last = self._engine.tiers.store.committed
         if last is None or not last.facts.get("is_resumable") or last.is_torn or not self._engine.commits.are_kept:
             return
         if int(last.facts["global_step"]) > step and self._trainer.args.should_log:
             logger.warning(
                 "step %d, the last committed step of the run in %s, is overwritten, because this run begins at step "
-                '%d; to resume from such a step, call trainer.train(resume_from_checkpoint="last_step"), and to keep '
-                "both runs, give each an output_dir of its own (checkpoints stay)",
+                '%d; to resume from such a step, call trainer.train(resume_from_checkpoint="last_step"), and to '
+                "keep both runs, give each its own output_dir (checkpoints are not removed)",
                 last.facts["global_step"],
                 last.facts["output_dir"],
                 step,
@@ -172,12 +175,12 @@ class StepJournal(TrainerCallback):
         self._epoch.begin_epoch(is_rest=is_rest)
 
     def add_to_checkpoint(self, folder: str) -> None:
-        """Write the random state of the epoch's begin to a checkpoint."""
+        """Write the random state at the begin of the epoch to a checkpoint."""
         self._epoch.write(os.path.join(folder, FOLDER_NAME))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_saved = True
-        folder = self._trainer.last_whole_checkpoint  # None if a subclass saves without us
+        folder = self._trainer.last_whole_checkpoint  # None if a subclass overrides the saving
         folder = folder or os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._last_checkpoint = os.path.abspath(folder)
 
@@ -186,23 +189,25 @@ class StepJournal(TrainerCallback):
             self._engine.commits.request(self._capture(), even_in_place=True)
 
     def after_step(self) -> None:
-        """Called after each step, and again at the end of an epoch. Raises SystemExit after SIGTERM."""
+        """Commit the step. Called after each step, and again at the end of an epoch. Raises SystemExit after
+        SIGTERM."""
         state, control = self._trainer.state, self._trainer.control
         is_first_call = state.global_step != self._seen_step
         self._seen_step = state.global_step
         ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         if is_first_call and ends_epoch:
-            return  # this is called again when the epoch has ended
+            return  # this method is called again when the epoch has ended
         is_last, has_saved = self._termination.ends_here(), self._has_saved
         self._has_saved = False
         ends_training = control.should_training_stop or state.global_step >= state.max_steps
         is_wanted = self._engine.commits.is_due or (self._engine.commits.are_kept and ends_training)
         if is_wanted or is_last or has_saved:
-            # With one version, a commit lasts until the next update, and then names the checkpoint to resume from.
+            # With one version of each record, a commit is valid until the next update. Afterwards it names the
+            # checkpoint to resume from.
             self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:
             self._engine.wait_for_updates()
-            # torchrun ends all ranks when the first has ended.
+            # Wait, because torchrun ends all ranks when the first one has ended.
             self._engine.links.barrier("the last step to be committed")
             self._engine.close()
             self._termination.exit()
@@ -213,7 +218,7 @@ class StepJournal(TrainerCallback):
             self._write_files(folder)
             self._epoch.write(folder)
             self._without_history(state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
-            if self._loaded is not None:  # Trainer loads random states after training has begun
+            if self._loaded is not None:  # Trainer loads the random states after training has begun
                 for path in self._loaded.glob("rng_state*.pth"):
                     shutil.copy(path, folder)
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -225,7 +230,7 @@ class StepJournal(TrainerCallback):
         return Journal(self._facts(resumable=True), files, lines.encode(), begins_log)
 
     def _facts(self, *, resumable: bool) -> dict[str, Any]:
-        """`resumable`: for a commit with a journal."""
+        """Return the facts of a commit. `resumable`: the commit has a journal."""
         trainer = self._trainer
         journal_facts = {"num_logged": self._num_logged, _TRAINER_FACTS: log_sums(trainer)} if resumable else {}
         return {
@@ -237,7 +242,8 @@ class StepJournal(TrainerCallback):
         }
 
     def _without_history(self, state: Any) -> Any:
-        """The state to save, with the current states of callbacks. Its history goes to the log, which only grows."""
+        """Return the state to save, with the current states of callbacks and without the history, which goes to a log
+        file."""
         by_name: dict[str, Any] = {}
         for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
             if isinstance(callback, ExportableState):
@@ -247,8 +253,8 @@ class StepJournal(TrainerCallback):
 
 
 def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
-    """Raises `StorageError` unless a Trainer can resume from the journal of a commit in the folder ``store``. Checksums
-    find damage; this finds a journal that another program wrote."""
+    """Raise `StorageError` if a Trainer cannot resume from the journal of a commit in the folder ``store``. Checksums
+    find damage. This check finds a journal that another program wrote."""
     name = "its facts"
     try:
         _check_facts(commit.facts)
@@ -259,8 +265,8 @@ def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
             _check_file(name, content, commit.facts["global_step"])
         name = "its log"
         if not all(isinstance(json.loads(line), dict) for line in log_lines.splitlines()):
-            raise ValueError("an entry is no dict")
-    except Exception as error:  # reading foreign bytes may raise anything
+            raise ValueError("an entry is not a dict")
+    except Exception as error:  # reading unknown bytes may raise anything
         what = f"step {commit.facts.get('global_step')} has a journal that no run has written ({name}: {error!r}) in"
         raise StorageError(what, path=store, advice="resume from a checkpoint") from error
 
@@ -274,11 +280,11 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
         raise TypeError(f"last_checkpoint is {facts['last_checkpoint']!r}")
     for number in (*facts["num_updates"].values(), *(facts[_TRAINER_FACTS][name] for name in LOG_SUMS)):
         if not isinstance(number, int | float):
-            raise TypeError(f"{number!r} is no number")
+            raise TypeError(f"{number!r} is not a number")
 
 
 def _check_file(name: str, content: bytes, step: int) -> None:
-    """Check a file of a journal. Raises what its reader raises."""
+    """Check a file of a journal. Raises the errors of the file's reader."""
     if Path(name).name != name:
         raise ValueError("it is outside the journal's folder")
     if name == TRAINER_STATE_NAME:
@@ -303,5 +309,5 @@ def _check_file(name: str, content: bytes, step: int) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """For tensors and numbers of numpy, which callbacks log."""
+    """Convert tensors and numpy numbers, which callbacks may log, to JSON."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

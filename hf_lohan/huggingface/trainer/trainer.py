@@ -70,22 +70,23 @@ from hf_lohan.report.run_data import STORE_FOLDER
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
-    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class ChunkedSmoother(LabelSmoother):
-    """Upstream's smoother, which returns the loss of a forward that smoothed its labels chunk by chunk."""
+    """Upstream's label smoother. For a forward that smoothed its labels chunk by chunk it returns the loss of that
+    forward."""
 
     def __post_init__(self) -> None:
         self._of_thread = threading.local()
-        """Micro-batches have threads of their own, and share a Trainer."""
+        """Per thread, because micro-batches run in their own threads and share a Trainer."""
 
     @contextlib.contextmanager
     def using(self, smoothing: Smoothing) -> Iterator[None]:
-        """Within, this thread's forward uses ``smoothing``."""
+        """In this context, this thread's forward uses ``smoothing``."""
         self._of_thread.smoothing = smoothing
         try:
             yield
@@ -103,8 +104,8 @@ class ChunkedSmoother(LabelSmoother):
 
 
 class ChunkedSmoothingMixin(_TrainerBase):
-    """Mixed into a Trainer: smooths labels chunk by chunk, within the model's cross entropy. Upstream calls the model
-    without labels and smooths over all logits. Both leave out other terms of the model's loss, such as a router's."""
+    """Mixed into a Trainer. Smooths labels chunk by chunk within the model's cross entropy. Upstream calls the model
+    without labels, and smooths over all logits. Both omit other terms of the model's loss, such as a router's loss."""
 
     model: Any
     compute_loss_func: Any
@@ -116,7 +117,7 @@ class ChunkedSmoothingMixin(_TrainerBase):
             self.label_smoother = ChunkedSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As upstream. If logits are computed in chunks, labels are smoothed in chunks."""
+        """Same as upstream, but smooth labels in chunks if logits are computed in chunks."""
         head = self._smoothing_head(inputs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(ids_within_vocabulary(self.model, inputs))
@@ -128,14 +129,14 @@ class ChunkedSmoothingMixin(_TrainerBase):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _smoothing_head(self, inputs: dict[str, Any]) -> ChunkedHead | None:
-        """The head that smooths in chunks. None for small logits, evaluation, and a custom loss or smoother."""
+        """Return the head that smooths in chunks; None for small logits, evaluation, and a custom loss or smoother."""
         head = chunked_head_at(self.model)
         is_upstreams = type(self.label_smoother) is ChunkedSmoother and self.compute_loss_func is None
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
         if head is None or not is_upstreams or not torch.is_grad_enabled() or ids is None or labels is None:
             return None
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as in upstream's smoother
+        shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as upstream
         return head if shifts and head.applies_to(ids.numel()) else None
 
 
@@ -143,7 +144,7 @@ TRACKERS = (
     *("azure_ml", "clearml", "comet_ml", "dagshub", "mlflow"),
     *("neptune", "swanlab", "tensorboard", "trackio", "wandb"),
 )
-"""Trackers whose `on_log` may be called twice in a step."""
+"""Experiment trackers whose `on_log` may be called twice in a step."""
 
 
 class RecordedRun(TrainerCallback):
@@ -176,7 +177,7 @@ class RecordedRun(TrainerCallback):
 
 
 def log_to_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
-    """Log figures as `lohan/...` to TensorBoard, W&B and so on, but not to the console and the log history."""
+    """Log figures as `lohan/...` to TensorBoard, W&B and other trackers, but not to the console or the log history."""
     logs = {f"lohan/{name}": value for name, value in figures.items()}
     trackers = tuple(INTEGRATION_TO_CALLBACK[name] for name in TRACKERS if name in INTEGRATION_TO_CALLBACK)
     for callback in trainer.callback_handler.callbacks:
@@ -185,7 +186,7 @@ def log_to_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
 
 
 def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of the Trainer below ``mixin``, by name, because their order depends on the trainer. Raises
+    """Return all arguments of the Trainer below ``mixin`` by name, because their order depends on the trainer. Raises
     TypeError as a call does."""
     names: list[str] = []
     for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
@@ -204,8 +205,8 @@ class OffloadTrainerMixin(
         offload: None (the stock Trainer, untouched), "lohan" (everything automatic), a YAML path, a dict, or an
             `OffloadConfig`.
 
-    `model` may then also be the path of a checkpoint, which is streamed to the store. Raises ValueError for arguments
-    that offloading does not support exactly.
+    With offload, `model` may be the path of a checkpoint, which is streamed to the store. Raises ValueError for
+    arguments that offloading does not support exactly.
     """
 
     _is_initialized = False
@@ -217,7 +218,7 @@ class OffloadTrainerMixin(
             self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
 
     def _initialize_offload(self, model: Any, offload: Any) -> bool:
-        """Initialize our attributes, before upstream's. Returns whether the trainer offloads."""
+        """Initialize our attributes before upstream's. Returns whether the trainer offloads."""
         self._is_initialized = True
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
@@ -234,7 +235,7 @@ class OffloadTrainerMixin(
         return self._offload_config is not None
 
     def _construct(self, make: Callable[..., None], settings: dict[str, Any]) -> None:
-        """Call ``make``, the constructor, with ``settings``, its arguments by name."""
+        """Call the constructor ``make`` with ``settings``, its arguments by name."""
         assert self._offload_config is not None
         model = settings.get("model")
         args = settings.get("args") or default_arguments(type(self), model) or TrainingArguments("tmp_trainer")
@@ -269,7 +270,7 @@ class OffloadTrainerMixin(
                 **kwargs,
             )
 
-    # The engine is attached late, after everything that patches or wraps the model.
+    # The engine is attached late, after all code that patches or wraps the model.
 
     @property
     def offload_engine(self) -> OffloadEngine | None:
@@ -282,7 +283,7 @@ class OffloadTrainerMixin(
         args, model, engine = self.args, self.model, self.offload_engine
         if engine is None:
             check_model(model)
-            if self._record is not None:  # `model_init` made a new model, and the old one's engine holds the store
+            if self._record is not None:  # `model_init` made a new model, and the old model's engine holds the store
                 self._record.engine.close()
             micro_batches = MicroBatches.of_run(self._offload_config, args.gradient_accumulation_steps)
             engine = offload_model(
@@ -318,19 +319,19 @@ class OffloadTrainerMixin(
             super()._move_model_to_device(model, device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As upstream. `resume_from_checkpoint="last_step"` resumes from the last committed step of the store, and
-        `True` from that step or the last checkpoint, whichever is newer. After SIGTERM the run ends when its step is
+        """Same as upstream, but `resume_from_checkpoint="last_step"` resumes from the last committed step of the store,
+        and `True` from the newer of that step and the last checkpoint. After SIGTERM the run ends when its step is
         committed.
 
-        Raises ValueError if there is nothing to resume from.
+        Raises ValueError if no step or checkpoint exists to resume from.
         """
         if self._offload_config is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         with self._ending_all_ranks_on_error(), answering_out_of_memory(lambda: self.model, self._offload_config):
             if self.args.should_save:
                 remove_unfinished(self.args.output_dir)
-            self._links.barrier("what a killed save left to be removed")
-            self._resume_point = ResumePoint()  # not an earlier call's, if `choose` raises
+            self._links.barrier("the removal of a killed save's files")
+            self._resume_point = ResumePoint()  # if `choose` raises, an earlier call's point must not remain
             self._resume_point = ResumePoint.choose(
                 resume_from_checkpoint,
                 self._wait_for_store_paths,
@@ -348,7 +349,7 @@ class OffloadTrainerMixin(
                 finally:
                     if self._record is not None:
                         self._record.write_trace()
-            if self._termination.any_rank_requested():  # after the last step, whose commit may be in progress
+            if self._termination.any_rank_requested():  # the last step's commit may still be in progress
                 if self.offload_engine is not None:
                     self.offload_engine.close()
                 self._termination.exit()
@@ -369,7 +370,7 @@ class OffloadTrainerMixin(
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
     ) -> Any:
-        self._waiting_micro_batches, self._runs_together = (), None  # may be those of a failed run
+        self._waiting_micro_batches, self._runs_together = (), None  # a failed run may have left some
         if self._offload_config is not None:
             recompute_without_reentry(self.model)
         engine = self._ensure_engine()
@@ -378,7 +379,7 @@ class OffloadTrainerMixin(
             self._start_journal(engine, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint, **kwargs)
         if engine is not None:
-            check_optimizer(self.optimizer)  # a subclass may have made it
+            check_optimizer(self.optimizer)  # a subclass may have made the optimizer
         return prepared
 
     def _start_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
@@ -401,7 +402,7 @@ class OffloadTrainerMixin(
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         if self._offload_config is not None and self.state.global_step >= self.state.max_steps:
-            # The resumed run had taken all its steps. Upstream would take one more.
+            # The resumed run had already taken all its steps, and upstream would take one more.
             self.control.should_training_stop = True
             return None
         if self._journal is not None:
@@ -428,8 +429,9 @@ class OffloadTrainerMixin(
             return super().evaluation_loop(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As upstream. Micro-batches that run together wait for the last one of the step, whose call returns the loss
-        of all; the other calls return zero. Each runs upstream's `training_step`, with its backward deferred."""
+        """Same as upstream, but micro-batches that run together wait for the last one of the step. Its call returns the
+        loss of all, and the other calls return zero. Each micro-batch runs upstream's `training_step` with a deferred
+        backward."""
         record = self._record
         if record is None:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -452,7 +454,7 @@ class OffloadTrainerMixin(
         return loss
 
     def _choose_order(self, engine: OffloadEngine, inputs: Any) -> bool:
-        """Whether micro-batches of a step run together. ``inputs`` are those of the first micro-batch."""
+        """Return whether micro-batches of a step run together. ``inputs``: the inputs of the first micro-batch."""
         micro_batches = MicroBatches.of_run(engine.config, self.args.gradient_accumulation_steps)
         if micro_batches.run_together is not None:
             if micro_batches.run_together:
@@ -491,19 +493,19 @@ class OffloadTrainerMixin(
 
     def _go_back_to_commit(self, engine: OffloadEngine, journal_folder: str | None) -> None:
         commit = self._resume_point.commit
-        assert commit is not None and journal_folder is not None, "its journal is in that folder"
+        assert commit is not None and journal_folder is not None, "the journal of the step is in that folder"
         restored = engine.go_back_to_commit()
         if restored.number != commit.number:
             raise RuntimeError(
-                f"step {restored.facts.get('global_step')} was committed after this resume had begun, with a batch "
-                "size that failed later; resume again, with a batch size that fits"
+                f"step {restored.facts.get('global_step')} was committed after this resume began, with a batch size "
+                "that failed later; resume again with a batch size that fits"
             )
         load_buffers(self.model, journal_folder)
         self._read_step_facts(journal_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing under offload: weights are loaded with the optimizer's states when training begins, again for
-        each batch size that is tried."""
+        """Do nothing under offload. Weights are loaded together with the optimizer's states when training begins, and
+        again for each batch size that is tried."""
         if self._ensure_engine() is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -1,5 +1,5 @@
-"""The models that a trainer of TRL makes. The policy (the trained model) is streamed to its store, a frozen reference
-model to a second store, and both share the budgets."""
+"""Makes the models of TRL's trainers. The policy (the trained model) is streamed to its store, and a frozen reference
+model to a second store. Both share the budgets."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ from hf_lohan.report.run_data import STORE_FOLDER
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
-    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 logger = logging.getLogger(__name__)
 
 REFERENCE_FOLDER = "ref"
-"""The reference's store, in each folder of the policy's store."""
+"""Name of the reference's store in each folder of the policy's store."""
 _GPU_SHARE, _CPU_SHARE = 2, 4
-"""The reference may use 1/2 and 1/4 of the budgets. The policy has what the reference does not use."""
+"""The reference may use 1/2 of `gpu_memory` and 1/4 of `cpu_memory`. The policy gets the rest."""
 _FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
 
 
 class TrlModelsMixin(_TrainerBase):
-    """Mixed into a Trainer. Changes nothing in trainers that are not TRL's."""
+    """Mixed into a Trainer. Has no effect in trainers that are not TRL's."""
 
     _offload_config: OffloadConfig | None
     _stream_model: Callable[..., Any]
@@ -68,7 +68,8 @@ class TrlModelsMixin(_TrainerBase):
 
     @contextlib.contextmanager
     def _replacing_models(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Within, the constructor of a trainer with these arguments, by name, gets its models from us."""
+        """In this context, the constructor of a trainer gets its models from us. ``settings``: its arguments by
+        name."""
         if not self._makes_models:
             yield
             return
@@ -107,8 +108,8 @@ class TrlModelsMixin(_TrainerBase):
     def _stream_model_with_adapters(
         self, skeleton: Any, path: str, args: TrainingArguments, loading: Mapping[str, Any], peft_config: Any
     ) -> Any:
-        """Stream a model with adapters, which must exist before the engine does. TRL adds them to a skeleton, whose
-        configs it may have changed."""
+        """Stream a model with adapters. The adapters must exist before the engine, so they are added to the skeleton,
+        whose configs TRL may have changed."""
         model = self._stream_model(path, args, **{**loading, "config": skeleton.config}, peft_config=peft_config)
         if hasattr(skeleton, "generation_config"):
             model.get_base_model().generation_config = skeleton.generation_config
@@ -120,7 +121,7 @@ class TrlModelsMixin(_TrainerBase):
         if self._reference is None:
             if not path:
                 raise ValueError(
-                    "the model has no path (name_or_path) from which its reference could be loaded; pass "
+                    "the model has no path (name_or_path) from which to load its reference; pass "
                     "ref_model=copy.deepcopy(model), or set precompute_ref_log_probs=True"
                 )
             load = functools.partial(
@@ -130,7 +131,7 @@ class TrlModelsMixin(_TrainerBase):
         return self._reference
 
     def _add_reference(self, args: TrainingArguments, make: Callable[..., Any]) -> None:
-        """Make the reference with ``make`` under a part of the budgets, and subtract what it uses."""
+        """Make the reference with ``make`` and a part of the budgets, and subtract from the budgets what it uses."""
         assert self._offload_config is not None
         folder = Path(args.output_dir) / STORE_FOLDER
         whole = resolved_here(self._offload_config, device_for(args.device), folder, links_to_other_ranks())
@@ -142,19 +143,19 @@ class TrlModelsMixin(_TrainerBase):
         except BudgetError as error:
             raise BudgetError(
                 f"the reference model, which may use 1/{_GPU_SHARE} of gpu_memory and 1/{_CPU_SHARE} of cpu_memory, "
-                f"does not fit: {error} for it alone; or train adapters, which need no reference model"
+                f"does not fit: {error} (for the reference alone); or train adapters, which need no reference model"
             ) from error
         engine = engine_of(self._reference)
         assert engine is not None
         self._offload_config = _subtract_reference(whole, engine)
 
-    # Passes before training.
+    # Forwards before training.
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._ensure_engine()
         return super()._precompute_ref_logps(*args, **kwargs)
 
-    # Counters of TRL's trainers, in the journal of each step.
+    # Counters of TRL's trainers. They are in the journal of each step.
 
     def _write_step_facts(self, folder: str) -> None:
         facts = step_facts(self)
@@ -173,8 +174,8 @@ class TrlModelsMixin(_TrainerBase):
 
 
 def initialize_before(trainer_class: type[Any], default_offload: OffloadConfig) -> None:
-    """Let a class of TRL that derives from an offloading Trainer, as under `lohan launch`, begin to offload before its
-    own methods run. ``default_offload`` is the default of `offload=`."""
+    """Initialize offloading before the constructor of a TRL class that derives from an offloading Trainer, as in `lohan
+    launch`. ``default_offload`` is the default of `offload=`."""
     stock_init = vars(trainer_class).get("__init__")
     names = names_of(stock_init) if stock_init is not None else None
     if stock_init is not None and names is not None:
@@ -200,7 +201,7 @@ def initialize_before(trainer_class: type[Any], default_offload: OffloadConfig) 
 
 
 def names_of(init: Callable[..., Any]) -> list[str] | None:
-    """Names of the arguments that ``init`` takes by position; None if it passes on any."""
+    """Return the names of the arguments that ``init`` takes by position; None if ``init`` accepts any number."""
     parameters = inspect.signature(init).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
@@ -208,7 +209,7 @@ def names_of(init: Callable[..., Any]) -> list[str] | None:
 
 
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name. Raises TypeError as a call of ``what`` does."""
+    """Return all arguments by name. Raises TypeError as a call of ``what`` does."""
     if len(given) > len(names):
         raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}")
     by_position = dict(zip(names, given, strict=False))
@@ -218,7 +219,8 @@ def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mappin
 
 
 def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:
-    """Whether a trainer of TRL will make a reference model. With adapters it switches these off instead."""
+    """Return whether a trainer of TRL will make a reference model. A trainer with adapters switches them off
+    instead."""
     args = settings["args"]
     if settings.get("ref_model") is not None or _has_adapters(settings):
         return False
@@ -232,7 +234,7 @@ def _has_adapters(settings: Mapping[str, Any]) -> bool:
 
 
 def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for the model that TRL would load. TRL's default dtype is float32."""
+    """Return the arguments of `from_pretrained` for the model that TRL would load. TRL's default dtype is float32."""
     rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype")}
     dtype = kwargs.get("dtype", torch.float32)
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **rest)
@@ -244,11 +246,11 @@ def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[st
 
 
 def _skeleton(path: str, loading: Mapping[str, Any]) -> Any:
-    """The model without weights."""
+    """Return the model without weights."""
     with torch.device("meta"):
         skeleton = build_from_config(loading["model_class"], loading["config"], torch.float32)
     if getattr(skeleton, "generation_config", None) is not None:
-        with contextlib.suppress(OSError):  # a checkpoint may have none
+        with contextlib.suppress(OSError):  # a checkpoint may have no generation config
             skeleton.generation_config = GenerationConfig.from_pretrained(path)
     return skeleton
 
@@ -260,7 +262,7 @@ def _drain_frozen(model: nn.Module, *, offload: OffloadConfig, **kwargs: Any) ->
 
 
 def _part_for_reference(whole: OffloadConfig) -> OffloadConfig:
-    """The configuration of a reference, which has no backward and no second version of its records."""
+    """Return the configuration of a reference. A reference has no backward, and one version of each record."""
     assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     return replace(
         whole,
@@ -280,7 +282,7 @@ def _folder_of_reference(ssd: SsdPath) -> str:
 
 
 def _subtract_reference(whole: OffloadConfig, reference: OffloadEngine) -> OffloadConfig:
-    """The policy's configuration, with the budgets and capacities that the reference leaves."""
+    """Return the policy's configuration, with the budgets and capacities that the reference leaves."""
     assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
     store = reference.tiers.store
     taken_bytes = {path.path: taken for path, taken in zip(store.paths, store.layout.file_bytes, strict=True)}

@@ -1,4 +1,4 @@
-"""Checkpoints of Trainer that appear when they are complete."""
+"""Writes Trainer's checkpoints, which appear only when they are complete."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hf_lohan.report.run_data import FOLDER
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
-    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+    _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
 
 
 class CompleteCheckpointsMixin(_TrainerBase):
-    """Mixed into a Trainer: a checkpoint appears when it is complete, and only then old ones are removed.
+    """Mixed into a Trainer. A checkpoint appears when it is complete, and only then old checkpoints are removed.
 
-    Upstream's `_save_checkpoint` writes it to another folder. Three steps of it need the final name, and are repeated
-    or run afterwards: the best checkpoint's path, a push to the Hub, and the removal of old checkpoints.
+    Upstream's `_save_checkpoint` writes to another folder, which is then renamed. The best checkpoint's path, a push to
+    the Hub and the removal of old checkpoints need the final name, so they are repeated or run after the renaming.
     """
 
     _offload_config: OffloadConfig | None
-    """None: everything is as in upstream."""
+    """With None everything works as in upstream."""
     _unfinished_run_dir: str | None = None
     _push_is_due = False
     last_whole_checkpoint: str | None = None
@@ -43,8 +43,8 @@ class CompleteCheckpointsMixin(_TrainerBase):
         def _links(self) -> Links: ...
 
     def _replace_jit_checkpoints(self) -> None:
-        """Remove upstream's callback for `enable_jit_checkpoint`, which saves at SIGTERM, also within a step, when a
-        part of its updates is done. `_maybe_log_save_evaluate` saves after the step instead."""
+        """Remove upstream's callback for `enable_jit_checkpoint`. At SIGTERM it would save even within a step, with
+        only a part of the step's updates. `_maybe_log_save_evaluate` saves after the step instead."""
         callback = self.pop_callback(JITCheckpointCallback)
         if callback is not None:
             callback.on_train_end(self.args, self.state, self.control)  # restores the handler of SIGTERM
@@ -90,7 +90,7 @@ class CompleteCheckpointsMixin(_TrainerBase):
             self.callback_handler.on_save(self.args, self.state, self.control)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream, without the run's record and a store in its folder."""
+        """Same as upstream, but leave out the run's record and any store in the folder."""
         with self._uploads_as_upstream():
             return super().push_to_hub(*args, **kwargs)
 
@@ -99,17 +99,18 @@ class CompleteCheckpointsMixin(_TrainerBase):
             with self._uploads_as_upstream():
                 super()._push_from_checkpoint(checkpoint_folder)
         else:
-            self._push_is_due = True  # uploads run in the background, and this folder is about to move
+            self._push_is_due = True  # an upload runs in the background, and this folder is renamed soon
 
     def _uploads_as_upstream(self) -> contextlib.AbstractContextManager[None]:
         if self._offload_config is None:
             return contextlib.nullcontext()
         ssd = self._offload_config.ssd
-        stores = [] if ssd == "auto" else [path.path for path in ssd]  # uploads leave out the name of the "auto" store
+        # Uploads always leave out the "auto" store, by its name.
+        stores = [] if ssd == "auto" else [path.path for path in ssd]
         return uploads_without([FOLDER, *stores], self.args.output_dir)
 
     def _name_best_checkpoint(self, run_dir: str, checkpoint: Path) -> None:
-        """Set the final path of the best checkpoint, for which upstream looked beside the unfinished one."""
+        """Set the final path of the best checkpoint. Upstream sets its path in the unfinished folder."""
         state, before = self.state, self.state.best_model_checkpoint
         if state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
             best_name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"

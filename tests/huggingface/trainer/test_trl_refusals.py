@@ -86,7 +86,7 @@ def test_a_reference_that_does_not_fit_beside_the_policy(checkpoint: Path, tmp_p
 
 def test_a_reference_of_a_model_that_comes_from_no_folder(tmp_path: Path) -> None:
     message = refusal("DPO", arguments("DPO", tmp_path), model=tiny_model("llama"), processing_class=tiny_tokenizer())
-    assert "from which its reference could be loaded; pass ref_model=copy.deepcopy(model)" in message
+    assert "from which to load its reference; pass ref_model=copy.deepcopy(model)" in message
 
 
 def test_a_machine_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
