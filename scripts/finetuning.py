@@ -31,6 +31,8 @@ from transformers import (
 
 import hf_lohan
 from hf_lohan.device import default_torch_device
+from hf_lohan.huggingface.arguments import take_launched_precision
+from hf_lohan.huggingface.optimizers import config_named_by_optim
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,9 @@ def prepare(
     checkpoint = checkpoint_to_resume(data_args.resume or args.resume_from_checkpoint, args.output_dir)
     # Cheap checks first, weights last.
     offload = hf_lohan.OffloadConfig.load(model_args.offload) if model_args.offload else None
+    if offload is not None:
+        take_launched_precision(args)
+        offload = config_named_by_optim(args, offload)
     path = model_args.model_name_or_path
     config = AutoConfig.from_pretrained(path)
     if config.model_type not in family.model_types:

@@ -92,7 +92,7 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
             hardware = cached_hardware(
                 config, device, matrix_shapes=SHAPES, dtype=DTYPE, effort=EFFORT, measure_again=measure_again
             )
-            form = master_format(DTYPE, config.optimizer_state_dtype)
+            form = master_format(DTYPE, config.moment_dtype)
             update_bytes = DTYPE.itemsize + form.state_bytes_per_param
             checks += rate_checks(hardware, str(DTYPE).removeprefix("torch."), update_bytes=update_bytes)
         except (OSError, ValueError) as error:

@@ -31,7 +31,7 @@ from hf_lohan.planner.offload_plan import Activations
 from hf_lohan.wording import format_bytes
 
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
-OptimizerStateDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
+OptimizerStateDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]
 Optimizer: TypeAlias = Literal["auto", "muon"]
 SaveDtype: TypeAlias = Literal["auto", "bfloat16", "float32"]
 DurabilitySetting: TypeAlias = Literal["auto", "step", "checkpoint"]
@@ -76,9 +76,10 @@ class OffloadConfig:
     """"muon" updates the matrices of the layers like `torch.optim.Muon`, at the learning rate of AdamW, and all other
     parameters by the optimizer of the training arguments; "auto" is that optimizer for all parameters."""
 
-    optimizer_state_dtype: OptimizerStateDtype = "float32"
+    optimizer_state_dtype: OptimizerStateDtype = AUTO
     """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW always computes in float32. Other types than float32
-    round the moments when they are stored, so training is no longer equal to torch's to the bit."""
+    round the moments when they are stored, so training is no longer equal to torch's to the bit. "auto" is "float32",
+    and "int8" for a Trainer whose `optim` names an 8-bit AdamW, such as `adamw_8bit`."""
 
     save_dtype: SaveDtype = AUTO
     """Type in which bfloat16 weights are saved by `save_model`, `save_pretrained`, `lohan export` and in checkpoints.
@@ -223,6 +224,7 @@ class OffloadConfig:
             "gpu_memory": device_memory_bytes * 8 // 10,
             "cpu_memory": host_memory_bytes * 6 // 10,
             "ssd": default_ssd_path,
+            "optimizer_state_dtype": self.moment_dtype,
             "io_threads": max(2, min(8, num_cpus)),
             "io_piece_bytes": 8 * 1024 * 1024,
             "prefetch_blocks": 2,
@@ -236,6 +238,11 @@ class OffloadConfig:
         """Whether no setting is "auto", except an SSD's capacity (its free space) and the settings in `_DECIDED_LATER`,
         which the run itself decides."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
+
+    @property
+    def moment_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
+        """`optimizer_state_dtype`; "auto" is float32."""
+        return "float32" if self.optimizer_state_dtype == AUTO else self.optimizer_state_dtype
 
     def to_dict(self) -> dict[str, Any]:
         """The settings in JSON's types; `load` makes an equal config of them."""

@@ -96,7 +96,7 @@ def measure_hardware(
             dtype,
             numel=effort.update_numel,
             budget_s=0.12 * budget_s,
-            moment_dtype=config.optimizer_state_dtype,
+            moment_dtype=config.moment_dtype,
         )
     device.give_back_unused()  # a run needs other sizes
     return HardwareProfile(

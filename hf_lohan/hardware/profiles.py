@@ -117,7 +117,7 @@ def _key(
     effort: MeasuringEffort,
 ) -> dict[str, Any]:
     """Everything that the rates depend on, in JSON types."""
-    state_dtype = config.optimizer_state_dtype
+    state_dtype = config.moment_dtype
     # No key for the default, so that older profiles stay valid.
     moments = {} if state_dtype == "float32" else {"optimizer_state_dtype": state_dtype}
     return moments | {

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_models
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.arguments import BFLOAT16_MEANING, precision_asked
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of, settings_given
-from hf_lohan.huggingface.guards import check_accelerator, check_model, check_schedule
+from hf_lohan.huggingface.guards import (
+    check_accelerator,
+    check_model,
+    check_precision,
+    check_schedule,
+    check_streamed,
+)
 from hf_lohan.huggingface.models.loading import reload_state_dict, reload_weights
 from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, save_together
 from hf_lohan.huggingface.models.state_dicts import (
@@ -48,7 +55,8 @@ class LohanPlugin:
     """"lohan", a YAML path, a dict or an `OffloadConfig`."""
 
     bf16: bool = False
-    """Use bfloat16 working weights, with exact float32 masters in the store and without autocast."""
+    """Use bfloat16 working weights, with exact float32 masters in the store and without autocast.
+    `Accelerator(mixed_precision="bf16")` means the same."""
 
     max_grad_norm: float | None = None
     """With 0 the loop must not clip, and updates run in backward. With None gradients are held until `step()`."""
@@ -180,6 +188,8 @@ class Accelerator(OffloadAwareAccelerator):
     """The setting that is used without a plugin."""
 
     def __init__(self, *args: Any, lohan_plugin: LohanPlugin | None = None, **kwargs: Any) -> None:
+        if (precision := precision_asked(*args, **kwargs)) == "fp8":
+            check_precision(precision)  # before accelerate asks for a package
         super().__init__(*args, **kwargs)
         self.lohan_plugin = lohan_plugin or LohanPlugin(offload=self.default_offload)
         if lohan_plugin is not None:  # without a plugin, `_offload` checks it
@@ -252,13 +262,21 @@ class Accelerator(OffloadAwareAccelerator):
                 f"an Accelerator offloads one model, and already has {type(engine.model).__name__}; leave "
                 f"{type(model).__name__} out of prepare, or call free_memory() first to replace the model"
             )
+        if models_engine is not None:
+            check_streamed(models_engine, bf16=self._computes_in_bfloat16, moment_dtype="float32")
         return models_engine or self._offload(model, rules)
+
+    @property
+    def _computes_in_bfloat16(self) -> bool:
+        return self.lohan_plugin.bf16 or self.mixed_precision == "bf16"
 
     def _offload(self, model: nn.Module, rules: Rules) -> OffloadEngine:
         check_accelerator(self)
         check_model(model)
         plugin = self.lohan_plugin
         config = settings_given(plugin.offload)
+        if self.mixed_precision == "bf16" and not plugin.bf16:
+            logger.info(BFLOAT16_MEANING)
         if config.optimizer == "muon":
             raise ValueError(
                 "optimizer='muon' is for Trainer only; leave it out, and prepare torch.optim.Muon over the layers' "
@@ -269,7 +287,7 @@ class Accelerator(OffloadAwareAccelerator):
             config,
             torch_device=self.device,
             default_ssd_path=plugin.ssd_path,
-            working_dtype=torch.bfloat16 if plugin.bf16 else None,
+            working_dtype=torch.bfloat16 if self._computes_in_bfloat16 else None,
             hold_gradients=plugin.max_grad_norm != 0 or self.gradient_accumulation_steps > 1,
             sums_gradients=self.gradient_accumulation_steps > 1,
             rules=rules,

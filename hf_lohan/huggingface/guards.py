@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
@@ -15,13 +15,27 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, make_optimizer_choice, refused_optim_args
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.optimizers import (
+    OPTIM_NAMES,
+    check_given,
+    int8_advice,
+    make_optimizer_choice,
+    refused_optim_args,
+)
 from hf_lohan.huggingface.ranks import check_rank_accelerator, check_rank_arguments
+from hf_lohan.model import Block
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_together, why_not_together
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 """Launch types that place weights themselves."""
+
+_UNSUPPORTED_PRECISIONS = {
+    "fp16": "needs loss scaling, which offload does not do",
+    "fp8": "needs layers of another package, which cannot read streamed weights",
+}
+"""Values of accelerate's `mixed_precision` that are refused, with the reason."""
 
 _ONE_STEP_EACH = ("transformers", "hf_lohan")
 """Packages whose Trainer treats each micro-batch of a step independently."""
@@ -65,13 +79,12 @@ def check_arguments(args: TrainingArguments) -> None:
     optim = getattr(args.optim, "value", args.optim)
     checkpointing = getattr(args, "activation_checkpointing_kwargs", None)
     checkpointing = checkpointing or getattr(args, "gradient_checkpointing_kwargs", None) or {}
-    asked = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
-    launched = getattr(args, "mixed_precision", asked)
+    launched = getattr(args, "mixed_precision", "no")
     refused = {
         "fp16=True needs loss scaling, which offload does not do; use bf16=True or float32": args.fp16,
         "fp16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.fp16_full_eval,
         "bf16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.bf16_full_eval,
-        f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}{_int8_advice(optim)}": (
+        f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}{int8_advice(optim)}": (
             optim not in OPTIM_NAMES
         ),
         f"optim_args={args.optim_args!r} would be partly ignored with optim={optim!r}; use learning_rate, "
@@ -85,22 +98,13 @@ def check_arguments(args: TrainingArguments) -> None:
             args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
         ),
         "torch_compile=True cannot follow streamed weights; leave it off under offload": args.torch_compile,
-        f"mixed_precision={launched!r}, set by the launcher, wraps the forward in autocast, which offload replaces; "
-        "launch with --mixed_precision no, and set bf16=True in the training arguments for bfloat16": (
-            launched not in ("no", asked)
-        ),
+        f"mixed_precision={launched!r}, set by the launcher, {_UNSUPPORTED_PRECISIONS.get(launched)}; launch with "
+        "--mixed_precision bf16 or no": launched in _UNSUPPORTED_PRECISIONS,
     }
     for sentence, is_refused in refused.items():
         if is_refused:
             raise ValueError(sentence)
     check_rank_arguments(args)
-
-
-def _int8_advice(optim: str) -> str:
-    """Return the advice for an AdamW with 8-bit or 4-bit states; empty for other optimizers."""
-    if not re.search(r"adamw.*(8bit|4bit|fp8)", optim):
-        return ""
-    return ", and for smaller AdamW states set optimizer_state_dtype: int8 in the offload config"
 
 
 def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head: bool) -> None:
@@ -165,14 +169,18 @@ def check_runs_together(trainer: Trainer) -> None:
     check_together(trainer.model)
 
 
+def check_precision(mixed_precision: str) -> None:
+    """Raise ValueError for a value of accelerate's `mixed_precision` that offload does not support."""
+    if mixed_precision in _UNSUPPORTED_PRECISIONS:
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r} {_UNSUPPORTED_PRECISIONS[mixed_precision]}; set mixed_precision to "
+            "'bf16' or 'no' (lohan launch --mixed_precision bf16)"
+        )
+
+
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raise ValueError for settings of an `Accelerator` that offload replaces or does not support."""
-    if accelerator.mixed_precision != "no":
-        raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} wraps the forward in autocast, which offload replaces; "
-            "set mixed_precision='no' (lohan launch --mixed_precision no), and load the model in bfloat16 or use "
-            "hf_lohan.Accelerator with LohanPlugin(bf16=True)"
-        )
+    check_precision(accelerator.mixed_precision)
     if accelerator.distributed_type in _OTHERS:
         raise ValueError(f"offload cannot be combined with {accelerator.distributed_type.value}; choose one of them")
     check_rank_accelerator(accelerator)
@@ -226,6 +234,26 @@ def check_schedule(schedule: Any) -> None:
             "AdafactorSchedule reads the optimizer's states, which are in the store; use "
             "Adafactor(relative_step=False, lr=...) with another scheduler, or without a scheduler in your own loop"
         )
+
+
+def check_streamed(engine: OffloadEngine, *, bf16: bool, moment_dtype: str) -> None:
+    """Raise ValueError if a model that is already offloaded has not the dtypes that a Trainer or an `Accelerator` asks
+    for."""
+    master = engine.layout.master
+    if bf16 and master.working_dtype == torch.float32:
+        raise ValueError(
+            "the model was offloaded in float32, and bfloat16 weights were asked for; call "
+            "from_pretrained(..., bf16=True), or leave bf16 and mixed_precision out"
+        )
+    if moment_dtype == "int8" and any(block.master.moment_dtype != "int8" for block in _trained(engine)):
+        raise ValueError(
+            "the model was offloaded with exact moments, and int8 moments were asked for; call "
+            "from_pretrained(..., offload={'optimizer_state_dtype': 'int8'}), or set optim='adamw_torch'"
+        )
+
+
+def _trained(engine: OffloadEngine) -> list[Block]:
+    return [block for block in engine.layout.blocks if block.state_numel]
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from hf_lohan.compat.torch_private import mark_optimizer_stepped
 from hf_lohan.config import OffloadConfig
@@ -42,7 +45,11 @@ _OPTIM_ARGS = {
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
 """Keys of `optim_args` that upstream uses. Upstream ignores a weight decay in them."""
-OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_OPTIM_ARGS, "adafactor", *_LIONS)
+_INT8_ADAMWS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+"""Names of 8-bit optimizers of bitsandbytes. Our moments are then stored in int8."""
+_ADAMWS = ("paged_adamw_32bit", *_INT8_ADAMWS)
+"""Names of AdamW in bitsandbytes."""
+OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_ADAMWS, *_OPTIM_ARGS, "adafactor", *_LIONS)
 """Supported values of `TrainingArguments.optim`."""
 
 
@@ -101,6 +108,38 @@ class _OffloadedMuon(OffloadOptimizer):
         return split
 
 
+def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> OffloadConfig:
+    """Return the configuration, with int8 moments if `optim` names an 8-bit AdamW. Raises ValueError if a setting of the
+    configuration contradicts this name."""
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in _INT8_ADAMWS:
+        return config
+    meaning = f"optim={optim!r} means optimizer_state_dtype: int8"
+    if config.optimizer != "auto":
+        raise ValueError(
+            f"{meaning}, which is for AdamW alone, and optimizer is {config.optimizer!r}; leave optimizer out, or set "
+            "optim='adamw_torch'"
+        )
+    if config.optimizer_state_dtype not in ("auto", "int8"):
+        raise ValueError(
+            f"{meaning}, and optimizer_state_dtype is {config.optimizer_state_dtype!r}; leave it out, or set "
+            "optim='adamw_torch'"
+        )
+    if config.optimizer_state_dtype == "int8":
+        return config
+    logger.warning(
+        "%s, whose rounding is not that of bitsandbytes, so the numbers differ from those of bitsandbytes", meaning
+    )
+    return replace(config, optimizer_state_dtype="int8")
+
+
+def int8_advice(name: str) -> str:
+    """Return the advice for an AdamW with 8-bit or 4-bit states; empty for other optimizers."""
+    if not re.search(r"adamw.*(8bit|4bit|fp8)", name.lower()):
+        return ""
+    return ", and for smaller AdamW states set optimizer_state_dtype: int8 in the offload config"
+
+
 def refused_optim_args(optim: str, optim_args: str | None) -> bool:
     """Return whether a key in `TrainingArguments.optim_args` would be ignored."""
     names = {pair.partition("=")[0] for pair in (optim_args or "").replace(" ", "").split(",") if pair}
@@ -125,6 +164,9 @@ def choose_optimizer(
         betas = (args.adam_beta1, args.adam_beta2)
         settings = {"lr": args.learning_rate, "betas": betas, "weight_decay": 0.0}
         return OptimizerChoice(rule_for("Lion", [settings]), {RULE_KEY: "Lion", **settings})
+    if given is None and optim in _ADAMWS:
+        args = copy.copy(args)
+        args.optim = OptimizerNames.ADAMW_TORCH_FUSED
     chosen = given if given is not None else by_arguments(args)
     return make_optimizer_choice(chosen, lambda: choose_optimizer(args, None, by_arguments, config))
 
@@ -265,7 +307,9 @@ def _name_of(optimizer_class: Any) -> str:
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     is_lion = name == "Lion" and optimizer_class.__module__.partition(".")[0] == "lion_pytorch"
     if name not in OPTIMIZERS or not (is_lion or getattr(torch.optim, name, None) is optimizer_class):
-        raise ValueError(f"{name} cannot be offloaded; use one of torch.optim's {', '.join(OPTIMIZERS)}")
+        raise ValueError(
+            f"{name} cannot be offloaded; use one of torch.optim's {', '.join(OPTIMIZERS)}{int8_advice(name)}"
+        )
     return name
 
 

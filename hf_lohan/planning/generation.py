@@ -46,7 +46,7 @@ def lay_out_generation(
     """
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
-    form = stored_form(model, working_dtype, config.optimizer_state_dtype)
+    form = stored_form(model, working_dtype, config.moment_dtype)
     num_choices = keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
     if config.experts == "streamed":
@@ -55,7 +55,7 @@ def lay_out_generation(
         is_few = num_choices is not None and 2 * num_choices <= num_experts
         is_streamed = config.experts == "auto" and is_few
     if is_streamed:
-        form = stored_form(model, working_dtype, config.optimizer_state_dtype, streams_experts=True)
+        form = stored_form(model, working_dtype, config.moment_dtype, streams_experts=True)
     blocks = form.model_blocks.blocks
     assert not any(block.state_numel for block in blocks), "freeze it first"
     shapes = [block.shape() for block in blocks]

@@ -395,9 +395,9 @@ def lay_out(
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
-    form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules)
+    form = stored_form(model, working_dtype, config.moment_dtype, rules)
     if streams_experts(model, form, config, ranks):
-        form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules, streams_experts=True)
+        form = stored_form(model, working_dtype, config.moment_dtype, rules, streams_experts=True)
     shards = _shards_of(ranks)
     form = shards.cut(form)
     blocks = form.model_blocks.blocks

@@ -35,7 +35,7 @@ def test_nothing_said_is_all_automatic(source: Any) -> None:
     config = OffloadConfig.load(source)
     assert config == OffloadConfig()
     assert (config.activations, config.schedule) == ("auto", "optimized")
-    assert config.optimizer_state_dtype == "float32"
+    assert (config.optimizer_state_dtype, config.moment_dtype) == ("auto", "float32")
     assert not config.is_resolved
 
 

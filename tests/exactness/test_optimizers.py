@@ -43,6 +43,54 @@ def test_an_optimizer_that_the_arguments_name(settings: dict[str, Any], tmp_path
     assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, **settings), stock, norms=False)
 
 
+EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+
+
+@pytest.mark.parametrize("optim", EIGHT_BITS)
+def test_an_8_bit_adamw_stores_moments_in_int8(optim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"max_steps": NUM_STEPS, "weight_decay": 0.1}
+    int8 = {**SMALL_BUDGETS, "optimizer_state_dtype": "int8"}
+    expected = train_offloaded("llama", tmp_path / "int8", {}, offload=int8, **settings)
+    named = train_offloaded("llama", tmp_path / optim, {}, **settings, optim=optim)
+    assert_same_bits(named, expected)
+    (line,) = [record.getMessage() for record in caplog.records if "optim=" in record.getMessage()]
+    assert line.startswith(f"optim='{optim}' means optimizer_state_dtype: int8, whose rounding is not that of bits")
+
+
+def test_the_paged_adamw_is_exact(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": NUM_STEPS, "weight_decay": 0.1}
+    stock = train_stock("llama", tmp_path / "stock", {}, **settings, optim="adamw_torch_fused")
+    assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, **settings, optim="paged_adamw_32bit"), stock)
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        (
+            {"optimizer_state_dtype": "float32"},
+            "means optimizer_state_dtype: int8, and optimizer_state_dtype is 'float32'",
+        ),
+        ({"optimizer": "muon"}, "means optimizer_state_dtype: int8, which is for AdamW alone, and optimizer is 'muon'"),
+    ],
+    ids=["another type", "another optimizer"],
+)
+def test_an_8_bit_adamw_with_other_settings_is_refused(offload: dict[str, Any], message: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, optim="adamw_8bit")
+    with pytest.raises(ValueError, match=message):
+        hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=dataset(), offload=offload)
+
+
+def test_an_8_bit_adamw_over_a_model_that_was_streamed_exactly_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    offload = {**SMALL_BUDGETS, "ssd": str(tmp_path / "store")}
+    model = hf_lohan.from_pretrained(tmp_path / "model", offload=offload, torch_device="cpu")
+    with pytest.raises(ValueError, match=r"offloaded with exact moments.*'optimizer_state_dtype': 'int8'"):
+        hf_lohan.Trainer(model, arguments(tmp_path, optim="adamw_8bit"), train_dataset=dataset())
+    engine = hf_lohan.engine_of(model)
+    assert engine is not None
+    engine.close()
+
+
 class Stops(TrainerCallback):
     """Ends a run when it has taken some steps."""
 

@@ -15,15 +15,19 @@ from hf_lohan.config import ConfigError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
+class AdamW8bit(torch.optim.AdamW):
+    """Has the name of bitsandbytes'."""
+
+
 @pytest.fixture
 def accelerator(tmp_path: Path) -> Accelerator:
     offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "store")}
     return Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=offload))
 
 
-def test_autocast_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mixed_precision='bf16'.*LohanPlugin\(bf16=True\)"):
-        Accelerator(cpu=True, mixed_precision="bf16", lohan_plugin=LohanPlugin())
+def test_float16_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16' needs loss scaling, .*'bf16' or 'no'"):
+        Accelerator(cpu=True, mixed_precision="fp16", lohan_plugin=LohanPlugin())
 
 
 def test_an_optimizer_before_its_model_is_refused(accelerator: Accelerator) -> None:
@@ -36,10 +40,11 @@ def test_an_optimizer_before_its_model_is_refused(accelerator: Accelerator) -> N
     ("make", "message"),
     [
         (lambda params: torch.optim.Rprop(params), r"Rprop cannot be offloaded; use one of torch\.optim's AdamW, Adam"),
+        (lambda params: AdamW8bit(params), "AdamW8bit cannot be offloaded; .* set optimizer_state_dtype: int8"),
         (lambda params: torch.optim.AdamW(params, amsgrad=True), "AdamW with amsgrad=True"),
         (lambda params: torch.optim.SGD(params, maximize=True), "SGD with maximize=True"),
     ],
-    ids=["rprop", "amsgrad", "maximize"],
+    ids=["rprop", "8bit", "amsgrad", "maximize"],
 )
 def test_other_optimizers_are_refused_before_a_weight_is_touched(
     make: Callable[[Any], torch.optim.Optimizer], message: str, accelerator: Accelerator

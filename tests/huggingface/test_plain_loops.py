@@ -109,8 +109,8 @@ model = tiny_model("llama", num_layers=2)
     ("rest", "message"),
     [
         (
-            "Accelerator(cpu=True, mixed_precision='bf16').prepare(model)",
-            r"mixed_precision='bf16' .*lohan launch --mixed_precision no.* load the model in bfloat16",
+            "Accelerator(cpu=True, mixed_precision='fp16').prepare(model)",
+            r"mixed_precision='fp16' needs loss scaling.*lohan launch --mixed_precision bf16",
         ),
         (
             "Accelerator(cpu=True, dynamo_backend='inductor').prepare(model)",
@@ -145,7 +145,7 @@ optimizer.step()
 
 def test_an_accelerator_that_prepares_no_model_may_be_any(offloaded: Started) -> None:
     """Scripts make one to ask it which process they are."""
-    offloaded(BEGIN + "assert Accelerator(mixed_precision='bf16', cpu=True).is_main_process")
+    offloaded(BEGIN + "assert Accelerator(mixed_precision='fp16', cpu=True).is_main_process")
 
 
 def test_a_script_that_offloads_nothing_is_told(offloaded: Started, caplog: pytest.LogCaptureFixture) -> None:

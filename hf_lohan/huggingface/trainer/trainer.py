@@ -35,6 +35,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
+from hf_lohan.huggingface.arguments import take_launched_precision
 from hf_lohan.huggingface.attachment import (
     answering_out_of_memory,
     chunked_head_at,
@@ -51,11 +52,12 @@ from hf_lohan.huggingface.guards import (
     check_optimizer,
     check_optimizers,
     check_runs_together,
+    check_streamed,
     ids_within_vocabulary,
     why_trainer_runs_in_turn,
 )
 from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights
-from hf_lohan.huggingface.optimizers import StoreOptimizerMixin
+from hf_lohan.huggingface.optimizers import StoreOptimizerMixin, config_named_by_optim
 from hf_lohan.huggingface.progress import begin_step, trainer_line
 from hf_lohan.huggingface.ranks import random_state_suffix
 from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
@@ -240,11 +242,16 @@ class OffloadTrainerMixin(
         model = settings.get("model")
         args = settings.get("args") or default_arguments(type(self), model) or TrainingArguments("tmp_trainer")
         settings["args"] = args
+        is_launched_in_bf16 = take_launched_precision(args)
         check_arguments(args)
         check_model(model)
         self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
         optimizers = settings.get("optimizers") or (None, None)
         check_optimizers(model, optimizers, self.optimizer_cls_and_kwargs, self._offload_config)
+        if optimizers[0] is None and self.optimizer_cls_and_kwargs is None:
+            self._offload_config = config_named_by_optim(args, self._offload_config)
+        if isinstance(model, nn.Module) and (engine := engine_of(model)) is not None:
+            check_streamed(engine, bf16=is_launched_in_bf16, moment_dtype=self._offload_config.moment_dtype)
         use_one_gpu(args)
         with self._replacing_models(settings):
             if isinstance(model, Path | str) and not self._makes_models:
