@@ -109,7 +109,7 @@ class _OffloadedMuon(OffloadOptimizer):
 
 
 def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> OffloadConfig:
-    """Return the configuration, with int8 moments if `optim` names an 8-bit AdamW. Raises ValueError if a setting of the
+    """Return the configuration, with int8 moments if `optim` names an 8-bit AdamW. Raise ValueError if a setting of the
     configuration contradicts this name."""
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _INT8_ADAMWS:
