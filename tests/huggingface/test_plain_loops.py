@@ -122,7 +122,7 @@ model = tiny_model("llama", num_layers=2)
         ),
         (
             "Accelerator(cpu=True).prepare(model, tiny_model('gpt2'))",
-            "offloads one model, and has LlamaForCausalLM already; leave GPT2LMHeadModel out",
+            "offloads one model, and already has LlamaForCausalLM; leave GPT2LMHeadModel out",
         ),
     ],
 )
