@@ -5,7 +5,7 @@ The names below are loaded when they are first used: importing this package impo
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     )
     from hf_lohan.optim import OffloadAdamW
 
-__version__ = "0.1.0"
+try:
+    __version__ = metadata.version("hf-lohan")
+except metadata.PackageNotFoundError:  # a clone that is on the path, and was not installed
+    __version__ = "0+unknown"
 
 _HOMES = {
     "Accelerator": "hf_lohan.huggingface",

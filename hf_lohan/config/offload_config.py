@@ -167,6 +167,9 @@ class OffloadConfig:
     trace: bool = False
     """Record every task of every lane, and write them to `lohan/trace.json` when training ends."""
 
+    hub_model_card: bool = True
+    """Whether the model card that Trainer writes gets the tag `hf_lohan` and three lines about the run."""
+
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
@@ -294,6 +297,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "collectives": check_collectives,
     "net_timeout": check_seconds,
     "trace": check_flag,
+    "hub_model_card": check_flag,
 }
 assert tuple(_CHECKS) == SETTINGS, "every setting has its check"
 

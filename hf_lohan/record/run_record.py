@@ -35,7 +35,7 @@ from hf_lohan.report.run_data import (
 )
 from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.threads import usable_cpus
-from hf_lohan.wording import format_bytes
+from hf_lohan.wording import count, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +195,22 @@ class RunRecord:
             "peak_anon_rss_bytes": self._peak.peak_bytes,
             **tiers.codecs.figures(),
         }
+
+    def card_lines(self) -> list[str]:
+        """Three lines about the run for a model card; none before the first step, and after the engine has closed."""
+        if not self._step_s or self.engine.is_closed:
+            return []
+        figures, layout = self.figures(), self.engine.layout
+        dtype = str(layout.master.working_dtype).removeprefix("torch.")
+        return [
+            f"Trained with hf_lohan {__version__}: {count(layout.num_parameters)} parameters in {dtype}, of which "
+            f"one block at a time was on the device. The training state took {format_bytes(figures['store_bytes'])} "
+            "on SSD.",
+            f"{figures['num_steps']} steps of {figures['step_s']:.3g} s (median), "
+            f"{figures['tokens_per_s']:,.0f} tokens a second.",
+            f"{format_bytes(figures['ssd_read_bytes'])} read from SSD and {format_bytes(figures['ssd_write_bytes'])} "
+            "written.",
+        ]
 
     def _write_summary(self, *, is_finished: bool) -> None:
         engine = self.engine

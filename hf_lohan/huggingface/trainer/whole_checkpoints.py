@@ -1,4 +1,4 @@
-"""Writes Trainer's checkpoints, which appear only when they are complete."""
+"""Writes Trainer's checkpoints, which appear only when they are complete, and the model card."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import ModelCard, ModelCardData
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
@@ -15,12 +16,17 @@ from hf_lohan.checkpoint.whole_folder import unfinished_together
 from hf_lohan.compat.transformers_private import uploads_without
 from hf_lohan.config import OffloadConfig
 from hf_lohan.ranks import Links
+from hf_lohan.record import RunRecord
 from hf_lohan.report.run_data import FOLDER
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
     _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
+
+
+CARD_TAG = "hf_lohan"
+CARD_HEADING = "### Offloading"
 
 
 class CompleteCheckpointsMixin(_TrainerBase):
@@ -41,6 +47,9 @@ class CompleteCheckpointsMixin(_TrainerBase):
 
         @property
         def _links(self) -> Links: ...
+
+        @property
+        def _record(self) -> RunRecord | None: ...
 
     def _replace_jit_checkpoints(self) -> None:
         """Remove upstream's callback for `enable_jit_checkpoint`. At SIGTERM it would save even within a step, with
@@ -93,6 +102,20 @@ class CompleteCheckpointsMixin(_TrainerBase):
         """Same as upstream, but leave out the run's record and any store in the folder."""
         with self._uploads_as_upstream():
             return super().push_to_hub(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream. The card of an offloaded run also gets our tag and lines about the run, unless `hub_model_card`
+        is false."""
+        super().create_model_card(*args, **kwargs)
+        config = self._offload_config
+        if config is None or not config.hub_model_card or not self.is_world_process_zero():
+            return
+        path = os.path.join(self.args.output_dir, "README.md")
+        card = ModelCard.load(path)
+        facts = {**card.data.to_dict(), "tags": list(dict.fromkeys([*(card.data.tags or []), CARD_TAG]))}
+        lines = [f"- {line}" for line in (self._record.card_lines() if self._record is not None else [])]
+        body = [card.text.rstrip("\n"), *(["", CARD_HEADING, "", *lines] if lines else []), ""]
+        ModelCard("\n".join(["---", ModelCardData(**facts).to_yaml(), "---", *body])).save(path)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._unfinished_run_dir is None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from transformers import TrainerCallback, TrainingArguments
 
@@ -121,6 +122,26 @@ def test_what_is_pushed_is_what_the_stock_trainer_pushes(
         of_states = {name for name in files if name.startswith("last-checkpoint/lohan")}
         assert files - of_states == theirs
         assert bool(of_states) == ("last-checkpoint/optimizer.pt" in theirs), "with them a run goes on from there"
+
+
+def test_the_model_card_has_the_tag_and_three_lines_unless_they_are_left_out(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    cards = []
+    for name, offload in (("stock", None), ("off", {**BUDGETS, "hub_model_card": False}), ("ours", BUDGETS)):
+        trainer = make_trainer(tmp_path / name / "run", offload=offload, max_steps=2, save_strategy="no")
+        trainer.train()
+        trainer.create_model_card(model_name="tiny", tags="small")
+        trainer.create_model_card(model_name="tiny", tags="small")  # as a second push does
+        cards.append(ModelCard.load(tmp_path / name / "run" / "README.md"))
+    stock, left_out, ours = cards
+    assert sorted(left_out.data.tags) == sorted(stock.data.tags)
+    assert "Offloading" not in left_out.content
+    assert set(ours.data.tags) == {*stock.data.tags, "hf_lohan"}
+    lines = ours.text.split("### Offloading")[1].strip().splitlines()
+    assert len(lines) == 3
+    assert f"hf_lohan {hf_lohan.__version__}" in lines[0]
+    assert lines[1].startswith("- 2 steps of ")
 
 
 class SignalsItself(TrainerCallback):
