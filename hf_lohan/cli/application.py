@@ -108,8 +108,21 @@ def launch_command(context: typer.Context) -> None:
 def config(
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+    ask: Annotated[bool, typer.Option("--ask", help="Ask four questions, and write a YAML file instead.")] = False,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="With --ask: the model to train.")] = None,
+    card: Annotated[str | None, typer.Option(metavar="CARD", help="With --ask: its name, 24GB, none or auto.")] = None,
+    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="With --ask: such as 64GB, or auto.")] = None,
+    drives: Annotated[
+        str | None, typer.Option(metavar="PATHS", help="With --ask: PATH or PATH=SIZE, by commas, or auto.")
+    ] = None,
+    output: Annotated[str, typer.Option(metavar="FILE.yaml", help="With --ask: the file to write.")] = "lohan.yaml",
 ) -> None:
     """Print the configuration that a run would use on this machine, every auto resolved; it can be used as a file."""
+    answers = {"model": model, "card": card, "ram": ram, "drives": drives}
+    if ask or any(answer is not None for answer in answers.values()):
+        with one_line_errors():
+            _ask(answers, output)
+        return
     with one_line_errors():
         from hf_lohan.config import OffloadConfig
 
@@ -128,6 +141,35 @@ def config(
         if settings["ssd"] == "auto":
             typer.echo("# ssd: auto is the folder _lohan/store in the run's output directory")
         typer.echo(yaml.safe_dump(settings, sort_keys=False), nl=False)
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(answers: dict[str, str | None], output: str) -> None:
+    from hf_lohan.config import ConfigError
+    from hf_lohan.config.answers import QUESTIONS, check_new, missing_answers, use_answers
+
+    check_new(output)
+    missing = missing_answers(answers)
+    if missing and not _has_terminal():
+        raise ValueError(f"no terminal to ask in; also give {', '.join(missing)}")
+    for question in QUESTIONS:
+        while answers[question.name] is None:
+            answer = typer.prompt(question.text, default=question.default)
+            try:
+                question.settings(answer)
+            except ConfigError as error:
+                typer.echo(str(error))
+            else:
+                answers[question.name] = answer
+    made = use_answers({name: answer or "" for name, answer in answers.items()}, output)
+    Path(output).write_text(made.yaml, encoding="utf-8")
+    typer.echo(f"wrote {output}:")
+    typer.echo(made.yaml)
+    for command in made.commands:
+        typer.echo(command)
 
 
 @app.command()

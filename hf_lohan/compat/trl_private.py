@@ -31,6 +31,11 @@ def makes_models(trainer_class: type) -> bool:
     return bool(_modules_that_make_models(trainer_class))
 
 
+def is_supervised(trainer_class: type) -> bool:
+    """Whether it is TRL's trainer for supervised fine-tuning."""
+    return any(base.__name__ == "SFTTrainer" for base in trainer_class.__mro__)
+
+
 def has_fused_head(trainer_class: type) -> bool:
     """Whether the trainer's loss passes the head's weight to a function of TRL."""
     return any(hasattr(module, "add_fused_lm_head") for module in _modules_that_make_models(trainer_class))

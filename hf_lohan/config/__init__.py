@@ -5,13 +5,25 @@ every value. A misspelt key is refused with the nearest right one. `resolve` rep
 known. The room imports neither torch nor anything that looks at the machine.
 """
 
-from hf_lohan.config.offload_config import ExpertCachePolicy, OffloadConfig, Schedule, setting_rows
+from hf_lohan.config.offload_config import (
+    ALL_AUTO,
+    FITS_OR_NOT,
+    OFFLOAD_VARIABLE,
+    ExpertCachePolicy,
+    OffloadConfig,
+    Schedule,
+    offload_of_environment,
+    setting_rows,
+)
 from hf_lohan.config.values import AUTO, ConfigError, SsdPath, interval_s, parse_bytes, ssd_paths
 from hf_lohan.planner.collectives import Collectives
 from hf_lohan.planner.offload_plan import Activations
 
 __all__ = [
+    "ALL_AUTO",
     "AUTO",
+    "FITS_OR_NOT",
+    "OFFLOAD_VARIABLE",
     "Activations",
     "Collectives",
     "ConfigError",
@@ -20,6 +32,7 @@ __all__ = [
     "Schedule",
     "SsdPath",
     "interval_s",
+    "offload_of_environment",
     "parse_bytes",
     "setting_rows",
     "ssd_paths",

@@ -42,6 +42,12 @@ ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
 
 ALL_AUTO = "lohan"
 """Offloading with every setting at its default. Also the key to nest settings under."""
+FITS_OR_NOT = "auto"
+"""The value of a Trainer's `offload` that offloads only a training that does not fit the device."""
+OFFLOAD_VARIABLE = "LOHAN_OFFLOAD"
+"""The variable of the environment with the default of `offload`."""
+DEVICE_TENTHS, HOST_TENTHS = 8, 6
+"""Tenths of the free memory of the device and of the host that "auto" allows."""
 LEAST_NET_TIMEOUT_S = 120.0
 """The least timeout of "auto": at first a rank may still compile or read its data."""
 _SLOW_STEPS = 10
@@ -202,6 +208,11 @@ class OffloadConfig:
             case Mapping():
                 return cls._from_settings(_unnest(value))
             case str() | os.PathLike():
+                if value == FITS_OR_NOT:
+                    raise ConfigError(
+                        f"offload={value!r} is for a Trainer, which knows its batches; give {ALL_AUTO!r} here, or the "
+                        "path of a YAML file"
+                    )
                 path = _file_named(value)
                 content = read_yaml(path, "offload config")
                 settings = _unnest({} if content is None else content, where=f"{path}: ")
@@ -224,8 +235,8 @@ class OffloadConfig:
     ) -> OffloadConfig:
         """This config with every "auto" replaced for this machine; only an SSD's capacity may stay "auto"."""
         automatic: dict[str, Any] = {
-            "gpu_memory": device_memory_bytes * 8 // 10,
-            "cpu_memory": host_memory_bytes * 6 // 10,
+            "gpu_memory": device_memory_bytes * DEVICE_TENTHS // 10,
+            "cpu_memory": host_memory_bytes * HOST_TENTHS // 10,
             "ssd": default_ssd_path,
             "optimizer_state_dtype": self.moment_dtype,
             "io_threads": max(2, min(8, num_cpus)),
@@ -260,6 +271,17 @@ class OffloadConfig:
         if self.net_timeout == AUTO:
             return max(LEAST_NET_TIMEOUT_S, _SLOW_STEPS * slowest_step_s)
         return float(self.net_timeout)
+
+
+def offload_of_environment() -> str | None:
+    """Return the default of `offload` in the environment, if it has one. Raise ConfigError for a wrong one."""
+    value = os.environ.get(OFFLOAD_VARIABLE)
+    if value and value != FITS_OR_NOT:
+        try:
+            OffloadConfig.load(value)
+        except ConfigError as error:
+            raise ConfigError(f"{OFFLOAD_VARIABLE} in the environment: {error}") from None
+    return value or None
 
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"

@@ -5,6 +5,7 @@ Only this room and `compat` import transformers, accelerate and peft. This room 
 
 from hf_lohan.checkpoint.resume_point import last_step
 from hf_lohan.huggingface.accelerator import Accelerator, LohanPlugin
+from hf_lohan.huggingface.arguments import LohanArguments, TrainingArguments
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.generate.generation import load_for_generation
 from hf_lohan.huggingface.models.loading import from_pretrained
@@ -12,9 +13,11 @@ from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 
 __all__ = [
     "Accelerator",
+    "LohanArguments",
     "LohanPlugin",
     "OffloadTrainerMixin",
     "Trainer",
+    "TrainingArguments",
     "engine_of",
     "from_pretrained",
     "last_step",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_models
+from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, ConfigError, offload_of_environment
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import BFLOAT16_MEANING, precision_asked
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of, settings_given
@@ -51,8 +52,8 @@ _MODEL_FOLDER = "lohan_model"
 class LohanPlugin:
     """Settings with which `Accelerator` offloads a model."""
 
-    offload: Any = "lohan"
-    """"lohan", a YAML path, a dict or an `OffloadConfig`."""
+    offload: Any = None
+    """"lohan", a YAML path, a dict or an `OffloadConfig`. None is LOHAN_OFFLOAD in the environment, or "lohan"."""
 
     bf16: bool = False
     """Use bfloat16 working weights, with exact float32 masters in the store and without autocast.
@@ -63,6 +64,15 @@ class LohanPlugin:
 
     ssd_path: str | Path = "lohan_store"
     """The store's folder if `offload` has no path."""
+
+    def __post_init__(self) -> None:
+        if self.offload is None:
+            self.offload = offload_of_environment() or ALL_AUTO
+        if self.offload == FITS_OR_NOT:
+            raise ConfigError(
+                f"offload={self.offload!r} is for Trainer, and an Accelerator does not know the batches before the "
+                f"loop begins; give {ALL_AUTO!r} to offload, or use accelerate.Accelerator"
+            )
 
 
 class _PreparedOffloadOptimizer(AcceleratedOptimizer):
@@ -184,7 +194,7 @@ class Accelerator(OffloadAwareAccelerator):
     ```
     """
 
-    default_offload: ClassVar[Any] = "lohan"
+    default_offload: ClassVar[Any] = None
     """The setting that is used without a plugin."""
 
     def __init__(self, *args: Any, lohan_plugin: LohanPlugin | None = None, **kwargs: Any) -> None:

@@ -2,28 +2,108 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+import transformers
+
+from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, OFFLOAD_VARIABLE, ConfigError, OffloadConfig, offload_of_environment
 
 logger = logging.getLogger(__name__)
+
+NOT_GIVEN: Any = object()
+"""The default of `offload=`. None is the stock Trainer."""
 
 BFLOAT16_MEANING = (
     "mixed_precision: bf16 means bf16=True under offload: bfloat16 weights with exact float32 masters, without autocast"
 )
 
 
+@dataclass(repr=False)
+class LohanArguments:
+    """Adds `offload` to a class of training arguments, so that parsers, YAML files and trackers know it:
+
+    ```python
+    @dataclass
+    class SFTArguments(LohanArguments, SFTConfig):
+        pass
+    ```
+
+    A Trainer without `offload=` uses it. Raises ConfigError, when it is made, for settings that are not allowed.
+    """
+
+    offload: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": f"Train with the state on SSDs: {ALL_AUTO!r} (everything automatic), {FITS_OR_NOT!r} (only if it "
+            f"does not fit the device), a YAML file or a JSON table. Default: {OFFLOAD_VARIABLE} in the environment."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.offload = _in_json_types(self.offload)
+        after = getattr(super(), "__post_init__", None)
+        if after is not None:
+            after()
+
+
+@dataclass(repr=False)
+class TrainingArguments(LohanArguments, transformers.TrainingArguments):
+    """`transformers.TrainingArguments` with `offload`."""
+
+
+def _in_json_types(offload: Any) -> Any:
+    if isinstance(offload, str) and offload.lstrip().startswith("{"):
+        try:
+            offload = json.loads(offload)
+        except ValueError as error:
+            raise ConfigError(f"offload={offload!r} is not JSON ({error}); write a table, or a file's path") from None
+    if offload in (None, FITS_OR_NOT):
+        return offload
+    config = OffloadConfig.load(offload)
+    if isinstance(offload, OffloadConfig):
+        return config.to_dict()
+    return dict(offload) if isinstance(offload, Mapping) else os.fspath(offload)
+
+
+def choose_offload(offload: Any, arguments: Iterable[Any], default: Any = None) -> Any:
+    """Return the setting of a Trainer: the argument ``offload``, else that of its training arguments, which are among
+    ``arguments``, else ``default``, else that of the environment. Raises ConfigError if the first two differ."""
+    of_args = next((args.offload for args in arguments if isinstance(args, LohanArguments)), None)
+    if offload is NOT_GIVEN:
+        chosen = default if of_args is None else of_args
+        return offload_of_environment() if chosen is None else chosen
+    if of_args is not None and not _are_same(offload, of_args):
+        raise ConfigError(
+            f"offload={_shown(offload)} and args.offload={_shown(of_args)} are both given and differ; leave one of "
+            "them out"
+        )
+    return offload
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if one is None or FITS_OR_NOT in (one, other):
+        return bool(one == other)
+    return OffloadConfig.load(one) == OffloadConfig.load(other)
+
+
+def _shown(offload: Any) -> str:
+    return "OffloadConfig(...)" if isinstance(offload, OffloadConfig) else repr(offload)
+
+
 def precision_asked(
     device_placement: bool = True, split_batches: Any = None, mixed_precision: Any = None, *rest: Any, **kwargs: Any
 ) -> str:
-    """The mixed precision of an `Accelerator` with these arguments, by its arguments or the launcher."""
+    """Return the mixed precision of an `Accelerator` with these arguments, by its arguments or the launcher."""
     return str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
 
 
-def take_launched_precision(args: TrainingArguments) -> bool:
-    """Set `bf16=True` if the launcher asks for bfloat16 and the arguments do not. Returns whether it does."""
+def take_launched_precision(args: transformers.TrainingArguments) -> bool:
+    """Set `bf16=True` if the launcher asks for bfloat16 and the arguments do not. Returns whether this is so."""
     if args.bf16 or getattr(args, "mixed_precision", "no") != "bf16":
         return False
     logger.info(BFLOAT16_MEANING)

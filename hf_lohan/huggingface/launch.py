@@ -29,7 +29,7 @@ from hf_lohan.compat.accelerate_private import (
     launch_command_parser,
     load_config_from_file,
 )
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ALL_AUTO, OFFLOAD_VARIABLE, OffloadConfig, offload_of_environment
 from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import launched_with, num_offloaded
@@ -45,7 +45,6 @@ _OUR_MODULES = ("hf_lohan.huggingface",)
 _TRAINER_MODULES = ("transformers", "transformers.trainer")
 _ACCELERATOR_MODULES = ("accelerate", "accelerate.accelerator")
 _LAUNCHER_MODULE = "accelerate.commands.launch"
-_NOT_GIVEN: Any = object()
 
 
 @contextlib.contextmanager
@@ -105,13 +104,13 @@ def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
     class OffloadingTrainer(Trainer):
         default_offload: ClassVar[OffloadConfig] = config
 
-        def __init__(self, *args: Any, offload: Any = _NOT_GIVEN, **kwargs: Any) -> None:
-            super().__init__(*args, offload=self.default_offload if offload is _NOT_GIVEN else offload, **kwargs)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
             if cls.__module__.partition(".")[0] == "trl":
-                initialize_before(cls, config)
+                initialize_before(cls)
 
     # Scripts inspect the arguments of `Trainer.__init__` to distinguish versions of transformers.
     functools.update_wrapper(OffloadingTrainer.__init__, stock.__init__)
@@ -196,9 +195,9 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--offload",
-        default="lohan",
         metavar="X",
-        help="lohan (everything automatic, the default) or the path of a YAML file.",
+        help=f"lohan (everything automatic, the default) or the path of a YAML file. {OFFLOAD_VARIABLE} in the "
+        "environment is another default.",
     )
     parser.add_argument("--trace", action="store_true", help="Write lohan/trace.json into the run's output folder.")
     return parser
@@ -208,6 +207,7 @@ def _run_offloaded(options: Namespace) -> None:
     """Run the script through `hf_lohan.run`. Raises ValueError if the options do not allow it."""
     if not options.module and not Path(options.training_script).is_file():
         raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
+    options.offload = options.offload or offload_of_environment() or ALL_AUTO
     OffloadConfig.load(options.offload)
     is_default = options.offload == "lohan"
     offload = "lohan" if is_default else os.path.abspath(os.path.expanduser(options.offload))

@@ -99,6 +99,11 @@ def save_on_rank_0(
         return save(reads, **{name: value for name, value in kwargs.items() if name != "is_main_process"})
 
 
+def is_one_of_several(args: TrainingArguments) -> bool:
+    """Whether a Trainer with these arguments is one of several ranks."""
+    return int(args.world_size) > 1
+
+
 def check_rank_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for `TrainingArguments` with which ranks would do different things."""
     check_joined(args.world_size)

@@ -8,7 +8,7 @@ step.
 
 from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways
 from hf_lohan.planner.cuts import cut_for_ranks, cut_units, units_between
-from hf_lohan.planner.fitting import fits_without_offloading
+from hf_lohan.planner.fitting import fits_without_offloading, stock_training_fit
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
 from hf_lohan.planner.hardware_profile import (
     CpuProfile,
@@ -27,6 +27,7 @@ from hf_lohan.planner.offload_plan import (
     BlockGradient,
     Durability,
     ExpertPrediction,
+    InMemoryFit,
     Lanes,
     LayerPlacements,
     OffloadPlan,
@@ -76,6 +77,7 @@ __all__ = [
     "ExpertsProfile",
     "GenerationSlots",
     "HardwareProfile",
+    "InMemoryFit",
     "KeysAndValues",
     "Lanes",
     "LayerPlacements",
@@ -106,6 +108,7 @@ __all__ = [
     "scaled_to",
     "slots_for_generation",
     "step_traffic",
+    "stock_training_fit",
     "sweep_swapped_bytes",
     "token_traffic",
     "units_between",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Literal
 
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
@@ -231,15 +232,39 @@ def _shown(num_bytes: int) -> str:
 def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0) -> InMemoryFit:
     """Whether weights, gradients, masters and moments (`bytes_per_param` together: 16, or 18 with float32 gradients of
     bfloat16 weights) and activations fit `memory_bytes`, if necessary with recomputation."""
-    frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
-    state_bytes = int(model.num_trainable_params * bytes_per_param) + max(0, frozen_bytes)
-    saved_bytes = {block.name: block.saved_bytes for block in model.blocks}
-    for block in model.blocks:
-        saved_bytes[block.name] += block.experts.inner_bytes if block.experts is not None else 0
-    kept_bytes = state_bytes + model.inter_block_bytes + sum(saved_bytes.values())
-    held_bytes = max((saved_bytes[layer.name] for layer in model.layers), default=0)
-    held_bytes = max(held_bytes, outer_working_bytes(model))
-    recomputed_bytes = min(kept_bytes, state_bytes + model.inter_block_bytes + held_bytes)
+    state_bytes = state_bytes_in_memory(model, bytes_per_param)
+    kept_bytes = state_bytes + activation_bytes_in_memory(model, recomputes=False)
+    recomputed_bytes = state_bytes + activation_bytes_in_memory(model, recomputes=True)
     if kept_bytes <= memory_bytes:
         return InMemoryFit(True, kept_bytes, memory_bytes, "keep")
     return InMemoryFit(recomputed_bytes <= memory_bytes, recomputed_bytes, memory_bytes, "recompute")
+
+
+def stock_training_fit(
+    model: ModelProfile, memory_bytes: int, bytes_per_param: float, *, recomputes: bool, has_allocator: bool
+) -> InMemoryFit:
+    """Whether the stock Trainer's step fits `memory_bytes`, with a margin for the device's allocator and libraries.
+    ``has_allocator``: the device is not the CPU."""
+    held_bytes = activation_bytes_in_memory(model, recomputes=recomputes)
+    held_bytes += max((max(0, block.working_bytes - block.saved_bytes) for block in model.blocks), default=0)
+    margin_bytes = -(-held_bytes * FRAGMENTED_PERCENT // 100) + (WORKSPACES_BYTES if has_allocator else 0)
+    needed_bytes = state_bytes_in_memory(model, bytes_per_param) + held_bytes + margin_bytes
+    how: Literal["keep", "recompute"] = "recompute" if recomputes else "keep"
+    return InMemoryFit(needed_bytes <= memory_bytes, needed_bytes, memory_bytes, how)
+
+
+def state_bytes_in_memory(model: ModelProfile, bytes_per_param: float) -> int:
+    """Bytes of weights, gradients, masters and moments: `bytes_per_param` for a trained weight."""
+    frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
+    return int(model.num_trainable_params * bytes_per_param) + max(0, frozen_bytes)
+
+
+def activation_bytes_in_memory(model: ModelProfile, *, recomputes: bool) -> int:
+    """Bytes of activations at their peak in a step whose layers are all on the device."""
+    saved_bytes = {block.name: block.saved_bytes for block in model.blocks}
+    for block in model.blocks:
+        saved_bytes[block.name] += block.experts.inner_bytes if block.experts is not None else 0
+    all_bytes = sum(saved_bytes.values())
+    held_bytes = max((saved_bytes[layer.name] for layer in model.layers), default=0)
+    held_bytes = max(held_bytes, outer_working_bytes(model))
+    return model.inter_block_bytes + (min(all_bytes, held_bytes) if recomputes else all_bytes)

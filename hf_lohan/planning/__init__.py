@@ -9,7 +9,7 @@ from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
 from hf_lohan.planning.kept_weights import kept_ranks, kept_record_name, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, experts_as_stored, lay_out
 from hf_lohan.planning.order import MicroBatches, check_together, why_not_together
-from hf_lohan.planning.run_plan import RunPlan
+from hf_lohan.planning.run_plan import RunPlan, stock_fit
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "lay_out_generation",
     "part_bytes",
     "plan_step",
+    "stock_fit",
     "trace_blocks",
     "why_not_together",
 ]

@@ -22,15 +22,17 @@ from hf_lohan.planner import (
     Collectives,
     Durability,
     HardwareProfile,
+    InMemoryFit,
     ModelProfile,
     OffloadPlan,
     forecast,
     scaled_to,
+    stock_training_fit,
 )
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.shared_machine import measure_network
-from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
+from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step, trace_blocks
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.threads import usable_cpus
@@ -282,6 +284,29 @@ def _committed_every(planned: PlannedStep, num_steps: int) -> PlannedStep:
         forecast(planned.profile, planned.hardware, planned.setup, one).step_s for one in (planned.plan, plan)
     )
     return _scaled_to_measured(replace(planned, plan=plan), planned.plan.prediction.step_s * after_s / before_s)
+
+
+def stock_fit(
+    model: nn.Module,
+    device: Device,
+    shape: StepShape,
+    *,
+    memory_bytes: int,
+    bytes_per_param: float,
+    recomputes: bool,
+) -> InMemoryFit:
+    """Whether the stock Trainer's step with ``model`` fits `memory_bytes` of ``device``. Raises ValueError for a model
+    that cannot be traced."""
+    with hooks_taken_off(model), torch.random.fork_rng(devices=()):
+        traced = trace_blocks(
+            model,
+            batch_size=shape.batch_size,
+            sequence_length=shape.sequence_length,
+            device=device.torch_device,
+        )
+    return stock_training_fit(
+        traced.profile, memory_bytes, bytes_per_param, recomputes=recomputes, has_allocator=not device.memory_is_host
+    )
 
 
 @contextlib.contextmanager

@@ -50,6 +50,10 @@ def record_folder(output_dir: Path, ranks: Ranks) -> Path:
     return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
 
+_CLEARLY_FITS = 0.8
+"""A run that needs less than this part of the device's memory is told that it need not be offloaded."""
+
+
 class RunRecord:
     """Times steps, counts tokens and writes the run's files. The trainer or the loop calls its methods.
 
@@ -124,7 +128,17 @@ class RunRecord:
             f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}) through "
             f"{format_bytes(layout.cpu_bytes)} of RAM and {format_bytes(layout.plan.gpu_pool_bytes)} on the "
             f"{self.engine.device.torch_device.type} (limits: {format_bytes(config.cpu_memory)} and "
-            f"{format_bytes(config.gpu_memory)}); {step}"
+            f"{format_bytes(config.gpu_memory)}); {step}{self._need_not()}"
+        )
+
+    def _need_not(self) -> str:
+        """Words for a run that clearly fits without offloading."""
+        fit = self._now.in_memory if self._now is not None else None
+        if fit is None or fit.activations != "keep" or fit.needed_bytes > _CLEARLY_FITS * fit.memory_bytes:
+            return ""
+        return (
+            f"; without offloading it would need {format_bytes(fit.needed_bytes)} of the device's "
+            f"{format_bytes(fit.memory_bytes)}, so it need not be offloaded"
         )
 
     def end_step(self, step: int) -> None:

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 import hf_lohan
-from hf_lohan.cli import app
+from hf_lohan.cli import app, application
 from hf_lohan.config import OffloadConfig
 from hf_lohan.threads import usable_cpus
 
@@ -64,9 +64,47 @@ def test_the_yaml_is_a_config_file(tmp_path: Path) -> None:
     assert again.stdout == path.read_text()
 
 
+FLAGS = ["--model", "models/a b", "--card", "RTX 4090", "--ram", "64GiB", "--drives", "/mnt/a=1.5TB,/mnt/b"]
+
+
+def test_four_answers_make_a_config_and_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, ["config", "--ask", *FLAGS])
+    assert result.exit_code == 0, result.stderr
+    settings = yaml.safe_load(Path("lohan.yaml").read_text())
+    assert settings == {
+        "gpu_memory": "19.1GiB",
+        "cpu_memory": "38.3GiB",
+        "ssd": [{"path": "/mnt/a", "capacity": "1.5TB"}, {"path": "/mnt/b"}],
+    }
+    OffloadConfig.load("lohan.yaml")
+    *_, estimate, launch = result.stdout.splitlines()
+    assert estimate == "lohan estimate 'models/a b' --offload lohan.yaml"
+    assert launch.startswith("lohan launch --offload lohan.yaml -m trl.cli.main sft --model_name_or_path 'models/a b' ")
+    again = runner.invoke(app, ["config", "--ask", *FLAGS])
+    assert (again.exit_code, again.stderr) == (
+        2,
+        "error: 'lohan.yaml' exists already; give another file with --output\n",
+    )
+
+
+def test_questions_are_asked_until_they_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(application, "_has_terminal", lambda: True)
+    result = runner.invoke(
+        app, ["config", "--ask", "--output", "mine.yaml"], input="models/a\nA100\nnone\n64\nauto\n\n"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "the card 'A100' is not known" in result.stdout and "the RAM '64' is not a size" in result.stdout
+    assert OffloadConfig.load("mine.yaml") == OffloadConfig()
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        (["config", "--ask", "--model", "m", "--ram", "auto"], "no terminal to ask in; also give --card, --drives"),
+        (["config", *FLAGS, "--card", "banana"], "the card 'banana' is not known; give its memory, such as 24GB"),
+        (["config", *FLAGS, "--drives", "/mnt/a=lots"], "'lots'"),
         (["config", "--offload", "nope"], "'nope' is neither"),
         (["config", "--offload", "bad.yaml"], "did you mean 'cpu_memory'?"),
         (["launch", "--offload", "bad.yaml", "script.py"], "did you mean 'cpu_memory'?"),

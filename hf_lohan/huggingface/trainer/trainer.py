@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
@@ -30,12 +30,12 @@ from hf_lohan.checkpoint.whole_folder import remove_unfinished
 from hf_lohan.compat.accelerate_private import become
 from hf_lohan.compat.transformers_private import use_one_gpu
 from hf_lohan.compat.trl_private import default_arguments, step_number, trained_on
-from hf_lohan.config import OffloadConfig, ssd_paths
+from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, OffloadConfig, ssd_paths
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
-from hf_lohan.huggingface.arguments import take_launched_precision
+from hf_lohan.huggingface.arguments import NOT_GIVEN, choose_offload, take_launched_precision
 from hf_lohan.huggingface.attachment import (
     answering_out_of_memory,
     chunked_head_at,
@@ -60,6 +60,7 @@ from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.optimizers import StoreOptimizerMixin, config_named_by_optim
 from hf_lohan.huggingface.progress import begin_step, trainer_line
 from hf_lohan.huggingface.ranks import random_state_suffix
+from hf_lohan.huggingface.trainer.in_memory import choose_place, load_in_memory
 from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
 from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
 from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin, by_name, names_of
@@ -205,23 +206,37 @@ class OffloadTrainerMixin(
 
     Args:
         offload: None (the stock Trainer, untouched), "lohan" (everything automatic), a YAML path, a dict, or an
-            `OffloadConfig`.
+            `OffloadConfig`. "auto" is the stock Trainer for a run that fits the device, and "lohan" for any other. The
+            default is `args.offload` of `LohanArguments`, or LOHAN_OFFLOAD in the environment, or None.
 
     With offload, `model` may be the path of a checkpoint, which is streamed to the store. Raises ValueError for
     arguments that offloading does not support exactly.
     """
 
+    default_offload: ClassVar[Any] = None
+    """The default of `offload` under `lohan launch`."""
     _is_initialized = False
+    _is_in_memory = False
+    """Whether `offload="auto"` chose the stock Trainer."""
 
-    def __init__(self, model: Any = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
-        if self._is_initialized or not self._initialize_offload(model, offload):
+    def __init__(self, model: Any = None, *rest: Any, offload: Any = NOT_GIVEN, **kwargs: Any) -> None:
+        if self._is_initialized or not self._initialize_offload((model, *rest), kwargs, offload):
+            if self._is_in_memory and isinstance(model, str | Path) and not self._makes_models:
+                args = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs).get("args")
+                model = load_in_memory(model, args or TrainingArguments("tmp_trainer"))
             super().__init__(model, *rest, **kwargs)
         else:
             self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
 
-    def _initialize_offload(self, model: Any, offload: Any) -> bool:
-        """Initialize our attributes before upstream's. Returns whether the trainer offloads."""
+    def _initialize_offload(self, given: Sequence[Any], named: Mapping[str, Any], offload: Any) -> bool:
+        """Initialize our attributes before upstream's. ``given``, ``named``: the constructor's arguments. Returns
+        whether the trainer offloads."""
         self._is_initialized = True
+        model = given[0] if given and given[0] is not None else named.get("model")
+        offload = choose_offload(offload, (*given, *named.values()), self.default_offload)
+        has_engine = isinstance(model, nn.Module) and engine_of(model) is not None
+        if offload == FITS_OR_NOT:
+            offload = ALL_AUTO if has_engine else self._choose_place(given, named)
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
@@ -229,12 +244,22 @@ class OffloadTrainerMixin(
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
         self._runs_together: bool | None = None
-        has_engine = isinstance(model, nn.Module) and engine_of(model) is not None
-        check_given_model(model, is_offloaded=offload is not None, makes_models=self._makes_models)
+        check_given_model(
+            model, is_offloaded=offload is not None or self._is_in_memory, makes_models=self._makes_models
+        )
         if offload is not None or has_engine:
             keep_from_others()
             self._offload_config = settings_given(offload)
         return self._offload_config is not None
+
+    def _choose_place(self, given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+        """Return `offload` for `offload="auto"`, and say why."""
+        settings = named_arguments(type(self), OffloadTrainerMixin, given, named) if given else named
+        choice = choose_place(type(self), settings, makes_models=self._makes_models)
+        args = settings.get("args")
+        (tqdm.write if args is None or args.should_log else logger.info)(choice.sentence)
+        self._is_in_memory = choice.in_memory
+        return None if choice.in_memory else ALL_AUTO
 
     def _construct(self, make: Callable[..., None], settings: dict[str, Any]) -> None:
         """Call the constructor ``make`` with ``settings``, its arguments by name."""
@@ -333,6 +358,11 @@ class OffloadTrainerMixin(
         Raises ValueError if no step or checkpoint exists to resume from.
         """
         if self._offload_config is None:
+            if self._is_in_memory and resume_from_checkpoint == "last_step":
+                raise ValueError(
+                    "resume_from_checkpoint='last_step' needs a store, and offload='auto' trains this run in memory; "
+                    "pass resume_from_checkpoint=True to resume from the last checkpoint"
+                )
             return super().train(resume_from_checkpoint, *args, **kwargs)
         with self._ending_all_ranks_on_error(), answering_out_of_memory(lambda: self.model, self._offload_config):
             if self.args.should_save:

@@ -31,6 +31,7 @@ from hf_lohan.compat.trl_private import (
 from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.arguments import NOT_GIVEN
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.guards import check_trl
 from hf_lohan.huggingface.models.loading import from_pretrained
@@ -173,7 +174,7 @@ class TrlModelsMixin(_TrainerBase):
             restore_generations(self, torch.load(batches, map_location=self.args.device, weights_only=True))
 
 
-def initialize_before(trainer_class: type[Any], default_offload: OffloadConfig) -> None:
+def initialize_before(trainer_class: type[Any]) -> None:
     """Initialize offloading before the constructor of a TRL class that derives from an offloading Trainer, as in `lohan
     launch`. ``default_offload`` is the default of `offload=`."""
     stock_init = vars(trainer_class).get("__init__")
@@ -181,9 +182,9 @@ def initialize_before(trainer_class: type[Any], default_offload: OffloadConfig) 
     if stock_init is not None and names is not None:
 
         @functools.wraps(stock_init)
-        def init(self: Any, *given: Any, offload: Any = default_offload, **named: Any) -> None:
+        def init(self: Any, *given: Any, offload: Any = NOT_GIVEN, **named: Any) -> None:
             settings = by_name(trainer_class.__name__, names, given, named)
-            if self._is_initialized or not self._initialize_offload(settings.get("model"), offload):
+            if self._is_initialized or not self._initialize_offload((), settings, offload):
                 stock_init(self, **settings)
             else:
                 self._construct(functools.partial(stock_init, self), settings)

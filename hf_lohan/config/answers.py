@@ -1,0 +1,154 @@
+"""Settings from four answers: a model, a card, RAM and drives. `lohan config --ask` asks for them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_lohan.config.offload_config import DEVICE_TENTHS, HOST_TENTHS, OffloadConfig
+from hf_lohan.config.values import AUTO, ConfigError, parse_bytes
+
+_GIB = 1 << 30
+_CARDS_GIB = {
+    "t4": 16,
+    "v100": 16,
+    "a10": 24,
+    "l4": 24,
+    "l40": 48,
+    "l40s": 48,
+    "a40": 48,
+    "h100": 80,
+    "h200": 141,
+    "b200": 180,
+    "rtx3060": 12,
+    "rtx3090": 24,
+    "rtx4060": 8,
+    "rtx4070": 12,
+    "rtx4080": 16,
+    "rtx4090": 24,
+    "rtx5070": 12,
+    "rtx5080": 16,
+    "rtx5090": 32,
+    "rtxa4000": 16,
+    "rtxa5000": 24,
+    "rtxa6000": 48,
+}
+"""Memory of the smallest card of each name."""
+_MAKERS = re.compile(r"\b(nvidia|geforce|tesla|quadro|pcie|sxm\d?|super|ti)\b|[^a-z0-9]")
+_SIZE = re.compile(r"\d+(?:\.\d+)?\s*g(?:i?b)?\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One of the questions, also an option of the command."""
+
+    name: str
+    text: str
+    default: str | None
+    settings: Callable[[str], dict[str, Any]]
+    """Makes settings of an answer. Raises ConfigError for an answer that is not understood."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the answers make."""
+
+    yaml: str
+    """The offload config."""
+    commands: tuple[str, ...]
+    """Commands that use it: first one that predicts the run, then one that trains."""
+
+
+def _of_model(answer: str) -> dict[str, Any]:
+    if not answer.strip():
+        raise ConfigError("the model is not named; give a checkpoint folder, a config.json or a name in the Hub")
+    return {}
+
+
+def _of_card(answer: str) -> dict[str, Any]:
+    size, name = _SIZE.search(answer), _MAKERS.sub("", answer.lower())
+    gib = _CARDS_GIB.get(name, _CARDS_GIB.get(f"rtx{name}"))
+    if answer.strip().lower() in (AUTO, "none", "cpu"):
+        return {}
+    if size is None and gib is None:
+        raise ConfigError(f"the card {answer!r} is not known; give its memory, such as 24GB, or auto or none")
+    num_bytes = _bytes_of(size.group()) if size is not None else (gib or 0) * _GIB
+    return {"gpu_memory": _shown(num_bytes * DEVICE_TENTHS // 10)}
+
+
+def _of_ram(answer: str) -> dict[str, Any]:
+    if answer.strip().lower() == AUTO:
+        return {}
+    if _SIZE.fullmatch(answer.strip()) is None:
+        raise ConfigError(f"the RAM {answer!r} is not a size; give one such as 64GB, or auto")
+    return {"cpu_memory": _shown(_bytes_of(answer.strip()) * HOST_TENTHS // 10)}
+
+
+def _of_drives(answer: str) -> dict[str, Any]:
+    if answer.strip().lower() == AUTO:
+        return {}
+    drives = [drive.strip().partition("=") for drive in answer.split(",")]
+    ssd = [{"path": path.strip(), **({"capacity": size.strip()} if size else {})} for path, _, size in drives]
+    OffloadConfig.load({"ssd": ssd})
+    return {"ssd": ssd}
+
+
+def _bytes_of(size: str) -> int:
+    """The bytes of a size such as 24GB, 24GiB or 24G, as vendors write it."""
+    number, unit = re.split(r"(?=[gG])", size.strip(), maxsplit=1)
+    return parse_bytes(f"{number.strip()}{'GB' if unit.lower() == 'g' else unit}")
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes * 10 // _GIB / 10:g}GiB"
+
+
+QUESTIONS = (
+    Question("model", "Which model? A checkpoint folder, a config.json or a name in the Hub", None, _of_model),
+    Question(
+        "card", "Which card? A name, or its memory such as 24GB; none: the CPU; auto: this machine's", AUTO, _of_card
+    ),
+    Question("ram", "How much RAM? Such as 64GB; auto: this machine's", AUTO, _of_ram),
+    Question(
+        "drives",
+        "Which drives? Folders such as /mnt/nvme0/lohan=1.5TB,/mnt/nvme1/lohan; auto: the run's output folder",
+        AUTO,
+        _of_drives,
+    ),
+)
+
+
+def missing_answers(answers: Mapping[str, str | None]) -> list[str]:
+    """Return the options of the questions that have no answer."""
+    return [f"--{question.name}" for question in QUESTIONS if answers.get(question.name) is None]
+
+
+def use_answers(answers: Mapping[str, str], file: str) -> Answers:
+    """Return the offload config and the commands for ``answers``, by the questions' names. ``file`` will have the
+    config. Raises ConfigError for an answer that is not understood."""
+    settings: dict[str, Any] = {}
+    for question in QUESTIONS:
+        settings |= question.settings(answers[question.name])
+    OffloadConfig.load(settings)
+    model, name = shlex.quote(answers["model"]), Path(answers["model"]).resolve().name.removesuffix(".json")
+    text = yaml.safe_dump(settings, sort_keys=False) if settings else "# everything is automatic\n"
+    trained_by = f"lohan launch --offload {shlex.quote(file)} -m trl.cli.main sft"
+    return Answers(
+        text,
+        (
+            f"lohan estimate {model} --offload {shlex.quote(file)}",
+            f"{trained_by} --model_name_or_path {model} --dataset_name DATA --output_dir outputs/{shlex.quote(name)}",
+        ),
+    )
+
+
+def check_new(file: str) -> None:
+    """Raise ConfigError if the file exists."""
+    if Path(file).exists():
+        raise ConfigError(f"{file!r} exists already; give another file with --output")

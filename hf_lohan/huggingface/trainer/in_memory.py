@@ -1,0 +1,148 @@
+"""`offload="auto"`: whether a Trainer's run fits the device without offloading."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_lohan.compat.trl_private import is_supervised
+from hf_lohan.config import FITS_OR_NOT, ConfigError
+from hf_lohan.device import device_for
+from hf_lohan.huggingface.models.adapters import adapted_skeleton
+from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
+from hf_lohan.huggingface.ranks import is_one_of_several
+from hf_lohan.planning import StepShape, stock_fit
+from hf_lohan.report.run_data import STORE_FOLDER
+from hf_lohan.wording import format_bytes
+
+_ROWS_AT_ONCE = 10_000
+_STATE_BYTES = 16
+"""Bytes of a float32 weight, its gradient and AdamW's two moments."""
+_AUTOCAST_BYTES = 2
+"""Bytes of a weight's copy in bfloat16, which autocast keeps during a forward."""
+_TEMPORARY_BYTES = 4
+"""Bytes of a weight that an optimizer which is not fused needs during its step."""
+
+
+@dataclass(frozen=True)
+class TrainingPlace:
+    """Whether a run trains in memory, and the sentence that says why."""
+
+    in_memory: bool
+    sentence: str
+
+
+def choose_place(trainer_class: type, settings: Mapping[str, Any], *, makes_models: bool) -> TrainingPlace:
+    """Choose between the stock Trainer and offloading for ``settings``, the arguments of a Trainer by name. Raises
+    ConfigError for a trainer whose memory is not known."""
+    if makes_models and not is_supervised(trainer_class):
+        raise ConfigError(
+            f"offload={FITS_OR_NOT!r} does not know the memory of {trainer_class.__name__}, which has more than one "
+            "forward a step; give 'lohan' to offload, or None"
+        )
+    args = settings.get("args") or TrainingArguments("tmp_trainer")
+    reason = _why_offloaded(settings, args)
+    if reason is None:
+        try:
+            model = _model_to_plan(settings, args)
+            if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
+                reason = "the stock Trainer has no float32 masters for weights in bfloat16; load them in float32"
+            else:
+                return _by_plan(model, settings, args)
+        except ValueError as error:
+            reason = f"the step in memory cannot be planned: {error}"
+    return TrainingPlace(False, f"offload={FITS_OR_NOT!r} offloads this run: {reason}")
+
+
+def load_in_memory(path: str | Path, args: TrainingArguments) -> Any:
+    """Load the model of a path for the stock Trainer. With `bf16=True` its weights are float32, for autocast."""
+    config = read_model_config(path)
+    dtype: Any = torch.float32 if args.bf16 else "auto"
+    return model_class_of(config).from_pretrained(path, config=config, dtype=dtype)
+
+
+def _why_offloaded(settings: Mapping[str, Any], args: TrainingArguments) -> str | None:
+    """Why a run is offloaded before its memory is planned; None if its memory decides."""
+    store = Path(args.output_dir) / STORE_FOLDER
+    if is_one_of_several(args):
+        return f"it has {args.world_size} ranks, and 'auto' decides for one device"
+    if store.exists():
+        return f"{str(store)!r} has the store of a run that was offloaded"
+    if settings.get("model") is None:
+        return "its model is made later, by model_init"
+    return None
+
+
+def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments) -> nn.Module:
+    """Return the model that the stock Trainer would train, without weights if it is not in memory."""
+    model, peft_config = settings["model"], settings.get("peft_config")
+    if isinstance(model, nn.Module) and peft_config is None:
+        return model
+    if isinstance(model, nn.Module):
+        skeleton = weightless_model(model.config, getattr(model, "dtype", "auto"))
+    else:
+        said = (getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32" if args.bf16 else "auto")
+        skeleton = weightless_model(read_model_config(model), said)
+    if peft_config is not None:
+        with torch.device("meta"):
+            skeleton = adapted_skeleton(skeleton, peft_config)[0]
+    assert isinstance(skeleton, nn.Module)
+    return skeleton
+
+
+def _by_plan(model: nn.Module, settings: Mapping[str, Any], args: TrainingArguments) -> TrainingPlace:
+    device = device_for(args.device)
+    held_bytes = sum(p.nbytes for p in model.parameters() if p.device.type == device.torch_device.type)
+    length = longest_sequence(model, settings, args)
+    is_fused = getattr(args.optim, "value", args.optim) == "adamw_torch_fused"
+    fit = stock_fit(
+        model,
+        device,
+        StepShape(args.train_batch_size, length),
+        memory_bytes=device.total_memory_bytes() + held_bytes,
+        bytes_per_param=_STATE_BYTES + _AUTOCAST_BYTES * args.bf16 + _TEMPORARY_BYTES * (not is_fused),
+        recomputes=args.gradient_checkpointing,
+    )
+    memory = "the free RAM's" if device.memory_is_host else "the device's free"
+    numbers = (
+        f"it needs {format_bytes(fit.needed_bytes)} of {memory} {format_bytes(fit.memory_bytes)} for "
+        f"{args.train_batch_size} x {length} tokens"
+    )
+    done = "trains this run in memory, with the stock Trainer" if fit.fits else "offloads this run"
+    return TrainingPlace(fit.fits, f"offload={FITS_OR_NOT!r} {done}: {numbers}")
+
+
+def longest_sequence(model: nn.Module, settings: Mapping[str, Any], args: TrainingArguments) -> int:
+    """Return the number of tokens of the longest row. It is read from the training data if they are tokenized and
+    stored. Otherwise it is the most that the arguments or the model allow. Raises ValueError if nothing says it."""
+    longest = _longest_row(settings.get("train_dataset"))
+    most = getattr(args, "max_length", None)
+    if longest and not getattr(args, "packing", False):
+        return min(longest, most) if most else longest
+    if most:
+        return int(most)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise ValueError("neither the data nor the model says how long a sequence may be")
+    return positions
+
+
+def _longest_row(dataset: Any) -> int:
+    """Return the most tokens of a row; 0 if rows are made when they are read, which could draw random numbers."""
+    if isinstance(dataset, list | tuple):
+        rows = (row["input_ids"] for row in dataset if isinstance(row, Mapping) and "input_ids" in row)
+        return max(map(len, rows), default=0)
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
+        return 0
+    import pyarrow.compute as pc  # as `datasets` does
+
+    tables = dataset.select_columns("input_ids").with_format("arrow").iter(_ROWS_AT_ONCE)
+    return max((pc.max(pc.list_value_length(table["input_ids"])).as_py() for table in tables), default=0)

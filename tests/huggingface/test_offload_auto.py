@@ -1,0 +1,150 @@
+"""`offload="auto"`: the stock Trainer for a run that fits the device, and offloading for any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+import hf_lohan
+from hf_lohan import ConfigError
+from hf_lohan.huggingface.trainer import in_memory
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.wording import format_bytes
+
+ROWS = [{name: value[0].tolist() for name, value in tiny_batch(seed=seed).items()} for seed in range(8)]
+NUM_TOKENS = len(ROWS[0]["input_ids"])
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    named = {"max_steps": 2, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2}
+    return TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], per_device_train_batch_size=2, **{**named, **more}
+    )
+
+
+def trainer(folder: Path, model: Any = None, **more: Any) -> Any:
+    rows = Dataset.from_list(ROWS)
+    model = tiny_model("llama") if model is None else model
+    return hf_lohan.Trainer(model, arguments(folder, **more), train_dataset=rows, offload="auto")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the device's free memory, as `offload="auto"` sees it."""
+
+    def set_bytes(number: int) -> None:
+        device = SimpleNamespace(
+            torch_device=torch.device("cpu"), memory_is_host=True, total_memory_bytes=lambda: number
+        )
+        monkeypatch.setattr(in_memory, "device_for", lambda _: device)
+
+    return set_bytes
+
+
+def losses(trained: Any) -> list[float]:
+    return [row["loss"] for row in trained.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("source", ["model", "path"])
+def test_a_run_that_fits_is_the_stock_trainers(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    stock = transformers.Trainer(
+        tiny_model("llama"), arguments(tmp_path / "stock"), train_dataset=Dataset.from_list(ROWS)
+    )
+    stock.train()
+    capsys.readouterr()
+    ours = trainer(tmp_path / "ours", str(tmp_path / "model") if source == "path" else None)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("offload='auto'")]
+    assert line.startswith("offload='auto' trains this run in memory, with the stock Trainer: it needs ")
+    assert line.endswith(f" for 2 x {NUM_TOKENS} tokens")
+    ours.train()
+    assert ours.offload_engine is None and not (tmp_path / "ours" / "_lohan").exists()
+    assert losses(ours) == losses(stock)
+    for name, weight in stock.model.named_parameters():
+        assert torch.equal(ours.model.get_parameter(name), weight)
+    with pytest.raises(ValueError, match=r"needs a store, and offload='auto' trains this run in memory"):
+        ours.train(resume_from_checkpoint="last_step")
+
+
+def test_a_run_that_does_not_fit_is_offloaded(free: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest memory that fits, and one byte less."""
+    model = tiny_model("llama")
+    weights = sum(p.nbytes for p in model.parameters())
+    found = in_memory.stock_fit(
+        model,
+        SimpleNamespace(torch_device=torch.device("cpu"), memory_is_host=True),  # type: ignore[arg-type]
+        in_memory.StepShape(2, NUM_TOKENS),
+        memory_bytes=0,
+        bytes_per_param=16,
+        recomputes=False,
+    )
+    assert found.needed_bytes > 4 * weights, "and the activations"
+    free(found.needed_bytes - weights)
+    assert trainer(tmp_path / "a", model)._offload_config is None
+    free(found.needed_bytes - weights - 1)
+    assert trainer(tmp_path / "b", tiny_model("llama"))._offload_config == hf_lohan.OffloadConfig()
+    line = capsys.readouterr().out.splitlines()[-1]
+    need = format_bytes(found.needed_bytes)
+    assert line.startswith(f"offload='auto' offloads this run: it needs {need} of the free RAM's {need} for 2 x")
+    free(found.needed_bytes - weights)
+    assert trainer(tmp_path / "c", bf16=True)._offload_config is not None, "autocast has copies of the weights"
+    assert trainer(tmp_path / "d", optim="adamw_torch")._offload_config is not None, "it is not fused"
+
+
+def test_adapters_need_less(free: Any, tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    from hf_lohan.trl import SFTTrainer
+
+    tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "model")
+    args = SFTConfig(
+        str(tmp_path), use_cpu=True, report_to=[], bf16=False, max_length=16, per_device_train_batch_size=1
+    )
+    settings: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "args": args,
+        "train_dataset": Dataset.from_list(ROWS),
+    }
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    free(1)
+    whole, small = (
+        in_memory.choose_place(SFTTrainer, {**settings, **more}, makes_models=True).sentence
+        for more in ({}, {"peft_config": lora})
+    )
+    assert whole.endswith("for 1 x 16 tokens") and small.endswith("for 1 x 16 tokens")
+    assert whole != small
+    free(1 << 40)
+    assert in_memory.choose_place(SFTTrainer, settings, makes_models=True).in_memory
+
+
+def test_where_memory_does_not_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sentence(folder: str, model: Any = None, rows: Any = None) -> str:
+        settings = {"model": tiny_model("llama") if model is None else model, "train_dataset": rows or ROWS}
+        settings["args"] = arguments(tmp_path / folder)
+        choice = in_memory.choose_place(hf_lohan.Trainer, settings, makes_models=False)
+        assert not choice.in_memory
+        return choice.sentence
+
+    assert "has no float32 masters for weights in bfloat16" in sentence("a", tiny_model("llama").bfloat16())
+    (tmp_path / "b" / "_lohan" / "store").mkdir(parents=True)
+    assert "has the store of a run that was offloaded" in sentence("b")
+    assert "cannot be planned: neither the data nor the model" in sentence("c", torch.nn.Linear(2, 2), [{"text": "a"}])
+    made_later = hf_lohan.Trainer(
+        None, arguments(tmp_path / "d"), model_init=lambda: tiny_model("llama"), offload="auto"
+    )
+    assert made_later._offload_config is not None and "made later, by model_init" in capsys.readouterr().out
+
+
+def test_trainers_with_several_forwards_are_refused(tmp_path: Path) -> None:
+    from hf_lohan.trl import RewardTrainer
+
+    with pytest.raises(ConfigError, match="does not know the memory of RewardTrainer"):
+        RewardTrainer(tiny_model("llama"), train_dataset=Dataset.from_list(ROWS), offload="auto")
