@@ -30,6 +30,7 @@ from transformers import (
 )
 
 import hf_lohan
+from hf_lohan.config import offload_of_environment
 from hf_lohan.device import default_torch_device
 from hf_lohan.huggingface.arguments import take_launched_precision
 from hf_lohan.huggingface.optimizers import config_named_by_optim
@@ -62,7 +63,8 @@ def prepare(
         raise ValueError("nothing to do; give --do_train, --do_eval or both")
     checkpoint = checkpoint_to_resume(data_args.resume or args.resume_from_checkpoint, args.output_dir)
     # Cheap checks first, weights last.
-    offload = hf_lohan.OffloadConfig.load(model_args.offload) if model_args.offload else None
+    asked = model_args.offload or offload_of_environment()
+    offload = hf_lohan.OffloadConfig.load(asked) if asked else None
     if offload is not None:
         take_launched_precision(args)
         offload = config_named_by_optim(args, offload)

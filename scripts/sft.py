@@ -17,27 +17,29 @@ from dataclasses import dataclass, field
 import text_data
 from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config
 
+from hf_lohan import LohanArguments
 from hf_lohan.trl import SFTTrainer  # in place of `from trl import SFTTrainer`
 
 
 @dataclass
 class RunArguments:
-    """The text and the place of the training state."""
+    """The text."""
 
     train_file: list[str] = field(metadata={"help": "Local .txt, .json, .jsonl, .parquet or .csv files of one kind."})
     eval_file: list[str] = field(default_factory=list, metadata={"help": "As --train_file, held out."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first documents only."})
-    offload: str | None = field(
-        default=None,
-        metadata={"help": 'A YAML file (see configs/) or "lohan" (all automatic). Without: everything in memory.'},
-    )
+
+
+@dataclass(repr=False)
+class SFTArguments(LohanArguments, SFTConfig):
+    """TRL's arguments, and `offload`, which the trainer reads."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, evaluate and save; returns the held-out losses. Bad input ends it with one line and exit status 1."""
-    parser = TrlParser((RunArguments, SFTConfig, ModelConfig))
-    run_args, args, model_args = parser.parse_args_and_config(argv, fail_with_unknown_args=True)
+    parser = TrlParser((RunArguments, SFTArguments, ModelConfig))
     try:
+        run_args, args, model_args = parser.parse_args_and_config(argv, fail_with_unknown_args=True)
         trainer = prepare(run_args, args, model_args)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -68,7 +70,6 @@ def prepare(run_args: RunArguments, args: SFTConfig, model_args: ModelConfig) ->
         train_dataset=text_data.read_documents(run_args.train_file),
         eval_dataset=held_out,
         peft_config=get_peft_config(model_args),
-        offload=run_args.offload,  # the only additional argument
     )
 
 

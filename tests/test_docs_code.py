@@ -43,6 +43,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "run.yaml").write_text("output_dir: outputs/sft\nuse_cpu: true\noffload: configs/lohan.yaml\n")
     tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "llama-70b")
     tiny_tokenizer().save_pretrained(tmp_path / "llama-70b")
     for name in CHECKPOINTS:

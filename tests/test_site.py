@@ -150,7 +150,7 @@ def parse_script(script: str, words: list[str]) -> None:
     assert path.is_file(), f"there is no {script}"
     if path.name == "sft.py":
         trl = pytest.importorskip("trl")
-        parser: Any = trl.TrlParser((module(path).RunArguments, trl.SFTConfig, trl.ModelConfig))
+        parser: Any = trl.TrlParser((module(path).RunArguments, module(path).SFTArguments, trl.ModelConfig))
     elif path.name.startswith("finetune_"):
         from transformers import HfArgumentParser, TrainingArguments
 

@@ -16,6 +16,7 @@ from transformers.optimization import AdafactorSchedule
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import arguments
 from hf_lohan.huggingface.optimizers import (
     OPTIM_NAMES,
     check_given,
@@ -114,6 +115,8 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
     is_joint = is_joint and args.gradient_accumulation_steps > 1
     device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
     refused = {
+        "hf_lohan.TrainingArguments lack the arguments of TRL's trainers; add offload to TRL's class, by "
+        "class MyArguments(hf_lohan.LohanArguments, trl.SFTConfig)": type(args) is arguments.TrainingArguments,
         "activation_offloading=True is not needed under offload, which keeps, swaps or recomputes activations as "
         "planned; leave it off, and set activations in the offload config": (
             getattr(args, "activation_offloading", False)

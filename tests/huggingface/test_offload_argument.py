@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import transformers
 import yaml
+from datasets import Dataset
 from transformers import HfArgumentParser
 from trl import SFTConfig, TrlParser
 
 import hf_lohan
 from hf_lohan import Accelerator, ConfigError, LohanArguments, LohanPlugin, OffloadConfig, TrainingArguments
 from hf_lohan.testing.models import tiny_model
+from hf_lohan.trl import SFTTrainer
 
 TABLE = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
 
@@ -114,3 +116,9 @@ def test_the_environment_is_the_default(settings: str, tmp_path: Path, monkeypat
     monkeypatch.setenv("LOHAN_OFFLOAD", "auto")
     with pytest.raises(ConfigError, match="offload='auto' is for Trainer"):
         LohanPlugin()
+
+
+def test_trl_needs_its_own_arguments(tmp_path: Path) -> None:
+    args = TrainingArguments(**common(tmp_path), offload=TABLE)
+    with pytest.raises(ValueError, match=r"lack the arguments of TRL's trainers; .*LohanArguments, trl\.SFTConfig"):
+        SFTTrainer(tiny_model("llama"), args, train_dataset=Dataset.from_list([{"input_ids": [1, 2]}]))
