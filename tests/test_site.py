@@ -24,7 +24,9 @@ COMMAND = re.compile(r"^(?:\$ )?((?:lohan|accelerate launch|python|bash) [^\n]*)
 
 
 def module(path: Path) -> ModuleType:
-    """Import one of our scripts."""
+    """Import one of our scripts, once: other tests pickle its classes."""
+    if path.stem in sys.modules:
+        return sys.modules[path.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
