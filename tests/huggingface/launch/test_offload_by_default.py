@@ -153,5 +153,5 @@ def test_a_script_that_a_program_launches_is_offloaded(
     assert config == OffloadConfig.load(offload)
     assert "nothing was offloaded" not in caplog.text, "the script says so itself"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"start sft\.py again"), offload_by_default(offload):
+    with pytest.raises(ValueError, match=r"each would start sft\.py"), offload_by_default(offload):
         accelerate_launch.launch_command(launch_command_parser().parse_args(["sft.py"]))
