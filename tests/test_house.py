@@ -24,7 +24,7 @@ FLOORS = {
     **dict.fromkeys(("compat", "timeline", "wording"), -2),
     "planner": -1,
     **dict.fromkeys(("config", "threads"), 0),
-    **dict.fromkeys(("device", "files", "optim", "report"), 1),
+    **dict.fromkeys(("device", "files", "optim", "quantize", "report"), 1),
     **dict.fromkeys(("ranks", "store"), 2),
     "hardware": 3,
     **dict.fromkeys(("activations", "model"), 4),
@@ -47,6 +47,7 @@ NARROWER = {
     "store": {"compat", "device", "files", "threads", "timeline", "wording"},
     "ranks": {"device", "files", "planner", "threads", "timeline", "wording"},
     "optim": {"compat"},
+    "quantize": {"planner"},
     "report": {"config", "timeline", "wording"},
 }
 """Rooms that may use less than all the floors below theirs."""
@@ -62,6 +63,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "store": {"torch", "numpy", "safetensors", "xxhash"},
     "ranks": {"numpy", "psutil", "torch", "triton"},
     "optim": {"torch"},
+    "quantize": {"torch"},
     "report": set[str](),
 }
 """The only packages outside the standard library that the two lowest floors may use."""

@@ -45,6 +45,7 @@ from hf_lohan.planner.pool_plan import (
     SizeClass,
     plan_pools,
 )
+from hf_lohan.planner.quantization import Quantization
 from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records, step_traffic
 from hf_lohan.planner.search.hardware_changes import (
     ONE_MORE_SSD,
@@ -88,6 +89,7 @@ __all__ = [
     "PoolPlan",
     "PoolRequest",
     "ProfileError",
+    "Quantization",
     "RecordTraffic",
     "SizeClass",
     "SsdProfile",

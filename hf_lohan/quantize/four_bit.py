@@ -1,0 +1,212 @@
+"""NF4 and FP4 in blocks with a scale each, with the bits of bitsandbytes.
+
+A code is the nearest of 16 values, of the element divided by its block's largest. Two codes share a byte, the first in
+the upper half. With double quantization the scales, less their mean, are codes of 8 bits themselves, in blocks of 256.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hf_lohan.planner.quantization import SCALES_PER_SCALE, Quantization
+
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = (0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0, -0.0, -0.0625, -8.0, -12.0, -4.0, -6.0, -2.0, -3.0)
+_VALUES = {"nf4": _NF4, "fp4": _FP4}
+_SMALLEST = 1e-38
+_NUM_CELLS = 1 << 16
+"""Cells of [-1, 1] that each have one code of 8 bits."""
+_DECODED_AT_ONCE_NUMEL = 1 << 18
+"""Elements that are decoded together. Their codes and values stay in the cache."""
+
+
+@cache
+def values_of(method: str) -> Tensor:
+    """The values [16] of the codes of a method."""
+    values = torch.tensor(_VALUES[method], dtype=torch.float32)
+    return values / values.abs().max()
+
+
+@cache
+def _pairs(method: str, device: torch.device) -> Tensor:
+    """The two values of each byte, as one element of 8 bytes: [256]."""
+    values = values_of(method)
+    pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
+    return pairs.view(torch.float64).reshape(-1).to(device)
+
+
+@cache
+def _bounds(method: str) -> tuple[Tensor, Tensor]:
+    """The middles [15] between neighbouring values, and the code [16] of each value in ascending order."""
+    values = values_of(method)
+    order = torch.argsort(values)
+    return (values[order[:-1]] + values[order[1:]]) / 2, order.to(torch.uint8)
+
+
+@cache
+def scale_values(device: torch.device) -> Tensor:
+    """The values [256] of the 8-bit codes of scales, ascending: a dynamic exponent and a linear fraction."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2.0
+        scaled = 10 ** (exponent - 6) * middles
+        values += [*scaled.tolist(), *(-scaled).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32).to(device)
+
+
+@torch.no_grad()
+def encode(values: Tensor, method: str, block: int) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 [n / 2], and scales, float32 [n / block], of flat float32 values [n]. A last block may be short."""
+    numel = values.numel()
+    full = numel - numel % block
+    blocks = values[:full].view(-1, block)
+    scales = blocks.abs().amax(dim=1)
+    scaled = (blocks * (1.0 / scales.clamp(min=_SMALLEST)).view(-1, 1)).clamp_(-1, 1).view(-1)
+    if full < numel:
+        last = values[full:].abs().max().clamp(min=_SMALLEST)
+        scales = torch.cat([scales, last.view(1)])
+        scaled = torch.cat([scaled, (values[full:] / last).clamp_(-1, 1)])
+    if numel % 2:
+        scaled = torch.nn.functional.pad(scaled, (0, 1))
+    bounds, order = _bounds(method)
+    codes = torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8)
+    if method != "nf4":
+        codes = order[codes.to(torch.int32)]
+    return (codes[::2] << 4) | codes[1::2], scales
+
+
+@torch.no_grad()
+def pack_scales(scales: Tensor, form: Quantization, numel: int) -> Tensor:
+    """The stored bytes of all scales of a weight of ``numel`` elements."""
+    packed = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
+    if not form.double:
+        packed[: 4 * scales.numel()].copy_(scales.view(torch.uint8))
+        return packed
+    offset = scales.mean()
+    codes, outer = _encode_scales(scales - offset)
+    floats = torch.cat([outer, offset.view(1)])
+    packed[: 4 * floats.numel()].copy_(floats.view(torch.uint8))
+    packed[4 * floats.numel() : 4 * floats.numel() + codes.numel()].copy_(codes)
+    return packed
+
+
+def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit codes [n], and float32 scales [n / 256], of float32 scales [n]."""
+    numel = scales.numel()
+    full = numel - numel % SCALES_PER_SCALE
+    blocks = scales[:full].view(-1, SCALES_PER_SCALE)
+    outer = blocks.abs().amax(dim=1)
+    scaled = (blocks * (1.0 / outer.clamp(min=_SMALLEST)).view(-1, 1)).view(-1)
+    if full < numel:
+        last = scales[full:].abs().max()
+        outer = torch.cat([outer, last.view(1)])
+        scaled = torch.cat([scaled, scales[full:] * (1.0 / last.clamp(min=_SMALLEST))])
+    return _scale_codes()[_cell_of(scaled.clamp_(-1, 1))], outer
+
+
+def _cell_of(values: Tensor) -> Tensor:
+    """The cell of [-1, 1] that each value falls into. A CPU computes it with one rounding, hence float64."""
+    halves = (values + 1.0) * 0.5
+    return (halves.to(torch.float64) * (_NUM_CELLS - 1) + 0.5).to(torch.float32).to(torch.int32)
+
+
+@cache
+def _scale_codes() -> Tensor:
+    """The code of each cell. bitsandbytes looks codes up on a CPU, so a value at the edge of two codes may get either
+    of them."""
+    values = scale_values(torch.device("cpu"))
+    cells = torch.arange(_NUM_CELLS, dtype=torch.float64)
+    middles = (2 * cells / (_NUM_CELLS - 1) - 1).to(torch.float32)
+    return torch.bucketize(middles, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
+
+
+def unpack_scales(packed: Tensor, form: Quantization, numel: int, first: int, last: int) -> Tensor:
+    """The scales [first, last) of a weight of ``numel`` elements, from the stored bytes of all of them."""
+    if not form.double:
+        return packed[4 * first : 4 * last].view(torch.float32)
+    num_scales = form.num_scales(numel)
+    num_outer = -(-num_scales // SCALES_PER_SCALE)
+    floats = packed[: 4 * (num_outer + 1)].view(torch.float32)
+    codes = packed[4 * (num_outer + 1) + first : 4 * (num_outer + 1) + last]
+    scales = scale_values(packed.device)[codes.to(torch.int32)]
+    low = first // SCALES_PER_SCALE
+    outer = floats[low : (last - 1) // SCALES_PER_SCALE + 1].repeat_interleave(SCALES_PER_SCALE)
+    start = first - low * SCALES_PER_SCALE
+    return scales.mul_(outer[start : start + last - first]).add_(floats[num_outer])
+
+
+@torch.no_grad()
+def decode_(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization, numel: int, first: int) -> None:
+    """Decode the elements of a weight of ``numel`` from ``first`` on, where a block begins, into contiguous ``out``.
+
+    ``codes`` begins at ``first``; ``scales`` are the stored bytes of all scales. All tensors are on one device.
+    """
+    assert first % form.block == 0, f"element {first} begins no block of {form.block}"
+    step = max(_DECODED_AT_ONCE_NUMEL if out.device.type == "cpu" else out.numel(), form.block)
+    for start in range(0, out.numel(), step):
+        part = out[start : start + step]
+        low = (first + start) // form.block
+        high = form.num_scales(first + start + part.numel())
+        of_part = unpack_scales(scales, form, numel, low, high)
+        _decode_part(part, codes[start // 2 : -(-(start + part.numel()) // 2)], of_part, form)
+
+
+def _decode_part(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization) -> None:
+    numel, full = out.numel(), out.numel() - out.numel() % form.block
+    is_direct = out.dtype == torch.float32 and numel % 2 == 0 and out.storage_offset() % 2 == 0
+    values = out if is_direct else torch.empty(2 * codes.numel(), dtype=torch.float32, device=out.device)
+    torch.index_select(_pairs(form.method, out.device), 0, codes.to(torch.int32), out=values.view(torch.float64))
+    num_full = full // form.block
+    values[:full].view(-1, form.block).mul_(scales[:num_full].view(-1, 1))
+    if full < numel:
+        values[full:numel].mul_(scales[num_full])
+    if not is_direct:
+        out.copy_(values[:numel])
+
+
+class Packer:
+    """Packs one weight whose elements come in order, any number at a time."""
+
+    def __init__(self, form: Quantization, numel: int) -> None:
+        self._form = form
+        self._numel = numel
+        self.num_taken = 0
+        """Elements that came so far."""
+        self._rest = torch.empty(0)
+        self._scales: list[Tensor] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_taken == self._numel
+
+    @torch.no_grad()
+    def pack(self, values: Tensor) -> tuple[int, Tensor]:
+        """(first byte, codes) of all whole blocks up to here. ``values`` are the next elements, flat, in the working
+        dtype."""
+        block = self._form.block
+        before = self.num_taken - self._rest.numel()
+        self.num_taken += values.numel()
+        assert self.num_taken <= self._numel, f"more than the {self._numel} elements of the weight"
+        values = values.to(torch.float32)
+        values = torch.cat([self._rest, values]) if self._rest.numel() else values
+        whole = values.numel() if self.is_complete else values.numel() - values.numel() % block
+        self._rest = values[whole:].clone()
+        if not whole:
+            return before // 2, torch.empty(0, dtype=torch.uint8)
+        codes, scales = encode(values[:whole], self._form.method, block)
+        self._scales.append(scales)
+        return before // 2, codes
+
+    def pack_scales(self) -> Tensor:
+        """The stored bytes of all scales, once all elements have come."""
+        assert self.is_complete, f"{self.num_taken} of {self._numel} elements have come"
+        return pack_scales(torch.cat(self._scales), self._form, self._numel)

@@ -1,0 +1,79 @@
+"""NF4 and FP4: the bits of bitsandbytes, however the elements come and whatever part is decoded."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.planner import Quantization
+from hf_lohan.quantize import Packer, decode_
+
+FORMS = [
+    Quantization(method=method, double=double, block=block)
+    for method, double, block in itertools.product(("nf4", "fp4"), (False, True), (32, 64, 4096))
+]
+
+
+def packed_in_rows(weight: Tensor, form: Quantization, rows_at_once: int) -> tuple[Tensor, Tensor]:
+    """The codes and scales of a weight that comes some rows at a time."""
+    packer = Packer(form, weight.numel())
+    codes = torch.zeros(form.codes_bytes(weight.numel()), dtype=torch.uint8)
+    for rows in weight.split(rows_at_once):
+        first, part = packer.pack(rows.reshape(-1))
+        codes[first : first + part.numel()] = part
+    return codes, packer.pack_scales()
+
+
+def weights(dtype: torch.dtype) -> list[Tensor]:
+    """Of whole large blocks and not, with more than 256 scales and fewer, and with a row of zeros. Rows are whole small
+    blocks: where they are not, bitsandbytes' kernel for CPUs with AVX512 mixes up the scales."""
+    torch.manual_seed(0)
+    shapes = ((64, 128), (36, 64), (300, 1024))
+    drawn = [torch.randn(shape) * torch.rand(shape[0], 1) for shape in shapes]
+    drawn[0][3] = 0
+    return [weight.to(dtype) for weight in drawn]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.method}-{form.double}-{form.block}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_scales_and_decoded_weights_are_those_of_bitsandbytes(form: Quantization, dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for weight in weights(dtype):
+        theirs, state = functional.quantize_4bit(
+            weight, blocksize=form.block, compress_statistics=form.double, quant_type=form.method
+        )
+        codes, scales = packed_in_rows(weight, form, rows_at_once=7)
+        decoded = torch.empty_like(weight)
+        decode_(decoded.view(-1), codes, scales, form, weight.numel(), 0)
+        assert torch.equal(codes, theirs.view(-1))
+        assert torch.equal(decoded, functional.dequantize_4bit(theirs, state))
+
+
+@pytest.mark.parametrize("form", FORMS[::2], ids=lambda form: f"{form.method}-{form.double}-{form.block}")
+def test_a_part_is_decoded_as_within_the_whole(form: Quantization) -> None:
+    weight = weights(torch.float32)[2]
+    codes, scales = packed_in_rows(weight, form, rows_at_once=300)
+    whole, part = torch.empty(weight.numel()), torch.empty(5000)
+    decode_(whole, codes, scales, form, weight.numel(), 0)
+    decode_(part, codes[8192 * 5 // 2 :], scales, form, weight.numel(), 8192 * 5)
+    assert torch.equal(part, whole[8192 * 5 : 8192 * 5 + 5000])
+    assert 0 < (whole - weight.view(-1)).abs().max() < 0.2 * weight.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nf5", "'nf5' is not allowed; choose auto, none, nf4 or fp4"),
+        ({"method": "nf4", "block": 48}, "block: 48 is not allowed; choose 32, 64,"),
+        ({"method": "none"}, "a table needs its method, and 'none' is not allowed; choose nf4 or fp4"),
+        ({"method": "nf4", "bits": 4}, "the key 'bits' is not allowed"),
+        ({"method": "nf4", "double": 1}, "double: 1 is not allowed; choose true or false"),
+        (4, "4 is not allowed; give auto, none, nf4 or fp4, or a table"),
+    ],
+)
+def test_a_wrong_setting_is_quoted(setting: object, message: str) -> None:
+    with pytest.raises(ValueError, match="quantize: .*" + message.replace("(", r"\(")):
+        Quantization.parse(setting)
