@@ -22,7 +22,6 @@ from finetune_arguments import (
 )
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     HfArgumentParser,
@@ -33,6 +32,7 @@ import hf_lohan
 from hf_lohan.config import offload_of_environment
 from hf_lohan.device import default_torch_device
 from hf_lohan.huggingface.arguments import take_launched_precision
+from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import config_named_by_optim
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_
     """Load the model into memory, or stream it into the store if offloaded."""
     path, dtype = model_args.model_name_or_path, DTYPES[model_args.dtype]
     if offload is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        return model_class_of(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=dtype)
     return hf_lohan.from_pretrained(
         path,
         offload=offload,

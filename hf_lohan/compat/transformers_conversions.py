@@ -7,7 +7,9 @@ the largest weight in RAM. Most of their operations keep rows apart, so they can
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,17 +41,22 @@ WriteFile = Callable[[Mapping[str, Tensor], str, dict[str, str]], None]
 
 
 @contextlib.contextmanager
-def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[None]:
+def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
     """Have `from_pretrained` give weights larger than ``most_bytes`` to ``take``, in parts of that size but at least
     one row, and keep a meta tensor instead. Nothing is read ahead.
 
     Rows are slices of the first dimension, such as experts. Weights that ``take`` refuses, and weights whose conversion
-    mixes rows, are loaded whole.
+    mixes rows, are loaded whole. Yields a dict that gets, by name, the bytes of the checkpoint's tensors that the model
+    does not use. Transformers reports only some of them.
     """
     stock_spawn = core_model_loading.spawn_materialize
+    stock_load = modeling_utils.convert_and_load_state_dict_in_model
+    used: set[int] = set()
+    unused: dict[str, int] = {}
     stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
 
     def spawn(thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        used.add(id(tensor))
         is_sharded = bool(args and args[0] is not None) or kwargs.get("sharding_op") is not None
         if thread_pool is not None or is_sharded:
             return stock_spawn(thread_pool, tensor, device, dtype, *args, **kwargs)
@@ -69,21 +76,48 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[None]:
             self.collected_tensors.update(collected)
         return stock(self, layer_name, *args, **kwargs)
 
+    def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        used.clear()
+        result = stock_load(model, state_dict, *args, **kwargs)
+        computed = {_end_of(name) for name, _ in model.named_buffers()}  # by the model: older checkpoints have them
+        unused.update(
+            (name, _num_bytes(tensor))
+            for name, tensor in state_dict.items()
+            if id(tensor) not in used and _end_of(name) not in computed
+        )
+        return result
+
     previous = os.environ.get(_LOAD_ASYNC)
     os.environ[_LOAD_ASYNC] = "1"
     core_model_loading.spawn_materialize = spawn
+    modeling_utils.convert_and_load_state_dict_in_model = load
     for kind in stock_converts:
         kind.convert = convert
     try:
-        yield
+        yield unused
     finally:
         core_model_loading.spawn_materialize = stock_spawn
+        modeling_utils.convert_and_load_state_dict_in_model = stock_load
         for kind, stock in stock_converts.items():
             kind.convert = stock
         if previous is None:
             del os.environ[_LOAD_ASYNC]
         else:
             os.environ[_LOAD_ASYNC] = previous
+
+
+def _end_of(name: str) -> str:
+    """The last two components of a tensor's name."""
+    return ".".join(name.rsplit(".", 2)[-2:])
+
+
+def _num_bytes(source: Any) -> int:
+    """Bytes of a tensor, or of one in a safetensors file that is not read."""
+    if isinstance(source, Tensor):
+        return source.nbytes
+    bits = re.search(r"\d+", source.get_dtype())  # such as BF16, F8_E4M3 and BOOL
+    num_bits: int = math.prod(source.get_shape()) * (int(bits.group()) if bits else 8)
+    return num_bits // 8
 
 
 class _Unread:

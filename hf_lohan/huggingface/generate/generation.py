@@ -22,7 +22,7 @@ from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
 from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
-from hf_lohan.huggingface.models.weightless_model import read_model_config, weightless_model
+from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
 from hf_lohan.huggingface.ranks import refuse_generation_of_ranks
 from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, lay_out_generation
@@ -50,7 +50,7 @@ def load_for_generation(
     default_ssd_path: str | Path = "lohan_store",
     model_class: Any = None,
 ) -> Any:
-    """Load a causal LM from a checkpoint folder for `generate`. Each token streams its weights from the store.
+    """Load a model from a checkpoint folder for `generate`. Each token streams its weights from the store.
 
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
@@ -59,17 +59,16 @@ def load_for_generation(
             for their keys and values. A call with more tokens raises RuntimeError.
         num_sequences: the number of prompts times the number of beams.
         torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
-        dtype: dtype of the weights. "auto" is the checkpoint's dtype.
+        dtype: dtype of the weights. "auto" is the checkpoint's dtype, or float32 for float16.
         default_ssd_path: the store's folder if the configuration has no path.
-        model_class: default `AutoModelForCausalLM`.
+        model_class: a class or an auto class of transformers; default is the class that the checkpoint's config names.
 
     The store has one copy of the weights, and no optimizer states. Later calls use it until the checkpoint's files
     change. Raises ValueError, before a weight is read, if the budgets have no room for two layers and the keys and
     values, if the store has another model, or if there are several ranks.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    model_class = model_class or AutoModelForCausalLM
     if not os.path.isdir(path):
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of a checkpoint folder")
     if max_length is None:
@@ -84,14 +83,20 @@ def load_for_generation(
         resolved_here(config, device, default_ssd_path), activations="keep", durability="checkpoint", chunked_loss=False
     )
     model_config = read_model_config(path)
+    model_class = model_class or model_class_of(model_config)
     wanted_dtype = load_dtype(path, model_config, dtype)
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, wanted_dtype).requires_grad_(False)
+    if not skeleton.can_generate():
+        raise ValueError(
+            f"{type(skeleton).__name__}, the class of {str(path)!r}, cannot generate; pass model_class=, such as "
+            "transformers.AutoModelForCausalLM"
+        )
     lay_out_for_this = partial(
         lay_out_generation,
         config=config,
         working_dtype=None,
-        keys_and_values=keys_and_values(model_config, wanted_dtype, num_sequences, max_length),
+        keys_and_values=keys_and_values(model_class, model_config, wanted_dtype, num_sequences, max_length),
         memory_is_host=device.memory_is_host,
         experts_per_token=getattr(model_config, "num_experts_per_tok", None),
     )
@@ -131,12 +136,14 @@ def load_for_generation(
     return model
 
 
-def keys_and_values(config: Any, dtype: torch.dtype, num_sequences: int, num_tokens: int) -> KeysAndValues:
+def keys_and_values(
+    model_class: Any, config: Any, dtype: torch.dtype, num_sequences: int, num_tokens: int
+) -> KeysAndValues:
     """Return the size of a model's keys and values for ``num_tokens`` tokens, by a forward on meta. One layer counts
     twice, because its old and new tensors are in memory together when a token is added. Warns if the cache has no
     tensors to count."""
     with torch.device("meta"), torch.no_grad():
-        model = weightless_model(config, torch.bfloat16).eval()
+        model = weightless_model(config, torch.bfloat16, model_class=model_class).eval()
         tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
         try:
             cache = cache_among(model(input_ids=tokens, use_cache=True))

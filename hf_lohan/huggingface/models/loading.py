@@ -43,6 +43,7 @@ from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import experts_as_stored, lay_out
 from hf_lohan.planning.layout import resolved_here
+from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
 
@@ -121,22 +122,21 @@ def from_pretrained(
     peft_config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a causal LM for training, and stream its weights to the store.
+    """Load a model for training, and stream its weights to the store.
 
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
         offload: anything that `OffloadConfig.load` takes.
         torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
-        dtype: dtype of the working weights. "auto" is the checkpoint's dtype. `bf16=True` means bfloat16 working
-            weights whose float32 masters equal the checkpoint's values exactly.
+        dtype: dtype of the working weights. "auto" is the checkpoint's dtype, or float32 for float16. `bf16=True` means
+            bfloat16 working weights whose float32 masters equal the checkpoint's values exactly.
         default_ssd_path: the store's folder if the configuration has no path.
         hold_gradients: hold gradients until `step()`, which clipping and accumulation need. False applies them in
             backward.
         sums_gradients: hold gradients in float32, because steps have several backwards. False holds gradients of
             bfloat16 weights in bfloat16, which takes half the memory, and writes sums of several backwards to the SSD.
             Results are the same.
-        model_class: default `AutoModelForCausalLM`. If the checkpoint's config names a class with the head of another
-            task, such as `BertForSequenceClassification`, the default is that class.
+        model_class: a class or an auto class of transformers. The default is the class that the config names.
         is_trained: False freezes all weights. The store then has no optimizer states, and one version of each record.
         optimizer: a class of `torch.optim`, or (class, keyword arguments). The store has its states. The default is the
             configured optimizer, or AdamW.
@@ -160,6 +160,7 @@ def from_pretrained(
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
     model_class = model_class or model_class_of(model_config)
+    was_float16 = dtype == "auto" and _has_float16(model_config)  # before the skeleton changes the config
     loaded_dtype = load_dtype(path, model_config, dtype)
     working_dtype = torch.bfloat16 if bf16 else None
 
@@ -184,7 +185,8 @@ def from_pretrained(
         ranks=links_to_other_ranks().ranks,
     )
     layout = lay_out_for_this(skeleton)
-    saved_dtypes = dtypes_to_save(layout, config.save_dtype, dtypes_of(skeleton))
+    # With bf16=True a float16 checkpoint is saved in as many bytes as it has.
+    saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
@@ -221,8 +223,18 @@ def stream_model(
     """Load a checkpoint's model on meta, and store its weights under ``names``. With ``casts`` the checkpoint's dtypes
     may differ from the store's."""
     sink = WeightSink(access, names, of_any_dtype=casts)
-    with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink):
-        return model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
+    with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink) as unused:
+        model = model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
+    if unused:
+        logger.warning(
+            "%s of %s (%s) are no weights of %s and are not loaded, such as %s; saved models do not have them",
+            times(len(unused), "tensor"),
+            path,
+            format_bytes(sum(unused.values())),
+            type(model).__name__,
+            min(unused),
+        )
+    return model
 
 
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
@@ -291,10 +303,10 @@ def _stream_adapters(model: Any, path: str | Path, sink: WeightSink) -> None:
 
 
 @contextlib.contextmanager
-def streamed_to(sink: WeightSink) -> Iterator[None]:
+def streamed_to(sink: WeightSink) -> Iterator[dict[str, int]]:
     """In this context, pass every weight that transformers has loaded, renamed, fused and cast to `sink`, and put a
     meta parameter in its place. Large weights arrive a few rows at a time. Other weights arrive whole, through torch's
-    registration hooks."""
+    registration hooks. Yields the dict of unused tensors of `loaded_in_rows`."""
     parents: dict[nn.Module, tuple[nn.Module, str]] = {}
 
     def name_of(module: nn.Module, name: str) -> str:
@@ -322,8 +334,8 @@ def streamed_to(sink: WeightSink) -> Iterator[None]:
         register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
     try:
-        with loaded_in_rows(sink.store_rows, sink.most_bytes):
-            yield
+        with loaded_in_rows(sink.store_rows, sink.most_bytes) as unused:
+            yield unused
     finally:
         for hook in hooks:
             hook.remove()
@@ -361,11 +373,21 @@ def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
     return skeleton
 
 
+def _has_float16(model_config: Any) -> bool:
+    return str(getattr(model_config, "dtype", None)).removeprefix("torch.") == "float16"
+
+
 def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype in which the checkpoint's weights are loaded. Raises ValueError for a quantized checkpoint."""
+    """Return the dtype in which the checkpoint's weights are loaded. Weights in float16 are loaded in float32, which
+    has their exact values, unless ``dtype`` asks otherwise. Raises ValueError for a quantized checkpoint."""
     _refuse_quantized(path, model_config)
     if isinstance(dtype, torch.dtype):
         return dtype
+    if dtype == "auto" and _has_float16(model_config):
+        logger.warning(
+            "%s is a float16 checkpoint; its weights are loaded in float32, which has their exact values", path
+        )
+        return torch.float32
     checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
     chosen = checkpoint_dtype if dtype == "auto" else dtype
     resolved = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -12,17 +13,20 @@ import torch
 from hf_lohan.compat.transformers_private import build_from_config, groups_experts
 from hf_lohan.huggingface.models.adapters import adapted_skeleton
 
+logger = logging.getLogger(__name__)
+
 _CONFIG_NAME = "config.json"
-_TASK_HEAD = re.compile(r"\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: int | None = None) -> Any:
-    """Build the causal LM of a config on meta, with grouped experts as in training. With a `lora_rank` the model is
-    frozen, and has LoRA of that rank on all linear layers. Raises ValueError for a model that cannot be built or
-    trained."""
+def weightless_model(
+    config: Any, dtype: torch.dtype | str = "auto", lora_rank: int | None = None, model_class: Any = None
+) -> Any:
+    """Build the model of a config on meta, with grouped experts as in training. With a `lora_rank` the model is
+    frozen, and has LoRA of that rank on all linear layers. The default of ``model_class`` is `model_class_of`. Raises
+    ValueError for a model that cannot be built or trained."""
     with torch.device("meta"):
-        model = build_from_config(model_class_of(config), config, planning_dtype(config, dtype))
+        model = build_from_config(model_class or model_class_of(config), config, planning_dtype(config, dtype))
     if groups_experts(model):
         model.set_experts_implementation("grouped_mm")  # other implementations need the values of the routing
     if lora_rank is None:
@@ -35,13 +39,23 @@ def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: 
 
 
 def model_class_of(config: Any) -> Any:
-    """Return the default class for a checkpoint with this config. It is a causal LM, or the class that the config names
-    if that class has the head of another task."""
+    """Return the class that the config of a checkpoint names in `architectures`, or `AutoModelForCausalLM` if it names
+    none. Logs a warning if transformers does not have the class."""
     import transformers
 
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    with_head = getattr(transformers, name, None) if _TASK_HEAD.fullmatch(name) else None
-    return with_head or transformers.AutoModelForCausalLM
+    own = getattr(transformers, name, None)
+    if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel):
+        return own
+    if name:
+        logger.warning(
+            "the checkpoint's config names the class %s, which transformers %s does not have; AutoModelForCausalLM "
+            "chooses one by the model type %r",
+            name,
+            transformers.__version__,
+            config.model_type,
+        )
+    return transformers.AutoModelForCausalLM
 
 
 def read_model_config(path_or_config: str | Path) -> Any:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TrainingArguments
+from transformers import AutoConfig, GenerationConfig, TrainingArguments
 
 from hf_lohan.compat.transformers_private import build_from_config
 from hf_lohan.compat.trl_private import (
@@ -35,6 +34,7 @@ from hf_lohan.huggingface.arguments import NOT_GIVEN
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.guards import check_trl
 from hf_lohan.huggingface.models.loading import from_pretrained
+from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planner import BudgetError
 from hf_lohan.planning.layout import resolved_here
@@ -242,7 +242,7 @@ def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[st
     if kwargs.get("trust_remote_code"):
         rest["trust_remote_code"] = True
     if architecture is None:
-        architecture = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+        architecture = model_class_of(config)
     return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **rest}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.models.loading import reload_weights
 from hf_lohan.planner import BudgetError
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_config, tiny_model
+from hf_lohan.wording import format_bytes
 
 Load = Callable[..., Any]
 SHARD_SIZE = "150KB"
@@ -173,6 +175,101 @@ def test_reloading_from_another_model_is_refused(offload: Callable[..., OffloadE
     with pytest.raises(ValueError, match=r"fewer' has no weights for \d+ parameters .*such as model\.layers\.2"):
         reload_weights(offload(model), model, fewer_layers)
     assert tiny_config("llama").num_hidden_layers == 3
+
+
+def tiny_qwen35() -> Any:
+    """A vision-language model whose text model is another class."""
+    text = {
+        "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "full_attention_interval": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    }  # fmt: skip
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config={**vision, "patch_size": 8})
+    torch.manual_seed(0)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def test_a_vision_language_model_trains_on_text_and_keeps_all_tensors(tmp_path: Path) -> None:
+    tiny_qwen35().save_pretrained(tmp_path / "checkpoint")
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 300, (8, 16))]
+    saved, losses = {}, {}
+    for name, options in {
+        "in memory": {"model": transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "checkpoint")},
+        "streamed": {"model": tmp_path / "checkpoint", "offload": {"gpu_memory": "8MiB", "cpu_memory": "16MiB"}},
+    }.items():
+        args = transformers.TrainingArguments(
+            str(tmp_path / name), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-3, weight_decay=0.1,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = hf_lohan.Trainer(args=args, train_dataset=rows, **options)
+        trainer.train()
+        trainer.save_model(str(tmp_path / name))
+        saved[name] = load_file(tmp_path / name / "model.safetensors")
+        losses[name] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    before = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert losses["streamed"] == losses["in memory"]
+    assert saved["streamed"].keys() == saved["in memory"].keys() == before.keys()
+    changed = {name for name, weight in before.items() if not torch.equal(weight, saved["streamed"][name])}
+    assert changed and not any("visual" in name for name in changed)
+    for name, weight in saved["in memory"].items():
+        assert torch.equal(saved["streamed"][name], weight), name
+
+
+def test_tensors_without_a_weight_are_named(
+    load_streamed: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_qwen35()
+    model.save_pretrained(tmp_path / "checkpoint")
+    loaded = load_streamed(tmp_path / "checkpoint", model_class=AutoModelForCausalLM)
+    assert type(loaded) is transformers.Qwen3_5ForCausalLM
+    lost = {name: p for name, p in model.named_parameters() if ".visual." in name}
+    size = format_bytes(sum(p.nbytes for p in lost.values()))
+    expected = rf"{len(lost)} tensors of .*checkpoint \({size}\) .* no weights of Qwen3_5ForCausalLM .* {min(lost)};"
+    assert [bool(re.search(expected, message)) for message in caplog.messages if "tensors of" in message] == [True]
+
+
+def test_tensors_that_the_model_computes_itself_are_not_missed(
+    load_streamed: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older checkpoints have them."""
+    path = tmp_path / "checkpoint"
+    tiny_model("llama").save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    load_streamed(path)
+    assert not [message for message in caplog.messages if "tensor" in message]
+
+
+def test_a_class_that_transformers_does_not_have_is_said(
+    load_streamed: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "checkpoint"
+    model = tiny_model("llama")
+    model.save_pretrained(path)
+    (path / "config.json").write_text((path / "config.json").read_text().replace("LlamaForCausalLM", "MyLlama"))
+    assert type(load_streamed(path)) is type(model)
+    assert "names the class MyLlama, which transformers" in caplog.text
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_float16_is_loaded_exactly(bf16: bool, load_streamed: Load, tmp_path: Path) -> None:
+    half = tiny_model("llama").half()
+    half.save_pretrained(tmp_path / "checkpoint")
+    model = load_streamed(tmp_path / "checkpoint", bf16=bf16)
+    assert model.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    access = engine_of(model).parameters  # type: ignore[union-attr]
+    for name, weight in half.named_parameters():
+        assert torch.equal(access.read_masters(name, 0, weight.numel()), weight.flatten().float()), name
+    model.save_pretrained(tmp_path / "saved")
+    assert {w.dtype for w in load_file(tmp_path / "saved" / "model.safetensors").values()} == {model.dtype}
+
+
+def test_float16_is_refused_if_it_is_asked_for(load_streamed: Load, tmp_path: Path) -> None:
+    tiny_model("llama").half().save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match=r"torch\.float16 cannot be trained under offload"):
+        load_streamed(tmp_path / "checkpoint", dtype="float16")
 
 
 def test_a_checkpoint_with_the_head_of_another_task_keeps_it(load_streamed: Load, tmp_path: Path) -> None:

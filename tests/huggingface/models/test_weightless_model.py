@@ -129,9 +129,9 @@ def test_what_is_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "other.json").write_text("{}")
     for path, message in (
         (tmp_path / "empty", "has no config.json"),
-        (tmp_path / "missing", "there is no"),
+        (tmp_path / "missing", "does not exist"),
         (tmp_path / "other.json", "has no model config"),
-        ("models/nope", r"there is no folder 'models/nope' here, and no model of this name was found in the Hub"),
+        ("models/nope", r"'models/nope' is not a folder here, and no model of this name is in the Hub or its cache"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             read_model_config(path)
