@@ -17,7 +17,14 @@ TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} | {path.name for 
 OF_A_RUN = re.compile(r"^(store/(model|lohan|manifest|records|log)|lohan/|checkpoint-)")
 """Files of a run, whose folders have names of rooms."""
 OF_OTHERS = "transformers/tests/trainer/test_trainer.py"
-WRITTEN_BY_USERS = {"train.py", "script.py", "your_script.py", "any_script.py", OF_OTHERS}
+WRITTEN_BY_USERS = {
+    "train.py",
+    "script.py",
+    "your_script.py",
+    "any_script.py",
+    "llama.cpp/convert_hf_to_gguf.py",
+    OF_OTHERS,
+}
 NAMED = re.compile(r"^[\w.{},*-]+(/[\w.{},*-]+)*/?$")
 ANCHOR = re.compile(r"[^\w\- ]")
 

@@ -125,6 +125,13 @@ class RunPlan:
         if self.now.plan.refusal is not None:
             logger.warning("the plan says that this run does not fit: %s", self.now.plan.refusal)
         self._announce("planned")
+        if unreached := [layer.name for layer in self.now.profile.layers if not layer.flops]:
+            logger.info(
+                "the plan counts text alone: it has neither time nor memory for the %d layers that other inputs reach "
+                "(such as %s), whose activations are recomputed",
+                len(unreached),
+                unreached[0],
+            )
         return self.now
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:

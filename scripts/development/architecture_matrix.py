@@ -1,11 +1,13 @@
-"""Train every causal-LM class of the installed transformers, tiny and offloaded, and compare with memory.
+"""Train every class of a task in the installed transformers, tiny and offloaded, and compare with memory.
 
-    python scripts/development/architecture_matrix.py                      # all; writes docs/architectures.md
-    python scripts/development/architecture_matrix.py --only 'Qwen|Zamba'  # these alone, printed
+    python scripts/development/architecture_matrix.py                             # causal LMs
+    python scripts/development/architecture_matrix.py --only 'Qwen|Zamba'         # these alone, printed
+    python scripts/development/architecture_matrix.py --task image-text-to-text   # models that read images
 
-After two clipped steps from equal weights and batches, losses, gradient norms and weights must equal those of torch's
-AdamW in memory, to the bit. Classes run in child processes, so that a crash affects no other. `--results` keeps the
-outcomes in a file, which a run with `--only` updates.
+After clipped steps from equal weights and batches, losses, gradient norms and weights must equal those of torch's
+AdamW in memory, to the bit. Models that read images train as a whole, with a frozen tower, and with a frozen text
+model. Classes run in child processes, so that a crash affects no other. `--results` keeps the outcomes in a file,
+which a run with `--only` updates.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +51,21 @@ NOT_TRAINED_HERE = {
 """Classes without a tiny model that trains in memory, with the reason."""
 
 
+class Task(str, Enum):
+    """A group of classes, as transformers names it."""
+
+    TEXT = "text-generation"
+    IMAGES = "image-text-to-text"
+
+
+HOW_TRIED = {
+    Task.TEXT: f"A model takes {NUM_STEPS} steps.",
+    Task.IMAGES: """A model trains three times: as a whole, with a frozen tower, and with a frozen text model.
+The number and the size of its images change from step to step. A step of text alone comes between, unless the class
+takes none, or all that is trained is the tower.""",
+}
+
+
 @dataclass(frozen=True)
 class Outcome:
     model_class: str
@@ -59,23 +77,57 @@ class Outcome:
 # One class, in a child.
 
 
-def try_class(name: str, folder: Path, activations: str = "recompute", experts: str = "with_layer") -> Outcome:
+def try_class(
+    name: str,
+    folder: Path,
+    activations: str = "recompute",
+    experts: str = "with_layer",
+    task: Task = Task.TEXT,
+) -> Outcome:
     """Train the class in memory and offloaded, and compare. Streamed experts train without clipping."""
-    from tiny_configs import tiny_model_of
-
-    max_norm = NO_CLIPPING if experts == "streamed" else MAX_NORM
-
     if name in NOT_TRAINED_HERE:
         return Outcome(name, NOT_TRIED, NOT_TRAINED_HERE[name])
-    stock = tiny_model_of(name)
-    make_batch = batches_of(stock)
+    settings = {"activations": activations, "experts": experts}
+    if task is Task.TEXT:
+        return try_training(name, folder, settings)
+    from tiny_images import NOT_TRIED_WITH_IMAGES, NOTES, frozen_parts, mend
+
+    if name in NOT_TRIED_WITH_IMAGES:
+        return Outcome(name, NOT_TRIED, NOT_TRIED_WITH_IMAGES[name])
+    mend(name)
+    outcomes = []
+    for frozen in frozen_parts(name):
+        outcome = try_training(name, folder / (frozen or "all"), settings, task, frozen)
+        if outcome.what not in (EXACT, EXACT_KEPT):
+            return Outcome(name, outcome.what, f"{outcome.why} (with a frozen {frozen})" if frozen else outcome.why)
+        outcomes.append(outcome)
+    worst = max(outcomes, key=lambda outcome: ORDER.index(outcome.what))
+    return replace(worst, why=NOTES.get(name, worst.why))
+
+
+def try_training(
+    name: str, folder: Path, settings: dict[str, Any], task: Task = Task.TEXT, frozen: str = ""
+) -> Outcome:
+    """Train the class once in memory and once offloaded, and compare."""
+    from tiny_configs import tiny_model_of
+    from tiny_images import batches_with_images, freeze
+
+    experts = settings["experts"]
+    max_norm = NO_CLIPPING if experts == "streamed" else MAX_NORM
+    stock, model = tiny_model_of(name), tiny_model_of(name)
+    if task is Task.TEXT:
+        make_batch, num_steps = batches_of(stock), NUM_STEPS
+    else:
+        freeze(stock, frozen)
+        freeze(model, frozen)
+        batches = batches_with_images(stock, frozen)
+        make_batch, num_steps = batches.__getitem__, len(batches)
     try:
-        expected = train_in_memory(stock, make_batch, max_norm)
+        expected = train_in_memory(stock, make_batch, max_norm, num_steps)
     except Exception as error:
         return Outcome(name, FAILED, f"in memory: {one_line(error)}")
     try:
-        settings = {"activations": activations, "experts": experts}
-        kept, found = train_offloaded(tiny_model_of(name), make_batch, folder, settings, max_norm)
+        kept, found = train_offloaded(model, make_batch, folder, settings, max_norm, num_steps)
     except (ValueError, RuntimeError) as error:
         if is_refusal(error):
             return Outcome(name, REFUSED, one_line(error))
@@ -98,8 +150,8 @@ def batches_of(model: Any) -> Batches:
     import torch
     from tiny_configs import VOCAB_SIZE, more_inputs
 
-    def batch(seed: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(seed)
+    def batch(step: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(100 + step)
         ids = torch.randint(5, VOCAB_SIZE - 20, (2, 16), generator=generator)
         given = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
         return more_inputs(type(model).__name__, model, given, generator)
@@ -107,23 +159,24 @@ def batches_of(model: Any) -> Batches:
     return batch
 
 
-def losses_of(model: Any, make_batch: Batches, backward: Callable[[Any], None]) -> Iterator[Any]:
+def losses_of(model: Any, make_batch: Batches, backward: Callable[[Any], None], num_steps: int) -> Iterator[Any]:
     import torch
 
-    for step in range(NUM_STEPS):
-        batch = make_batch(100 + step)
+    for step in range(num_steps):
+        batch = make_batch(step)
         torch.manual_seed(step)  # for equal dropout
-        loss = model(**batch).loss
+        output = model(**batch)
+        loss = output[0] if isinstance(output, tuple) else output.loss
         backward(loss)
         yield loss.detach().clone()
 
 
-def train_in_memory(model: Any, make_batch: Batches, max_norm: float = MAX_NORM) -> Trained:
+def train_in_memory(model: Any, make_batch: Batches, max_norm: float = MAX_NORM, num_steps: int = NUM_STEPS) -> Trained:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     losses, norms = [], []
-    for loss in losses_of(model, make_batch, lambda loss: loss.backward()):
+    for loss in losses_of(model, make_batch, lambda loss: loss.backward(), num_steps):
         losses.append(loss)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
         optimizer.step()
@@ -132,7 +185,12 @@ def train_in_memory(model: Any, make_batch: Batches, max_norm: float = MAX_NORM)
 
 
 def train_offloaded(
-    model: Any, make_batch: Batches, folder: Path, asked: dict[str, Any], max_norm: float = MAX_NORM
+    model: Any,
+    make_batch: Batches,
+    folder: Path,
+    asked: dict[str, Any],
+    max_norm: float = MAX_NORM,
+    num_steps: int = NUM_STEPS,
 ) -> tuple[bool, Trained]:
     """Train offloaded; returns whether activations were kept, and the results."""
     import torch
@@ -160,11 +218,13 @@ def train_offloaded(
     assert engine is not None
     try:
         losses, norms = [], []
-        for loss in losses_of(model, make_batch, accelerator.backward):
+        for loss in losses_of(model, make_batch, accelerator.backward, num_steps):
             losses.append(loss)
             norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm))
             optimizer.step()
             optimizer.zero_grad()
+        if engine.peak_gpu_pool_bytes > gpu_bytes:
+            raise AssertionError(f"{engine.peak_gpu_pool_bytes} bytes of device pools, {gpu_bytes} asked")
         access = engine.parameters
         weights = {name: access.read_parameter(name) for name, _ in model.named_parameters()}
         return engine.config.activations == "keep", (losses, norms, weights)
@@ -196,7 +256,7 @@ def one_line(error: BaseException) -> str:
     return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:300]
 
 
-def run_child(activations: str, experts: str, names: list[str]) -> None:
+def run_child(task: Task, activations: str, experts: str, names: list[str]) -> None:
     """A line of JSON before and after each class."""
     os.nice(NICENESS)
     import torch
@@ -208,7 +268,7 @@ def run_child(activations: str, experts: str, names: list[str]) -> None:
         print(json.dumps({"begins": name}), flush=True)
         with tempfile.TemporaryDirectory(prefix="lohan-matrix-") as folder:
             try:
-                outcome = try_class(name, Path(folder) / "store", activations, experts)
+                outcome = try_class(name, Path(folder) / "store", activations, experts, task)
             except Exception as error:
                 outcome = Outcome(name, FAILED, f"no tiny model: {one_line(error)}")
         print(json.dumps(asdict(outcome)), flush=True)
@@ -217,25 +277,31 @@ def run_child(activations: str, experts: str, names: list[str]) -> None:
 # All of them.
 
 
-def class_names() -> list[str]:
-    """Return every class that `AutoModelForCausalLM` may return, once."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def class_names(task: Task = Task.TEXT) -> list[str]:
+    """Return every class that the task's auto class may return, once."""
+    from transformers.models.auto import modeling_auto
 
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), key=str.lower)
+    mapping = {
+        Task.TEXT: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        Task.IMAGES: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }[task]
+    return sorted(set(mapping.values()), key=str.lower)
 
 
-def outcomes_of(names: list[str], activations: str = "recompute", experts: str = "with_layer") -> Iterator[Outcome]:
+def outcomes_of(
+    names: list[str], activations: str = "recompute", experts: str = "with_layer", task: Task = Task.TEXT
+) -> Iterator[Outcome]:
     """Run one child at a time, each for several classes. A child that dies loses one class."""
     waiting = list(names)
     while waiting:
         batch = waiting[:CLASSES_PER_CHILD]
-        done = yield from child_outcomes(batch, activations, experts)
+        done = yield from child_outcomes(batch, activations, experts, task)
         waiting = [name for name in waiting if name not in done]
 
 
-def child_outcomes(names: list[str], activations: str, experts: str = "with_layer") -> Iterator[Outcome]:
+def child_outcomes(names: list[str], activations: str, experts: str, task: Task) -> Iterator[Outcome]:
     """Yield outcomes of these classes from a child process; return the classes that are done."""
-    command = [sys.executable, __file__, "--child", activations, experts, *names]
+    command = [sys.executable, __file__, "--child", task.value, activations, experts, *names]
     done: set[str] = set()
     running, began_s = names[0], time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
@@ -284,24 +350,31 @@ class Deadline:
             timer.cancel()
 
 
-def page_of(outcomes: list[Outcome]) -> str:
-    """The page, as Markdown."""
+SECTION_BEGIN, SECTION_END = "<!-- begin: {task} -->\n", "<!-- end: {task} -->\n"
+
+
+def with_section(page: str, task: Task, outcomes: list[Outcome]) -> str:
+    """The page with another section for the task."""
+    begin, end = (mark.format(task=task.value) for mark in (SECTION_BEGIN, SECTION_END))
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + section_of(outcomes, task) + end + after
+
+
+def section_of(outcomes: list[Outcome], task: Task = Task.TEXT) -> str:
+    """The task's part of the page, as Markdown."""
     import torch
     import transformers
 
     counts = Counter(outcome.what for outcome in outcomes)
     exact = sum(counts[what] for what in (EXACT, EXACT_KEPT))
-    text = f"""# Architectures
-
-All {len(outcomes)} classes of `AutoModelForCausalLM` in transformers {transformers.__version__}, tried by
-`scripts/development/architecture_matrix.py` with torch {torch.__version__.partition("+")[0]}. A tiny model of each
-takes {NUM_STEPS} clipped steps offloaded, with every block streamed and every layer recomputed, and the same steps
-under torch's AdamW in memory. *Exact*: losses, gradient norms and weights are equal to the bit, in float32 on a CPU,
-with the class's dropout.
+    auto_class = {Task.TEXT: "AutoModelForCausalLM", Task.IMAGES: "AutoModelForImageTextToText"}[task]
+    text = f"""All {len(outcomes)} classes of `{auto_class}` in transformers {transformers.__version__}, with torch
+{torch.__version__.partition("+")[0]}. {HOW_TRIED[task]}
 
 **{exact} of {len(outcomes)} are exact**, {counts[EXACT_KEPT]} of them with activations that are kept, because the class
 cannot recompute them. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {counts[FAILED]} fail;
-{counts[NOT_TRIED]} were not tried, because they did not train in memory either.
+{counts[NOT_TRIED]} were not tried, for the reason in the table.
 
 | class | offloaded | why, and the way out |
 |---|---|---|
@@ -311,6 +384,7 @@ cannot recompute them. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {co
 
 
 def main(
+    task: Annotated[Task, typer.Option(help="the classes to try, and the part of the page to write")] = Task.TEXT,
     only: Annotated[str, typer.Option(help="a regular expression: classes whose names have a match")] = "",
     results: Annotated[Path | None, typer.Option(help="JSON file with earlier results, which are updated")] = None,
     activations: Annotated[str, typer.Option(help="as in the configuration; the page is of `recompute`")] = "recompute",
@@ -320,25 +394,25 @@ def main(
     """Try classes, print what comes out, and write the page once every class is known."""
     before = json.loads(results.read_text()) if results and results.exists() else []
     known = {one["model_class"]: Outcome(**one) for one in before}
-    names = class_names()
+    names = class_names(task)
     asked = [name for name in names if re.search(only, name)]
     began_s = time.monotonic()
-    for outcome in outcomes_of(asked, activations, experts):
+    for outcome in outcomes_of(asked, activations, experts, task):
         known[outcome.model_class] = outcome
         print(f"{outcome.model_class:45s} {outcome.what:24s} {outcome.why}", flush=True)
+        if results:  # now, because a run may be stopped
+            results.write_text(json.dumps([asdict(known[name]) for name in names if name in known], indent=1))
     found = [known[name] for name in names if name in known]
-    if results:
-        results.write_text(json.dumps([asdict(one) for one in found], indent=1))
     counts = Counter(one.what for one in found)
     print(", ".join(f"{counts[what]} {what}" for what in ORDER), f"in {time.monotonic() - began_s:.0f} s")
     if len(found) == len(names) and (activations, experts) == ("recompute", "with_layer"):
-        page.write_text(page_of(found), encoding="utf-8")
+        page.write_text(with_section(page.read_text(encoding="utf-8"), task, found), encoding="utf-8")
     if counts[WRONG] or counts[FAILED]:
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        run_child(sys.argv[2], sys.argv[3], sys.argv[4:])
+        run_child(Task(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
     else:
         typer.run(main)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import architecture_matrix as matrix
 import pytest
 import torch
-from architecture_matrix import EXACT, EXACT_KEPT, Outcome, class_names, page_of, try_class
+from architecture_matrix import EXACT, EXACT_KEPT, PAGE, Outcome, Task, class_names, try_class, with_section
+from tiny_configs import tiny_model_of
+from tiny_images import batches_with_images, freeze
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +36,46 @@ def test_classes_that_need_care_are_exact(name: str, what: str, tmp_path: Path) 
     assert try_class(name, tmp_path / "store") == Outcome(name, what)
 
 
+BY_NAME = (
+    *("Qwen3_5", "Gemma4", "Llama4", "Mistral3", "Glm4v", "InternVL", "LlavaNext", "Gemma3"),
+    *("Idefics3", "Qwen2_5_VL", "Kimi_K25", "Florence2"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3VLForConditionalGeneration",  # tower features that are added within the text layers
+        "MllamaForConditionalGeneration",  # text layers that attend to the tower, and none without images
+        "Blip2ForConditionalGeneration",  # a tower, a model for queries, a text model
+        *(pytest.param(f"{name}ForConditionalGeneration", marks=pytest.mark.slow) for name in BY_NAME),
+    ],
+)
+def test_models_that_read_images_are_exact(name: str, tmp_path: Path) -> None:
+    """As a whole, with a frozen tower and with a frozen text model; the images change from step to step."""
+    outcome = try_class(name, tmp_path / "store", task=Task.IMAGES)
+    assert outcome.what == EXACT, outcome.why
+
+
+def test_images_of_the_batches_change_in_number_and_size() -> None:
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    batches = batches_with_images(model, frozen="")
+    grids = [batch.get("image_grid_thw", torch.zeros(0, 3)).tolist() for batch in batches]
+    assert grids == [[[1, 2, 2], [1, 2, 4]], [], [[1, 4, 2], [1, 2, 2], [1, 2, 4]]]
+    assert len({tuple(batch["input_ids"].shape) for batch in batches}) == 3
+    freeze(model, "tower")
+    assert not any(p.requires_grad for name, p in model.named_parameters() if ".visual." in name)
+    freeze(model, "text")
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if ".visual." in name
+    }
+
+
 def test_what_differs_and_what_breaks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = matrix.train_in_memory
 
-    def off_by_one_bit(model: object, make_batch: matrix.Batches, max_norm: float) -> matrix.Trained:
-        losses, norms, weights = stock(model, make_batch, max_norm)
+    def off_by_one_bit(*given: Any) -> matrix.Trained:
+        losses, norms, weights = stock(*given)
         return losses, [norms[0], torch.nextafter(norms[1], torch.tensor(torch.inf))], weights
 
     monkeypatch.setattr(matrix, "train_in_memory", off_by_one_bit)
@@ -50,8 +88,10 @@ def test_what_differs_and_what_breaks_is_said(tmp_path: Path, monkeypatch: pytes
 def test_the_page_has_a_row_for_each_class_and_is_that_of_this_transformers() -> None:
     names = class_names()
     assert len(names) == len(set(names)) > 150 and "LlamaForCausalLM" in names
-    page = page_of([Outcome(name, EXACT) for name in names])
+    page = with_section(PAGE.read_text(encoding="utf-8"), Task.TEXT, [Outcome(name, EXACT) for name in names])
     assert f"**{len(names)} of {len(names)} are exact**" in page
     assert all(f"| `{name}` | exact |" in page for name in names)
-    kept = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    kept = PAGE.read_text(encoding="utf-8")
+    _, images = kept.split("<!-- begin: image-text-to-text -->")
+    assert images.count("| exact") >= 60
     assert "WRONG |" not in kept and json.dumps("FAILED") not in kept

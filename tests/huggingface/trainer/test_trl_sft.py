@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from datasets import Dataset
+from PIL import Image
+from tiny_tokenizer import tiny_tokenizer
 from transformers import TrainerCallback
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import hf_lohan
+from hf_lohan.testing.models import tiny_config
 
 trl = pytest.importorskip("trl")
 import trl_runs  # noqa: E402 - imports trl
@@ -128,3 +135,61 @@ def test_what_was_trained_loads_anywhere(checkpoint: Path, tmp_path: Path) -> No
     ours.offload_engine.close()
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
     assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
+
+
+def image_processor(tokenizer: Any) -> Any:
+    """LLaVA's processor of images of 16 x 16, with a template of one line."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<pad>"})
+    template = (
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %} {% endfor %}"
+    )
+    return transformers.LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+        chat_template=template,
+    )
+
+
+def model_with_a_tower(tokenizer: Any) -> Any:
+    tower = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    token = tokenizer.convert_tokens_to_ids("<image>")
+    text = tiny_config("llama", num_hidden_layers=2)
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=token)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def conversations(num_images: Sequence[int]) -> Dataset:
+    """Rows with this many images of different sizes."""
+    rows = []
+    for row, number in enumerate(num_images):
+        images = [Image.new("RGB", (20 + 4 * row, 24), (40 * row, 90 * index, 200)) for index in range(number)]
+        told = [("user", "block goes down"), ("assistant", f"and comes back up {row}")]
+        messages = [{"role": role, "content": text} for role, text in told]
+        rows.append({"images": images, "messages": messages})
+    return Dataset.from_list(rows)
+
+
+def test_a_model_that_reads_images_learns_as_in_memory(tmp_path: Path) -> None:
+    """Rows have one image, two, or none."""
+    tokenizer = tiny_tokenizer()
+    processor = image_processor(tokenizer)
+    ours, stock = both(
+        "SFT",
+        tmp_path,
+        {"max_length": None},
+        lambda: {
+            "model": model_with_a_tower(tokenizer),
+            "train_dataset": conversations([1, 0, 2, 1, 0, 0]),
+            "processing_class": processor,
+        },
+    )
+    trl_runs.assert_same(ours, stock)
+    assert any(".vision_tower." in name for name in ours.weights)
