@@ -337,7 +337,8 @@ def trace_blocks(
     """Trace the forward of a causal LM (on meta, or in memory and not offloaded), cut into the runtime's blocks.
     ``found``: the model's blocks, by default its layers with all their experts.
 
-    Raises ValueError (DiscoveryError) for a model without layers, or with fewer positions than the sequence has tokens.
+    Raises ValueError (DiscoveryError) for a model without layers, with fewer positions than the sequence has tokens, or
+    whose forward needs more than token ids.
     """
     chunked_head = chunked_head_of(model, chunked_loss)
     if chunked_head is None or not chunked_head.applies_to(batch_size * sequence_length):
@@ -362,7 +363,13 @@ def trace_blocks(
             chunked_loss=chunked_loss,
         )
         # Fake tensors and modes are Python that torch calls also where an exception ends the process.
-        _traced[key] = uninterrupted(trace, ThreadSettings(torch.device(device).type))
+        try:
+            _traced[key] = uninterrupted(trace, ThreadSettings(torch.device(device).type))
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"the forward of {type(model).__name__} fails on token ids alone, so its steps cannot be planned: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     return _traced[key]
 
 

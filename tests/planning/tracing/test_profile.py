@@ -196,3 +196,13 @@ def test_the_positions_of_a_tower_do_not_limit_the_text() -> None:
     of_tower = [layer for layer in layers if "vision_tower" in layer.name]
     assert len(of_tower) == 3 and len(layers) == 6
     assert all((layer.flops > 0) == (layer not in of_tower) and layer.param_bytes for layer in layers)
+
+
+def test_a_forward_that_needs_images_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        raise TypeError("missing 'pixel_values'")
+
+    model = build(tiny_config("llama"), torch.float32, "meta")
+    monkeypatch.setattr(model.model.norm, "forward", forward)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM fails on token ids alone, .*TypeError: missing 'pixel_val"):
+        trace_blocks(model, batch_size=1, sequence_length=7)
