@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import ALL_AUTO, OFFLOAD_VARIABLE, OffloadConfig, offload_of_environment
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        config = OffloadConfig.load(options.offload, **({"trace": True} if options.trace else {}))
+        asked = options.offload or offload_of_environment() or ALL_AUTO
+        config = OffloadConfig.load(asked, **({"trace": True} if options.trace else {}))
         _check_target(options.target, is_module=options.module)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
@@ -54,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--offload",
-        default="lohan",
         metavar="X",
-        help="lohan (everything automatic, the default) or the path of a YAML file",
+        help="lohan (everything automatic) or the path of a YAML file; "
+        f"default: {OFFLOAD_VARIABLE} in the environment, or lohan",
     )
     parser.add_argument("--trace", action="store_true", help="write lohan/trace.json into the run's output folder")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")

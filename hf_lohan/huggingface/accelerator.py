@@ -286,7 +286,7 @@ class Accelerator(OffloadAwareAccelerator):
         plugin = self.lohan_plugin
         config = settings_given(plugin.offload)
         if self.mixed_precision == "bf16" and not plugin.bf16:
-            logger.info(BFLOAT16_MEANING)
+            logger.warning(BFLOAT16_MEANING)
         if config.optimizer == "muon":
             raise ValueError(
                 "optimizer='muon' is for Trainer only; leave it out, and prepare torch.optim.Muon over the layers' "

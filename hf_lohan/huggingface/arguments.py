@@ -102,10 +102,15 @@ def precision_asked(
     return str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
 
 
+def is_mixed(args: transformers.TrainingArguments) -> bool:
+    """Whether the stock Trainer computes under autocast, by the arguments or the launcher."""
+    return bool(args.bf16 or args.fp16) or getattr(args, "mixed_precision", "no") != "no"
+
+
 def take_launched_precision(args: transformers.TrainingArguments) -> bool:
     """Set `bf16=True` if the launcher asks for bfloat16 and the arguments do not. Returns whether this is so."""
     if args.bf16 or getattr(args, "mixed_precision", "no") != "bf16":
         return False
-    logger.info(BFLOAT16_MEANING)
+    logger.warning(BFLOAT16_MEANING)  # a script without logging shows it
     args.bf16 = True
     return True

@@ -33,6 +33,7 @@ from hf_lohan.config import ALL_AUTO, OFFLOAD_VARIABLE, OffloadConfig, offload_o
 from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import launched_with, num_offloaded
+from hf_lohan.huggingface.guards import check_precision
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.huggingface.trainer.trl_models import initialize_before
 from hf_lohan.ranks.transport.rendezvous import SECRET_VARIABLE
@@ -239,6 +240,8 @@ def _complete_options(options: Namespace) -> dict[str, str]:
         for name, value in _WITHOUT_CONFIG.items():
             if getattr(options, name) is None:
                 setattr(options, name, value)
+    if (precision := options.mixed_precision or getattr(defaults, "mixed_precision", None)) == "fp8":
+        check_precision(precision)  # before accelerate asks for a package
     num_processes = options.num_processes or getattr(defaults, "num_processes", 1)
     num_machines = options.num_machines or getattr(defaults, "num_machines", 1) or 1
     num_local = max(1, num_processes // num_machines)

@@ -114,6 +114,7 @@ def test_the_console_has_two_more_lines_than_stock(run: dict[str, Any]) -> None:
     assert not any(key.startswith("lohan/") for row in run["history"] for key in row)
     first, *_, last = run["console"].splitlines()
     assert "stream from" in first and "_lohan/store" in first
+    assert re.search(r"; without offloading it would need [\d.]+ MiB of .*, so it need not be offloaded$", first)
     assert re.search(r"4 steps of [\d.e-]+ s.*, [\d,]+ tokens a second; .*lohan report", last)
 
 

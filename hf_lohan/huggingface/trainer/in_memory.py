@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from hf_lohan.compat.trl_private import is_supervised
 from hf_lohan.config import FITS_OR_NOT, ConfigError
 from hf_lohan.device import device_for
+from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adapted_skeleton
 from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
 from hf_lohan.huggingface.ranks import is_one_of_several
@@ -26,7 +27,7 @@ _ROWS_AT_ONCE = 10_000
 _STATE_BYTES = 16
 """Bytes of a float32 weight, its gradient and AdamW's two moments."""
 _AUTOCAST_BYTES = 2
-"""Bytes of a weight's copy in bfloat16, which autocast keeps during a forward."""
+"""Bytes of a weight's copy in 16 bits, which autocast keeps during a forward."""
 _TEMPORARY_BYTES = 4
 """Bytes of a weight that an optimizer which is not fused needs during its step."""
 
@@ -62,9 +63,9 @@ def choose_place(trainer_class: type, settings: Mapping[str, Any], *, makes_mode
 
 
 def load_in_memory(path: str | Path, args: TrainingArguments) -> Any:
-    """Load the model of a path for the stock Trainer. With `bf16=True` its weights are float32, for autocast."""
+    """Load the model of a path for the stock Trainer. Under autocast its weights are float32."""
     config = read_model_config(path)
-    dtype: Any = torch.float32 if args.bf16 else "auto"
+    dtype: Any = torch.float32 if is_mixed(args) else "auto"
     return model_class_of(config).from_pretrained(path, config=config, dtype=dtype)
 
 
@@ -88,8 +89,9 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments) -> nn.M
     if isinstance(model, nn.Module):
         skeleton = weightless_model(model.config, getattr(model, "dtype", "auto"))
     else:
-        said = (getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32" if args.bf16 else "auto")
-        skeleton = weightless_model(read_model_config(model), said)
+        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL loads in float32
+        dtype = (getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32" if is_float32 else "auto")
+        skeleton = weightless_model(read_model_config(model), dtype)
     if peft_config is not None:
         with torch.device("meta"):
             skeleton = adapted_skeleton(skeleton, peft_config)[0]
@@ -107,7 +109,7 @@ def _by_plan(model: nn.Module, settings: Mapping[str, Any], args: TrainingArgume
         device,
         StepShape(args.train_batch_size, length),
         memory_bytes=device.total_memory_bytes() + held_bytes,
-        bytes_per_param=_STATE_BYTES + _AUTOCAST_BYTES * args.bf16 + _TEMPORARY_BYTES * (not is_fused),
+        bytes_per_param=_STATE_BYTES + _AUTOCAST_BYTES * is_mixed(args) + _TEMPORARY_BYTES * (not is_fused),
         recomputes=args.gradient_checkpointing,
     )
     memory = "the free RAM's" if device.memory_is_host else "the device's free"

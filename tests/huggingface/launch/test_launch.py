@@ -63,6 +63,19 @@ def test_the_script_is_started_by_our_runner(launched: Launched, tmp_path: Path)
     assert options.training_script_args == ["--offload", "lohan", "--trace", "script.py", "--trace"]
 
 
+def test_the_environment_has_another_default(
+    launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOHAN_OFFLOAD", "offload.yaml")
+    assert launched("script.py").training_script_args[1] == str(tmp_path / "offload.yaml")
+    assert launched("--offload", "lohan", "script.py").training_script_args[1] == "lohan"
+    for wrong, message in (("nope.yaml", "LOHAN_OFFLOAD in the environment"), ("auto", "'auto' is for a Trainer")):
+        monkeypatch.setenv("LOHAN_OFFLOAD", wrong)
+        assert launched("--offload", "lohan", "script.py").training_script_args[1] == "lohan"
+        with pytest.raises(ValueError, match=message):
+            launched("script.py")
+
+
 def test_threads_are_shared_among_the_processes(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched("script.py").num_cpu_threads_per_process == 12
     assert launched("script.py").num_processes == 1
@@ -118,6 +131,7 @@ def test_what_ends_a_rank_ends_the_launcher(launched: Launched, monkeypatch: pyt
         (["--offload", "nope", "script.py"], "'nope' is neither"),
         (["--config_file", "missing.yaml", "script.py"], "no accelerate config 'missing.yaml'"),
         (["--no_python", "script.py"], "--no_python"),
+        (["--mixed_precision", "fp8", "script.py"], "mixed_precision='fp8' needs layers of another package"),
         (["--num_processes", "5", "script.py"], "starts 5 processes .* has 4 GPUs; start one for each"),
     ],
 )

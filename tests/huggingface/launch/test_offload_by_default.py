@@ -57,6 +57,8 @@ def test_an_explicit_offload_wins(tmp_path: Path) -> None:
         own = transformers.Trainer(tiny_model("llama"), arguments(tmp_path / "own"), offload={"prefetch_blocks": 3})
         assert evaluates_offloaded(own)
         assert own.offload_engine.config.prefetch_blocks == 3
+        args = hf_lohan.TrainingArguments(str(tmp_path / "args"), use_cpu=True, offload={"prefetch_blocks": 4})
+        assert transformers.Trainer(tiny_model("llama"), args)._offload_config.prefetch_blocks == 4
 
 
 def test_what_the_command_asks_for_is_kept_or_a_line_says_that_it_is_not(
