@@ -17,6 +17,7 @@ from hf_lohan.config import FITS_OR_NOT, ConfigError
 from hf_lohan.device import device_for
 from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adapted_skeleton
+from hf_lohan.huggingface.models.loading import load_dtype
 from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
 from hf_lohan.huggingface.ranks import is_one_of_several
 from hf_lohan.planning import StepShape, stock_fit
@@ -65,7 +66,7 @@ def choose_place(trainer_class: type, settings: Mapping[str, Any], *, makes_mode
 def load_in_memory(path: str | Path, args: TrainingArguments) -> Any:
     """Load the model of a path for the stock Trainer. Under autocast its weights are float32."""
     config = read_model_config(path)
-    dtype: Any = torch.float32 if is_mixed(args) else "auto"
+    dtype = torch.float32 if is_mixed(args) else load_dtype(path, config, "auto")
     return model_class_of(config).from_pretrained(path, config=config, dtype=dtype)
 
 
@@ -89,9 +90,9 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments) -> nn.M
     if isinstance(model, nn.Module):
         skeleton = weightless_model(model.config, getattr(model, "dtype", "auto"))
     else:
-        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL loads in float32
+        config, is_float32 = read_model_config(model), is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL's way
         dtype = (getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32" if is_float32 else "auto")
-        skeleton = weightless_model(read_model_config(model), dtype)
+        skeleton = weightless_model(config, load_dtype(model, config, dtype))
     if peft_config is not None:
         with torch.device("meta"):
             skeleton = adapted_skeleton(skeleton, peft_config)[0]
