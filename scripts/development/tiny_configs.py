@@ -91,6 +91,7 @@ _MOE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 _MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}
 _WINDOWS = {"vision_config": {"window_size": 32}}
+_SQUARES = {"vision_config": {"image_size": [32, 32], "patch_size": [8, 8]}}
 _PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
 _DOTS3_NOTE = {"use_sliding_window": False, "layer_types": ["indexed_attention"] * 4}
 _KOSMOS = {"embed_dim": 32, "layers": 4, "attention_heads": 4}
@@ -148,6 +149,8 @@ OF_CLASS: dict[str, dict[str, Any]] = {
     "InstructBlipForConditionalGeneration": _QUERIES,
     "InstructBlipVideoForConditionalGeneration": {**_QUERIES, "video_token_index": VOCAB_SIZE - 19},
     "Llama4ForConditionalGeneration": {"vision_config": {"intermediate_size": 128, "pixel_shuffle_ratio": 0.5}},
+    "InternVLForConditionalGeneration": _SQUARES,
+    "QianfanOCRForConditionalGeneration": _SQUARES,
     "LlavaNextForConditionalGeneration": _PINPOINTS,
     "LlavaNextVideoForConditionalGeneration": _PINPOINTS,
     "LlavaOnevisionForConditionalGeneration": _PINPOINTS,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import architecture_matrix as matrix
 import pytest
+import tiny_images
 import torch
 from architecture_matrix import EXACT, EXACT_KEPT, PAGE, Outcome, Task, class_names, try_class, with_section
+from PIL import Image
 from tiny_configs import tiny_model_of
 from tiny_images import batches_with_images, freeze
 
@@ -54,6 +59,62 @@ BY_NAME = (
 def test_models_that_read_images_are_exact(name: str, tmp_path: Path) -> None:
     """As a whole, with a frozen tower and with a frozen text model; the images change from step to step."""
     outcome = try_class(name, tmp_path / "store", task=Task.IMAGES)
+    assert outcome.what == EXACT, outcome.why
+
+
+QWEN = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+SQUARE = {"size": {"height": 32, "width": 32}}
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3VL": ("qwen2_vl.Qwen2VL", QWEN),
+    "Qwen3_5": ("qwen2_vl.Qwen2VL", QWEN),
+    "Glm4v": ("glm4v.Glm4v", QWEN),
+    "Gemma3": ("gemma3.Gemma3", SQUARE),
+    "Gemma4": ("gemma4.Gemma4", {"patch_size": 8, "pooling_kernel_size": 3, "max_soft_tokens": 70}),
+    "InternVL": ("got_ocr2.GotOcr2", SQUARE),
+    "Mistral3": ("pixtral.Pixtral", {"patch_size": {"height": 16, "width": 16}, "size": {"longest_edge": 64}}),
+    "LlavaNext": (
+        "llava_next.LlavaNext",
+        {"size": {"shortest_edge": 32}, "crop_size": SQUARE["size"], "image_grid_pinpoints": [[32, 64], [64, 32]]},
+    ),
+    "Idefics3": (
+        "idefics3.Idefics3",
+        {
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 32},
+            "do_image_splitting": False,
+        },
+    ),
+}
+"""Image processors that need PIL alone, with the sizes of the tiny models."""
+
+
+def processed_images(processor: Any, model: Any, grids: tuple[tuple[int, int], ...], generator: Any) -> dict[str, Any]:
+    """Pictures of 32 x 32 times these sizes, as the processor gives them."""
+    colors = torch.randint(255, (len(grids), 3), generator=generator).tolist()
+    pictures: list[Any] = [
+        Image.linear_gradient("L").resize((32 * width, 32 * height)).convert("RGB") for height, width in grids
+    ]
+    pictures = [
+        Image.blend(picture, Image.new("RGB", picture.size, tuple(color)), 0.5)
+        for picture, color in zip(pictures, colors, strict=True)
+    ]
+    given = processor(images=[pictures] if "Idefics" in type(processor).__name__ else pictures, return_tensors="pt")
+    return {name: value for name, value in given.items() if name in inspect.signature(model.forward).parameters}
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "Qwen3VL" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESSORS]
+)
+def test_batches_of_the_class_s_own_processor_are_exact(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sizes = PROCESSORS[family]
+    folder, name = path.split(".")
+    module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    processor = getattr(module, f"{name}ImageProcessorPil")(**sizes)
+    monkeypatch.setattr(tiny_images, "images_of", partial(processed_images, processor))
+    settings = {"activations": "recompute", "experts": "with_layer"}
+    outcome = matrix.try_training(f"{family}ForConditionalGeneration", tmp_path / "store", settings, Task.IMAGES)
     assert outcome.what == EXACT, outcome.why
 
 
