@@ -1,7 +1,7 @@
-"""Counts busy seconds and bytes of each lane, and keeps every task if a trace is wanted.
+"""Counts busy seconds and bytes of each lane, and records every task if a trace was requested.
 
-A lane is a resource: compute, a copy direction, a drive direction, the optimizer, or a thread that waits. A task costs
-a lock and two clock readings. A trace is Chrome's JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+A lane is a resource: compute, a copy direction, a drive direction, the optimizer, or a thread that waits. Each task
+takes a lock and reads the clock twice. Perfetto (ui.perfetto.dev) and chrome://tracing open a trace, which is JSON.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SSD_READ = "ssd read"
 SSD_WRITE = "ssd write"
 CPU_OPTIMIZER = "cpu optimizer"
 COMPUTE_WAITS = "compute waits"
-"""Waits of the computing thread. A task's name is the cause."""
+"""Waits of the computing thread. A task's name is the cause of the wait."""
 UPDATES_WAIT = "updates wait"
 LOADS_WAIT = "loads wait"
 LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
 
 MAX_TASKS = 400_000
-"""Tasks that a trace keeps at most: some hundred steps of a large model."""
+"""Maximum number of tasks in a trace, which is some hundred steps of a large model."""
 _PID = 1
 _STEPS_ROW = 1_000_000
 """Thread number of the row with the steps. Lanes are numbered from 1."""
@@ -50,14 +50,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class LaneTotals:
-    """Work of one lane since the timeline began."""
+    """The work of one lane since the timeline began."""
 
     busy_s: float = 0.0
     """Seconds in which at least one task ran."""
     num_bytes: int = 0
     num_tasks: int = 0
     task_s: Mapping[str, float] = field(default_factory=dict)
-    """Summed seconds by task name."""
+    """Sum of seconds by task name."""
 
 
 class _LaneCounter:
@@ -104,7 +104,7 @@ class _LaneCounter:
 
 
 class Timeline:
-    """The lanes of one run. Any thread may add tasks; tasks of one lane may overlap."""
+    """The lanes of one run. Any thread may add tasks. Tasks of one lane may overlap."""
 
     def __init__(self, *, is_tracing: bool = False) -> None:
         self.began_s = time.perf_counter()
@@ -122,7 +122,7 @@ class Timeline:
 
     @contextmanager
     def task(self, lane: str, name: str, *, block: str = "", num_bytes: int = 0) -> Iterator[None]:
-        """Count the body of this context as a task of ``lane``. There are few names; ``block`` is its subject."""
+        """Count the body of this context as a task of ``lane``. ``block`` is the task's subject."""
         counter = self._counters[lane]
         began_s = counter.begin_task()
         uses_drives = lane in (SSD_READ, SSD_WRITE)
@@ -139,13 +139,13 @@ class Timeline:
     def add_task(
         self, lane: str, name: str, began_s: float, ended_s: float, *, block: str = "", num_bytes: int = 0
     ) -> None:
-        """Count a finished task that overlapped no other of its lane."""
+        """Count a finished task that did not overlap another task of its lane."""
         self._counters[lane].add_task(name, ended_s - began_s, num_bytes)
         self._keep(lane, name, block, began_s, ended_s, num_bytes)
 
     @property
     def drives_busy_s(self) -> float:
-        """Seconds in which a read or a write ran."""
+        """Seconds in which at least one read or write ran."""
         return self._drives.totals().busy_s
 
     @property
@@ -162,15 +162,14 @@ class Timeline:
             return
         tasks.append(Task(lane, name, block, began_s, ended_s, num_bytes, threading.current_thread().name))
         if len(tasks) == MAX_TASKS:
-            logger.warning("the trace is full with %d tasks; later ones are counted only", MAX_TASKS)
+            logger.warning("the trace is full with %d tasks; later tasks are counted but not traced", MAX_TASKS)
 
 
 def trace_events(
     tasks: Iterable[Task], *, began_s: float, steps: Iterable[tuple[int, float, float]] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Yield the `traceEvents` of a trace, in microseconds from ``began_s``. The row of ``steps`` (number, begin, end)
-    is on top. A lane gets further rows for overlapping tasks: the format allows only nested tasks in one row.
-    """
+    """Yield the `traceEvents` of a trace, in microseconds from ``began_s``. The first row has ``steps`` (number, begin,
+    end). A lane has further rows for overlapping tasks, because the format allows only nested tasks in one row."""
     rows: dict[tuple[str, int], int] = {}
     yield _metadata("process_name", 0, {"name": "hf_lohan"})
     yield _metadata("thread_name", _STEPS_ROW, {"name": "steps"})

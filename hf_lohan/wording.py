@@ -24,7 +24,7 @@ _BOTTLENECKS = {
 
 
 def format_bytes(num_bytes: float) -> str:
-    """In binary units with at most two decimals: 1536 -> "1.5 KiB"."""
+    """Format in binary units with at most two decimals: 1536 -> "1.5 KiB"."""
     size, power = float(abs(num_bytes)), 0
     while round(size, 2) >= 1024 and power < len(BINARY_UNITS) - 1:
         size, power = size / 1024, power + 1
@@ -33,28 +33,28 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """All digits and, from 1 KiB on, the rounded size: "2,097,152 bytes (2 MiB)"."""
+    """Format all digits and, from 1 KiB on, the rounded size: "2,097,152 bytes (2 MiB)"."""
     exact = f"{num_bytes:,} bytes"
     return exact if num_bytes < 1024 else f"{exact} ({format_bytes(num_bytes)})"
 
 
 def drive_bytes(num_bytes: float) -> str:
-    """In decimal units, as drives are sold: "1.2 TB"."""
+    """Format in decimal units, as sizes of drives are: "1.2 TB"."""
     return f"{_decimal(num_bytes)}B"
 
 
 def rate(per_s: float, unit: str) -> str:
-    """In decimal units, as in data sheets: 1.2e9 "B" -> "1.2 GB/s"."""
+    """Format in decimal units, as in data sheets: 1.2e9 "B" -> "1.2 GB/s"."""
     return f"{_decimal(per_s)}{unit}/s"
 
 
 def gb_per_s(bytes_per_s: float) -> str:
-    """A rate always in GB/s, for figures that are compared."""
+    """Format a rate always in GB/s, so that figures can be compared."""
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def seconds(value: float) -> str:
-    """Three digits, in ms, s or min."""
+    """Format three digits, in ms, s or min."""
     if value < 1:
         return f"{1000 * value:.3g} ms"
     return f"{value:.3g} s" if value < 600 else f"{value / 60:.0f} min"
@@ -88,7 +88,7 @@ def times(number: int, word: str) -> str:
 
 
 def bottleneck_label(name: str, *, shares_cpu: bool = False) -> str:
-    """A readable name of the planner's bottleneck. ``shares_cpu``: the device is the CPU."""
+    """Return a readable name of the planner's bottleneck. ``shares_cpu``: whether the device is the CPU."""
     return "the CPU" if shares_cpu and name == "compute" else _BOTTLENECKS.get(name, name)
 
 

@@ -1,8 +1,8 @@
-"""What a weight is while it is in the store and not on the device.
+"""Parameters whose weights are in the store and not on the device.
 
-A parameter then has the class `AbsentParameter`: it knows its shape and dtype, and an operation that needs its values
-borrows them from its `WeightProvider`. In a forward, `saved_weights` gives autograd handles in place of weights, so
-that a slot can be reused before the backward. `stand_ins` knows which weight a placeholder or a copy belongs to.
+Such a parameter has the class `AbsentParameter`. It has a shape and a dtype, and an operation that needs its values
+borrows them from its `WeightProvider`. In a forward, autograd saves handles (`saved_weights`) instead of weights, so
+that a slot can be reused before the backward. `stand_ins` finds the weight that a placeholder or a copy belongs to.
 """
 
 from hf_lohan.absent.absent_parameter import AbsentParameter, gathered_parameters

@@ -1,4 +1,4 @@
-"""A parameter whose weights are in the store. It knows its shape; an operation that needs its values borrows them."""
+"""A parameter whose weights are in the store. An operation that needs its values borrows them."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _VIEWS = frozenset((
 ))  # fmt: skip
 _VIEW_ATTRIBUTES = frozenset((".data", ".T", ".mT", ".H", ".mH", ".real"))
 _CASTS = frozenset(("to", "type", "cpu", "cuda", "float", "half", "bfloat16", "double", "contiguous", "type_as"))
-"""Functions that return their argument if it has the wanted dtype and device already."""
+"""Functions that return their argument unchanged if it already has the requested dtype and device."""
 _SHAPE_FUNCTIONS = frozenset((
     *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size", "storage_offset", "get_device"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "result_type", "__len__"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "_has_compatible_shallow_copy_type"),
     *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "grad"),
 ))  # fmt: skip
-"""Functions that read no values."""
+"""Functions that read a tensor's shape or type, but no values."""
 _STRIDE_FUNCTIONS = frozenset(("stride", "is_contiguous", "storage_offset"))
 _MEMORY = frozenset((
     *("data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
     *("share_memory_", ".imag", ".__cuda_array_interface__"),
 ))  # fmt: skip
-"""Functions that read the memory itself, or that could copy a whole model into memory."""
+"""Functions that read a tensor's memory directly, or that may copy a whole model into memory."""
 _TORCH_GRAD: Any = Tensor.grad
 
 
 class AbsentTensor(Tensor):
-    """A view of an absent parameter (`.data`, `detach()`, `w.t()`). Its values are computed when it is read."""
+    """A view of an absent parameter, such as `.data` or `w.t()`. It has no values until an operation reads them."""
 
     _weight_view: WeightView | None = None
 
@@ -77,23 +77,23 @@ class AbsentTensor(Tensor):
 
 
 class AbsentGradient(AbsentTensor):
-    """`.grad` of a parameter whose gradient was moved to the host."""
+    """The `.grad` of a parameter whose gradient was moved to the host."""
 
 
 class AbsentParameter(nn.Parameter):
-    """The class of a parameter while it is absent. Its identity, its hooks and its place in optimizers stay."""
+    """The class of a parameter while it is absent. The parameter keeps its identity, hooks and place in optimizers."""
 
     _present_class: ClassVar[type[nn.Parameter]] = nn.Parameter
     __torch_function__ = AbsentTensor.__torch_function__
 
     @staticmethod
     def set_provider(parameter: nn.Parameter, provider: WeightProvider) -> None:
-        """Borrow the weights from ``provider`` from now on. Keeps a weak reference only."""
+        """Borrow the parameter's weights from ``provider`` from now on. Keeps only a weak reference to it."""
         parameter._weight_provider = weakref.ref(provider)  # type: ignore[attr-defined]
 
     @classmethod
     def hide(cls, parameter: nn.Parameter, placeholder: Tensor) -> None:
-        """Make the parameter absent, with ``placeholder`` [its shape] as its data."""
+        """Make the parameter absent. ``placeholder`` has the parameter's shape and becomes its data."""
         if not isinstance(parameter, cls):
             parameter.data = placeholder
             present = type(parameter)
@@ -102,7 +102,7 @@ class AbsentParameter(nn.Parameter):
 
     @classmethod
     def show(cls, parameter: nn.Parameter, weights: Tensor) -> None:
-        """Make the parameter an ordinary one with these weights."""
+        """Make the parameter an ordinary parameter with these weights."""
         if isinstance(parameter, cls):
             parameter.__class__ = parameter._present_class  # type: ignore[assignment]
         parameter.data = weights
@@ -116,7 +116,7 @@ class AbsentParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """An `AbsentGradient` where torch would have a gradient, as callers test for None."""
+        """An `AbsentGradient` if torch would have a gradient, because callers compare it with None."""
         with without_torch_function():
             gradient: Tensor | None = _TORCH_GRAD.__get__(self)
             provider = _provider_of(self)
@@ -136,15 +136,16 @@ class AbsentParameter(nn.Parameter):
 
 @contextmanager
 def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
-    """Make parameters of offloaded models, or all parameters of a module, ordinary tensors in memory for a while.
+    """Make parameters of offloaded models, or all parameters of a module, ordinary tensors within this context.
 
     ```python
     with torch.no_grad(), hf_lohan.gathered_parameters(model.lm_head):
         model.lm_head.weight[7] = model.lm_head.weight[8]
     ```
 
-    Changed values are stored at the end of the context, unless an exception ends it. Parameters that are not offloaded
-    stay as they are. All of them are in memory at once, so gather a few. Raises RuntimeError while the model runs.
+    Changed values are stored at the end of the context, unless an exception ends it. The context does not change
+    parameters that are not offloaded. All its parameters are in memory at once, so gather only a few at a time. Raises
+    RuntimeError while the model runs.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -159,7 +160,7 @@ def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Param
 
 @cache
 def _absent_class(present: type[nn.Parameter]) -> type[nn.Parameter]:
-    """A class of absent parameters that are still instances of ``present``."""
+    """Return a class for absent parameters that is a subclass of ``present``."""
     return AbsentParameter if present is nn.Parameter else type(present.__name__, (AbsentParameter, present), {})
 
 
@@ -172,7 +173,7 @@ def _function_name(func: Callable[..., Any]) -> str:
 
 
 def _call_on_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` on a moved gradient, of which only the shape is known. Raises RuntimeError if it reads values."""
+    """Call ``func`` on a moved gradient, which has only a shape. Raises RuntimeError if ``func`` reads values."""
     name = _function_name(func)
     if name in _VIEW_ATTRIBUTES or name in _VIEWS:
         view = func(*args, **kwargs)
@@ -187,7 +188,7 @@ def _call_on_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
 
 
 def _set_attribute(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Make assignments that do not touch the weight's values, such as `requires_grad = False`."""
+    """Assign an attribute that does not change the weight's values, such as `requires_grad = False`."""
     if not name.startswith("setting ."):
         return NotImplemented
     if name != "setting .data" or isinstance(args[1], AbsentTensor | AbsentParameter):
@@ -197,7 +198,7 @@ def _set_attribute(name: str, func: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def _call_on_placeholder(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` on the placeholder, if its result holds for the weights. Torch functions are not intercepted."""
+    """Call ``func`` on the placeholder if the weights would give the same result."""
     if name.startswith("."):
         if name not in _MEMORY:
             return func(*args, **kwargs)
@@ -209,19 +210,19 @@ def _call_on_placeholder(name: str, func: Callable[..., Any], args: tuple[Any, .
     elif name in _CASTS and not isinstance(args[0], AbsentTensor | AbsentParameter):
         return func(*args, **kwargs)  # cast another tensor to the dtype of an absent one
     elif name in _CASTS and (True in args[1:] or kwargs.get("copy")):
-        return NotImplemented  # a copy was asked for
+        return NotImplemented  # the caller asked for a copy
     elif name in _CASTS:
         tensor, empty = args[0], func(args[0].new_empty(0), *args[1:], **kwargs)
         if isinstance(empty, str):
-            return empty  # the name of its type
+            return empty  # `type` returns a name
         if (empty.dtype, empty.device) == (tensor.dtype, tensor.device):
             return tensor
     return NotImplemented
 
 
 def _call_without_values(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that needs no values: one of the shape, or a view. Raises RuntimeError for one that writes to the
-    weights or reads their memory. Torch functions are not intercepted."""
+    """Call a function that needs only the shape, or that makes a view. Raises RuntimeError for a function that writes
+    to the weights or reads their memory."""
     if (result := _set_attribute(name, func, args, kwargs)) is not NotImplemented:
         return result
     if name == "setting .data" or name in _MEMORY or _writes(name, args, kwargs):
@@ -234,7 +235,7 @@ def _call_without_values(name: str, func: Callable[..., Any], args: tuple[Any, .
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """A meta tensor with the strides of the weights: a placeholder's are all 0."""
+    """Return a meta tensor with the strides of the weights. All strides of a placeholder are 0."""
     view = tensor.weight_view if isinstance(tensor, AbsentTensor) else None
     whole = view.parameter if view is not None else tensor
     weights = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
@@ -242,7 +243,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the function writes to an absent tensor."""
+    """Return whether the function writes to an absent tensor."""
     written = [kwargs.get("out")]
     if name in ("__setitem__", "set_data") or (name.startswith("__i") and name.rstrip("_")[3:] in _IN_PLACE):
         written.append(args[0])
@@ -257,14 +258,14 @@ _IN_PLACE |= frozenset(("lshift", "rshift", "div"))
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether indexing with ``index`` makes a view."""
+    """Return whether indexing with ``index`` makes a view."""
     if isinstance(index, tuple):
         return all(_is_basic(one) for one in index)
     return index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int
 
 
 def _make_view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that makes one view or several. The views remember their parameter and the function."""
+    """Call a function that makes one or several views. Each view refers to its parameter and the function."""
     base = args[0] if args else kwargs.get("input")
     if not isinstance(base, AbsentTensor | AbsentParameter):
         return func(*args, **kwargs)  # a view of another tensor, with the shape of an absent one
@@ -297,8 +298,8 @@ def _provider_of(parameter: nn.Parameter) -> WeightProvider | None:
 
 
 def _by_provider(parameters: Iterable[nn.Parameter], name: str) -> dict[WeightProvider, list[nn.Parameter]]:
-    """Absent parameters grouped by the model that they belong to. Raises RuntimeError if the model is gone; ``name``
-    is the function to blame."""
+    """Group absent parameters by their model's provider. Raises RuntimeError if a model is gone; the error says that
+    the function ``name`` was called."""
     groups: dict[WeightProvider, list[nn.Parameter]] = {}
     for parameter in parameters:
         provider = _provider_of(parameter)
@@ -320,7 +321,7 @@ def _call_with_values(name: str, func: Callable[..., Any], args: tuple[Any, ...]
             if isinstance(leaf, AbsentTensor):
                 parameter = leaf.weight_view.parameter
                 return leaf.weight_view.apply_to(lenders[parameter].weight(parameter))
-            # A parameter that was brought to a slot is not absent any more, so its class does not tell.
+            # A parameter that was loaded to a slot no longer has the class of an absent one.
             is_borrowed = isinstance(leaf, nn.Parameter) and leaf in lenders
             return lenders[leaf].weight(leaf) if is_borrowed else leaf
 
@@ -331,11 +332,11 @@ def _call_with_values(name: str, func: Callable[..., Any], args: tuple[Any, ...]
 
 
 def _parameters_in(values: Any) -> Iterator[nn.Parameter]:
-    """The absent parameters among the leaves of ``values``, each once."""
+    """Yield each absent parameter among the leaves of ``values`` once."""
     seen: set[nn.Parameter] = set()
     for leaf in tree_leaves(values):
         if isinstance(leaf, AbsentTensor | AbsentParameter):
-            # The parameter of a view may be present by now.
+            # A view stays absent when its parameter is loaded.
             parameter = leaf.weight_view.parameter if isinstance(leaf, AbsentTensor) else leaf
             if parameter not in seen:
                 seen.add(parameter)

@@ -1,5 +1,4 @@
-"""Handles that autograd saves in place of weights: a saved view of a slot becomes a handle, and a view again in the
-backward."""
+"""Handles that autograd saves in place of weights. In the backward, a handle becomes a view of a slot again."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from hf_lohan.model import Block
 
 @dataclass(frozen=True, slots=True)
 class WeightHandle:
-    """Where a saved view lies within its block. Does not depend on the slot that the block is in."""
+    """The offset, sizes and strides of a saved view within its block, which do not depend on the block's slot."""
 
     block: Block
     size: torch.Size
@@ -35,7 +34,7 @@ class ViewHandle:
     stand_in: StandIn
 
     def view_of(self, weights: Tensor) -> Tensor:
-        """The same view of a block's weights [numel]."""
+        """Return the same view of a block's ``weights`` [numel]."""
         part = self.stand_in.part
         view = weights[part.start : part.stop].view(part.shape)
         with torch.no_grad():
@@ -53,9 +52,9 @@ def _handle_of(stand_in: StandIn, tensor: Tensor) -> WeightHandle | ViewHandle:
 
 @dataclass(frozen=True, slots=True)
 class WatchedTensor:
-    """A tensor that stays in place, with its version: autograd does not check versions of tensors that hooks return.
+    """A tensor that stays on the device, and its version, because autograd does not check tensors that hooks return.
 
-    The tensor is detached. An output that held the graph which saved it would never be freed without a backward.
+    The tensor is detached. With a graph, an output that its own graph saves could be freed only by a backward.
     """
 
     tensor: Tensor
@@ -66,11 +65,11 @@ class WatchedTensor:
         return cls(tensor.detach(), version_of(tensor))
 
     def unchanged(self) -> Tensor:
-        """The tensor. Raises RuntimeError if it was changed in place."""
+        """Return the tensor. Raises RuntimeError if it was changed in place."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "a tensor that backward needs was changed in place after the forward had used it: it is at version "
-                f"{version_of(self.tensor)}, expected {self.version}; clone it before it is written to"
+                f"{version_of(self.tensor)}, expected {self.version}; clone it before writing to it"
             )
         return self.tensor
 
@@ -89,11 +88,11 @@ def saved_weight_hooks(
     fetch_weights: Callable[[Block, int], Tensor],
     activations: SavedActivations,
 ) -> saved_tensors_hooks:
-    """A context for the forward. ``block_behind`` says which block a view of a slot belongs to. In the backward,
-    ``fetch_weights(block, element)`` must bring the block and return its weights [numel]; it is asked for the view that
-    begins at ``element``.
+    """Return a context for the forward. ``block_behind`` returns the block that a view of a slot belongs to. In the
+    backward, ``fetch_weights(block, element)`` loads the block for the view that begins at ``element``, and returns its
+    weights [numel].
 
-    Swapping `.data` alone would not free slots: autograd saves views, and these keep the slot's memory in use.
+    Without handles a slot could not be reused, because autograd would save views of the slot.
     """
 
     def pack(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Which weight a placeholder, a view of one, or a copy belongs to: autograd saves a handle in place of each."""
+"""Finds the weight that a tensor stands for. The tensor is a placeholder, a view of a placeholder, or a copy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hf_lohan.device import Device
 from hf_lohan.model import Block, ParamSlice
 
 _MIN_STORAGES = 4096
-"""Storages to remember before freed ones are looked for."""
+"""Number of storages to remember before freed storages are removed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StandIn:
-    """Stands for a parameter that lies whole in one block, or for a view of it."""
+    """A tensor that stands for a parameter, or for a view of a parameter. The parameter is in one block."""
 
     block: Block
     part: ParamSlice
     steps: tuple[Callable[[Any], Any], ...] = ()
-    """Operations from the parameter to the view."""
+    """Operations that make the view from the parameter."""
     is_copy: bool = False
-    """Whether the tensor has the parameter's values. Views of it then have their own sizes and strides."""
+    """Whether the tensor has the parameter's values, so that views of it have real sizes and strides."""
 
 
 class StandIns:
-    """The stand-ins of one model. Each has a storage of its own, by which any view of it is recognized."""
+    """The stand-ins of one model. Each has its own storage, by which views of it are recognized."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -39,12 +39,12 @@ class StandIns:
         self._max_storages = _MIN_STORAGES
 
     def placeholder(self, block: Block, part: ParamSlice) -> Tensor:
-        """One NaN, expanded to the parameter's shape. No operation computes with it."""
+        """Return one NaN, expanded to the parameter's shape. No operation computes with it."""
         placeholder = self._placeholders.get(id(part))
         if placeholder is None:
             placeholder = self._one_nan(block.master.working_dtype).expand(part.shape)
             self._placeholders[id(part)] = placeholder
-            if part.is_whole:  # else no single block has the weights that autograd would need
+            if part.is_whole:  # a parameter in several blocks has no block with all weights that autograd needs
                 self._add(placeholder, StandIn(block, part))
         return placeholder
 
@@ -52,12 +52,12 @@ class StandIns:
         return torch.full((), float("nan"), dtype=dtype, device=self._device.torch_device)
 
     def add_view(self, view: Tensor, block: Block, part: ParamSlice, steps: tuple[Callable[[Any], Any], ...]) -> None:
-        """Give a view of a placeholder a storage of its own, and remember what it is a view of."""
+        """Give a view of a placeholder its own storage, and remember the parameter and ``steps``."""
         view.data = self._one_nan(view.dtype).expand(view.shape)
         self._add(view, StandIn(block, part, steps))
 
     def add_copy(self, copy: Tensor, block: Block, part: ParamSlice) -> None:
-        """Remember ``copy`` [shape of the parameter], which has the parameter's values."""
+        """Remember ``copy``, which has the parameter's values and shape."""
         self._add(copy, StandIn(block, part, is_copy=True))
 
     def _add(self, tensor: Tensor, stand_in: StandIn) -> None:
@@ -67,6 +67,6 @@ class StandIns:
         self._known[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage()), stand_in
 
     def find_stand_in(self, tensor: Tensor) -> StandIn | None:
-        """The stand-in that shares the tensor's storage, if there is one."""
+        """Return the stand-in that shares the tensor's storage, or None."""
         known = self._known.get(storage_id(tensor))
         return known[1] if known is not None and not known[0].expired() else None

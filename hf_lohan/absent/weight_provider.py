@@ -1,4 +1,4 @@
-"""How absent weights are borrowed, and the errors where they cannot be."""
+"""How absent weights are borrowed, and the errors of calls that cannot borrow them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from torch import Tensor, nn
 
 
 class MovedGradients:
-    """Whether gradients of the current step were moved to the host, so that `.grad` does not have them: true between a
-    backward and its step."""
+    """Whether the step's gradients are on the host and not in `.grad`, as between a backward and its step."""
 
     def __init__(self) -> None:
         self._has_any = False
         self.forgotten: set[nn.Parameter] = set()
-        """Parameters whose `.grad` the training loop has set to None since then."""
+        """Parameters whose `.grad` the training loop has set to None since gradients were moved."""
 
     def __bool__(self) -> bool:
         return self._has_any
 
     def mark_moved(self) -> None:
-        """A gradient was moved."""
+        """Note that a gradient was moved."""
         self._has_any = True
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """The training loop set a parameter's gradient to None."""
+        """Note that the training loop set a parameter's gradient to None."""
         if self._has_any:
             self.forgotten.add(parameter)
 
     def clear(self) -> None:
-        """The step has applied or dropped its gradients."""
+        """Note that the step has applied or dropped its gradients."""
         self._has_any = False
         self.forgotten.clear()
 
@@ -45,45 +44,46 @@ class WeightView:
     steps: tuple[Callable[[Any], Any], ...]
 
     def apply_to(self, weights: Tensor) -> Tensor:
-        """The same view of the parameter's values."""
+        """Return the same view of the parameter's values ``weights``."""
         for step in self.steps:
             weights = step(weights)
         return weights
 
 
 class BorrowedWeights(Protocol):
-    """Weights on the device for the time of one operation."""
+    """Weights that are on the device during one operation."""
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor to use in place of an absent parameter. Called once for each use, as each has its own gradient."""
+        """Return the tensor to use in place of an absent parameter. Call this once for each use, because each use has
+        its own gradient."""
 
     def copy_views(self, output: Any) -> Any:
-        """The operation's output, with copies in place of views of memory that is given back."""
+        """Return the operation's output, with copies in place of views of borrowed memory."""
 
 
 class WeightProvider(Protocol):
-    """Brings the weights of absent parameters."""
+    """Loads the weights of absent parameters."""
 
     moved_gradients: MovedGradients
 
     def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[BorrowedWeights]:
-        """Bring weights for one operation. Raises RuntimeError where their values are not defined."""
+        """Load weights for one operation. Raises RuntimeError while their values are undefined."""
 
     def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """An ordinary parameter with the same values. Raises RuntimeError where that could copy a whole model."""
+        """Return an ordinary parameter with the same values. Raises RuntimeError if this may copy a whole model."""
 
     def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Within the context, absent parameters are ordinary ones. At its end, changed values are stored."""
+        """Make absent parameters ordinary ones within the context, and store changed values at its end."""
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
-        """A view of an absent parameter was made, which autograd may save."""
+        """Note that a view of an absent parameter was made, which autograd may save."""
 
 
 def weight_refusal(name: str) -> str:
-    """The error of a call that cannot read absent weights, with the calls that can."""
+    """Return the error for a call ``name`` that cannot read absent weights. It lists the calls that can."""
     call = {"__reduce_ex__": "pickle", "__deepcopy__": "copy.deepcopy"}.get(name, name)
     return (
-        f"a weight of an offloaded model is in the store, where {call} cannot reach it; save the model with "
+        f"a weight of an offloaded model is in the store, which {call} cannot read; save the model with "
         "trainer.save_model() or model.save_pretrained(), read weights with accelerator.get_state_dict(model) or "
         "hf_lohan.engine_of(model).parameters.read_parameter(name), change them within "
         "hf_lohan.gathered_parameters(...), and change dtype or device before the model is offloaded"
@@ -91,16 +91,16 @@ def weight_refusal(name: str) -> str:
 
 
 def no_model_refusal(name: str) -> str:
-    """The error of a call that reads an absent weight after its model was garbage collected."""
+    """Return the error for a call that reads an absent weight after its model was garbage collected."""
     return (
-        f"{name} needs a weight whose offloaded model is gone, and with it the way to the store; keep a reference to "
-        "the model for as long as its weights are read, or load what was saved of it"
+        f"{name} needs a weight of an offloaded model that no longer exists; keep a reference to the model while its "
+        "weights are in use, or load a saved copy of it"
     )
 
 
 def gradient_refusal(name: str) -> str:
-    """The error of a call that cannot read a moved gradient, with the calls that replace it."""
+    """Return the error for a call that cannot read a moved gradient. It lists the calls that replace it."""
     return (
-        f"a gradient of an offloaded model went to the optimizer, where {name} cannot reach it; clip with "
+        f"a gradient of an offloaded model was moved to the optimizer, so {name} cannot read it; clip with "
         "accelerator.clip_grad_norm_ or max_grad_norm, and scale the loss instead of gradients"
     )

@@ -1,7 +1,7 @@
 """Computes a head's logits and their loss in chunks of tokens, so that not all logits exist at once.
 
-In a training forward with labels the head returns `PendingLogits`. Their cross entropy runs chunk by chunk, and so does
-its backward, which recomputes each chunk's logits.
+In a training forward with labels the head returns `PendingLogits`. Their cross entropy runs chunk by chunk. Its
+backward also runs chunk by chunk, and recomputes each chunk's logits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hf_lohan.compat.torch_private import version_of
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLoss:
-    """When the loss is computed in chunks, and the size of a chunk."""
+    """Sizes that decide whether the loss is computed in chunks, and how large a chunk is."""
 
     over_bytes: int
     """The loss is computed in chunks if the logits would be larger than this in float32."""
     chunk_bytes: int
-    """Size of a chunk's logits in float32. A few times as much is in use at once."""
+    """Size of a chunk's logits in float32. The computation uses a few times this memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Loss:
     """Tokens in a chunk."""
 
     def chunk_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The sum over a chunk, in float32."""
+        """Return the sum of the loss over a chunk, in float32."""
         for operation in self.operations:
             logits = operation(logits)
         options: dict[str, Any] = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
@@ -55,20 +55,21 @@ class Smoothing:
 
     epsilon: float
     labels: Tensor
-    """[batch, sequence], as in the batch: the target of each token is the label behind it."""
+    """[batch, sequence], as in the batch. The target of each token is the next token's label."""
     ignore_index: int = -100
     total: Tensor | None = None
-    """The cross entropy's sum over all tokens, in float32, without terms that the model adds. None before the loss."""
+    """Sum of the cross entropy over all tokens, in float32, without terms that the model adds. None before the loss."""
 
     def shifted(self, num_tokens: int) -> Tensor | None:
-        """The targets of all tokens, or of all but the last of each sequence. None for other numbers of tokens."""
+        """Return the targets of all tokens, or of all but the last of each sequence, whichever has ``num_tokens``. None
+        if neither has."""
         if num_tokens == self.labels.numel():
             return F.pad(self.labels, (0, 1), value=self.ignore_index)[:, 1:].flatten()
         return self.labels[:, 1:].flatten() if num_tokens == self.labels[:, 1:].numel() else None
 
     def loss(self, num_items: Tensor | int | None) -> Tensor:
-        """The mean over ``num_items``; None: over the tokens with labels. Raises RuntimeError if the forward computed
-        its loss in another way."""
+        """Return the sum of the loss divided by ``num_items``, or by the number of tokens with labels if None. Raises
+        RuntimeError if the forward computed its loss in another way."""
         if self.total is None:
             raise self.refusal()
         if num_items is None:
@@ -83,8 +84,7 @@ class Smoothing:
 
 
 class ChunkedHead:
-    """Replaces the forward of a model's head. Computing logits later reads the head's weight without calling the
-    head."""
+    """Replaces the forward of a model's head by one that computes logits later, without calling the head."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, chunked_loss: ChunkedLoss) -> None:
         self.chunked_loss = chunked_loss
@@ -92,7 +92,7 @@ class ChunkedHead:
         self._head = head
         self._last_step: Callable[[], object] = lambda: None
         self._local = threading.local()
-        """Micro-batches run in threads."""
+        """State of each thread, because micro-batches run in threads."""
 
     @property
     def vocabulary(self) -> int:
@@ -100,15 +100,15 @@ class ChunkedHead:
         return self._head.out_features
 
     def applies_to(self, num_tokens: int) -> bool:
-        """Whether the loss of this many tokens is computed in chunks."""
+        """Return whether the loss of ``num_tokens`` tokens is computed in chunks."""
         return num_tokens * self.vocabulary * torch.float32.itemsize > self.chunked_loss.over_bytes
 
     def attach(self, last_step: Callable[[], object] = lambda: None) -> Callable[[], None]:
         """Replace the head's forward, and return a function that restores it. ``last_step`` returns a new object after
-        each step of an optimizer whose writes do not change the parameters' versions."""
+        each step, because an optimizer's writes may not change the parameters' versions."""
         self._last_step = last_step
         head: Any = self._head
-        before = vars(head).get("forward")  # set on the instance, by a wrapper
+        before = vars(head).get("forward")  # a wrapper may have set it on the instance
         handles = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._model.register_forward_hook(self._end, always_call=True),
@@ -127,7 +127,7 @@ class ChunkedHead:
 
     @contextlib.contextmanager
     def smoothing(self, smoothing: Smoothing) -> Iterator[None]:
-        """Forwards of this thread within this context get the labels and smooth them, in chunks of any size."""
+        """Smooth the labels of forwards that this thread runs within the context."""
         self._local.smoothing = smoothing
         try:
             yield
@@ -155,7 +155,7 @@ class ChunkedHead:
         return getattr(self._local, "smoothing", None)
 
     def _version(self) -> tuple[object, ...]:
-        """Changes with the head's weights."""
+        """Return a value that changes when the head's weights change."""
         parameters = [parameter for parameter in (self._head.weight, self._head.bias) if parameter is not None]
         is_trained = any(parameter.requires_grad for parameter in parameters)
         return (self._last_step() if is_trained else None, *map(version_of, parameters))
@@ -170,16 +170,16 @@ class ChunkedHead:
     # LogitsSource.
 
     def compute_logits(self, pending: Pending) -> Tensor:
-        """Raises RuntimeError if a graph is needed after the forward, or if the head has changed since."""
+        """Return whole logits. Raises RuntimeError if they need a graph after the forward, or if the head changed."""
         if not self.is_in_forward and torch.is_grad_enabled():
             raise RuntimeError(
                 "the loss of this training forward was computed in chunks, so its outputs.logits have no graph; set "
-                "chunked_loss: false, or read them under torch.no_grad()"
+                "chunked_loss: false, or read them in torch.no_grad()"
             )
         if pending.version != self._version():
             raise RuntimeError(
-                "outputs.logits were read after the head had changed, and its old weights are gone; read them before "
-                "optimizer.step(), or set chunked_loss: false"
+                "outputs.logits were read after the head's weights had changed; read them before optimizer.step(), or "
+                "set chunked_loss: false"
             )
         logits = F.linear(pending.hidden, self._head.weight, self._head.bias)
         for operation in pending.operations:
@@ -187,7 +187,7 @@ class ChunkedHead:
         return logits
 
     def compute_loss(self, pending: Pending, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
-        """`F.cross_entropy` of pending logits [tokens, vocabulary]; None for options that need the logits."""
+        """Return `F.cross_entropy` of pending logits [tokens, vocabulary], or None if ``options`` need the logits."""
         smoothing = options.pop("label_smoothing", 0.0)
         ignore_index, reduction = options.pop("ignore_index", -100), options.pop("reduction", "mean")
         has_others = any(value is not None for value in options.values())
@@ -196,7 +196,7 @@ class ChunkedHead:
         rows = max(1, self.chunked_loss.chunk_bytes // (self.vocabulary * torch.float32.itemsize))
         smoothed = self._smoothing
         if smoothed is not None:
-            # The model may not shift its labels; Trainer's smoother always does.
+            # Trainer's smoother always shifts the labels, even for a model that does not.
             shifted = smoothed.shifted(labels.numel())
             if shifted is None or smoothed.total is not None:
                 raise smoothed.refusal()
@@ -209,7 +209,7 @@ class ChunkedHead:
 
 
 def chunked_head_of(model: Any, chunked_loss: ChunkedLoss | None) -> ChunkedHead | None:
-    """A chunked head for the model. None without ``chunked_loss``, or if the head is not a plain linear layer."""
+    """Return a chunked head for the model. None without ``chunked_loss`` or if the head is not a plain linear layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if chunked_loss is None or type(head) is not nn.Linear or has_foreign_forward(head):
         return None
@@ -217,7 +217,7 @@ def chunked_head_of(model: Any, chunked_loss: ChunkedLoss | None) -> ChunkedHead
 
 
 def has_foreign_forward(head: nn.Module) -> bool:
-    """Whether another library has replaced the head's forward."""
+    """Return whether another library has replaced the head's forward."""
     return "forward" in vars(head) and not _is_chunked(vars(head)["forward"])
 
 
@@ -227,7 +227,7 @@ def _is_chunked(forward: Any) -> bool:
 
 @contextlib.contextmanager
 def whole_logits(model: Any) -> Iterator[None]:
-    """The model's head returns whole logits within this context."""
+    """Have the model's head return whole logits within this context."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     chunked_forward = vars(head).get("forward") if type(head) is nn.Linear else None
     if head is None or not _is_chunked(chunked_forward):
@@ -241,7 +241,7 @@ def whole_logits(model: Any) -> Iterator[None]:
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss) -> Tensor:
-    """The sum over all tokens, in float32. Supports `__torch_function__`, so weights may be absent."""
+    """Return the loss's sum over all tokens, in float32. Supports `__torch_function__`, so weights may be absent."""
     if has_torch_function((weight, bias)):
         absent = tuple(tensor for tensor in (weight, bias) if tensor is not None)
         handled: Tensor = handle_torch_function(chunked_cross_entropy, absent, hidden, weight, bias, labels, loss)
@@ -252,7 +252,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, l
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Saves its inputs and computes each chunk's logits twice. Gradients of weight and bias are summed in float32."""
+    """The chunks' loss. The backward computes the logits again, and sums gradients of weight and bias in float32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss) -> Tensor:
@@ -292,7 +292,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
-    """Add the product of [tokens, vocabulary]' and [tokens, hidden] to ``total``: [vocabulary, hidden], float32."""
+    """Add the product of transposed ``grad_logits`` [tokens, vocabulary] and ``rows`` [tokens, hidden] to ``total``
+    [vocabulary, hidden], in float32."""
     if grad_logits.dtype == torch.float32:
         total.addmm_(grad_logits.t(), rows)
         return
@@ -304,4 +305,4 @@ def _add_product_(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
 
 
 _COLUMNS = 1 << 14
-"""Columns of the vocabulary in one product of factors that are not float32."""
+"""Columns of the vocabulary in one matrix product, if its factors are not float32."""

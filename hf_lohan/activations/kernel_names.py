@@ -13,17 +13,17 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_
 _ATTENTION_KERNELS = "_scaled_dot_product_"
 _ATTENTION = "scaled_dot_product_attention"
 _LOHAN = "lohan"
-"""All experts of a layer are one operation, `lohan::experts`."""
+"""Namespace of `lohan::experts`, which computes all experts of a layer."""
 _FLEX_ATTENTION = frozenset({"flex_attention"})
 
 
 @cache
 def anchor_name(operation: Operation) -> str | None:
-    """The name of an operation whose output is worth keeping for backward because it has many FLOPs a byte: a matrix
-    product ("aten.mm"), or an attention by any kernel ("aten.scaled_dot_product_attention"). None for other operations,
-    which are cheap to recompute.
+    """Return the name of an operation whose output is worth keeping because it takes many FLOPs per byte: a matrix
+    product ("aten.mm"), or attention in any kernel ("aten.scaled_dot_product_attention"). Return None for other
+    operations, which are cheap to recompute.
 
-    The caller numbers the operations of one kind within a layer's forward: "aten.mm#0".
+    The caller numbers the operations of one kind within a layer's forward, as in "aten.mm#0".
     """
     if isinstance(operation, HigherOrderOperator):
         return operation.name() if operation.name() in _FLEX_ATTENTION else None

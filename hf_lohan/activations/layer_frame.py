@@ -1,4 +1,4 @@
-"""One run of a layer: its input and the outputs that it keeps for its backward."""
+"""One forward of a layer, and the tensors that it stores for its backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_lohan.planner import INPUT, LayerPlacements, Placement
 
 
 class KeptTensor:
-    """A tensor that stays on the device, guarded against writes."""
+    """A tensor that stays on the device. Writes to it are detected."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = alias_of(tensor)
@@ -35,11 +35,11 @@ class KeptTensor:
 
     @property
     def storage(self) -> StorageWeakRef:
-        """Identifies its memory."""
+        """Identity of the tensor's memory."""
         return storage_of(self._tensor)
 
     def detach_from_writes(self) -> None:
-        """Copy the tensor, because its memory is about to be overwritten."""
+        """Copy the tensor before an operation overwrites its memory."""
         self._tensor = self._tensor.clone()
         self._version = version_of(self._tensor)
 
@@ -56,23 +56,24 @@ StoredTensor: TypeAlias = "KeptTensor | SwappedTensor"
 
 
 class FrameObserver(Protocol):
-    """Is called by the frames of all layers."""
+    """Receives events of the frames of all layers."""
 
     def on_forward(self, frame: LayerFrame) -> None:
-        """The layer's inputs are saved, and its operations begin."""
+        """Called when the layer's inputs are saved and its operations begin."""
 
     def on_operation(self, frame: LayerFrame, name: str, output: Any) -> None:
-        """An anchor operation of the forward has run."""
+        """Called after an anchor operation of the forward has run."""
 
     def on_recomputation(self, frame: LayerFrame, name: str) -> None:
-        """An anchor operation is about to run again. Those at a layer's end do not if nothing needs their output."""
+        """Called before an anchor operation runs again. The last ones of a layer run again only if a backward needs
+        their output."""
 
     def on_backward(self, frame: LayerFrame) -> None:
-        """The layer's backward begins."""
+        """Called when the layer's backward begins."""
 
 
 class LayerFrame:
-    """One run of one layer: its input and the outputs that are not recomputed. It lives as long as autograd's graph."""
+    """One forward of a layer, its input and the outputs that are not recomputed. Lives as long as autograd's graph."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class LayerFrame:
         observer: FrameObserver,
         forward_number: int = 0,
     ) -> None:
-        """``forward_number``: the number of the model's forward."""
+        """``forward_number`` is the number of the model's forward."""
         self.block_name = block_name
         self.forward_number = forward_number
         self._placements = placements
@@ -96,7 +97,7 @@ class LayerFrame:
         self._outputs: dict[str, Any] = {}
         self._rng_after: dict[str, Tensor] = {}
         self.is_prefetched = False
-        """Whether its tensors are on their way back."""
+        """Whether the frame's tensors are being swapped in."""
         self.is_in_backward = False
 
     @property
@@ -104,13 +105,13 @@ class LayerFrame:
         return [stored for stored in self.stored if isinstance(stored, SwappedTensor)]
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """The contexts of the layer's forward and of its recomputation, for torch's `checkpoint`."""
+        """Return the contexts of the layer's forward and of its recomputation, for torch's `checkpoint`."""
         return _ForwardMode(self), _RecomputeMode(self)
 
     # Inputs, as autograd saves and restores them.
 
     def store_input(self, tensor: Tensor) -> Tensor | StoredTensor:
-        """Returns the object that autograd saves instead of an input of the layer."""
+        """Return the object that autograd saves instead of an input of the layer."""
         placement = self._placements.get(INPUT, Placement.GPU)
         if placement not in (Placement.CPU, Placement.SSD) or not is_swappable(tensor):
             return tensor
@@ -128,7 +129,7 @@ class LayerFrame:
     # Outputs of anchor operations.
 
     def store_output(self, name: str, operation: Any, output: Any) -> None:
-        """The operation has run: store its output if it is not to be recomputed."""
+        """Store an operation's output, unless it will be recomputed."""
         self._observer.on_operation(self, name, output)
         placement = self._placements.get(name, Placement.RECOMPUTE)
         if placement is Placement.RECOMPUTE:
@@ -145,20 +146,20 @@ class LayerFrame:
 
         stored_output = tree_map(store, output)
         if any(leaf is None and isinstance(value, Tensor) for leaf, value in _leaves(stored_output, output)):
-            return  # there is no room for all of it, so it is recomputed
+            return  # without room for the whole output, it is recomputed
         self.stored += tensors
         self._outputs[name] = stored_output
         if _is_random(operation):
             self._rng_after[name] = self._device.rng_state()
 
     def _store(self, tensor: Tensor, placement: Placement) -> StoredTensor | None:
-        # A generator's seed, which attention returns, may be on the host already.
+        # Attention returns a generator's seed, which may be on the host.
         if placement is Placement.GPU or not is_swappable(tensor) or tensor.device != self._device.torch_device:
             return KeptTensor(tensor)
         return self._swapper.swap_out(tensor, placement)
 
     def protect(self, tensors: Iterable[Tensor]) -> None:
-        """These tensors are about to be written to: keep the values of those that are stored."""
+        """Preserve those of ``tensors`` that are stored, before an operation overwrites them."""
         for tensor in tensors:
             storage = storage_of(tensor)
             for stored in self.stored:
@@ -170,21 +171,21 @@ class LayerFrame:
                     self._swapper.wait_until_stored(stored)
 
     def finish_storing(self, tensors: Iterable[Tensor]) -> None:
-        """These tensors leave the layer and may be written to: wait until their memory is stored."""
+        """Wait until these outputs of the layer are stored, because the model may write to them."""
         storages = {storage_of(tensor) for tensor in tensors}
         for stored in self.swapped:
             if stored.storage in storages:
                 self._swapper.wait_until_stored(stored)
 
     def has_output(self, name: str) -> bool:
-        """Whether an operation's output is stored. If not, the operation is about to run again."""
+        """Return whether an operation's output is stored. If not, the operation is about to run again."""
         if name in self._outputs:
             return True
         self._observer.on_recomputation(self, name)
         return False
 
     def load_output(self, name: str) -> Any:
-        """The stored output. Sets the random generator to its state behind the operation."""
+        """Return the stored output, and set the random generator to its state after the operation."""
         if name in self._rng_after:
             self._device.set_rng_state(self._rng_after[name])
         return tree_map(self._load, self._outputs[name])
@@ -241,14 +242,14 @@ class _RecomputeMode(TorchDispatchMode):
         self._counts: Counter[str] = Counter()
 
     def __enter__(self) -> _RecomputeMode:
-        self._counts.clear()  # retain_graph: a second backward
+        self._counts.clear()  # a second backward (retain_graph) counts again
         self._frame.begin_backward()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._frame.stored and _writes_arguments(func):  # a second backward may need them
+        if self._frame.stored and _writes_arguments(func):  # a second backward may need the old values
             self._frame.protect(_written_tensors(func, args, kwargs))
         kind = anchor_name(func)
         if kind is not None:
@@ -260,7 +261,7 @@ class _RecomputeMode(TorchDispatchMode):
 
 
 def _leaves(stored: Any, output: Any) -> list[tuple[Any, Any]]:
-    """Pairs of a stored leaf and the leaf that it stands for."""
+    """Return pairs of a stored leaf and the leaf of the output that it replaces."""
     if isinstance(output, tuple | list):
         return [pair for a, b in zip(stored, output, strict=True) for pair in _leaves(a, b)]
     return [(stored, output)]
@@ -268,18 +269,18 @@ def _leaves(stored: Any, output: Any) -> list[tuple[Any, Any]]:
 
 @cache
 def _writes_arguments(operation: Any) -> bool:
-    """Whether the operation writes to some of its arguments."""
+    """Return whether the operation writes to some of its arguments."""
     return isinstance(operation, OpOverload) and bool(schema_of(operation).is_mutable)
 
 
 @cache
 def _is_random(operation: Any) -> bool:
-    """Whether the operation may draw random numbers."""
+    """Return whether the operation may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
 
 
 def _written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The arguments that a mutable operation writes to."""
+    """Yield the arguments that a mutable operation writes to."""
     for position, argument in enumerate(schema_of(operation).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)

@@ -1,4 +1,4 @@
-"""Logits that are computed only if anything besides a cross entropy needs them."""
+"""Logits that are not computed unless an operation other than cross entropy needs them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class LogitsSource(Protocol):
         """Whether a training forward with labels runs on this thread."""
 
     def compute_logits(self, pending: Pending) -> Tensor:
-        """Raises RuntimeError if the logits can no longer be computed."""
+        """Compute whole logits. Raises RuntimeError if this is no longer possible."""
 
     def compute_loss(self, pending: Pending, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
-        """`F.cross_entropy` of pending logits [tokens, vocabulary]; None for options that need the logits."""
+        """Return `F.cross_entropy` of pending logits [tokens, vocabulary], or None if ``options`` need the logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class Pending:
 
 
 class PendingLogits(Tensor):
-    """A tensor with the logits' shape, dtype and device. Operations of models between head and loss (shift, flatten,
-    cast, scale, cap) are recorded; any other operation computes the true logits. Its own memory holds NaN, so that
-    code that bypasses `__torch_function__` gets no plausible number."""
+    """A tensor with the logits' shape, dtype and device. It records the operations of models between head and loss
+    (shift, flatten, cast, scale, cap). Any other operation computes the true logits. Its own memory contains NaN, so
+    that code that bypasses `__torch_function__` reads no plausible number."""
 
     _pending: Pending
     _logits: Tensor | None
@@ -77,7 +77,7 @@ class PendingLogits(Tensor):
         return made
 
     def logits(self) -> Tensor:
-        """The true logits. They are kept if they have a graph."""
+        """Return the true logits. Logits with a graph are computed only once."""
         if self._logits is not None:
             return self._logits
         logits = self._pending.source.compute_logits(self._pending)
@@ -86,11 +86,11 @@ class PendingLogits(Tensor):
         return logits
 
     def refuse_writing(self) -> None:
-        """Raises RuntimeError if a write would have to change earlier views, or logits that are computed later."""
+        """Raise RuntimeError if a write would not reach views of the logits, or logits that are computed later."""
         if self._has_views or self._pending.is_view or (self._logits is None and not torch.is_grad_enabled()):
             raise RuntimeError(
-                "the logits of a training forward were changed in place, through a view or without a graph, which is "
-                "not supported with a chunked loss; set chunked_loss: false"
+                "the logits of a training forward were changed in place, through a view or without a graph; a chunked "
+                "loss does not support this; set chunked_loss: false"
             )
 
     @classmethod
@@ -126,7 +126,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 
 
 def _record(logits: PendingLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of ``func``, or None if it needs the true logits."""
+    """Return the result of ``func``, or None if ``func`` needs the true logits."""
     name, pending = _torch_function_name(func), logits._pending
     if name in _SHAPE_METHODS or name in _SHAPE_ATTRIBUTES:
         with without_torch_function():
@@ -136,7 +136,7 @@ def _record(logits: PendingLogits, func: Callable[..., Any], args: tuple[Any, ..
     if name in ("__repr__", "__format__"):
         return f"PendingLogits(shape={tuple(pending.shape)}, dtype={pending.dtype})"
     if not pending.source.is_in_forward:
-        return None  # there will be no loss in chunks
+        return None  # the loss will not be computed in chunks
     if func is F.cross_entropy:
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
         options = {**dict(zip(("target", *names), args, strict=False)), **kwargs}
@@ -164,7 +164,7 @@ def _is_only_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _hidden_of_view(name: str, logits: PendingLogits, args: tuple[Any, ...]) -> Tensor | None:
-    """The hidden states of a view that consists of whole tokens; None for other views."""
+    """Return the hidden states of a view that consists of whole tokens, or None for other views."""
     pending = logits._pending
     if name in ("view", "reshape"):
         shape = _shape_of_view(pending.shape, args[0] if len(args) == 1 else args)
@@ -179,7 +179,7 @@ def _hidden_of_view(name: str, logits: PendingLogits, args: tuple[Any, ...]) -> 
 
 
 def _shape_of_view(shape: torch.Size, sizes: Any) -> list[int] | None:
-    """The shape that ``sizes`` means. None if it does not fit; torch then raises the error."""
+    """Return the shape that ``sizes`` stands for, or None if it does not fit, so that torch raises the error."""
     sizes = [sizes] if isinstance(sizes, int) else list(sizes) if isinstance(sizes, tuple | list) else []
     if not sizes or not all(isinstance(size, int) for size in sizes):
         return None

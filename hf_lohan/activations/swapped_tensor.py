@@ -1,4 +1,4 @@
-"""A tensor that is swapped out, and comes back bit for bit."""
+"""A tensor that is swapped out and swapped in with the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_lohan.files import IoRequest
 
 @dataclass(eq=False)
 class TensorForm:
-    """Makes an equal tensor of a tensor's elements in memory order. Strides are kept, since kernels depend on them."""
+    """Size, strides and dtype of a tensor, to allocate an equal one later. Kernels depend on the strides."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -34,38 +34,38 @@ class TensorForm:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The same memory and the same version counter, without the autograd graph.
+    """Return a tensor with the same memory and version counter, without the autograd graph.
 
-    In a dispatch mode, which runs below autograd, `detach` alone would give the alias a version counter of its own.
+    In a dispatch mode, which runs below autograd, `detach` alone would give the alias a new version counter.
     """
     with aliases_count_versions():
         return tensor.detach()
 
 
 def witness_of(tensor: Tensor) -> Tensor:
-    """An empty tensor with the same version counter. It shows writes even after the tensor itself is gone."""
+    """Return an empty tensor with the same version counter, which shows writes even after the tensor was freed."""
     witness = alias_of(tensor)
     witness.data = tensor.new_empty(0)
     return witness
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor, flat, in memory order."""
+    """Return all elements of a dense tensor, flat and in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """A weak reference to the tensor's memory, equal for tensors that share it."""
+    """Return a weak reference to the tensor's memory, equal for tensors that share it."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, flat, in memory order."""
+    """Return the bytes of a dense tensor, flat and in memory order."""
     return in_memory_order(tensor).view(torch.uint8)
 
 
 def is_swappable(tensor: Tensor) -> bool:
-    """Whether a tensor is plain memory without gaps. Other tensors stay on the device."""
+    """Return whether a tensor is plain memory without gaps. Other tensors stay on the device."""
     return (
         tensor.layout is torch.strided
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -88,7 +88,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @dataclass(eq=False)
 class SwappedTensor:
-    """One tensor that is swapped out. Its room is freed when the last reference to this object is gone.
+    """A tensor that is swapped out. Its room in RAM or on the SSD is freed with the last reference to this object.
 
     The swapper's thread sets the fields, unless noted.
     """
@@ -96,18 +96,18 @@ class SwappedTensor:
     form: TensorForm
     num_bytes: int
     region: Tensor | None
-    """Its memory in RAM, uint8 [num_bytes]; None: it is on the SSD."""
+    """The tensor's memory in RAM, uint8 [num_bytes]. None if it is on the SSD."""
     spill_start: int
     source: Tensor | None
-    """Its memory on the device, until it is stored."""
+    """The tensor's memory on the device. None when it is stored."""
     storage: StorageWeakRef
-    """Identifies that memory while it exists."""
+    """Identity of the memory on the device."""
     witness: Tensor
-    """See `witness_of`."""
+    """The tensor's witness (`witness_of`)."""
     version: int
     """The tensor's version when it was swapped out."""
     free: Callable[[HostRead | None], None]
-    """Frees its room, from which a copy may still read. May be called from a destructor."""
+    """Frees the room after a last copy from it, if any. A destructor may call it."""
     run_later: Callable[[Callable[[], object]], None]
     """Runs a function on the swapper's thread."""
     writes: list[IoRequest] = field(default_factory=list)
@@ -121,12 +121,12 @@ class SwappedTensor:
     landed: Tensor | None = None
     ready: Event | None = None
     last_read: HostRead | None = None
-    """The last copy that reads it from RAM."""
+    """The last copy from RAM to the device."""
     error: BaseException | None = None
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if the tensor was written to before it was stored. Call it on the computing thread, where
-        no operation is in the middle of a write."""
+        """Raise RuntimeError if the tensor was written to before it was stored. Call it on the computing thread, so
+        that no write is in progress."""
         if not self.may_change and version_of(self.witness) != self.version:
             raise RuntimeError(
                 "a layer's input, or the output of a matrix product or attention, was changed in place outside its "
@@ -137,12 +137,12 @@ class SwappedTensor:
         was_read = self.last_read is not None or self.region is None
         if self.ready is None and was_read and all(request.done() for request in self.writes):
             self.free(self.last_read)
-        else:  # dropped early: copies to or from its room are still running
+        else:  # copies to or from the room may still run
             self.run_later(partial(_free_when_quiet, self.writes, self.ready or self.stored, self.free))
 
 
 def _free_when_quiet(writes: list[IoRequest], last: Event | None, free: Callable[[HostRead | None], None]) -> None:
-    with contextlib.suppress(Exception):  # raised by swap_in
+    with contextlib.suppress(Exception):  # swap_in raises it
         for request in writes:
             with contextlib.suppress(Exception):
                 request.wait()

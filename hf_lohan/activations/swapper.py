@@ -1,4 +1,4 @@
-"""Swaps activations on a thread of its own: to RAM, or through staging buffers to the SSD."""
+"""Swaps activations in its own thread, to RAM or through staging buffers to the SSD."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
 
 _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
-"""Memory or None, an offset on the SSD, and a function that frees the room."""
+"""Memory in RAM or None, an offset on the SSD, and a function that frees this room."""
 
 
 @dataclass(eq=False)
 class _Spill:
-    """Room on the SSD and staging buffers. One element is one byte; tensors take whole granules."""
+    """Room on the SSD, counted in bytes, and staging buffers. Each tensor takes whole granules."""
 
     files: RecordFiles
     staging: BufferPool
@@ -36,36 +36,37 @@ class _Spill:
 
 
 class ActivationSwapper:
-    """Swaps tensors out (`swap_out`) and back (`prefetch`, then `swap_in`), in any order, best in reverse.
+    """Swaps tensors out (`swap_out`) and in (`prefetch`, then `swap_in`). Reverse order is the fastest.
 
-    Called on the computing thread (on CUDA also on autograd's, one at a time). Copies and I/O run on its own thread.
+    The computing thread calls it; on CUDA also autograd's thread, but not both at once. Copies and I/O run in a thread
+    of the swapper.
     """
 
     def __init__(self, device: Device, ram: HostStack | None = None) -> None:
-        """``ram``: uses its bottom; its top may be used for something else."""
+        """The swapper takes the bottom of ``ram``. Other users may take the top."""
         self._device = device
         self._ram = ram or HostStack(device)
         self._num_reads = 0
         self._spill: _Spill | None = None
         self._is_closed = False
         self.swapped_bytes = 0
-        """Bytes that left the device, to RAM or SSD, since the start."""
+        """Bytes swapped out to RAM or SSD since the start."""
         self.spilled_bytes = 0
-        """Bytes that went to the SSD, of these."""
+        """The part of `swapped_bytes` that went to the SSD."""
         self._thread = WorkThread("lohan-activations", FirstFailure(), beside_kernels=device.shares_cores)
         self._thread.start()
 
     def use_ssd(self, files: RecordFiles, staging: BufferPool, num_bytes: int) -> None:
-        """Use ``num_bytes`` of `files` as well, through ``staging``."""
+        """Swap to ``num_bytes`` of ``files`` as well, through the buffers ``staging``."""
         assert staging.num_buffers and staging.buffer_bytes % GRANULE_NUMEL == 0
         self._spill = _Spill(files, staging, IntervalStack(num_bytes, GRANULE_NUMEL))
 
     def begin_forward(self) -> None:
-        """Forget the RAM marks of the forward before."""
+        """Forget the RAM marks of the previous forward."""
         self._ram.forget_marks()
 
     def mark(self, layer: str) -> None:
-        """The forward has run ``layer``: record how much RAM it has used so far."""
+        """Record how much RAM the forward has used up to the end of ``layer``."""
         self._ram.mark(layer)
 
     @property
@@ -78,15 +79,15 @@ class ActivationSwapper:
 
     @property
     def high_water_bytes(self) -> int:
-        """Largest amount of host memory in use at once."""
+        """Largest amount of host memory that was in use at once."""
         staging = self._spill.staging.high_water_bytes if self._spill is not None else 0
         return self._ram.high_water_bytes + staging
 
     def swap_out(self, tensor: Tensor, placement: Placement) -> SwappedTensor | None:
-        """Begin to move a tensor (`is_swappable`) to RAM or SSD, or to the other if that is full. None if both are
-        full.
+        """Begin to move a tensor (`is_swappable`) to RAM or SSD, or to the other one if that is full. Returns None if
+        both are full.
 
-        Nobody may write to the tensor before `wait_until_stored`: `drain` and `swap_in` then raise RuntimeError.
+        If the tensor is written to before `wait_until_stored`, `drain` and `swap_in` raise RuntimeError.
         """
         num_bytes = tensor.numel() * tensor.element_size()
         room = self._find_room(num_bytes, placement)
@@ -113,7 +114,7 @@ class ActivationSwapper:
         return swapped
 
     def wait_until_stored(self, swapped: SwappedTensor) -> None:
-        """Afterwards the original tensor may be written to."""
+        """Wait until the original tensor may be written to."""
         if swapped.may_change:
             return
         swapped.is_stored.wait()
@@ -124,7 +125,7 @@ class ActivationSwapper:
         swapped.may_change = True
 
     def drain(self, swapped: Sequence[SwappedTensor]) -> None:
-        """Wait until these tensors have left the device, given in the order in which they were swapped out."""
+        """Wait until these tensors have left the device. They are in the order in which they were swapped out."""
         with self._device.timeline.task(COMPUTE_WAITS, "activations to leave"):
             for one in swapped:
                 one.is_stored.wait()
@@ -136,19 +137,18 @@ class ActivationSwapper:
                 one.check_unchanged()
 
     def prefetch(self, swapped: SwappedTensor) -> None:
-        """Begin to move a tensor back. Raises RuntimeError after `close`."""
+        """Begin to swap a tensor in. Raises RuntimeError after `close`."""
         if self._is_closed:
-            raise RuntimeError("the engine is closed, and its swapped activations are gone; load the model again")
+            raise RuntimeError("the engine is closed and its swapped activations were freed; load the model again")
         if not swapped.is_prefetched:
             landing = swapped.form.empty()
-            # Compute that is still running may have used the landing's memory before. Only this thread knows on which
-            # stream, and what was enqueued there.
+            # Running compute may still use the landing's memory. Only this thread knows its stream.
             vacated = self._device.record(Lane.COMPUTE, landing)
             swapped.is_prefetched = True
             self._thread.submit(partial(self._fetch, swapped, landing, vacated))
 
     def swap_in(self, swapped: SwappedTensor) -> Tensor:
-        """Returns an equal tensor for compute enqueued from now on. Raises the error of storing or fetching it."""
+        """Return an equal tensor for compute enqueued from now on. Raises the error of storing or fetching it."""
         self.prefetch(swapped)
         with self._device.timeline.task(COMPUTE_WAITS, "activations"):
             swapped.is_fetched.wait()
@@ -157,7 +157,7 @@ class ActivationSwapper:
         tensor, ready = swapped.landed, swapped.ready
         assert tensor is not None and ready is not None
         self._device.wait(Lane.COMPUTE, ready)
-        # A second swap_in (retain_graph) fetches it again: a reference here would keep it alive.
+        # No reference stays here, which would keep the tensor alive. A second swap_in (retain_graph) fetches it again.
         swapped.landed, swapped.ready, swapped.is_prefetched = None, None, False
         swapped.is_fetched.clear()
         return tensor
@@ -202,7 +202,7 @@ class ActivationSwapper:
             else:
                 self._spill_out(swapped, flat)
         except BaseException as error:
-            swapped.error = error  # raised by swap_in; the thread goes on
+            swapped.error = error  # swap_in raises it; this thread continues
         finally:
             swapped.source = None
             swapped.is_stored.set()
@@ -279,7 +279,7 @@ class ActivationSwapper:
             while reading:
                 copy_one()
         finally:
-            while reading:  # after an error: running reads still write into their buffers
+            while reading:  # after an error, running reads still write to their buffers
                 read, buffer, _, _ = reading.popleft()
                 with contextlib.suppress(Exception):
                     read.wait()

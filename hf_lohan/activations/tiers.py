@@ -1,4 +1,4 @@
-"""Keeps, swaps or recomputes the layers' activations, by the plan's placements."""
+"""Keeps, swaps or recomputes the layers' activations according to the plan's placements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hf_lohan.device import Device, HostStack
 from hf_lohan.planner import ActivationPlacements, Placement
 
 Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
-"""Bytes that one micro-batch could swap: by layer, then by operation in the order of backward."""
+"""Bytes that one micro-batch could swap, by layer and operation. Operations are in the order of backward."""
 
 _MAX_LAYERS_LEAVING = 2
-"""The swapped activations of so many layers may still be on the device (MEMO's two buffers)."""
+"""Number of layers whose swapped activations may still be on the device (MEMO's two buffers)."""
 
 
 class SavedInput:
-    """Autograd saves this instead of a layer's input."""
+    """The object that autograd saves instead of a layer's input."""
 
     def __init__(self, frame: LayerFrame, stored: Any) -> None:
         self.frame = frame
@@ -34,26 +34,26 @@ class SavedInput:
 
 
 class ActivationTiers:
-    """Runs layers under torch's non-reentrant checkpointing and stores their activations by the placements.
+    """Runs layers with torch's non-reentrant checkpointing and stores their activations according to the placements.
 
     A layer without placements is recomputed by plain checkpointing, without a dispatch mode, unless it is traced. This
-    is the `FrameObserver` of all layers.
+    object is the `FrameObserver` of all layers.
     """
 
     def __init__(self, device: Device, layer_names: Mapping[nn.Module, str], ram: HostStack | None = None) -> None:
-        """``layer_names``: the name of each layer's block; ``ram``: see `ActivationSwapper`."""
+        """``layer_names`` has the name of each layer's block. `ActivationSwapper` describes ``ram``."""
         self._device = device
         self._layer_names = layer_names
         self.swapper = ActivationSwapper(device, ram)
         self._placements: ActivationPlacements = {}
         self._trace: dict[str, LayerTrace] | None = None
-        """None unless layers are traced."""
+        """The traces, or None if layers are not traced."""
         self._frames: list[weakref.ref[LayerFrame]] = []
         self._forward_number = 0
         self._saving: tuple[LayerFrame, int] | None = None
 
     def watch(self) -> Mapping[str, LayerTrace]:
-        """Trace layers from now on. Returns a mapping that is filled until `end_watching`."""
+        """Trace layers until `end_watching`. Returns the mapping that receives the traces."""
         self._trace = {}
         return self._trace
 
@@ -97,19 +97,19 @@ class ActivationTiers:
             output = checkpoint(function, *args, use_reentrant=False, context_fn=frame.contexts)
         finally:
             self._saving = None
-        # The model may write to the output unseen.
+        # The model may write to the output without the frame's knowledge.
         frame.finish_storing(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         self.swapper.mark(name)
         return output
 
     def begin_forward(self) -> None:
-        """A forward of the model begins. Frames of earlier ones may live on with a loss or an error."""
+        """Begin a forward of the model. A loss or an error may keep frames of earlier forwards alive."""
         self._saving = None
         self._forward_number += 1
         self.swapper.begin_forward()
 
     def expect_backward(self) -> None:
-        """The forward is over: fetch the tensors of its last layer."""
+        """Fetch the tensors of the last layer, because the forward has ended."""
         frames = self._of_this_forward()
         if frames:
             self._prefetch(frames[-1])
@@ -121,7 +121,7 @@ class ActivationTiers:
     # Hooks for tensors that autograd saves outside the layers.
 
     def pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        """Returns the object to save instead of ``tensor``. A layer's input may be swapped; other tensors are kept."""
+        """Return the object to save instead of ``tensor``. A layer's input may be swapped; other tensors are kept."""
         if self._saving is None or tensor.data_ptr() != self._saving[1] or not tensor.is_floating_point():
             return tensor
         frame = self._saving[0]
@@ -129,7 +129,7 @@ class ActivationTiers:
         return tensor if stored is tensor else SavedInput(frame, stored)
 
     def unpack(self, saved: SavedInput) -> Tensor:
-        """The tensor that was packed."""
+        """Return the tensor that was packed."""
         return saved.frame.load_input(saved.stored)
 
     # FrameObserver.
@@ -178,8 +178,8 @@ class ActivationTiers:
 
 
 def _layer_of(function: Any) -> nn.Module | None:
-    """transformers calls ``checkpoint(partial(forward, layer, **kwargs), *args)``, or gives ``layer.__call__``;
-    diffusers gives the layer."""
+    """Return the layer of the function that `checkpoint` runs. transformers passes ``partial(forward, layer,
+    **kwargs)`` or ``layer.__call__``; diffusers passes the layer."""
     if isinstance(function, nn.Module):
         return function
     while isinstance(function, partial):
@@ -191,7 +191,7 @@ def _layer_of(function: Any) -> nn.Module | None:
 
 
 def placed_bytes(sizes: Sizes, placements: ActivationPlacements) -> tuple[int, int]:
-    """Bytes that a micro-batch swaps to RAM and to the SSD."""
+    """Return the bytes that a micro-batch swaps to RAM and to the SSD."""
     totals = {Placement.CPU: 0, Placement.SSD: 0}
     for name, of_layer in sizes.items():
         for operation, placement in placements.get(name, {}).items():
@@ -201,7 +201,7 @@ def placed_bytes(sizes: Sizes, placements: ActivationPlacements) -> tuple[int, i
 
 
 def swap_everything(sizes: Sizes, ram_bytes: int) -> dict[str, dict[str, Placement]]:
-    """Placements that swap everything: to RAM what backward needs first, as far as it reaches, the rest to the SSD."""
+    """Return placements that swap everything, to RAM what backward needs first, and to the SSD the other tensors."""
     placements: dict[str, dict[str, Placement]] = {}
     free_bytes = ram_bytes
     for name in reversed(list(sizes)):

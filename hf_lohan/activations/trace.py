@@ -1,4 +1,4 @@
-"""Records the layers' forwards of the first step: real shapes of a real batch."""
+"""Records the layers' forwards of the first step, with the shapes of a real batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class LayerTrace:
     """The last forward of one layer."""
 
     input_shape: tuple[int, ...] = ()
-    """Shape of its first argument: [batch, sequence, hidden] in every causal LM."""
+    """Shape of the layer's first argument, which is [batch, sequence, hidden] in every causal LM."""
     input_bytes: int = 0
     num_runs: int = 1
-    """Forwards of the layer since tracing began: the micro-batches of a step."""
+    """Forwards of the layer since tracing began, which are the micro-batches of a step."""
     operations: dict[str, int] = field(default_factory=dict)
     """Bytes of the anchor operations' outputs, in the order in which they ran."""
     recomputed: set[str] = field(default_factory=set)
-    """Operations that the recomputation ran. To keep the others' outputs saves nothing."""
+    """Operations that the recomputation ran. Keeping outputs of other operations saves nothing."""
 
     @property
     def candidates(self) -> dict[str, int]:
@@ -31,14 +31,14 @@ class LayerTrace:
         return {name: num_bytes for name, num_bytes in self.operations.items() if name in self.recomputed}
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all that could be swapped, by name, in the order in which backward needs them."""
+        """Return the bytes of each tensor that could be swapped, by name, in the order in which backward needs them."""
         return {INPUT: self.input_bytes} | self.candidates
 
     def add_operation(self, name: str, output: Any) -> None:
-        """An anchor operation ran."""
+        """Record that an anchor operation ran."""
         self.operations[name] = num_bytes_of(output)
 
 
 def num_bytes_of(value: Any) -> int:
-    """Bytes of all tensors in a nested structure."""
+    """Return the bytes of all tensors in a nested structure."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,3 +1,3 @@
-"""Training state on disk, piece by piece and without Hugging Face: whole folders, optimizer states, resume points."""
+"""Training state on disk, without Hugging Face: complete folders, optimizer states and resume points."""
 
 __all__: list[str] = []

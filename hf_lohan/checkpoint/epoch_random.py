@@ -1,4 +1,4 @@
-"""The order of an epoch's data, also after a resume in the middle of the epoch."""
+"""Keeps the order of an epoch's data after a resume in the middle of the epoch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _STOCK_STEM = "rng_state"
 
 
 class EpochRandomNumbers:
-    """The state of the random number generators at the begin of the epoch, from which samplers draw its order.
+    """The state of the random number generators at the beginning of the epoch, from which samplers draw its order.
 
-    Upstream saves only the state at the step. With that state the rest of a resumed epoch would have another order,
-    except with accelerate's seedable sampler.
+    transformers saves only the state at the step, from which the rest of the epoch would be drawn in another order,
+    except by accelerate's seedable sampler.
     """
 
     def __init__(self, save: Callable[[str], None], load: Callable[[str], None], suffix: str = "") -> None:
-        """`save` and `load` are Trainer's, for the file `rng_state<suffix>.pth` in a folder."""
+        """`save` and `load` are Trainer's functions for the file `rng_state<suffix>.pth` in a folder."""
         self._save = save
         self._load = load
         self._stock_name, self._file_name = f"{_STOCK_STEM}{suffix}.pth", f"{_FILE_STEM}{suffix}.pth"
@@ -32,7 +32,7 @@ class EpochRandomNumbers:
         self._content = next((path.read_bytes() for path in files), b"")
 
     def begin_epoch(self, *, is_rest: bool) -> None:
-        """Called before the order of an epoch is drawn. ``is_rest``: the rest of an interrupted epoch."""
+        """Save or restore the state before an epoch's order is drawn. ``is_rest``: whether the epoch was resumed."""
         resumed, self._resumed = self._resumed, None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, self._stock_name)
@@ -41,11 +41,11 @@ class EpochRandomNumbers:
                 self._load(folder)
                 return
             if resumed is not None and not is_rest:
-                self._load(str(resumed))  # upstream does the same after this call, before it draws the order
+                self._load(str(resumed))  # transformers repeats this before it draws the order
             self._save(folder)
             self._content = path.read_bytes() if path.is_file() else b""
 
     def write(self, folder: str) -> None:
-        """Write the state for a resume. Writes nothing before the first epoch."""
+        """Write the state for a resume, unless no epoch has begun."""
         if self._content:
             Path(folder, self._file_name).write_bytes(self._content)

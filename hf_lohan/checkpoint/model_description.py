@@ -1,4 +1,4 @@
-"""Files that describe a store's model, so that it can become a Hugging Face model again. A commit names them."""
+"""Files that describe a store's model, from which a Hugging Face model can be made. A commit names them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hf_lohan.model import dtype_name
 FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
 MODEL_FORMAT_VERSION = 1
-"""Of the file `FACTS_NAME`."""
+"""Version of the format of the file `FACTS_NAME`."""
 _CONFIGS_BYTES = 64 << 10
-"""Roughly the size of a model's configs."""
+"""Approximate size of a model's configs."""
 
 
 def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> dict[str, bytes]:
-    """The content of the files, by name: class, configs, adapters, persistent buffers and the tokenizer. Raises
+    """Return the content of each file by name: class, configs, adapters, persistent buffers and tokenizer. Raises
     `CapacityError` or `StorageError` if they cannot be written to a temporary folder."""
     buffers = _persistent_buffers(model)
     needed_bytes = sum(tensor.nbytes for tensor in buffers.values()) + _CONFIGS_BYTES
@@ -42,7 +42,7 @@ def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> 
 
 
 def save_buffers(model: nn.Module, folder: str | Path) -> None:
-    """Write a model's persistent buffers, if it has any. No store has them."""
+    """Write a model's persistent buffers, which are not in the store, if it has any."""
     if buffers := _persistent_buffers(model):
         save_file(buffers, Path(folder) / BUFFERS_NAME)
 
@@ -95,12 +95,12 @@ def _write_description(model: Any, engine: OffloadEngine, folder: Path, buffers:
 
 @contextlib.contextmanager
 def _write_failures(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Errors say how many bytes were needed."""
+    """Raise errors of writing as `CapacityError` or `StorageError` that say how many bytes were needed."""
     try:
         yield
     except OSError as error:
         raise write_failure(str(folder), needed_bytes, error) from error
-    except SafetensorError as error:  # its writer raises this when the disk is full
+    except SafetensorError as error:  # safetensors raises this when the disk is full
         raise write_failure(str(folder), needed_bytes, OSError(errno.ENOSPC, str(error))) from error
 
 

@@ -1,7 +1,7 @@
 """Optimizer states in a checkpoint, by parameter name, independent of budgets, paths and pools.
 
-`<checkpoint>/lohan/` has a safetensors file for each block (and rank), with a flat tensor for each record kind. An
-index has each parameter's file, and the offset of its elements in every tensor of that file.
+`<checkpoint>/lohan/` has one safetensors file for each block and rank, with a flat tensor for each record kind. An
+index names each parameter's file, and the offset of its elements in the tensors of that file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class _SavedPart:
-    """The states of a parameter's elements [first, last). They are elements [start, stop) of each tensor in `file`, or
-    the elements of another kind that belong to these (`MasterFormat.elements`)."""
+    """The states of a parameter's elements [first, last), which are elements [start, stop) of each tensor in `file`.
+    Tensors of kinds with fewer elements have the corresponding range (`MasterFormat.elements`)."""
 
     file: str
     start: int
@@ -46,7 +46,7 @@ class _SavedPart:
     num_updates: int
     first: int = 0
     last: int | None = None
-    """None: the parameter's end."""
+    """None for the parameter's end."""
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,7 @@ class _SavedPart:
         return self.start + self.numel
 
     def to_json(self) -> dict[str, Any]:
-        """Without a range for a whole parameter."""
+        """Return the part in JSON's types. A whole parameter has no range."""
         fields = asdict(self)
         if self.last is None:
             del fields["first"], fields["last"]
@@ -68,10 +68,10 @@ class _Index(NamedTuple):
     folder: Path
     working_dtype: str
     other_dtypes: dict[str, str]
-    """By name of the parameters that do not have `working_dtype`."""
+    """Dtypes of parameters that do not have `working_dtype`, by name."""
     optimizer_state_dtype: str
     optimizers: dict[str, str]
-    """By name of the parameters that AdamW does not update."""
+    """Update rules of parameters that AdamW does not update, by name."""
     parameters: dict[str, list[_SavedPart]]
     """Parts of each parameter, in order."""
 
@@ -87,8 +87,8 @@ class _Index(NamedTuple):
 
 
 def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Stream moments, master residuals and step counts to `<checkpoint>/lohan/`. Where the file system can share blocks
-    between files, records are cloned. All ranks call this: each writes its shards, and rank 0 the index.
+    """Write moments, master residuals and step counts to `<checkpoint>/lohan/`. Clones records if the file system can
+    share blocks between files. All ranks call this. Each writes its shards, and rank 0 writes the index.
 
     Raises `StorageError` if the disk has too little room, usually before anything is written.
     """
@@ -106,7 +106,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
                 _write_states(access, cloner, block, (first, last), folder / file_name)
                 for name, part in _saved_parts(engine, block, (first, last), file_name):
                     saved_parts.setdefault(name, []).append(part.to_json())
-            links.barrier(f"the states of {block.name} to be saved")  # after each block, so that no rank is silent long
+            links.barrier(f"the states of {block.name} to be saved")  # for each block, so that no rank is silent long
     all_parts: dict[str, list[dict[str, Any]]] = {}
     for packed in links.all_gather("where each rank has saved its states", json.dumps(saved_parts).encode()):
         for name, parts in json.loads(packed).items():
@@ -116,7 +116,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
 
 
 def _shard_of_states(block: Block, ranks: Ranks) -> tuple[int, int]:
-    """This rank's elements [first, last) of the block's states."""
+    """Return this rank's elements [first, last) of the block's states."""
     first, last = block.rank_ranges[ranks.rank]
     return min(first, block.state_numel), min(last, block.state_numel)
 
@@ -129,7 +129,7 @@ def _write_states(
         for kind in block.master.state_kinds:
             begin, end = block.master.elements(kind, *shard)
             pieces = _record_pieces(access, block, kind, shard)
-            held.callback(pieces.close)  # returns its buffers, also if writing fails
+            held.callback(pieces.close)  # returns its buffers even if writing fails
             sources = access.extents(block, kind)
             clone = None if sources is None else partial(cloner.clone, sources)
             specs.append(TensorSpec(kind, block.master.state_dtype(kind), end - begin, pieces, clone))
@@ -139,7 +139,7 @@ def _write_states(
 def _saved_parts(
     engine: OffloadEngine, block: Block, shard: tuple[int, int], file_name: str
 ) -> Iterator[tuple[str, _SavedPart]]:
-    """(parameter name, part) for each parameter with elements in the shard."""
+    """Yield (parameter name, part) for each parameter with elements in the shard."""
     for part in block.trainable_slices:
         low, high = max(part.start, shard[0]), min(part.stop, shard[1])
         if low < high:
@@ -151,7 +151,7 @@ def _saved_parts(
 
 
 def _write_index(engine: OffloadEngine, folder: Path, parameters: Mapping[str, list[dict[str, Any]]]) -> None:
-    """`parameters`: the parts of each parameter, in any order."""
+    """Write the index. ``parameters`` has the parts of each parameter, in any order."""
     for parts in parameters.values():
         parts.sort(key=lambda part: part.get("first", 0))
     index: dict[str, Any] = {
@@ -168,11 +168,11 @@ def _write_index(engine: OffloadEngine, folder: Path, parameters: Mapping[str, l
 
 
 def _check_room(folder: Path, blocks: list[Block]) -> None:
-    """Raises `StorageError` if the disk has too little room. Clones take no room now, but they do when the store writes
+    """Raise `StorageError` if the disk has too little room. Clones count, because they take room when the store writes
     its next version."""
     needed_bytes = int(sum(block.state_numel * block.master.state_bytes_per_param for block in blocks))
     disk = shutil.disk_usage(folder)
-    if disk.total and disk.free < needed_bytes:  # some network file systems tell no sizes
+    if disk.total and disk.free < needed_bytes:  # some network file systems report no sizes
         raise StorageError(
             "cannot save the optimizer states to",
             path=str(folder),
@@ -185,7 +185,7 @@ def _check_room(folder: Path, blocks: list[Block]) -> None:
 def _record_pieces(
     access: ParameterAccess, block: Block, kind: str, shard: tuple[int, int]
 ) -> Generator[Tensor, None, None]:
-    """The shard's elements of a record in order, zeros for padding. Each piece is valid until the next one."""
+    """Yield the shard's elements of a record in order, with zeros for padding. Each piece is valid until the next."""
     dtype = block.master.state_dtype(kind)
     end, last = block.master.elements(kind, *shard)
     for part in sorted(block.trainable_slices, key=lambda part: part.start):
@@ -202,8 +202,8 @@ def _record_pieces(
 
 
 def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Read what `save_optimizer_states` wrote, after the weights. Raises ValueError, before anything is overwritten, if
-    the states are missing, damaged, of another model or of other dtypes."""
+    """Read what `save_optimizer_states` wrote. The weights must be loaded before. Raises ValueError before anything is
+    overwritten if the states are missing, damaged, of another model or of other dtypes."""
     index = _read_index(checkpoint)
     trainable = _check_fits(engine, index)
     _load_kinds(engine, index)
@@ -214,7 +214,7 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
 
 
 def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None:
-    """Read only the master residuals of bfloat16 weights. float32 weights have none."""
+    """Read only the master residuals, which bfloat16 weights have and float32 weights do not."""
     if any(block.master.has_residual for block in engine.layout.blocks) and has_optimizer_states(checkpoint):
         index = _read_index(checkpoint)
         _check_fits(engine, index)
@@ -231,7 +231,7 @@ def _read_index(checkpoint: str | Path) -> _Index:
     if not path.is_file():
         raise ValueError(
             f"{str(checkpoint)!r} has no optimizer states of an offloaded run ({path.name} is missing); resume from a "
-            "checkpoint saved under offload, or start a new run from its weights"
+            "checkpoint of an offloaded run, or start a new run from its weights"
         )
     try:
         fields = json.loads(path.read_text())
@@ -254,7 +254,7 @@ def _read_index(checkpoint: str | Path) -> _Index:
 def _parse_part(fields: dict[str, Any]) -> _SavedPart:
     file, start, shape, num_updates = (fields[name] for name in ("file", "start", "shape", "num_updates"))
     if Path(file).name != file:
-        raise ValueError(f"names a file outside its folder: {file!r}")
+        raise ValueError(f"a file is outside the folder: {file!r}")
     first, last = fields.get("first", 0), fields.get("last")
     numbers = (start, num_updates, first, 0 if last is None else last, *shape)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
@@ -263,7 +263,7 @@ def _parse_part(fields: dict[str, Any]) -> _SavedPart:
 
 
 def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSlice]]:
-    """The trainable parameters by name. Raises ValueError unless each has all its states in the index's files."""
+    """Return the trainable parameters by name. Raises ValueError unless the index has all states of each."""
     trainable: dict[str, list[ParamSlice]] = {}
     for part in engine.parameter_slices:
         if part.trainable:
@@ -297,7 +297,7 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSli
         saved_rule, rule = index.optimizers.get(name, str(ADAMW)), str(_master_of(engine, name).rule)
         if saved_rule != rule:
             raise ValueError(
-                f"the optimizer states in {str(index.folder)!r} are of {saved_rule}, and this run uses {rule} (for "
+                f"the optimizer states in {str(index.folder)!r} are for {saved_rule}, and this run uses {rule} (for "
                 f"{name}); use {saved_rule}, or start a new run from the checkpoint's weights"
             )
     moment_dtype = engine.layout.master.moment_dtype
@@ -333,15 +333,15 @@ def _check_files(engine: OffloadEngine, index: _Index) -> None:
                 shape = record.get_shape() if record is not None and record.get_dtype() == dtype else []
                 if len(shape) != 1 or shape[0] < needed_numel:
                     raise ValueError(
-                        f"{str(index.folder / file_name)!r} has no flat tensor {kind} of at least {needed_numel} "
-                        f"{dtype}, which its index promises; resume from another checkpoint"
+                        f"{str(index.folder / file_name)!r} is damaged: it has no flat tensor {kind} with at least "
+                        f"{needed_numel} elements of {dtype}; resume from another checkpoint"
                     )
 
 
 def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | None = None) -> None:
     access = engine.parameters
     for file_name, parts in index.by_file().items():
-        master = _master_of(engine, parts[0][0])  # a file has one block, and a block one dtype
+        master = _master_of(engine, parts[0][0])  # a file has one block, which has one dtype
         with _open_states(index, file_name) as file:
             for kind in [kind for kind in master.state_kinds if only is None or kind in only]:
                 record = file.get_slice(kind)
@@ -352,7 +352,7 @@ def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | No
 
 
 class _TensorTail:
-    """A file's tensor from element `start` on."""
+    """The elements of a tensor in a file, from `start` on."""
 
     def __init__(self, record: Any, start: int) -> None:
         self._record = record

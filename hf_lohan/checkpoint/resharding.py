@@ -27,22 +27,22 @@ from hf_lohan.wording import times
 _IO_PIECE_BYTES = 4 << 20
 _COPY_BYTES = 8 << 20
 _RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
-"""A rank's random state. With several ranks the name ends with the rank's number."""
+"""Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
 _EPOCH_RANDOM_STATE = "epoch_rng_state"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resharded:
-    """What `reshard` has written."""
+    """The result of `reshard`."""
 
     commit_number: int
     global_step: int | None
     num_ranks_before: int
     folders: tuple[str, ...]
-    """Of the new stores, on their first ssd path."""
+    """Folders of the new stores on their first ssd path."""
     old_files: str
     new_files: str
-    """The files to delete on each ssd path to remove the old stores, or the new ones."""
+    """Files that the user may delete on each ssd path: `old_files` are the old stores, `new_files` the new ones."""
 
 
 def reshard(
@@ -53,13 +53,12 @@ def reshard(
     removes_old: bool = False,
     on_copied: Callable[[int, int], None] = lambda num_bytes, total_bytes: None,
 ) -> Resharded:
-    """Copy the newest step that all ranks of a run hold into new stores for ``num_ranks``, beside the old stores.
+    """Copy the newest step that all ranks of a run have to new stores for ``num_ranks`` ranks, beside the old stores.
 
     ``paths`` are all ssd paths of the run's stores. ``form_of`` returns the form of the model that a store describes.
-    ``removes_old``: remove the old stores in the end. ``on_copied`` is called with the bytes of each piece that was
-    copied, and with those of all. The new stores count from the moment when all of them are committed; a run that
-    begins earlier reports what is missing. Raises ValueError where there is no step to copy or the new stores exist
-    already, and whatever `Store` raises.
+    ``removes_old`` removes the old stores at the end. ``on_copied`` is called with the bytes of each copied piece and
+    the bytes of all pieces. A run refuses the new stores until all of them are committed. Raises ValueError if there is
+    no step to copy or if the new stores already exist, and the errors of `Store`.
     """
     if num_ranks < 1:
         raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
@@ -105,34 +104,34 @@ def reshard(
 def _refuse_deferred_steps(commits: Sequence[Commit], paths: Sequence[str]) -> None:
     if any(MISSED_STEPS_NAME in commit.journal for commit in commits):
         raise ValueError(
-            f"experts in {paths[0]} have updates that lazy_experts (auto by default) has deferred, and these cannot be "
-            "applied with another number of ranks; train one step with lazy_experts=false first"
+            f"lazy_experts (auto by default) has deferred updates of experts in {paths[0]}, which cannot be applied "
+            "with another number of ranks; train one step with lazy_experts=false first"
         )
 
 
 def _refuse_streamed_experts(form: StoredForm, num_ranks: int, paths: Sequence[str]) -> None:
     if num_ranks > 1 and form.model_blocks.experts:
         raise ValueError(
-            f"the experts in {paths[0]} are streamed one by one, which several ranks cannot do; resume from a "
+            f"the experts in {paths[0]} are streamed one by one, which several ranks do not support; resume from a "
             "checkpoint of the run, with experts: with_layer"
         )
 
 
 def _num_ranks_before(paths: Sequence[str], num_ranks: int) -> int:
-    """The number of ranks whose stores exist."""
+    """Return the number of ranks whose stores exist."""
     stores = stores_under(paths[0])
     if not stores:
-        raise ValueError(f"there is no store in {paths[0]} or of ranks under it; give the ssd paths of the run")
+        raise ValueError(f"{paths[0]} has neither a store nor stores of ranks; give the ssd paths of the run")
     if num_ranks in stores:
         folders = ", ".join(folder for _, folder in stores[num_ranks])
         lacks = why_incomplete(num_ranks, stores[num_ranks])
         if lacks and len(stores) > 1:
             raise ValueError(
-                f"{folders} was left by a reshard that was interrupted ({lacks}): delete "
-                f"{files_of(paths[0], num_ranks)} on each ssd path, and call this again"
+                f"{folders} is from an interrupted reshard ({lacks}); delete "
+                f"{files_of(paths[0], num_ranks)} on each ssd path, and try again"
             )
         raise ValueError(
-            f"{folders} has a store of a run with {times(num_ranks, 'rank')} already; if you no longer need it, delete "
+            f"{folders} already has a store of a run with {times(num_ranks, 'rank')}; if you no longer need it, delete "
             f"{files_of(paths[0], num_ranks)} on each ssd path"
         )
     return ranks_under(paths[0])
@@ -143,8 +142,8 @@ def _store_paths(paths: Sequence[str], rank: int, num_ranks: int) -> list[StoreP
 
 
 def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
-    """The newest commit that all stores hold, as a commit of each. Raises RanksDisagreeError if there is none, and
-    ValueError for a store without commits."""
+    """Return each store's commit of the newest step that all stores have. Raises RanksDisagreeError if no step is
+    common, and ValueError for a store without commits."""
     commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in stores]
     for store, commits in zip(stores, commits_by_rank, strict=True):
         if not commits:
@@ -154,7 +153,7 @@ def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
 
 
 def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
-    """The newest common commits. Each store goes back to its commit, as on resume."""
+    """Return the newest common commits, and restore each store to its commit, as a resume does."""
     try:
         newest = newest_common_commits(old)
     except RanksDisagreeError as error:
@@ -173,11 +172,11 @@ def _records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec,
 
 
 def _check_records(form: StoredForm, old: Sequence[Store]) -> None:
-    """Raises ValueError unless this version would cut the model into the records that the stores have."""
+    """Raise ValueError unless this version would cut the model into the same records as the stores have."""
     for store, records in zip(old, _records_by_rank(form, len(old)), strict=True):
         if store.records != records:
             raise ValueError(
-                f"the records in {store.paths[0].path} are not those that this version of hf_lohan makes for "
+                f"the records in {store.paths[0].path} differ from those that this version of hf_lohan makes for "
                 f"{len(old)} ranks; use the version that made them, or resume from a checkpoint"
             )
 
@@ -192,10 +191,9 @@ def _new_store(
 
 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
-    """Write all records of ``new`` from the ``old`` stores, each of which has a shard; yields the bytes of each piece.
+    """Write all records of ``new`` from the shards in the ``old`` stores, and yield the bytes of each piece.
 
-    Reads are verified. Raises `CorruptionError`, `CapacityError`, and `StorageError`, also for an element that no store
-    has.
+    Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError` (also if no store has an element).
     """
     memory = mapped_empty(_COPY_BYTES)
     for record in new.records:
@@ -212,7 +210,7 @@ def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
 
 
 def _store_with(old: Sequence[Store], record: RecordSpec, element: int) -> tuple[Store, int]:
-    """The store that has an element of the record's block, and the end of its shard."""
+    """Return the store that has an element of the record's block, and the end of the store's shard."""
     for store in old:
         if store.has(record.block, record.kind):
             shard = store.layout.record(record.block, record.kind)
@@ -238,10 +236,10 @@ def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit
 
 
 def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
-    """The journal of one of ``num_ranks``, from the journals of all ranks before.
+    """Return the journal of one of ``num_ranks`` ranks. ``journals`` are those of all ranks of the old stores.
 
-    A new rank gets a copy of rank 0's journal without its random state, about which transformers warns on resume. All
-    ranks draw an epoch's order from the same random state.
+    An additional rank gets a copy of rank 0's journal without its random state. transformers warns about this on
+    resume. All ranks draw an epoch's order from the same random state.
     """
     is_old_rank = rank < len(journals)
     journal: dict[str, bytes] = {}
@@ -255,7 +253,7 @@ def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_rank
 
 
 def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rank 0's facts, with each parameter's number of updates as the rank counts it that owns the parameter."""
+    """Return rank 0's facts, with each parameter's number of updates from the rank that owns the parameter."""
     num_updates: dict[str, int] = {}
     for facts_of_rank in facts:
         for name, count in facts_of_rank.get("num_updates", {}).items():

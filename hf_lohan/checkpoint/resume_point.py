@@ -31,10 +31,10 @@ _TRAINER_STATE_NAME = "trainer_state.json"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state that one `train()` resumes from."""
+    """The state from which one `train()` resumes."""
 
     folder: str | bool | None = None
-    """The folder that upstream resumes from. True: the last checkpoint. None: a new run."""
+    """The folder from which transformers resumes. True is the last checkpoint. None is a new run."""
     commit: Commit | None = None
     """The step in the store whose journal is in `folder`. None for a checkpoint or a new run."""
 
@@ -48,12 +48,12 @@ class ResumePoint:
         check: Callable[[Commit, bytes, str], None],
         links: Links | None = None,
     ) -> ResumePoint:
-        """Choose for the argument ``asked`` of `train`: "last_step"; True for the last step or the last checkpoint,
-        whichever is newer; else as upstream.
+        """Choose what to resume from for ``asked``, the argument of `train`. "last_step" is the last committed step.
+        True is the last step or the last checkpoint, whichever is newer. Other values are for transformers.
 
-        `wait_for_store_paths` returns the paths of the store when no commit is in progress, `last_checkpoint` the last
-        one in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this together, and
-        resume from the newest step that all of them have. Raises ValueError if there is nothing to resume from.
+        `wait_for_store_paths` waits for a running commit and returns the paths of the store. `last_checkpoint` returns
+        the last checkpoint in a folder. `check` raises StorageError if a step's journal is damaged. All ranks call this
+        together, and resume from the newest step that all have. Raises ValueError if there is nothing to resume from.
         """
         if asked is not True and asked != LAST_STEP:
             if asked:
@@ -78,7 +78,7 @@ class _RunFolders:
 
     output_dir: str
     store: str
-    """The default folder of its store."""
+    """The default folder of the rank's store."""
     journal: Path
     """The folder for the journal of the last step."""
 
@@ -90,7 +90,7 @@ class _RunFolders:
 
 
 def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[str], str | None]) -> None:
-    """Raises ValueError if ``folder`` is not a checkpoint of Trainer."""
+    """Raise ValueError if ``folder`` is not a checkpoint of Trainer."""
     if os.path.isfile(os.path.join(folder, _TRAINER_STATE_NAME)):
         return
     fault = f"has no {_TRAINER_STATE_NAME}" if os.path.isdir(folder) else "does not exist"
@@ -103,10 +103,10 @@ def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[s
 
 
 def store_paths_of(run: str | Path) -> list[str]:
-    """The ssd paths of a run, from its output folder, a folder in it, or a store's folder. Ranks share these paths.
-    Raises ValueError if no offloaded run wrote there.
+    """Return the ssd paths of a run, which all its ranks share. ``run`` is its output folder, a folder in that, or the
+    folder of a store. Raises ValueError if no offloaded run wrote there.
 
-    A store inside the output folder is found even if the folder was moved.
+    If the output folder was moved, a store inside it is still found.
     """
     if (Path(run) / "manifest.json").is_file():
         return [str(run)]
@@ -123,11 +123,11 @@ def store_paths_of(run: str | Path) -> list[str]:
 
 
 def last_step(output_dir: str | Path) -> int | None:
-    """The global step that `train(resume_from_checkpoint="last_step")` would resume from; None if there is none.
+    """Return the global step from which `train(resume_from_checkpoint="last_step")` would resume, or None.
 
-    Changes nothing, and may be called during a run. With several ranks it is the newest step that all of them have, and
-    this machine must see all their stores. Raises `StorageError` or `ForeignStoreError` if a store is damaged,
-    RanksDisagreeError if the ranks have no common step, and ValueError if a store is missing.
+    Changes nothing, and may be called during a run. With several ranks, the result is the newest step that all ranks
+    have, and this machine must have access to all stores. Raises `StorageError` or `ForeignStoreError` if a store is
+    damaged, RanksDisagreeError if the ranks have no common step, and ValueError if a store is missing.
     """
     if not (Path(output_dir) / FOLDER / SETTINGS_NAME).is_file():
         return None
@@ -149,8 +149,8 @@ def last_step(output_dir: str | Path) -> int | None:
 
 
 def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -> Commit | None:
-    """The last of this rank's ``kept`` commits that all ranks have, None if nothing is committed. If ranks have no
-    common commit, raises RanksDisagreeError, or returns None if it may."""
+    """Return the last of this rank's ``kept`` commits that all ranks have, or None if nothing is committed. If the
+    ranks have no common commit, return None with ``may_have_none``, and raise RanksDisagreeError without."""
     by_number = {(commit.group_id, commit.number): commit for commit in kept}
     packed = links.all_gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
     held_by_rank = [[(str(group), int(number)) for group, number in json.loads(held)] for held in packed]
@@ -169,14 +169,14 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
     if not _is_resumable(commit):
         checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
         raise ValueError(
-            f"the store in {where} keeps one version of its records (of all under durability: checkpoint, else of "
-            "frozen weights), and these were overwritten since the last commit; "
+            f"the store in {where} keeps only one version of some records (of all with durability: checkpoint, of "
+            "frozen weights in any case), and a later write replaced those of the last commit; "
             f"resume from {checkpoint}, or use durability='step'"
         )
     if not _is_of_run(commit, paths, folders):
         raise ValueError(
             f"the store in {where} has steps of the run in {commit.facts['output_dir']}, and this run's output_dir is "
-            f"{os.path.realpath(folders.output_dir)}; set output_dir to the former, or give this run another ssd path"
+            f"{os.path.realpath(folders.output_dir)}; use the same output_dir, or give this run another ssd path"
         )
     return commit
 
@@ -184,7 +184,7 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
 def _is_newest(
     commit: Commit | None, paths: Sequence[str], folders: _RunFolders, last_checkpoint: Callable[[str], str | None]
 ) -> bool:
-    """Whether the run in these folders committed the step of its last checkpoint, or a later one."""
+    """Return whether the run in these folders committed the step of its last checkpoint or a later step."""
     if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, folders):
         return False
     checkpoint = last_checkpoint(folders.output_dir) if os.path.isdir(folders.output_dir) else None
@@ -196,7 +196,7 @@ def _is_newest(
 
 
 def _is_of_run(commit: Commit, paths: Sequence[str], folders: _RunFolders) -> bool:
-    """Whether the run in these folders made the commit. A store in its output folder may have been moved with it."""
+    """Return whether the run in these folders made the commit. Its output folder may have been moved with the store."""
     is_inside = [os.path.realpath(path) for path in paths] == [folders.store]
     return commit.facts["output_dir"] == os.path.realpath(folders.output_dir) or is_inside
 
@@ -206,8 +206,8 @@ def _is_resumable(commit: Commit) -> bool:
 
 
 def _unpack(commit: Commit, log: bytes, folder: Path) -> str:
-    """Write a committed journal to ``folder``, from which Trainer resumes; returns its path. Raises `CapacityError` or
-    `StorageError` if it cannot be written."""
+    """Write a committed journal to ``folder``, from which Trainer resumes, and return the path. Raises `CapacityError`
+    or `StorageError` if the journal cannot be written."""
     files = dict(commit.journal)
     state = json.loads(files[_TRAINER_STATE_NAME])
     state["log_history"] = [json.loads(line) for line in log.decode().splitlines()]

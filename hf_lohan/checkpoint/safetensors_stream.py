@@ -1,4 +1,4 @@
-"""Writes a safetensors file piece by piece. The writer of `safetensors` needs all tensors in RAM."""
+"""Writes a safetensors file piece by piece, because the `safetensors` library needs all tensors in RAM."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As in a safetensors header."""
+"""Name of each dtype in a safetensors header."""
 DATA_ALIGN_BYTES = 4096
-"""The data begin at a multiple of this, so that blocks of a file system can be cloned into the file."""
+"""The data begin at a multiple of this, so that the file can share blocks with another file."""
 
 Clone = Callable[[int, int], bool]
-"""Called with a file descriptor and an offset. Clones a tensor's bytes to there; returns False if it cannot."""
+"""Clones a tensor's bytes to a file descriptor at an offset, or returns False if it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to write, flat [numel] or of the given shape. `pieces` are its parts in order. Each is read when it is
-    written, and none if `clone` succeeds."""
+    """A tensor to write, flat [numel] unless `shape` is set. `pieces` are its parts in order, which are read one at a
+    time, unless `clone` succeeds."""
 
     name: str
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class TensorSpec:
 
 
 def write_safetensors(path: Path, tensors: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
-    """Write `tensors` and ``metadata`` to `path`, with the data from a multiple of `DATA_ALIGN_BYTES` on.
+    """Write `tensors` and ``metadata`` to `path`. The data begin at a multiple of `DATA_ALIGN_BYTES`.
 
     The file is complete and durable when this returns. Raises `StorageError` if the disk is full, and ValueError if
     pieces have fewer or more bytes than their tensor, or for a dtype that is not in `DTYPE_NAMES`.
@@ -109,6 +109,6 @@ def _write_tensor(file: BinaryIO, spec: TensorSpec, offset: int) -> None:
         file.write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     if file.tell() != offset + spec.num_bytes:
         raise ValueError(
-            f"the pieces of {spec.name} have {file.tell() - offset} bytes, and its header {spec.num_bytes}; give "
-            "pieces with numel elements in all"
+            f"the pieces of {spec.name} have {file.tell() - offset} bytes, and its header says {spec.num_bytes}; give "
+            "pieces with numel elements in total"
         )

@@ -22,12 +22,12 @@ from hf_lohan.ranks import Links
 logger = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "_unfinished_checkpoint"
-"""Does not match the pattern of a checkpoint's name. Pushes to the Hub leave out names with a leading underscore."""
+"""Name that is not a checkpoint's. Pushes to the Hub leave out names with a leading underscore."""
 _REPLACED_NAME = "replaced"
 _DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
-"""Texts in errors of the safetensors library, which raises no OSError."""
+"""Texts in errors of the safetensors library about a full disk, which are not of type OSError."""
 _TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
-"""Texts in errors of `torch.save` when it cannot write, for any reason."""
+"""Texts in errors of `torch.save` after a failed write."""
 _FULL_BELOW_BYTES = 1 << 20
 _SEEN_WITHIN_S = 30.0
 _LOOK_S = 0.1
@@ -37,11 +37,11 @@ _LOOK_S = 0.1
 def unfinished_checkpoint(
     run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME, on_file: Callable[[], object] = lambda: None
 ) -> Iterator[Path]:
-    """Yield a folder to use in place of `run_dir`. When the body ends, `<folder>/<name>` is made durable and becomes
-    `<run_dir>/<name>`, and replaces an older one.
+    """Yield a folder to use in place of `run_dir`. At the end of the context, `<folder>/<name>` is made durable and
+    moved to `<run_dir>/<name>`, where it replaces an older folder.
 
-    If anything fails, the folder is removed and `run_dir` is as before. A full disk raises `StorageError`. `on_file` is
-    called before each file is made durable, which may take long.
+    If anything fails, the folder is removed and `run_dir` does not change. A full disk raises `StorageError`. `on_file`
+    is called before each file is made durable, which may take long.
     """
     target = Path(run_dir, name)
     unfinished = Path(run_dir, unfinished_name)
@@ -52,7 +52,7 @@ def unfinished_checkpoint(
         if (unfinished / name).is_dir():
             _publish(unfinished / name, target, on_file)
         else:
-            logger.warning("%s was written directly to its place, where a crash can leave an incomplete folder", target)
+            logger.warning("%s was written directly, so a crash during the save would have left it incomplete", target)
     except BaseException as error:
         left_bytes = no_room(run_dir, 0).available_bytes
         written_bytes = sum(path.lstat().st_size for path in unfinished.rglob("*") if path.is_file())
@@ -73,8 +73,8 @@ def unfinished_checkpoint(
 
 @contextmanager
 def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]:
-    """`unfinished_checkpoint` for all ranks of a run, whose bodies each write a part. Rank 0 makes the folder, and
-    publishes it when all parts are written. Raises ValueError if a rank does not see the folder."""
+    """Yield the folder of `unfinished_checkpoint` on all ranks of a run, each of which writes a part. Rank 0 makes the
+    folder, and moves it when all parts are written. Raises ValueError if a rank does not see the folder."""
     if links.ranks.rank == 0:
         with unfinished_checkpoint(run_dir, name, on_file=links.send_heartbeat) as unfinished:
             links.barrier("rank 0 to make the folder of a checkpoint")
@@ -90,14 +90,14 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
 
 
 def _wait_until_seen(folder: Path, links: Links) -> None:
-    """Network file systems show a new folder to other machines after a delay."""
+    """Wait until this rank sees a new folder, which network file systems show to other machines after a delay."""
     rank = links.ranks.rank
     until_s = time.monotonic() + _SEEN_WITHIN_S
     while not folder.is_dir():
         links.raise_if_failed("waited for the folder of a checkpoint")
         if time.monotonic() > until_s:
             raise ValueError(
-                f"rank {rank} does not see {folder}, which rank 0 has made; put output_dir on a file system that all "
+                f"rank {rank} does not see {folder}, which rank 0 created; put output_dir on a file system that all "
                 "machines of the run share, or save no checkpoints"
             )
         time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""`python -m hf_lohan.cli`: the `lohan` command where it is not on the PATH."""
+"""`python -m hf_lohan.cli` runs the `lohan` command if it is not on the PATH."""
 
 from __future__ import annotations
 

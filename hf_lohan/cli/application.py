@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _ANY_LENGTH = 10_000
 _GENERATION_STORES = Path("lohan_generate")
-"""In the working directory: stores of models that generate, unless a path is given."""
+"""Folder in the working directory for the stores of `lohan generate`, unless `--ssd` names another."""
 
 
 class _Commands(TyperGroup):
-    """Lists each command with its whole sentence; click cuts it to one line."""
+    """Lists each command with its whole sentence. click would cut the sentence to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [(name, command.get_short_help_str(_ANY_LENGTH)) for name, command in self.commands.items()]
@@ -41,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_Ranks = Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")]
+_Ranks = Annotated[int, typer.Option(metavar="N", help="Number of devices. Each has its own batches.")]
 
 
 def _refuse_boxes(value: int | None) -> None:
@@ -51,14 +51,14 @@ def _refuse_boxes(value: int | None) -> None:
 
 
 _Boxes = Annotated[int | None, typer.Option("--boxes", hidden=True, callback=_refuse_boxes)]
-_Nodes = Annotated[int, typer.Option(metavar="Y", help="Machines; each has equally many ranks.")]
-_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
+_Nodes = Annotated[int, typer.Option(metavar="Y", help="Number of machines. All have the same number of ranks.")]
+_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Rate between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
 _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
 ]
 _Paper = Annotated[
-    bool, typer.Option("--paper", help="As in LoHan's paper: all state on the SSDs. A run also keeps copies in RAM.")
+    bool, typer.Option("--paper", help="Keep all state on the SSDs, as in LoHan's paper. A run also uses RAM.")
 ]
 _AS_GIVEN = {
     "ignore_unknown_options": True,
@@ -117,7 +117,7 @@ def config(
     ] = None,
     output: Annotated[str, typer.Option(metavar="FILE.yaml", help="With --ask: the file to write.")] = "lohan.yaml",
 ) -> None:
-    """Print the configuration that a run would use on this machine, every auto resolved; it can be used as a file."""
+    """Print the configuration that a run would use on this machine, with every auto resolved, as a config file."""
     answers = {"model": model, "card": card, "ram": ram, "drives": drives}
     if ask or any(answer is not None for answer in answers.values()):
         with one_line_errors():
@@ -176,11 +176,11 @@ def _ask(answers: dict[str, str | None], output: str) -> None:
 def doctor(
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    measure: Annotated[bool, typer.Option(help="Measure rates for some seconds, or read earlier measurements.")] = True,
+    measure: Annotated[bool, typer.Option(help="Measure rates (seconds), or read earlier measurements.")] = True,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure them again.")] = False,
     output: Annotated[str | None, typer.Option(metavar="H.yaml", help="Also write the measured profile.")] = None,
 ) -> None:
-    """Check this machine and its drives, and say what to improve."""
+    """Check this machine and its drives, and suggest improvements."""
     with one_line_errors():
         from hf_lohan.cli.doctor import run_doctor
 
@@ -194,11 +194,11 @@ def plan(
     seq_len: Annotated[int, typer.Option(metavar="S", help="Tokens in each sequence.")],
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
     hardware: Annotated[
-        str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
+        str | None, typer.Option(metavar="H.yaml", help="Profile of another machine. Default: measure this one.")
     ] = None,
     gradient_accumulation_steps: Annotated[int, typer.Option(metavar="N", help="Forwards in each step.")] = 1,
-    max_grad_norm: Annotated[float, typer.Option(metavar="G", help="As in the run; 0: no clipping.")] = 1.0,
-    dtype: Annotated[str, typer.Option(help="Of the working weights: auto, bfloat16 or float32.")] = "auto",
+    max_grad_norm: Annotated[float, typer.Option(metavar="G", help="Norm to clip to; 0 is no clipping.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Dtype of working weights: auto, bfloat16 or float32.")] = "auto",
     lora_rank: Annotated[
         int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
     ] = None,
@@ -209,9 +209,9 @@ def plan(
     collectives: _Collectives = None,
     paper: _Paper = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw it; needs matplotlib.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw the plan (needs matplotlib).")] = None,
 ) -> None:
-    """Predict without loading weights how long a training step takes, what bounds it, and what would make it faster."""
+    """Predict how long a training step takes, what bounds it and what would make it faster, without loading weights."""
     with one_line_errors():
         from hf_lohan.cli.plan_report import run_plan
         from hf_lohan.cli.plan_request import PlanRequest
@@ -239,10 +239,10 @@ def plan(
 def estimate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a config.json.")],
     batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")] = 8,
-    seq_len: Annotated[int | None, typer.Option(metavar="S", help="Default: 2048, or the model's most.")] = None,
+    seq_len: Annotated[int | None, typer.Option(metavar="S", help="Default: 2048, or the model's maximum.")] = None,
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
     hardware: Annotated[
-        str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
+        str | None, typer.Option(metavar="H.yaml", help="Profile of another machine. Default: measure this one.")
     ] = None,
     ranks: _Ranks = 1,
     nodes: _Nodes = 1,
@@ -275,22 +275,22 @@ def estimate(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder.")],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the text begins with.")],
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens at most.")] = 128,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="Sample, at this temperature.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens only.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="S", help="Sample, the same each time.")] = None,
-    num_beams: Annotated[int, typer.Option(metavar="B", help="Search with so many beams.")] = 1,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Beginning of the text.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens.")] = 128,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="Sample with this temperature.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="Sample the same text in each run.")] = None,
+    num_beams: Annotated[int, typer.Option(metavar="B", help="Number of beams to search with.")] = 1,
     offload: Annotated[
         str, typer.Option("--config", "--offload", metavar="X", help="lohan (everything automatic) or a YAML file.")
     ] = "lohan",
-    ssd: Annotated[str | None, typer.Option(metavar="PATH", help="Where the weights go, and stay.")] = None,
-    cpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Most host memory for copies.")] = None,
+    ssd: Annotated[str | None, typer.Option(metavar="PATH", help="Folder for the weights, which stay there.")] = None,
+    cpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Maximum host memory for copies.")] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most device memory for weights, keys and values.")
+        str | None, typer.Option(metavar="SIZE", help="Maximum device memory for weights, keys and values.")
     ] = None,
 ) -> None:
-    """Generate text, even with a model that fits neither RAM nor the device: weights are read for each token."""
+    """Generate text. Weights that fit neither the device nor RAM are read for each token."""
     with one_line_errors():
         from hf_lohan.config import OffloadConfig
         from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
@@ -318,7 +318,7 @@ def _write(text: str) -> None:
 
 
 def generation_summary(figures: GenerationFigures) -> list[str]:
-    """Lines on how fast the text was generated, and what bounded it."""
+    """Return lines that say how fast the text was generated and what bounded it."""
     from hf_lohan.wording import format_bytes, gb_per_s, percent, seconds, times
 
     tokens = times(figures.num_prompt_tokens, "token")
@@ -331,14 +331,14 @@ def generation_summary(figures: GenerationFigures) -> list[str]:
         share = percent(figures.num_experts_from_ram / figures.num_expert_loads)
         lines.append(f"experts were loaded {times(figures.num_expert_loads, 'time')}, {share} of them from RAM")
     if not figures.missing_bytes:
-        return [*lines, "all weights stay on the device or in RAM: a token reads nothing from the drives"]
+        return [*lines, "all weights stay on the device or in RAM, so a token reads nothing from the drives"]
     lines.append(
-        f"read a token: {format_bytes(figures.read_bytes)}; missing on the device and in RAM: "
+        f"each token reads {format_bytes(figures.read_bytes)}; neither on the device nor in RAM: "
         f"{format_bytes(figures.missing_bytes)}"
     )
     lines.append(
         f"the bound: {seconds(figures.bound_s)} a token, to read these bytes at the measured "
-        f"{gb_per_s(figures.drive_bytes_per_s)}; reached {percent(figures.bound_s / figures.pass_s)} of it"
+        f"{gb_per_s(figures.drive_bytes_per_s)}; the run reached {percent(figures.bound_s / figures.pass_s)} of it"
     )
     return lines
 
@@ -362,7 +362,7 @@ def export_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run, or its store's folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the Hugging Face model.")],
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Of the weights: auto (as the run saves them), bfloat16 or float32.")
+        str, typer.Option(metavar="DTYPE", help="Dtype of weights: auto (as the run saves them), bfloat16 or float32.")
     ] = "auto",
 ) -> None:
     """Write the last committed step of a run as a plain Hugging Face model."""
@@ -394,7 +394,7 @@ def verify(
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all ssd paths of its store.")
     ],
 ) -> None:
-    """Read all that a store has committed and check every checksum; exit status 1 if one is wrong."""
+    """Read all committed data of a store and check every checksum. The exit status is 1 if one is wrong."""
     with one_line_errors():
         from hf_lohan.cli.stores import verify_stores
 

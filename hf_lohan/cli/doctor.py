@@ -1,4 +1,4 @@
-"""`lohan doctor`: check this machine line by line, with advice."""
+"""`lohan doctor`: checks this machine and prints advice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES = (
     MatrixShape(4096, 4096, 14336, count=2),
     MatrixShape(4096, 14336, 4096),
 )
-"""Shapes to measure without a model: a layer of Llama 3 8B."""
+"""The shapes of a layer of Llama 3 8B. `lohan doctor` has no model, and measures with these."""
 DTYPE = torch.bfloat16
 EFFORT = MeasuringEffort()
 _STYLES = {Verdict.GOOD: "green", Verdict.COULD_BE_BETTER: "yellow", Verdict.BAD: "bold red", Verdict.NOT_KNOWN: "dim"}
@@ -45,7 +45,7 @@ _STYLES = {Verdict.GOOD: "green", Verdict.COULD_BE_BETTER: "yellow", Verdict.BAD
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All checks, and the profile if rates were measured."""
+    """All checks of the machine, and its profile if rates were measured."""
 
     checks: tuple[Check, ...]
     hardware: HardwareProfile | None
@@ -58,10 +58,10 @@ class Examination:
 
 
 def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: bool, output: str | None) -> None:
-    """Examine the machine and print the checks. `output`: a file for the profile. Raises ValueError or OSError for a
-    bad config, or if there is no profile to write."""
+    """Examine the machine, print the checks and write the profile to the file `output`, if any. Raises ValueError or
+    OSError for a bad config, or if there is no profile to write."""
     if output is not None and not measure:
-        raise ValueError(f"--output {output} needs measured rates; leave --no-measure out")
+        raise ValueError(f"--output {output} needs measured rates; remove --no-measure")
     with Console(stderr=True).status("measuring") if measure else nullcontext():
         examination = examine(offload, measure=measure, measure_again=measure_again)
     if as_json:
@@ -75,7 +75,7 @@ def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: boo
 
 
 def examine(offload: str, *, measure: bool = True, measure_again: bool = False) -> Examination:
-    """Check this machine with an offload config. A failed measurement is a check too, not an error.
+    """Check this machine with an offload config. A failed measurement becomes a bad check, not an error.
 
     `measure` takes seconds, unless a profile is cached; `measure_again` ignores the cache. With `ssd: auto`, the drive
     of the working directory is checked. Raises ConfigError.
@@ -102,7 +102,7 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
 
 
 def print_tables(examination: Examination, console: Console | None = None) -> None:
-    """Print a table for the machine and for each path, and a summary."""
+    """Print one table for the machine, one for each path, and a summary."""
     console = console or Console()
     subjects = dict.fromkeys(check.subject for check in examination.checks)
     for subject in subjects:
@@ -114,7 +114,7 @@ def print_tables(examination: Examination, console: Console | None = None) -> No
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    """Advice is below its value: a column of its own would be too narrow."""
+    """Return a table with the advice below each value, because a third column would be too narrow."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True, width=max(len(verdict.value) for verdict in Verdict))

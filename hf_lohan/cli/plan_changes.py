@@ -1,4 +1,4 @@
-"""Changes that would make a planned run faster, each with a plan of its own."""
+"""Changes that would make a planned run faster. Each change is planned."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_TIMES_THE_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class NearestChange:
-    """One change, and the plan with it."""
+    """A change of a run, and the plan of the changed run."""
 
     description: str
     planned: PlannedRun
     times_faster: float
-    """In tokens a second."""
+    """Tokens per second with the change, divided by tokens per second without."""
 
     def to_mapping(self) -> dict[str, Any]:
         step = self.planned.plan.prediction
@@ -36,7 +36,8 @@ class NearestChange:
 
 
 def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
-    """More tokens a step, more RAM, another drive: those that help, the best first."""
+    """Return the changes that make the run faster, of more tokens per step, more RAM and one more drive. The best is
+    first."""
     now = planned.plan.prediction.tokens_per_s
     changes = [
         NearestChange(description, changed, changed.plan.prediction.tokens_per_s / now)
@@ -48,7 +49,7 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
 
 
 def plan_facts(planned: PlannedRun) -> dict[str, Any]:
-    """The plan, the life of the drives and useful changes, for JSON."""
+    """Return the plan, the life of the drives and useful changes, in JSON's types."""
     step, life = planned.plan.prediction, drive_life(planned.hardware, planned.plan.prediction)
     return {
         **planned.plan.to_mapping(),
@@ -59,13 +60,13 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:
-    """The step time divided by that of a step that never waits for the drives."""
+    """Return the step time divided by that of a step that never waits for the drives."""
     step = planned.plan.prediction
     return step.step_s / step.ssd_hidden_step_s
 
 
 def tokens_at_once(planned: PlannedRun) -> int:
-    """Tokens for each time that the weights move."""
+    """Return the number of tokens that are computed each time the weights are loaded."""
     return planned.plan.prediction.num_tokens // planned.plan.num_micro_batches
 
 
@@ -81,7 +82,7 @@ def _changed(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
 
 
 def _with_more_tokens(planned: PlannedRun) -> PlannedRun | None:
-    """The plan with enough micro-batches to hide the drives, or with as many as fit."""
+    """Return the plan with enough micro-batches to hide the drives, or with the most micro-batches that fit."""
     enough = planned.plan.prediction.ssd_hides_from_tokens
     if enough is None or enough <= tokens_at_once(planned):
         return None

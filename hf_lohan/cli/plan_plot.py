@@ -1,4 +1,4 @@
-"""A plan as a picture: step time against swapped bytes (LoHan, Fig. 9b), and how busy each resource is in one step."""
+"""Draws a plan: step time against swapped bytes (LoHan, Fig. 9b), and how busy each resource is in one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LABELLED_SHARE = 0.12
 
 
 def plot_plan(planned: PlannedRun, path: str | Path) -> None:
-    """Write the picture in the format of the suffix of `path`. Raises ValueError if that cannot be done."""
+    """Write the picture in the format of the suffix of `path`. Raises ValueError without matplotlib or the format."""
     try:
         figure = draw_plan(planned)
     except ImportError:
@@ -53,7 +53,7 @@ def draw_plan(planned: PlannedRun) -> Figure:
 
 
 def _sweep(axes: Axes, planned: PlannedRun) -> None:
-    # Another clipping mode or commit interval would change the step, too.
+    # The plan's clipping mode and commit interval are fixed, because others would change the step as well.
     setup = replace(planned.setup, clip=planned.plan.clip, commit_every_steps=planned.plan.commit_every_steps)
     plans = sweep_swapped_bytes(planned.profile, planned.hardware, setup)
     steps = [plan.prediction for plan in plans]
@@ -63,7 +63,7 @@ def _sweep(axes: Axes, planned: PlannedRun) -> None:
     axes.set_title("What to swap, what to recompute", loc="left", fontsize=11, color=_TEXT, pad=26)
     if len(plans) == 1:
         axes.set_axis_off()
-        text = f"There is only one choice: {best_gb:.3g} GB are swapped."
+        text = f"Only one choice exists, which swaps {best_gb:.3g} GB."
         axes.text(0.5, 0.5, text, ha="center", color=_TEXT, transform=axes.transAxes)
         return
     for label, color, width in (("step", _TEXT, 2.2), ("forward", _FORWARD, 1.8), ("backward", _BACKWARD, 1.8)):
@@ -71,7 +71,7 @@ def _sweep(axes: Axes, planned: PlannedRun) -> None:
         axes.plot(swapped, values, color=color, linewidth=width, label=label)
     label = f"the plan: {seconds(best.step_s)}"
     axes.plot([best_gb], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3, label=label)
-    # Above the axes, because beside the lines a word may cover one of them.
+    # The legend is above the axes, because inside them it may cover a line.
     legend = axes.legend(
         loc="lower left",
         ncols=4,
@@ -111,7 +111,7 @@ def _lanes(axes: Axes, planned: PlannedRun) -> None:
 
 
 def _bars(axes: Axes, row: int, resource: Resource, planned: PlannedRun) -> None:
-    """One resource's work, from the beginning of each phase. It is labelled if there are several kinds."""
+    """Draw one resource's work, from the beginning of each phase. Several kinds of work have labels."""
     step = planned.plan.prediction
     phases = (
         ([work.forward_s for work in resource.work], 0.0, step.forward_bottleneck, _FORWARD),

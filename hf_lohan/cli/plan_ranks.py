@@ -1,4 +1,4 @@
-"""Plans of several ranks: parses their options, and words their results."""
+"""Plans of several ranks: parses their options and writes their results as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_lohan.planner.collectives import COLLECTIVE_VALUES
 from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
-"""Share of a line rate in bits: the rest is headers of Ethernet, IP and TCP, for frames of 1500 bytes."""
+"""Fraction of a line rate that is payload. Headers of Ethernet, IP and TCP take the rest, in frames of 1500 bytes."""
 _LINK = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(bit|b|B)(?:/s|ps)?", re.ASCII)
 _COLLECTIVES = {
     "forward_weights": "weights, forward",
@@ -25,7 +25,7 @@ _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def link_bytes_per_s(text: str) -> float:
-    """Payload bytes per second. "2.5Gbit" is a line rate, "300MB/s" a payload rate. Raises ValueError."""
+    """Return payload bytes per second. "2.5Gbit" is a line rate, "300MB/s" a payload rate. Raises ValueError."""
     match = _LINK.fullmatch(text.strip())
     rate = float(match[1]) * _POWERS[match[2]] if match else 0.0
     if match is None or not rate:
@@ -34,7 +34,7 @@ def link_bytes_per_s(text: str) -> float:
 
 
 def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> HardwareProfile:
-    """The machine with the rate of its link to other nodes. Raises ValueError if the rate is needed and unknown."""
+    """Return the machine with the rate of ``link``. Raises ValueError if the nodes need a rate and none is known."""
     if link is not None:
         return replace(hardware, net_bytes_per_s=link_bytes_per_s(link))
     if num_nodes > 1 and hardware.net_bytes_per_s is None:
@@ -46,9 +46,9 @@ def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> Ha
 
 
 def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
-    """The ways to exchange weights and gradients that `--collectives` lets the plan choose from: "exact", "quantized"
-    (all), or values by name, "forward=int8,backward=node". None: those that the configuration leaves open. Raises
-    ValueError."""
+    """Return the ways to exchange weights and gradients among which `--collectives` lets the plan choose. ``text`` is
+    "exact", "quantized" (all ways), or values by name such as "forward=int8,backward=node". None leaves the choice to
+    the configuration. Raises ValueError."""
     if text is None:
         return None
     if text == "quantized":
@@ -63,7 +63,7 @@ def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
 
 
 def of_each_rank(cluster: Cluster) -> str:
-    """The ranks, for the heading."""
+    """Return the end of the heading, which says how many ranks there are."""
     if cluster.num_ranks == 1:
         return ""
     return f" on each of {cluster.num_ranks} ranks" + (
@@ -72,12 +72,12 @@ def of_each_rank(cluster: Cluster) -> str:
 
 
 def nodes_send(plan: OffloadPlan) -> bool:
-    """Whether several nodes send each other weights and gradients."""
+    """Return whether nodes send weights and gradients to each other."""
     return plan.cluster.num_nodes > 1
 
 
 def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
-    """(collective, form, bytes) that one node sends in a step."""
+    """Yield (collective, form, bytes) for what one node sends in a step."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     forms = {
@@ -91,7 +91,7 @@ def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
 
 
 def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], bool]]:
-    """Each possible way, its step time, and whether it is the plan's; the fastest first."""
+    """Yield each possible way with its step time, and whether the plan chose it; the fastest way is first."""
     for tried in sorted(plan.tried_ways, key=lambda way: (not way.fits, way.step_s)):
         ways, step = tried.collectives, seconds(tried.step_s) if tried.fits else "does not fit"
         row = _FORMS[ways.forward], _SOURCES[ways.backward], _FORMS[ways.gradients], step
@@ -99,7 +99,7 @@ def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], b
 
 
 def what_hides(plan: OffloadPlan) -> Iterator[str]:
-    """From how many tokens a step each shared resource and link hides behind computing."""
+    """Yield lines that say how many tokens per step hide each shared resource and link behind computing."""
     ranks = plan.prediction.ranks
     if ranks is None:
         return
@@ -109,7 +109,7 @@ def what_hides(plan: OffloadPlan) -> Iterator[str]:
     if from_tokens:
         at_once = plan.prediction.num_tokens // plan.num_micro_batches
         yield (
-            f"Tokens a step on all ranks that hide a resource behind computing: {listed(from_tokens)}; this step has "
+            f"Tokens per step of all ranks that hide a resource behind computing: {listed(from_tokens)}; this step has "
             f"{count(at_once)}."
         )
     for name in ranks.hides_from_tokens.keys() - hidden.keys():
@@ -117,7 +117,7 @@ def what_hides(plan: OffloadPlan) -> Iterator[str]:
 
 
 def sent_in_a_line(plan: OffloadPlan) -> str:
-    """What each node sends, in one line."""
+    """Return one line that says what each node sends in a step."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     return (

@@ -1,4 +1,4 @@
-"""`lohan plan` and `lohan estimate`: print a plan, its step time and bottleneck, memory, and useful changes."""
+"""`lohan plan` and `lohan estimate`: print a plan, its step time, bottleneck and memory, and useful changes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _LABEL_WIDTH = 10
 
 
 def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
-    """Plan and print. Raises ValueError for bad values, and BudgetError with the smallest useful change if nothing
-    fits. `as_json` also prints a plan that does not fit."""
+    """Plan a run and print the plan. Raises ValueError for bad values, and BudgetError with the smallest change that
+    helps if no plan fits. With `as_json`, a plan that does not fit is printed as well."""
     planned = _planned(request, print_plan, as_json=as_json)
     if plot is not None:
         from hf_lohan.cli.plan_plot import plot_plan
@@ -47,7 +47,7 @@ def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
 
 
 def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
-    """Print in a few lines whether it fits, how long a step takes and what it needs. Raises what `run_plan` raises."""
+    """Print in a few lines whether the run fits, how long a step takes and what it needs. Raises as `run_plan` does."""
     _planned(request, _print_estimate, as_json=as_json)
 
 
@@ -135,14 +135,14 @@ def summary(planned: PlannedRun) -> Text:
 
 
 def _order(planned: PlannedRun) -> Iterable[str]:
-    """The order of accumulated micro-batches, if the plan chose it."""
+    """Yield a sentence on the order of accumulated micro-batches, if the plan chose the order."""
     other_s = planned.plan.other_order_step_s
     if planned.in_turn_because is not None:
         yield f"The micro-batches run one after the other: {planned.in_turn_because}."
     elif other_s is not None and planned.shape.num_together > 1:
-        yield f"The micro-batches run together; one after the other it would be {seconds(other_s)} a step."
+        yield f"The micro-batches run together; one after the other, a step would take {seconds(other_s)}."
     elif other_s is not None:
-        yield f"The micro-batches run one after the other; together it would be {seconds(other_s)} a step."
+        yield f"The micro-batches run one after the other; together, a step would take {seconds(other_s)}."
 
 
 def _table(*columns: str) -> Table:
@@ -155,7 +155,7 @@ def _table(*columns: str) -> Table:
 def _resources(planned: PlannedRun) -> Table:
     step = planned.plan.prediction
     table = _table("seconds busy", "forward", "backward")
-    for column in table.columns[1:]:  # in a narrow terminal the bottlenecks are wrapped, not the bars
+    for column in table.columns[1:]:  # in a narrow terminal the names of the bottlenecks wrap, not the bars
         column.no_wrap = False
     table.add_column("share of the step", justify="left", no_wrap=True)
     for resource in resources_of(planned):
@@ -174,7 +174,7 @@ def _resources(planned: PlannedRun) -> Table:
 
 
 def _sent(planned: PlannedRun) -> Iterable[Table]:
-    """The bytes between nodes, and the other ways to send them."""
+    """Yield tables of the bytes that one node sends, and of the ways to send them."""
     if not nodes_send(planned.plan):
         return
     table = _table("one node sends in a step", "", "bytes")
@@ -228,15 +228,15 @@ def _records(planned: PlannedRun) -> Iterable[str]:
 
 
 def _gradients(planned: PlannedRun) -> Iterable[str]:
-    """Gradients that are held without buffers."""
+    """Yield a sentence on gradients that have no buffers."""
     all_bytes, spilled_bytes = planned.setup.spilled_gradient_bytes, planned.plan.prediction.spilled_gradient_bytes
     if all_bytes:
         held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)
-        yield f"Gradients without buffers: {held} are held in RAM beside activations, {spilled} on the SSDs."
+        yield f"Gradients without buffers: RAM holds {held} beside activations, the SSDs hold {spilled}."
 
 
 def _experts(planned: PlannedRun) -> Iterable[str]:
-    """Streamed experts: their number, how many the tokens reach, and the bytes that a step moves."""
+    """Yield sentences on the number of streamed experts, how many receive tokens, and the bytes that a step moves."""
     plan, step, num_tokens = planned.plan, planned.plan.prediction, planned.profile.num_tokens
     experts = step.experts
     if experts is None:
@@ -246,18 +246,18 @@ def _experts(planned: PlannedRun) -> Iterable[str]:
     yield (
         f"{times(experts.num_experts, 'expert')} of {format_bytes(each_bytes)} in {times(experts.num_layers, 'layer')} "
         f"stream one by one, {format_bytes(experts.param_bytes)} in all; of {count(plan.num_params)} parameters "
-        f"{count(experts.active_params)} work on a token."
+        f"{count(experts.active_params)} compute a token."
     )
     from_tokens = experts.all_hit_from_tokens
-    all_hit = "whatever their number some are never chosen" if from_tokens is None else f"all from {from_tokens} on"
+    all_hit = "no number of tokens reaches all" if from_tokens is None else f"{from_tokens} or more reach all"
     slots = "" if plan.pools is None else f" into {times(plan.pools.num_slots[SizeClass.EXPERT], 'slot')}"
     yield (
-        f"Balanced routing takes {num_tokens} tokens to {100 * share:.3g}% of a layer's experts ({all_hit}). A step "
+        f"Balanced routing sends {num_tokens} tokens to {100 * share:.3g}% of a layer's experts ({all_hit}). A step "
         f"loads {count(experts.loads_per_step)}{slots}, {format_bytes(experts.loaded_bytes_per_step)}."
     )
     moved_bytes = step.ssd_read_bytes_per_step + step.ssd_write_bytes_per_step
     yield (
-        f"One step over these SSDs takes {seconds(step.floor_by_resource_s['ssd'])} at least, for "
+        f"A step needs these SSDs for at least {seconds(step.floor_by_resource_s['ssd'])}, to move "
         f"{drive_bytes(moved_bytes)}."
     )
 
@@ -277,47 +277,47 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
         every = planned.plan.commit_every_steps
         lost_s = every * step.step_s
         yield (
-            f"One step of {every} is committed and writes the copies in RAM: after a crash a run repeats at most "
+            f"One step of {every} is committed and writes the copies in RAM, so after a crash a run repeats at most "
             f"{seconds(lost_s)}. With commit_every: 1 every step is committed."
         )
     if planned.plan.durability == "checkpoint":
-        yield "Two versions of the state do not fit: after a crash a run resumes from its last checkpoint."
+        yield "Two versions of the state do not fit, so after a crash a run resumes from its last checkpoint."
 
 
 def hiding(planned: PlannedRun) -> str:
-    """From how many tokens a step the drives hide behind computing, and how much slower the present number is."""
+    """Return how many tokens per step hide the drives behind computing, and how much slower this run is, as text."""
     step = planned.plan.prediction
     enough = step.ssd_hides_from_tokens
     if enough is None:
-        return "The SSDs need longer for activations than the device for computing, with any batch."
+        return "With any batch, the SSDs need longer for activations than the device for computing."
     at_once = tokens_at_once(planned)
     if at_once >= enough:
-        return f"From {count(enough)} tokens a step, the SSDs hide behind computing; this step has {count(at_once)}."
+        return f"From {count(enough)} tokens per step on, computing hides the SSDs; this step has {count(at_once)}."
     length = planned.profile.sequence_length
     whole = f"{times(math.ceil(enough / length), 'sequence')} of {length}"
     apart = planned.plan.num_micro_batches > 1
     together = ", in micro-batches that share the weights" if apart else ""
     return (
-        f"From {count(enough)} tokens a step ({whole}{together}), the SSDs would hide behind computing. This step has "
-        f"{count(at_once)} for each time that the weights move, and takes {times_slower_than_hidden(planned):.3g} x as "
-        "long as with hidden SSDs."
+        f"From {count(enough)} tokens per step on ({whole}{together}), computing would hide the SSDs. This step has "
+        f"{count(at_once)} for each load of the weights, and takes {times_slower_than_hidden(planned):.3g} x as long "
+        "as with hidden SSDs."
     )
 
 
 def _what_helps(planned: PlannedRun) -> Iterable[str]:
     for change in nearest_changes(planned):
         rate = change.planned.plan.prediction.tokens_per_s
-        yield f"With {change.description} it would be {rate:.4g} tokens/s, {change.times_faster:.2f} x as many."
+        yield f"With {change.description}, it would be {rate:.4g} tokens/s ({change.times_faster:.2f} x as fast)."
 
 
 def without_offloading(planned: PlannedRun) -> str:
-    """Whether the model trains in the device's memory alone."""
+    """Return a sentence on whether the model could be trained without offloading."""
     fit = planned.plan.in_memory
     needed = f"{format_bytes(fit.needed_bytes)} of {format_bytes(fit.memory_bytes)}"
     if not fit.fits:
         return f"It does not fit without offloading: it needs {needed} of device memory."
     how = ", its activations recomputed" if fit.activations == "recompute" else ""
-    return f"It fits without offloading ({needed} of device memory{how}): train it without."
+    return f"It fits without offloading ({needed} of device memory{how}), so train it without."
 
 
 def _purchases(planned: PlannedRun) -> Table:

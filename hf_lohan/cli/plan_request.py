@@ -1,4 +1,4 @@
-"""Plans a run from a model's path and a machine, in the same way as a run does, without weights or a store."""
+"""Plans a run from a model's path and a machine. The plan equals that of the run, and needs no weights or store."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class PlanRequest:
     model: str
     batch_size: int = 8
     sequence_length: int | None = None
-    """None: 2048, or as many positions as the model has."""
+    """Tokens in each sequence. None is 2048, or the model's maximum if that is less."""
     offload: str = "lohan"
     hardware: str | None = None
-    """A profile's file; None: this machine, measured."""
+    """Path of a hardware profile. With None, this machine is measured."""
     num_micro_batches: int = 1
     max_grad_norm: float = 1.0
     dtype: str = "auto"
     lora_rank: int | None = None
-    """Rank of adapters on all linear layers of a frozen model; None: all weights are trained."""
+    """Rank of adapters on all linear layers of a frozen model. With None, all weights are trained."""
     num_ranks: int = 1
     """Each rank has its own device and batches."""
     num_nodes: int = 1
-    """Machines; each has equally many ranks."""
+    """All nodes have the same number of ranks."""
     link: str | None = None
-    """Rate of the link between nodes; None: that of the hardware profile."""
+    """Rate of the link between nodes. None is the rate in the hardware profile."""
     collectives: str | None = None
-    """None: as the configuration says."""
+    """How ranks exchange weights and gradients. None is the setting of the configuration."""
     paper: bool = False
-    """As in LoHan's paper: all state is on the SSDs, and no records have copies in RAM."""
+    """Whether all state is on the SSDs, without copies in RAM, as in LoHan's paper."""
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -66,23 +66,23 @@ class PlanRequest:
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; give 0 for no clipping, or a positive norm")
         if self.num_ranks % self.num_nodes:
-            raise ValueError(f"{self.num_ranks} ranks on {self.num_nodes} nodes; give equally many to each node")
+            raise ValueError(f"{self.num_ranks} ranks on {self.num_nodes} nodes; give each node equally many ranks")
 
     @property
     def ranks(self) -> Ranks:
-        """The first rank. All ranks have the same work."""
+        """The first rank, which stands for all because they have the same work."""
         return Ranks(0, self.num_ranks, 0, self.num_ranks // self.num_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun(PlannedStep):
-    """A plan with its inputs and its request."""
+    """A plan with the request for it."""
 
     request: PlanRequest
     model_class: str
     dtype: torch.dtype
     in_turn_because: str | None = None
-    """Why accumulated micro-batches do not run together under `vertical_micro_batches: auto`."""
+    """Why accumulated micro-batches do not run together with `vertical_micro_batches: auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class OtherMachine:
 
 
 def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> PlannedRun:
-    """Plan a run, on another machine if one is given. Raises ValueError for bad values and files, and BudgetError for
-    budgets that are too small for the pools. A plan that does not fit otherwise has a refusal."""
+    """Plan a run, on the machine `other` if it is not None. Raises ValueError for bad values and files, and BudgetError
+    for budgets that are too small for the pools. A plan that does not fit for another reason has a refusal."""
     asked = OffloadConfig.load(request.offload)
     if request.paper:
         asked = replace(asked, resident_records="none")
@@ -173,6 +173,6 @@ def _sequence_length_of(config: Any) -> int:
 
 def _measured(config: OffloadConfig, device: Device, traced: TracedModel, dtype: torch.dtype) -> HardwareProfile:
     if not traced.matrix_shapes:
-        raise BudgetError("the model multiplies no matrices, so there is nothing to measure this machine with")
+        raise BudgetError("the model multiplies no matrices, so this machine cannot be measured with it")
     with long_work("measuring this machine, if it is new"):
         return cached_hardware(config, device, matrix_shapes=traced.matrix_shapes, dtype=dtype)

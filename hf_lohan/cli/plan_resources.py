@@ -1,4 +1,4 @@
-"""The machine of a plan, and how long each of its resources is busy with what."""
+"""The machine of a plan, and how long each kind of work keeps each resource busy."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A part of the machine that works in parallel to the others."""
+    """A part of the machine that works in parallel with the others."""
 
     label: str
     bottlenecks: frozenset[str]
-    """The planner's names of this resource as a bottleneck."""
+    """The planner's names for this resource as a bottleneck."""
     work: tuple[Work, ...]
 
 
 def resources_of(planned: PlannedRun) -> list[Resource]:
-    """All resources of the machine. If the CPU is the device, its cores do everything but the drives' work."""
+    """Return all resources of the machine. If the CPU is the device, its cores do all work but that of the drives."""
     step = planned.plan.prediction
 
     def work(label: str, lane: str) -> Work:
@@ -59,7 +59,7 @@ def resources_of(planned: PlannedRun) -> list[Resource]:
 
 
 def _shared(planned: PlannedRun) -> list[Resource]:
-    """Resources that only several ranks use: the network between nodes, and the RAM of a node."""
+    """Return the resources that exist only with several ranks: the network between nodes, and each node's RAM."""
     step = planned.plan.prediction
     network = Work("sending", step.forward.net_s, step.backward.net_s)
     ram = Work("passing", step.forward.host_s, step.backward.host_s)

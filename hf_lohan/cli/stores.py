@@ -1,4 +1,4 @@
-"""`lohan verify` and `lohan reshard`: read the stores of a run with a progress bar, and print the result."""
+"""`lohan verify` and `lohan reshard`: read the stores of a run, show a progress bar, and print the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def _ssd_paths(stores: Sequence[str]) -> list[str]:
-    """The ssd paths of a run, from its output folder or as they were given."""
+    """Return the ssd paths of a run. ``stores`` is its output folder or these paths."""
     return [str(path) for path in (store_paths_of(stores[0]) if len(stores) == 1 else stores)]
 
 
@@ -31,7 +31,7 @@ def _progress(console: Console) -> Progress:
 
 
 def reshard_stores(stores: Sequence[str], num_ranks: int, *, removes_old: bool) -> None:
-    """Copy the last step of a run for another number of ranks, and print its folders. Raises what `reshard` raises."""
+    """Copy the last step of a run for another number of ranks, and print the new folders. Raises as `reshard` does."""
     from hf_lohan.huggingface.models.export import described_model  # imports transformers
 
     with _progress(Console(stderr=True)) as progress:
@@ -83,8 +83,8 @@ def _verify_one(store: Store, console: Console) -> bool:
 
 
 def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
-    """Check each rank's store at the newest commit that all hold, which a resume reads. A rank may be one commit ahead
-    of the others. Damage in that commit is printed, but harms no resume."""
+    """Check each rank's store at the newest commit that all ranks have, which is the one that a resume reads. A rank
+    may be one commit ahead of the others. Damage in that newer commit is printed, but a resume does not read it."""
     num_ranks = len(stores)
     newest = [store.kept_commits[:1] for store in stores]
     problem = ""
@@ -102,7 +102,7 @@ def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
             verdict = _damage(store, last, console, f"{who}, commit {last.number}: ")
             _print(
                 console,
-                f"{who} is ahead with commit {last.number}, which a resume gives up: "
+                f"{who} also has commit {last.number}, which a resume drops: "
                 + (f"{verdict}, which harms no resume" if verdict else "every checksum is right"),
             )
     _print(console, problem or f"all {num_ranks} ranks hold commit {commits[0].number}")
@@ -110,7 +110,7 @@ def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
 
 
 def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
-    """Read everything that belongs to a commit, and print each damaged part. Returns a summary, "" for no damage."""
+    """Read all data of a commit, and print each damaged part. Returns a summary, or "" for no damage."""
     num_damaged = 0
     store.view_commit(commit)
     with _progress(console) as progress:
@@ -129,11 +129,11 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
 
 
 def _journal_errors(store: Store, commit: Commit) -> list[StorageError]:
-    """Errors in the journal of a Trainer's step that its checksum does not show."""
+    """Return the errors in the journal of a Trainer's step that its checksum does not show."""
     if not commit.facts.get("is_resumable"):
         return []
     from hf_lohan.huggingface.trainer.step_journal import (
-        check_journal,  # imports transformers: seconds, after the reading
+        check_journal,  # imports transformers, which takes seconds
     )
 
     try:

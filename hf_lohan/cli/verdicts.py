@@ -1,4 +1,4 @@
-"""Judges the facts and the measured rates of a machine, one check for each. Pure functions of those."""
+"""Turns each fact and each measured rate of a machine into a check with a verdict. All functions are pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _IN_RAM = frozenset({"tmpfs", "ramfs", "rootfs"})
 _LAYERED = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
 _SHARED = ("nfs", "cifs", "smb", "9p", "drvfs", "virtiofs", "afs", "fuse.")
 _CLUSTER = ("ceph", "lustre", "gpfs", "beegfs", "glusterfs")
-"""Prefixes of file systems that are reached through a network or a server."""
+"""Prefixes of the names of file systems on a network or a server."""
 _GIB = 1 << 30
 _STORE_BYTES_PER_PARAM = 24
-"""Two versions of weight, master and both moments."""
+"""Two versions of the weight, the master and both moments."""
 _HIGH_LOAD_FRACTION = 0.5
 _WORN_PERCENT, _WORN_OUT_PERCENT = 80, 100
 _SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S = 6e9, 20e9
-"""Below PCIe 3 x16 with unpinned memory, or x8 with pinned; PCIe 4 x16."""
+"""A slow link is below PCIe 3 x16 with unpinned memory or x8 with pinned memory; a fast one is PCIe 4 x16."""
 _DUPLEX_FRACTION = 1.2
-"""Both directions at once reach this multiple of one alone on a full-duplex link."""
+"""On a full-duplex link, both directions at once reach at least this multiple of one direction's rate."""
 _SLOW_READ_BYTES_PER_S, _FAST_READ_BYTES_PER_S = 0.6e9, 3e9
 _SLOW_WRITE_BYTES_PER_S, _FAST_WRITE_BYTES_PER_S = 0.5e9, 2e9
-"""The most of a SATA drive; a good NVMe drive."""
+"""A slow drive writes no faster than SATA allows; a fast one is a good NVMe drive."""
 _TOGETHER_FRACTION = 0.75
 _MIXED_FRACTION = 0.6
 _FAST_GPU_FLOPS_PER_S = 50e12
@@ -48,36 +48,36 @@ class Check:
     value: str
     verdict: Verdict
     advice: str = ""
-    """What to do; "" for nothing."""
+    """What the user can do; "" if nothing."""
     subject: str = ""
-    """The SSD path; "" for the machine."""
+    """The SSD path, or "" for the machine."""
 
 
 GOOD, COULD_BE_BETTER, BAD, NOT_KNOWN = Verdict
 
 
 def _check(name: str, value: str, *remarks: tuple[object, Verdict, str]) -> Check:
-    """The check with the first of ``remarks`` (whether it applies, verdict, advice) that applies; good if none does."""
+    """Return a check with the first of ``remarks`` (applies, verdict, advice) that applies, or else a good check."""
     applying = ((verdict, advice) for applies, verdict, advice in remarks if applies)
     return Check(name, value, *next(applying, (GOOD, "")))
 
 
 def machine_checks(facts: MachineFacts) -> list[Check]:
-    """The checks of everything but the drives."""
+    """Return the checks of the machine without its drives."""
     checks = [*_device(facts), _threads(facts), _load(facts), _memory(facts), _container(facts)]
     if facts.is_wsl:
-        advice = "train under Linux itself: WSL pins only part of the RAM and its drives are files or shares of Windows"
+        advice = "train in Linux itself, because WSL pins only part of the RAM and its drives are files of Windows"
         checks.append(Check("system", "WSL", COULD_BE_BETTER, advice))
     return checks
 
 
 def path_checks(facts: PathFacts) -> list[Check]:
-    """The checks of one SSD path."""
+    """Return the checks of one SSD path."""
     if facts.problem:
         advice = "choose a directory that this user can write, or fix its permissions"
         return [Check("access", f"cannot be written ({facts.problem})", BAD, advice, facts.path)]
-    through_cache = "choose ext4 or XFS: without it all bytes pass through the page cache, which takes RAM and CPU time"
-    copied = "choose XFS or Btrfs if checkpoints are frequent: on those they share the store's blocks"
+    through_cache = "choose ext4 or XFS, because without it all bytes pass through the page cache (RAM and CPU time)"
+    copied = "choose XFS or Btrfs if checkpoints are frequent, because there they share the store's blocks"
     checks = [
         _file_system(facts),
         _check("O_DIRECT", "works" if facts.is_direct else "refused", (not facts.is_direct, BAD, through_cache)),
@@ -85,7 +85,7 @@ def path_checks(facts: PathFacts) -> list[Check]:
         _wear(facts),
         _check(
             "reflinks",
-            "work: checkpoints here take no copying" if facts.can_reflink else "none: checkpoints are copied",
+            "work, so checkpoints are not copied" if facts.can_reflink else "none, so checkpoints are copied",
             (not facts.can_reflink, COULD_BE_BETTER, copied),
         ),
     ]
@@ -95,9 +95,9 @@ def path_checks(facts: PathFacts) -> list[Check]:
 def _device(facts: MachineFacts) -> Iterator[Check]:
     value, problem = f"{facts.device_name}, {format_bytes(facts.device_memory_bytes)} free", facts.gpudirect_problem
     if facts.device_type == "cpu":
-        advice = "use a GPU; if there is one, install its driver and a torch built for it"
+        advice = "use a GPU; if the machine has one, install its driver and a torch built for it"
         yield Check("device", value, COULD_BE_BETTER, advice)
-        advice = "train in float32: without such units bfloat16 is emulated, and slower"
+        advice = "train in float32, because without such units bfloat16 is emulated and slower"
         units = ", ".join(facts.bf16_units)
         yield _check("bfloat16 on the CPU", units or "no units for it", (not units, COULD_BE_BETTER, advice))
         yield Check("pinned memory", "not needed", GOOD)
@@ -107,7 +107,7 @@ def _device(facts: MachineFacts) -> Iterator[Check]:
     advice = "raise the memlock limit (ulimit -l unlimited); copies run unpinned, at a fraction of the speed"
     pinned = "available" if facts.is_pinned else "refused"
     yield _check("pinned memory", pinned, (not facts.is_pinned, BAD, advice))
-    # No advice: a run moves everything through pinned memory.
+    # There is no advice, because a run moves everything through pinned memory.
     yield Check("GPUDirect Storage", f"not available ({problem}), and not needed" if problem else "available", GOOD)
 
 
@@ -115,19 +115,19 @@ def _threads(facts: MachineFacts) -> Check:
     threads, cpus, quota = facts.cpu_threads, facts.usable_cpus, facts.cpu_quota
     value = f"{threads} on {cpus} usable CPUs"
     if quota is not None and quota < min(threads, cpus):
-        advice = f"set cpu_threads to {max(1, int(quota))} or raise the quota: more threads only wait"
+        advice = f"set cpu_threads to {max(1, int(quota))} or raise the quota, because more threads only wait"
         return Check("CPU threads", f"{value}, the container's quota is {quota:g}", COULD_BE_BETTER, advice)
     if threads == cpus > 1 and facts.omp_num_threads == "1":
-        advice = "unset it: a run sets its own threads, but other libraries obey it"
+        advice = "unset it, because other libraries obey it (a run sets its own threads)"
         return Check("CPU threads", f"{value}, OMP_NUM_THREADS is 1", COULD_BE_BETTER, advice)
-    fewer = f"set cpu_threads to {cpus} or auto: more threads than CPUs wait for each other"
-    more = "set cpu_threads to auto: the optimizer uses every core it gets"
+    fewer = f"set cpu_threads to {cpus} or auto, because more threads than CPUs wait for each other"
+    more = "set cpu_threads to auto, because the optimizer uses every core it gets"
     remarks = (threads > cpus, COULD_BE_BETTER, fewer), (threads < cpus, COULD_BE_BETTER, more)
     return _check("CPU threads", value, *remarks)
 
 
 def _load(facts: MachineFacts) -> Check:
-    advice = "wait or end other programs, then measure again with --no-cache: until then rates are too low"
+    advice = "wait or end other programs, then measure again with --no-cache, because rates are too low now"
     is_high = facts.load > _HIGH_LOAD_FRACTION * facts.usable_cpus
     value = f"{facts.load:.1f} of {facts.usable_cpus} CPUs in the last minute"
     return _check("other load", value, (is_high, COULD_BE_BETTER, advice))
@@ -135,9 +135,9 @@ def _load(facts: MachineFacts) -> Check:
 
 def _memory(facts: MachineFacts) -> Check:
     available, budget = format_bytes(facts.available_memory_bytes), format_bytes(facts.cpu_memory)
-    lower = f"lower cpu_memory below {available} or end other programs: else the run is killed or swapped out"
+    lower = f"lower cpu_memory below {available} or end other programs, because the run would be killed or swapped out"
     is_taken = facts.available_memory_bytes < facts.memory_bytes // 4 and facts.memory_limit_bytes is None
-    advice = "end other programs: with more RAM less passes through the drives"
+    advice = "end other programs, because with more RAM the drives move fewer bytes"
     return _check(
         "memory",
         f"{available} free of {format_bytes(facts.memory_bytes)}, budget {budget}",
@@ -152,20 +152,20 @@ def _container(facts: MachineFacts) -> Check:
         return Check(name, "none on memory", GOOD)
     value = f"{format_bytes(limit)} of {format_bytes(facts.memory_bytes)} memory"
     if facts.cpu_memory > limit:
-        advice = f"lower cpu_memory below {format_bytes(limit)} or raise the limit: the run would be killed"
+        advice = f"lower cpu_memory below {format_bytes(limit)} or raise the limit, because the run would be killed"
         return Check(name, value, BAD, advice)
-    advice = "raise the container's memory limit: with more RAM less passes through the drives"
+    advice = "raise the container's memory limit, because with more RAM the drives move fewer bytes"
     return Check(name, value, COULD_BE_BETTER, advice)
 
 
 def _file_system(facts: PathFacts) -> Check:
     kind = facts.file_system
-    reached = "choose a directory on a drive of this machine: this one is reached through a network or a server"
-    layer = "mount a directory of the host's drive and use that: this one is a container's layer"
+    reached = "choose a directory on a drive of this machine, because this one is on a network or a server"
+    layer = "mount a directory of the host's drive and use that, because this one is a container's layer"
     return _check(
         "file system",
         kind or "unknown",
-        (kind in _IN_RAM, BAD, "choose a directory on a drive: this one is in RAM"),
+        (kind in _IN_RAM, BAD, "choose a directory on a drive, because this one is in RAM"),
         (kind in _LAYERED, COULD_BE_BETTER, layer),
         (kind.startswith((*_SHARED, *_CLUSTER)), BAD, reached),
         (kind not in _LOCAL, NOT_KNOWN, ""),
@@ -175,13 +175,13 @@ def _file_system(facts: PathFacts) -> Check:
 def _room(facts: PathFacts) -> Check:
     capacity = facts.free_bytes if facts.capacity == "auto" else facts.capacity
     usable = min(facts.free_bytes, capacity)
-    lower = f"lower its capacity ({format_bytes(capacity)}), or free space if no store is there yet"
+    lower = f"lower its capacity ({format_bytes(capacity)}), or free space if it has no store yet"
     return _check(
         "room",
         f"{format_bytes(usable)}, {count(usable / _STORE_BYTES_PER_PARAM)} parameters in two versions",
         (capacity > facts.free_bytes, COULD_BE_BETTER, lower),
         (usable < _GIB, BAD, "free space or choose another path"),
-        (usable < 32 * _GIB, COULD_BE_BETTER, "free space or add a path: this is little for a large model"),
+        (usable < 32 * _GIB, COULD_BE_BETTER, "free space or add a path, because this is little for a large model"),
     )
 
 
@@ -196,8 +196,8 @@ def _wear(facts: PathFacts) -> Check:
 
 
 def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
-    """The checks of measured rates. `dtype`: that of matrix products. `update_bytes`: bytes that an update reads of
-    each parameter (weight, master and moments); it writes as many."""
+    """Return the checks of measured rates. `dtype` is the type of matrix products. `update_bytes` is how many bytes an
+    update reads, and writes, for each parameter (weight, master and moments)."""
     checks = [_compute(profile, dtype), *_links(profile)]
     for ssd in profile.ssd:
         advice = "use an NVMe drive on four lanes, or add one as a further path"
@@ -209,12 +209,12 @@ def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 1
     if len(profile.ssd) > 1:
         alone = sum(ssd.read_bytes_per_s for ssd in profile.ssd), sum(ssd.write_bytes_per_s for ssd in profile.ssd)
         is_slow = read < _TOGETHER_FRACTION * alone[0] or write < _TOGETHER_FRACTION * alone[1]
-        advice = "put the paths on drives of their own with lanes of their own, and give faster ones more capacity"
+        advice = "put each path on its own drive with its own lanes, and give faster drives more capacity"
         value = f"{gb_per_s(read)} read, {gb_per_s(write)} written"
         checks.append(_check("all paths together", value, (is_slow, COULD_BE_BETTER, advice)))
     if mixed is not None:
         is_slow = mixed < _MIXED_FRACTION * 2 / (1 / read + 1 / write)  # in turns
-        advice = "none is needed: plans count with it; a drive with more cache suffers less"
+        advice = "nothing, plans account for it; a drive with more cache suffers less"
         checks.append(_check("reads and writes mixed", gb_per_s(mixed), (is_slow, COULD_BE_BETTER, advice)))
     return [*checks, _optimizer(profile, update_bytes)]
 
@@ -224,7 +224,7 @@ def _compute(profile: HardwareProfile, dtype: str) -> Check:
     value = f"{device.flops_per_s / 1e12:.3g} TFLOP/s in {dtype}"
     if device.memory_bytes_per_s:
         value += f", elementwise {gb_per_s(device.memory_bytes_per_s)}"
-    on_cpu = "use a GPU: a CPU's step is bound by its products"
+    on_cpu = "use a GPU, because matrix products bound a step on a CPU"
     throttled = "check that no other program uses the GPU and that it is not throttled"
     is_slow = device.flops_per_s < _FAST_GPU_FLOPS_PER_S
     return _check("compute", value, (device.shares_cpu, COULD_BE_BETTER, on_cpu), (is_slow, COULD_BE_BETTER, throttled))
@@ -234,14 +234,14 @@ def _links(profile: HardwareProfile) -> list[Check]:
     h2d, d2h, both = profile.h2d_bytes_per_s, profile.d2h_bytes_per_s, profile.duplex_bytes_per_s
     if profile.device.shares_cpu:
         value = f"{gb_per_s(h2d)} to it, {gb_per_s(d2h)} from it"
-        return [Check("copies to the device", f"{value}: the CPU's own memory", GOOD)]
+        return [Check("copies to the device", f"{value} (the CPU's own memory)", GOOD)]
     advice = "check that the GPU has a slot of 16 lanes (nvidia-smi -q, Link Width) and that memory is pinned"
     checks = [
         _graded(name, rate, _SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S, advice)
         for name, rate in (("host to device", h2d), ("device to host", d2h))
     ]
     if both is not None:
-        advice = "none is needed: plans count with it (some links and virtual machines carry one direction at a time)"
+        advice = "nothing, plans account for it (some links and virtual machines carry one direction at a time)"
         is_slow = both < _DUPLEX_FRACTION * min(h2d, d2h)
         checks.append(_check("both ways at once", gb_per_s(both), (is_slow, COULD_BE_BETTER, advice)))
     return checks
@@ -255,7 +255,7 @@ def _optimizer(profile: HardwareProfile, update_bytes: float) -> Check:
         update_s += 2 * update_bytes / cpu.checksum_bytes_per_s  # of what is read and what is written
     drives = 1 / (update_bytes / profile.ssd_read_bytes_per_s + update_bytes / profile.ssd_write_bytes_per_s)
     if 1 / update_s < drives:
-        advice = f"give the run more cores or faster memory: the drives could feed {drives / 1e6:,.0f} M parameters/s"
+        advice = f"give the run more cores or faster memory; the drives could feed {drives / 1e6:,.0f} M parameters/s"
         return Check("optimizer", value, COULD_BE_BETTER, advice)
     return Check("optimizer", f"{value}; the drives feed {drives / 1e6:,.0f} M/s", GOOD)
 

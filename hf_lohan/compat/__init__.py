@@ -1,7 +1,7 @@
-"""The private API of other libraries that we use, one module for each library. No other room touches it.
+"""The private API of other libraries that hf_lohan uses, one module for each library. No other room uses private API.
 
-`tests/compat/` has a test for each function, which fails first when an upgrade changes something. `torch_private`
-imports torch alone and may be used everywhere; the others are for the rooms that know Hugging Face.
+`tests/compat/` has a test for each function, which shows what an upgrade of a library changed. `torch_private` imports
+only torch and may be used everywhere; the other modules are for rooms that import Hugging Face libraries.
 """
 
 __all__: list[str] = []

@@ -13,21 +13,21 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 
 def prepared_models(accelerator: Accelerator) -> list[Any]:
-    """The models that `prepare` has processed."""
+    """Return the models that `prepare` has processed."""
     models: list[Any] = accelerator._models
     return models
 
 
 def mark_prepared(model: Any) -> None:
-    """Have `prepare_model` skip the model: a streamed model survives neither `.to(device)` nor autocast nor DDP."""
+    """Have `prepare_model` skip the model, because `.to(device)`, autocast and DDP break a streamed model."""
     model._is_accelerate_prepared = True
 
 
 def is_prepared(model: Any) -> bool:
-    """Whether an `Accelerator` has prepared the model."""
+    """Return whether an `Accelerator` has prepared the model."""
     return bool(getattr(model, "_is_accelerate_prepared", False))
 
 
 def become(instance: Accelerator | AcceleratedOptimizer, derived: type) -> None:
-    """Change an object's class to a derived one that only adds methods."""
+    """Change an object's class to a derived class that only adds methods."""
     instance.__class__ = derived

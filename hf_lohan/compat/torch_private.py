@@ -34,13 +34,13 @@ adjusted_muon_lr: Callable[..., float] = _muon._adjust_lr
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Silence a scheduler's warning about its order for an optimizer whose steps another one takes."""
+    """Prevent a scheduler's warning that ``optimizer`` has not stepped, if another object takes its steps."""
     marked: Any = optimizer
     marked._opt_called = True
 
 
 def default_process_group_store() -> Any:
-    """The key-value store of the default process group. Raises ValueError if there is no group."""
+    """Return the key-value store of the default process group. Raises ValueError if there is no group."""
     return distributed_c10d._get_default_store()
 
 
@@ -50,12 +50,12 @@ def set_collectives_timeout(timeout_s: float) -> None:
 
 
 def cpu_has_bfloat16_units() -> bool:
-    """Whether bfloat16 matmuls are fast on this CPU."""
+    """Return whether bfloat16 matmuls are fast on this CPU."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def allocator_settings() -> str:
-    """Current settings of the caching allocator of device memory."""
+    """Return the current settings of the caching allocator of device memory."""
     return str(torch._C._accelerator_getAllocatorSettings())
 
 
@@ -65,7 +65,7 @@ def set_allocator_settings(settings: str) -> None:
 
 
 def is_compiled() -> bool:
-    """Whether the caller runs under `torch.compile`, in a compiled graph or between two."""
+    """Return whether the caller runs in `torch.compile`, in a compiled graph or between two graphs."""
     return torch.compiler.is_compiling() or callable(eval_frame.get_eval_frame_callback())
 
 
@@ -73,17 +73,17 @@ def is_compiled() -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor or an alias of it was written to."""
+    """Return how often the tensor or an alias of it was written to."""
     return int(tensor._version)
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identifies a tensor's storage, with or without memory, while the storage lives."""
+    """Return a number that identifies a tensor's storage while the storage exists, even if it has no memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def aliases_count_versions() -> AbstractContextManager[object]:
-    """Have `detach` share the version counter below autograd as well, where dispatch modes run."""
+    """Have `detach` share the version counter in dispatch modes as well, which run below autograd."""
     guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )
@@ -94,12 +94,12 @@ def aliases_count_versions() -> AbstractContextManager[object]:
 
 
 def operation_name(operation: OpOverload) -> str:
-    """The name without namespace and overload."""
+    """Return the name of the operation without namespace and overload."""
     return str(operation._opname)
 
 
 def schema_of(operation: OpOverload) -> Any:
-    """The arguments, and which of them are written to."""
+    """Return the operation's schema: its arguments, and which of them it writes to."""
     return operation._schema
 
 
@@ -119,17 +119,17 @@ def without_modes() -> Iterator[None]:
 
 
 def call_behind_backward(callback: Callable[[], None]) -> None:
-    """Call this at the end of the backward in progress, as FSDP and DDP do."""
+    """Call ``callback`` at the end of the backward in progress, as FSDP and DDP do."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def is_in_backward() -> bool:
-    """Whether autograd calls this thread's code, in a backward or a recomputation."""
+    """Return whether autograd is calling this thread's code, in a backward or a recomputation."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 def sequence_number(node: Node) -> int:
-    """The order of recording. Backward runs the node with the largest number first."""
+    """Return the node's number in the order of recording. Backward runs the node with the largest number first."""
     return int(node._sequence_nr())
 
 
@@ -137,12 +137,12 @@ def sequence_number(node: Node) -> int:
 
 
 def has_gradient_hook(tensor: Tensor) -> bool:
-    """Whether `register_hook` was called on it."""
+    """Return whether `register_hook` was called on the tensor."""
     return bool(tensor._backward_hooks)
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of a module without its children; tied ones occur each time."""
+    """Return (name, parameter) pairs of a module without its children. A tied parameter occurs under each name."""
     return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
 
 
@@ -153,8 +153,8 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @contextmanager
 def structure_kept(model: nn.Module) -> Iterator[None]:
-    """Restore all modules' children and string attributes afterwards. Some forwards replace a submodule, and making one
-    draws random numbers."""
+    """Restore the children and string attributes of all modules at the end of the context. Some forwards replace a
+    submodule, and making a submodule draws random numbers."""
     before = [(module, dict(module._modules), dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -167,7 +167,7 @@ def structure_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Disable the forward hooks that the model and its modules have so far."""
+    """Disable the present forward hooks of the model and its modules within this context."""
     before = {module: (module._forward_hooks, module._forward_pre_hooks) for module in model.modules()}
     for module in before:
         module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -175,7 +175,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, (after, ahead) in before.items():
-            # Hooks that the model registered meanwhile (to record its routers, say) stay.
+            # Hooks that the model registered in the context stay. A model may record its routers in this way.
             after.update(module._forward_hooks)
             ahead.update(module._forward_pre_hooks)
             module._forward_hooks, module._forward_pre_hooks = after, ahead

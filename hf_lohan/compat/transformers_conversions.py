@@ -1,7 +1,7 @@
 """Runs transformers' conversions between checkpoints and weights on a few rows at a time.
 
-The stock converters stack all experts of a layer into one tensor and split it when they save, which takes three times
-the largest weight in RAM. Most of their operations keep rows apart, so they can run on a few rows after another.
+The stock converters stack all experts of a layer into one tensor, and split it to save it. This takes three times the
+largest weight in RAM. Most of their operations do not mix rows, so they can run on a few rows at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 _LOAD_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 TakeRows = Callable[[str, torch.Size, int, Tensor], bool]
-"""Takes (name, whole shape, first row, rows) of a weight; returns False if it does not want that weight."""
+"""Takes (name, whole shape, first row, rows) of a weight. Returns False to refuse the weight."""
 WriteFile = Callable[[Mapping[str, Tensor], str, dict[str, str]], None]
 """Writes tensors by name to a safetensors file with metadata."""
 
@@ -42,12 +42,12 @@ WriteFile = Callable[[Mapping[str, Tensor], str, dict[str, str]], None]
 
 @contextlib.contextmanager
 def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
-    """Have `from_pretrained` give weights larger than ``most_bytes`` to ``take``, in parts of that size but at least
-    one row, and keep a meta tensor instead. Nothing is read ahead.
+    """Have `from_pretrained` pass weights larger than ``most_bytes`` to ``take``, and keep a meta tensor of each. The
+    parts have at most ``most_bytes``, but at least one row. Nothing is read ahead.
 
-    Rows are slices of the first dimension, such as experts. Weights that ``take`` refuses, and weights whose conversion
-    mixes rows, are loaded whole. Yields a dict that gets, by name, the bytes of the checkpoint's tensors that the model
-    does not use. Transformers reports only some of them.
+    Rows are slices of the first dimension, such as experts. A weight is loaded whole if ``take`` refuses it or if its
+    conversion mixes rows. Yields a dict that gets, by name, the bytes of the checkpoint's tensors that the model does
+    not use. Transformers reports only some of them.
     """
     stock_spawn = core_model_loading.spawn_materialize
     stock_load = modeling_utils.convert_and_load_state_dict_in_model
@@ -121,7 +121,7 @@ def _num_bytes(source: Any) -> int:
 
 
 class _Unread:
-    """A tensor of a checkpoint file, or rows of it. Calling it reads and casts it."""
+    """A tensor in a checkpoint file, or some of its rows. A call reads and casts it."""
 
     def __init__(self, source: Any, device: Any, dtype: Any, rows: slice | None = None) -> None:
         self._source, self._device, self._dtype, self._rows = source, device, dtype, rows
@@ -137,7 +137,7 @@ class _Unread:
 
     @property
     def num_bytes(self) -> int:
-        """The size after the cast, at most."""
+        """Upper bound of the size after the cast."""
         return self.shape.numel() * (self._dtype or torch.float32).itemsize
 
     def rows(self, first: int, last: int) -> _Unread:
@@ -146,7 +146,7 @@ class _Unread:
 
 @dataclass(frozen=True)
 class _Source:
-    """The tensors of one weight by pattern: one for each row (``is_merged``), or one with all rows."""
+    """The tensors of one weight, by pattern: one tensor for each row (``is_merged``), or one tensor with all rows."""
 
     tensors: dict[str, list[_Unread]]
     is_merged: bool
@@ -160,7 +160,7 @@ class _Source:
 
 
 def _source_of(conversion: Any) -> _Source | None:
-    """The source of a conversion by rows; None if it may mix rows or its tensors differ, which is stock's job."""
+    """Return the source of a conversion by rows. None if the conversion may mix rows or the tensors differ."""
     operations = getattr(conversion, "operations", [])
     is_merged = bool(operations) and _merges_rows(operations[0])
     collected: dict[str, list[_Unread]] = dict(conversion.collected_tensors)
@@ -187,7 +187,7 @@ def _source_of(conversion: Any) -> _Source | None:
 def _given_in_rows(
     source: _Source, rows_at_once: int, take: TakeRows, run: Callable[[dict[str, list[Any]]], dict[str, Any]]
 ) -> dict[str, Tensor] | None:
-    """Give all rows to ``take`` and return meta tensors; None if ``take`` refused."""
+    """Pass all rows to ``take`` and return meta tensors. Returns None if ``take`` refuses."""
     forms: dict[str, Tensor] = {}
     for first in range(0, source.num_rows, rows_at_once):
         last = min(first + rows_at_once, source.num_rows)
@@ -195,7 +195,7 @@ def _given_in_rows(
             rows = result[0] if isinstance(result, list) else result
             shape = torch.Size((source.num_rows, *rows.shape[1:]))
             if not take(name, shape, first, rows):
-                assert first == 0, f"{name} was wanted, and then was not"
+                assert first == 0, f"{name} was refused after some of its rows were taken"
                 return None
             forms[name] = torch.empty(shape, dtype=rows.dtype, device="meta")
     return forms
@@ -209,9 +209,9 @@ def _run(conversion: Any, stock: Any, tensors: dict[str, list[Any]], layer_name:
 
 
 def _leaves_rows_alone(operation: ConversionOps) -> bool:
-    """Whether row i of the result depends on row i of the inputs alone."""
+    """Return whether row i of the result depends only on row i of the inputs."""
     if isinstance(operation, Transpose):
-        # A transpose that checks shapes expects all rows.
+        # A transpose that checks shapes needs all rows.
         return operation.dim0 > 0 and operation.dim1 > 0 and not operation.check_dims
     if type(operation) in (Chunk, Concatenate, Interleave):
         return bool(operation.dim > 0)
@@ -231,38 +231,39 @@ def _splits_rows(operation: ConversionOps) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SavedTensor:
-    """How a meta tensor of a checkpoint is made from weights."""
+    """The conversion that makes a tensor of a checkpoint from weights."""
 
     conversion: SavingConversion
     index: int
-    """Index of the tensor among the results of the conversion."""
+    """Index of the tensor in the results of the conversion."""
 
 
 class SavingConversion:
-    """A conversion of meta weights that can be repeated with values, for all rows or one."""
+    """A conversion that ran on meta weights and can run again on real weights, for all rows or for one."""
 
     def __init__(self, run: Callable[[dict[str, list[Tensor]]], list[Tensor]], inputs: dict[str, list[Tensor]]) -> None:
         self._run = run
         self._inputs = inputs
         self.num_rows: int | None = None
-        """None if an operation mixes rows, so that whole weights are needed."""
+        """Number of rows. None if an operation mixes rows, so that it needs whole weights."""
         self.is_split = False
-        """Whether each row becomes a tensor of its own, ordered by kind and then by row."""
+        """Whether each row becomes a separate tensor. The results are ordered by kind and then by row."""
 
     def results(self, value_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Convert the values that `value_of` returns for each weight: whole weights, or one row of each."""
+        """Convert the values that `value_of` returns for each weight, which are whole weights or one row of each."""
         return self._run({pattern: [value_of(form) for form in forms] for pattern, forms in self._inputs.items()})
 
 
 @contextlib.contextmanager
 def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTensor]]:
-    """Have `save_pretrained` of a state dict of meta tensors call ``write_file`` for each of stock's shards.
+    """Have `save_pretrained` of a state dict of meta tensors call ``write_file`` for each shard of the checkpoint.
 
-    Yields a `SavedTensor` by `id` for each meta tensor that is converted. These tensors live while this is open.
+    Yields a mapping from the `id` of each converted meta tensor to its `SavedTensor`. The context keeps these tensors
+    alive.
     """
     stock_convert, stock_save = WeightConverter.convert, modeling_utils.safe_save_file
     made: dict[int, SavedTensor] = {}
-    living: list[Tensor] = []  # or another tensor could get the same id
+    living: list[Tensor] = []  # keeps the ids of these tensors unique
 
     def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         inputs = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
@@ -282,7 +283,7 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
             if any(result is weight for weight in every):
                 forms[name] = result  # not converted
                 continue
-            # Not a view: stock counts the bytes of a tensor's storage.
+            # A view would not do, because transformers counts the bytes of a tensor's storage.
             forms[name] = torch.empty(result.shape, dtype=result.dtype, device="meta")
             made[id(forms[name])] = SavedTensor(conversion, index)
         living.extend((*every, *forms.values()))
@@ -294,7 +295,7 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
         else:
             stock_save(tensors, filename, metadata=metadata)
 
-    device_map = vars(model).pop("hf_device_map", None)  # stock saves a dispatched model in another way
+    device_map = vars(model).pop("hf_device_map", None)  # transformers saves a dispatched model in another way
     WeightConverter.convert = convert
     modeling_utils.safe_save_file = save
     try:

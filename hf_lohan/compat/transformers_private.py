@@ -1,5 +1,5 @@
-"""The private API of transformers that offloading needs. The Trainer methods that our mixins override are listed in
-`tests/compat`."""
+"""The private API of transformers that offloading needs. `tests/compat` lists the Trainer methods that our mixins
+override."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from transformers import trainer as stock_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
-"""Sums that Trainer keeps between two logs and does not save in a checkpoint."""
+"""Attributes of Trainer with sums since the last log, which a checkpoint does not have."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names of the key-value cache among a forward's arguments and outputs; "cache" since transformers 5.24."""
+"""Names of the key-value cache in a forward's arguments and outputs. "cache" is new in transformers 5.24."""
 
 
 # Trainer.
@@ -31,14 +31,14 @@ def use_one_gpu(args: TrainingArguments) -> None:
 
 
 def log_sums(trainer: Trainer) -> dict[str, float]:
-    """The sums for `restore_log_sums`. Raises AttributeError for a Trainer without them."""
+    """Return the sums for `restore_log_sums`. Raises AttributeError for a Trainer without them."""
     return {name: float(getattr(trainer, name)) for name in LOG_SUMS}
 
 
 def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
     """Restore the sums, so that a resumed Trainer logs the same averages."""
     trainer._tr_loss.fill_(sums["_tr_loss"])
-    trainer._total_loss_scalar -= sums["_tr_loss"]  # the average of this call counts its own steps only
+    trainer._total_loss_scalar -= sums["_tr_loss"]  # this call's average counts only its own steps
     for name in LOG_SUMS[1:]:
         setattr(trainer, name, type(getattr(trainer, name))(sums[name]))
 
@@ -47,7 +47,7 @@ def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
 
 
 def cache_among(values: Mapping[str, Any]) -> Any:
-    """Return the cache among the keyword arguments or the outputs of a forward, or None."""
+    """Return the cache in the keyword arguments or the outputs of a forward, or None."""
     return next((value for name, value in values.items() if name in CACHE_NAMES and value is not None), None)
 
 
@@ -55,8 +55,8 @@ def cache_among(values: Mapping[str, Any]) -> Any:
 
 
 def run_layers_by(model: nn.Module, run_layer: Callable[..., Any]) -> None:
-    """Have `run_layer` run recomputed layers, also when recomputation is enabled later: all ways to enable it call one
-    method of transformers' models."""
+    """Have `run_layer` run recomputed layers, even if recomputation is enabled later. This replaces the method of
+    transformers' models that all ways to enable recomputation call."""
     for module in model.modules():
         stock = getattr(module, "_set_gradient_checkpointing", None)
         if stock is not None:
@@ -75,7 +75,7 @@ def _set_and_run_by(run_layer: Callable[..., Any], stock: Any) -> Any:
 
 
 def is_reentrant(module: nn.Module) -> bool:
-    """Whether a layer uses reentrant checkpointing, which fires gradient hooks twice."""
+    """Return whether a layer uses reentrant checkpointing, which runs gradient hooks twice."""
     function = getattr(module, "_gradient_checkpointing_func", None)
     return bool(getattr(function, "keywords", {}).get("use_reentrant"))
 
@@ -92,7 +92,7 @@ def make_non_reentrant(module: Any) -> None:
 
 @contextlib.contextmanager
 def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]:
-    """Exclude the ``others`` that are in ``folder`` from Trainer's uploads of that folder to the Hub."""
+    """Exclude those of ``others`` that are in ``folder`` from Trainer's uploads of ``folder`` to the Hub."""
     api = stock_module.hf_api()
     stock = api.upload_folder
     folder = os.path.realpath(folder)
@@ -119,13 +119,13 @@ def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]
 
 
 def build_from_config(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """A model of a class, or of the class that an auto class chooses."""
+    """Make a model of a class. An auto class chooses the class by ``config``."""
     return (getattr(model_class, "from_config", None) or model_class._from_config)(config, dtype=dtype)
 
 
 @contextlib.contextmanager
 def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """Have ``config`` saved with this dtype; `save_pretrained` of a model would take the dtype of its parameters."""
+    """Have ``config`` saved with this dtype. `save_pretrained` of a model would use the dtype of its parameters."""
     if dtype is None or not isinstance(config, PreTrainedConfig):
         yield
         return
@@ -145,7 +145,7 @@ def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def is_loaded(parameter: nn.Parameter) -> bool:
-    """Whether the parameter has a checkpoint's value."""
+    """Return whether the parameter was loaded from a checkpoint."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
@@ -155,37 +155,37 @@ def mark_loaded(parameter: nn.Parameter) -> None:
 
 
 def groups_experts(model: Any) -> bool:
-    """Whether a model's experts can run as one grouped product."""
+    """Return whether a model's experts can run as one grouped matrix product."""
     return bool(model._can_set_experts_implementation())
 
 
 def register_experts(name: str, forward: Callable[..., Tensor]) -> None:
-    """Register ``forward(module, hidden_states, top_k_index, top_k_weights)`` for experts under a name."""
+    """Register ``forward(module, hidden_states, top_k_index, top_k_weights)`` for experts as ``name``."""
     if name not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
 
 def run_experts_by(experts: Iterable[nn.Module], name: str) -> None:
-    """Have these experts use the forward that is registered under ``name``."""
+    """Have these experts use the forward that is registered as ``name``."""
     for module in experts:
         module.config._experts_implementation = name  # type: ignore[union-attr]
 
 
 def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The stock forward of all experts of a module."""
+    """Run the stock forward of all experts of a module."""
     output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return output
 
 
 def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Run ``rows`` [n, hidden] through one expert with the operations of `grouped_experts`. ``weights`` [1, ...] are by
-    their names in the module."""
-    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # on the device: a copy would wait
+    """Run ``rows`` [n, hidden] through one expert with the operations of `grouped_experts`. ``weights`` maps names in
+    the module to tensors [1, ...]."""
+    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # needs no copy, which would wait
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def linear(rows: Tensor, name: str) -> Any:
         bias = None
-        if module.has_bias:  # by indexing: its backward adds row by row
+        if module.has_bias:  # indexing has a backward that adds row by row
             bias = weights[f"{name}_bias"][torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)]
         if weights[name].dtype == torch.bfloat16:
             return _grouped_linear(rows, weights[name], ends, bias=bias, is_transposed=module.is_transposed)
@@ -198,8 +198,8 @@ def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tens
 
 
 def _one_group_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
-    """The product of `_grouped_linear` for one group and dtypes without a grouped kernel, such as float32. torch's own
-    would make the host wait for the device, to read where groups end."""
-    with torch.autocast(rows.device.type, enabled=False):  # autocast ignores grouped products
+    """Compute `_grouped_linear` of one group for dtypes without a grouped kernel, such as float32. torch's fallback
+    makes the host wait for the device, to read the ends of groups."""
+    with torch.autocast(rows.device.type, enabled=False):  # autocast does not apply to grouped products
         output: Tensor = rows.to(weight.dtype) @ (weight if is_transposed else weight.T)
     return output if bias is None else output.add_(bias)

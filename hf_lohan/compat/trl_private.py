@@ -1,5 +1,5 @@
-"""The private API of TRL that offloading needs: how its trainers make models and default arguments. TRL is not
-imported; its modules are found through the trainer's class."""
+"""The private API of TRL that offloading needs: how its trainers make models and default arguments. The modules of TRL
+are found through the trainer's class and not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAKES_MODELS = "create_model_from_path"
 ADDS_ADAPTERS = "get_peft_model"
 """TRL's function that takes a model and the config of its adapters."""
 STEP_FACTS = ("_total_train_tokens", "_step", "entropy_coef", "_last_world_entropy")
-"""State that trainers of TRL keep between steps and do not save in a checkpoint."""
+"""Attributes of TRL's trainers with state between steps, which a checkpoint does not have."""
 
 
 def _modules_that_make_models(trainer_class: type) -> list[ModuleType]:
@@ -27,7 +27,7 @@ def _modules_that_make_models(trainer_class: type) -> list[ModuleType]:
 
 
 def makes_models(trainer_class: type) -> bool:
-    """Whether it is a TRL trainer that makes its models from paths."""
+    """Return whether ``trainer_class`` is TRL's and makes its models from paths."""
     return bool(_modules_that_make_models(trainer_class))
 
 
@@ -37,14 +37,14 @@ def is_supervised(trainer_class: type) -> bool:
 
 
 def has_fused_head(trainer_class: type) -> bool:
-    """Whether the trainer's loss passes the head's weight to a function of TRL."""
+    """Return whether the trainer's loss passes the head's weight to a function of TRL."""
     return any(hasattr(module, "add_fused_lm_head") for module in _modules_that_make_models(trainer_class))
 
 
 @contextlib.contextmanager
 def models_made_by(trainer_class: type, make: Callable[..., Any], adapt: Callable[..., Any]) -> Iterator[None]:
-    """Have a TRL trainer use `make` to make its models and `adapt` to add adapters. Both get TRL's own function first,
-    then its arguments."""
+    """Have a TRL trainer call `make` to make its models and `adapt` to add adapters. The first argument of both is
+    TRL's function, followed by its arguments."""
     with contextlib.ExitStack() as stack:
         for module in _modules_that_make_models(trainer_class):
             for name, ours in ((MAKES_MODELS, make), (ADDS_ADAPTERS, adapt)):
@@ -55,7 +55,7 @@ def models_made_by(trainer_class: type, make: Callable[..., Any], adapt: Callabl
 
 
 def default_arguments(trainer_class: type, model: Any) -> Any:
-    """The arguments that a TRL trainer uses by default; None for other trainers."""
+    """Return the arguments that a TRL trainer uses by default, or None for other trainers."""
     for base in trainer_class.__mro__:
         if base.__module__.partition(".")[0] == "trl" and base.__name__.endswith("Trainer"):
             config_class = getattr(sys.modules[base.__module__], f"{base.__name__.removesuffix('Trainer')}Config", None)
@@ -66,7 +66,7 @@ def default_arguments(trainer_class: type, model: Any) -> Any:
 
 
 def generations(trainer: Any) -> Any:
-    """GRPO's generations that are not used up, one batch a micro-batch; None if the next step generates new ones."""
+    """Return GRPO's unused generations, one batch for each micro-batch, or None if the next step generates new ones."""
     args = trainer.args
     if getattr(trainer, "_buffered_inputs", None) is None:
         return None
@@ -80,12 +80,12 @@ def restore_generations(trainer: Any, batches: Any) -> None:
 
 
 def step_number(trainer: Any) -> int:
-    """Number of GRPO's next micro-batch; 0 for other trainers."""
+    """Return the number of GRPO's next micro-batch, or 0 for other trainers."""
     return int(getattr(trainer, "_step", 0))
 
 
 def trained_on(trainer: Any, inputs: Any, number: int) -> Any:
-    """The batch of the micro-batch before which `step_number` was ``number``: the given one, or GRPO's generations."""
+    """Return the batch that the micro-batch ``number`` (`step_number`) trains on: GRPO's generations, or ``inputs``."""
     batches = getattr(trainer, "_buffered_inputs", None)
     if batches is None:
         return inputs
@@ -94,7 +94,7 @@ def trained_on(trainer: Any, inputs: Any, number: int) -> Any:
 
 
 def step_facts(trainer: Any) -> dict[str, Any]:
-    """The state for `restore_step_facts`, in JSON's types; empty for trainers that are not TRL's."""
+    """Return the state for `restore_step_facts` in JSON's types, which is empty for trainers that are not TRL's."""
     if not makes_models(type(trainer)):
         return {}
     counted = {name: getattr(trainer, name) for name in STEP_FACTS if hasattr(trainer, name)}

@@ -1,8 +1,8 @@
 """The user's settings: budgets, SSD paths and a few switches.
 
 `OffloadConfig` is one frozen dataclass, made from a YAML file, a dict, the word "lohan" or keywords. `values` checks
-every value. A misspelt key is refused with the nearest right one. `resolve` replaces every "auto" when the machine is
-known. The room imports neither torch nor anything that looks at the machine.
+every value. The error for a misspelt key suggests the nearest known key. `resolve` replaces every "auto" by a value for
+this machine. The room does not import torch and does not inspect the machine.
 """
 
 from hf_lohan.config.offload_config import (

@@ -41,15 +41,15 @@ Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
 ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
 
 ALL_AUTO = "lohan"
-"""Offloading with every setting at its default. Also the key to nest settings under."""
+"""As a value: offloading with every setting at its default. As a key: the table that holds all settings."""
 FITS_OR_NOT = "auto"
-"""The value of a Trainer's `offload` that offloads only a training that does not fit the device."""
+"""Value of a Trainer's `offload` that offloads only if the training does not fit the device."""
 OFFLOAD_VARIABLE = "LOHAN_OFFLOAD"
-"""The variable of the environment with the default of `offload`."""
+"""Environment variable with the default of `offload`."""
 DEVICE_TENTHS, HOST_TENTHS = 8, 6
 """Tenths of the free memory of the device and of the host that "auto" allows."""
 LEAST_NET_TIMEOUT_S = 120.0
-"""The least timeout of "auto": at first a rank may still compile or read its data."""
+"""Smallest timeout that "auto" chooses. In the first steps a rank may still compile or read its data."""
 _SLOW_STEPS = 10
 _MAX_IO_THREADS = 256
 _MAX_CPU_THREADS = 1024
@@ -60,118 +60,118 @@ _SIZES = frozenset({"gpu_memory", "cpu_memory", "io_piece_bytes"})
 class OffloadConfig:
     """The settings of an offloaded run.
 
-    Every value is checked and brought to the type shown here; sizes are bytes and may be given as "24GiB" or
-    "24GB". Raises ConfigError, quoting the value and saying what is allowed.
+    Every value is checked and converted to the type shown here. Sizes are in bytes and may be written as "24GiB" or
+    "24GB". Raises ConfigError with the value and what is allowed.
     """
 
     gpu_memory: int | Literal["auto"] = AUTO
-    """Memory of the compute device for slots and kept activations, at most; "auto" is 80% of the free memory. The
-    working memory of a layer or the head comes on top."""
+    """Maximum memory of the compute device for slots and kept activations; "auto" is 80% of the free memory. The
+    working memory of a layer or the head is not included."""
 
     cpu_memory: int | Literal["auto"] = AUTO
-    """Host memory for buffers, copies of records and swapped activations, at most; "auto" is 60% of the free memory."""
+    """Maximum host memory for buffers, copies of records and swapped activations; "auto" is 60% of the free memory."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = AUTO
-    """Directory of the store: a path, or a list of paths or of {path, capacity}; "auto": the run chooses one."""
+    """Directory of the store: a path, or a list of paths or of {path, capacity}. With "auto" the run chooses one."""
 
     resident_records: ResidentRecords = AUTO
-    """Which records have a copy in host memory, so that they are not read from the SSD: "auto" is as many as fit
-    `cpu_memory`, starting with those that are read most often; "none" reads all from the SSD."""
+    """Which records have a copy in host memory, so that they are not read from the SSD: "auto" copies as many as fit
+    `cpu_memory`, those that are read most often first; "none" reads all records from the SSD."""
 
     optimizer: Optimizer = AUTO
-    """"muon" updates the matrices of the layers like `torch.optim.Muon`, at the learning rate of AdamW, and all other
-    parameters by the optimizer of the training arguments; "auto" is that optimizer for all parameters."""
+    """"auto" updates all parameters with the optimizer of the training arguments. "muon" updates the matrices of the
+    layers like `torch.optim.Muon`, at the learning rate of AdamW, and all other parameters like "auto"."""
 
     optimizer_state_dtype: OptimizerStateDtype = AUTO
-    """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW always computes in float32. Other types than float32
-    round the moments when they are stored, so training is no longer equal to torch's to the bit. "auto" is "float32",
-    and "int8" for a Trainer whose `optim` names an 8-bit AdamW, such as `adamw_8bit`."""
+    """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW always computes in float32. "bfloat16" and "int8"
+    round the moments when they are stored, so training no longer equals torch's to the bit. "auto" is "float32", or
+    "int8" for a Trainer whose `optim` names an 8-bit AdamW, such as `adamw_8bit`."""
 
     save_dtype: SaveDtype = AUTO
     """Type in which bfloat16 weights are saved by `save_model`, `save_pretrained`, `lohan export` and in checkpoints.
-    "auto" is the type that they were loaded in, as with the stock Trainer: under `bf16=True` a float32 model is saved
-    in float32. "float32" writes the exact masters, twice the bytes; "bfloat16" writes the weights that compute."""
+    "auto" is the type in which they were loaded, as in the stock Trainer: with `bf16=True` a float32 model is saved in
+    float32. "float32" writes the exact masters, which take twice the bytes; "bfloat16" writes the working weights."""
 
     io_threads: int | Literal["auto"] = AUTO
-    """Threads that read and write the store; "auto" is one per CPU, at least 2 and at most 8."""
+    """Threads that read and write the store; "auto" is one for each CPU, at least 2 and at most 8."""
 
     io_piece_bytes: int | Literal["auto"] = AUTO
-    """Bytes of one read or write, a multiple of 4096; "auto" is 8 MiB."""
+    """Bytes that one system call reads or writes, a multiple of 4096; "auto" is 8 MiB."""
 
     prefetch_blocks: int | Literal["auto"] = AUTO
-    """Blocks to read ahead of the one that computes; "auto" is 2."""
+    """Number of blocks that are read ahead of the computing block; "auto" is 2."""
 
     experts: Experts = AUTO
-    """How the experts of a mixture are loaded to the device: "with_layer", all of a layer at once; "streamed", one by
-    one, so that two experts must fit, not two layers. With "streamed", the norm for clipping is summed over experts in
-    float64: it is closer to the true norm than that of stock torch, but not equal to the bit. "auto" streams experts if
-    two layers and a gradient of all experts of a layer take more than half of `gpu_memory`. A store that exists decides
-    first."""
+    """How the experts of a mixture are loaded to the device. "with_layer" loads all experts of a layer at once.
+    "streamed" loads them one by one, so that only two experts must fit, not two layers. It sums the norm for clipping
+    over experts in float64, which is closer to the true norm than stock torch's but does not equal it to the bit.
+    "auto" streams experts if two layers and the gradients of all experts of a layer take more than half of
+    `gpu_memory`. In an existing store, the choice is already made."""
 
     lazy_experts: bool | Literal["auto"] = AUTO
-    """Whether a streamed expert without tokens in a step takes that step later: when it is needed, and at most 5 steps
-    behind. The steps are the same, to the bit. Until then the expert is neither read nor written; then it is read with
-    its moments. "auto" does this while the last steps left out at least a fifth of the experts; with fewer it does not
-    pay. The tokens of an ordinary batch reach all experts. Only for AdamW and Adam."""
+    """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,
+    by at most 5 steps. The result is the same, to the bit. The expert is not read or written before the delayed update,
+    which reads it with its moments. "auto" delays updates while at least a fifth of the experts received no tokens in
+    the last steps; with fewer, delaying saves nothing. Only for AdamW and Adam."""
 
     expert_cache: ExpertCachePolicy = AUTO
-    """Which streamed experts have a copy in host memory while a model generates, if `cpu_memory` has room for some but
-    not all of them: "auto" keeps those that were loaded most often; "lru" keeps those that were loaded last, which is
-    better only if the preferred experts change every few tokens; "off" always keeps the same experts. With
-    `resident_records: none` there are no copies. No number depends on this."""
+    """Which streamed experts have a copy in host memory during generation, if `cpu_memory` has room for only some of
+    them: "auto" keeps the experts that were loaded most often; "lru" keeps those that were loaded last, which is better
+    only if the preferred experts change every few tokens; "off" always keeps the same experts. With
+    `resident_records: none` there are no copies. The setting changes no number."""
 
     activations: Activations = AUTO
     """What happens to a layer's activations until its backward: "recompute" drops them and computes them again; "swap"
     moves the layer's input and the outputs of matrix products and attention to host memory and the SSD, and recomputes
-    only the cheap rest; "keep" keeps all on the device; "auto" plans each one for the shortest step, at the first
-    forward."""
+    only the cheap rest; "keep" leaves all of them on the device; "auto" chooses one of these for each activation at the
+    first forward, so that the step is shortest."""
 
     chunked_loss: bool | Literal["auto"] = AUTO
-    """Whether the logits are computed for some tokens at a time, so that they never exist all at once: "auto" does so
-    if they take more than a sixteenth of `gpu_memory`. Only the order of sums in the loss changes."""
+    """Whether the logits are computed for some tokens at a time, so that they never all exist at once. "auto" does so
+    if they would take more than a sixteenth of `gpu_memory`. Only the order of sums in the loss changes."""
 
     schedule: Schedule = "optimized"
-    """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"
-    after, both during backward; "serial" updates only when backward has ended."""
+    """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the previous one; "naive" reads it
+    after that write; both run during backward. "serial" updates only after backward."""
 
     durability: DurabilitySetting = AUTO
     """"step" keeps two versions of all state, so that a run can resume from every committed step; "checkpoint" keeps
-    one, so that a run resumes from its last checkpoint; "auto" is "step" if both versions fit the SSD capacity."""
+    one, so that a run can resume only from its last checkpoint; "auto" is "step" if the SSD has room for two."""
 
     commit_every: int | str = AUTO
     """How often a step is committed, so that a run can resume from it: a number of steps, or a time such as "10min".
-    Records with a copy in RAM are written only for commits. "auto" is every step, unless this makes steps longer: then
-    commits take 2% of the time, and come at least every 10 minutes."""
+    Records with a copy in RAM are written only for commits. "auto" commits every step unless this makes steps longer;
+    in that case commits take 2% of the time, and are at most 10 minutes apart."""
 
     clip: Clip = AUTO
-    """How `max_grad_norm` clips: "defer" updates when the norm is known, during the next forward; "speculate" updates
-    in backward and repeats the update if the norm clips, which writes twice; "auto" is the faster one as measured, and
-    speculates only while at most one of eight steps clips."""
+    """How updates wait for the norm of `max_grad_norm`: "defer" updates when the norm is known, during the next
+    forward; "speculate" updates in backward, and repeats the update if the norm clips, which writes twice; "auto"
+    chooses the way that was measured to be faster, and speculates only while at most one of eight steps clips."""
 
     vertical_micro_batches: bool | Literal["auto"] = AUTO
-    """With gradient accumulation: run all micro-batches of a step through a block before the next block, so that
-    weights move once a step. The activations of all micro-batches exist at once. "auto" does so under Trainer if the
-    plan says that it is faster and all numbers stay the same; a log line says why not."""
+    """Whether gradient accumulation runs all micro-batches of a step through a block before the next block, so that
+    weights move once per step. The activations of all micro-batches exist at once. "auto" does so in Trainer if the
+    plan predicts a shorter step and no number changes; if not, the log says why."""
 
     max_skipped_steps: int = 5
-    """The run ends after this many steps in a row whose gradients are not finite. Such a step is skipped."""
+    """A step with gradients that are not finite is skipped. The run ends after this many skipped steps in a row."""
 
     cpu_threads: int | Literal["auto"] = AUTO
-    """Threads for arithmetic on the CPU, such as the optimizer's; "auto" is one per CPU."""
+    """Threads for arithmetic on the CPU, such as the optimizer's; "auto" is one for each CPU."""
 
     collectives: Collectives = ANY_EXACT_WAY
-    """How several ranks exchange weights and gradients. "exact" is the fastest way that rounds nothing, by the plan.
-    "quantized" rounds to int8 and int4 between nodes, as ZeRO++ does. A table sets single parts: `forward` sends
-    weights "exact", rounded to "int8", or as the "delta" of a step; `backward` reads them from all nodes ("world") or
-    from a copy in each node ("node": in "ram" or on the "ssd"); `gradients` are sent "exact", in "int8" or "int4". The
-    plan chooses the parts that are left out, and never rounds by itself."""
+    """How several ranks exchange weights and gradients. "exact" is the fastest way that rounds nothing, according to
+    the plan. "quantized" rounds to int8 and int4 between nodes, as ZeRO++ does. A table sets single parts: `forward`
+    sends weights "exact", rounded to "int8", or as the "delta" of a step; `backward` reads weights from all nodes
+    ("world") or from a copy in each node ("node", which may be in "ram" or on the "ssd"); `gradients` are sent "exact",
+    in "int8" or in "int4". The plan chooses the parts that the table leaves out, and never chooses one that rounds."""
 
     net_timeout: int | float | Literal["auto"] = AUTO
-    """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, at least 120
-    seconds."""
+    """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, but at least
+    120 seconds."""
 
     trace: bool = False
-    """Record every task of every lane, and write them to `lohan/trace.json` when training ends."""
+    """Whether every task of every lane is recorded and written to `lohan/trace.json` at the end of training."""
 
     hub_model_card: bool = True
     """Whether the model card that Trainer writes gets the tag `hf_lohan` and three lines about the run."""
@@ -181,13 +181,13 @@ class OffloadConfig:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.clip == "speculate" and self.commit_every not in (AUTO, 1):
             raise ConfigError(
-                f"clip: 'speculate' undoes a step by going back to the commit before it, and commit_every is "
+                f"clip: 'speculate' needs a commit of every step to return to, and commit_every is "
                 f"{self.commit_every!r}; set commit_every to 1, or clip to 'defer'"
             )
 
     @classmethod
     def load(cls, value: OffloadSource = None, /, **overrides: Any) -> OffloadConfig:
-        """Make a config from any of its spellings. Keywords override its settings.
+        """Return the config that ``value`` describes. Keywords override its settings.
 
         ``value`` is None or "lohan" (every setting at its default), the path of a YAML file, a mapping, or an
         OffloadConfig. Raises ConfigError for unknown keys, values that are not allowed, and unreadable files.
@@ -233,7 +233,7 @@ class OffloadConfig:
     def resolve(
         self, *, host_memory_bytes: int, device_memory_bytes: int, num_cpus: int, default_ssd_path: str
     ) -> OffloadConfig:
-        """This config with every "auto" replaced for this machine; only an SSD's capacity may stay "auto"."""
+        """Return this config with each "auto" that depends on the machine replaced. SSD capacities may stay "auto"."""
         automatic: dict[str, Any] = {
             "gpu_memory": device_memory_bytes * DEVICE_TENTHS // 10,
             "cpu_memory": host_memory_bytes * HOST_TENTHS // 10,
@@ -259,7 +259,7 @@ class OffloadConfig:
         return "float32" if self.optimizer_state_dtype == AUTO else self.optimizer_state_dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings in JSON's types; `load` makes an equal config of them."""
+        """Return the settings in JSON's types. `load` turns them into an equal config."""
         settings = {name: getattr(self, name) for name in SETTINGS}
         if self.ssd != AUTO:
             settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
@@ -267,7 +267,7 @@ class OffloadConfig:
         return settings
 
     def net_timeout_s(self, slowest_step_s: float = 0.0) -> float:
-        """Seconds to wait for a rank if the slowest step so far took ``slowest_step_s``."""
+        """Return how many seconds to wait for a rank if the slowest step so far took ``slowest_step_s``."""
         if self.net_timeout == AUTO:
             return max(LEAST_NET_TIMEOUT_S, _SLOW_STEPS * slowest_step_s)
         return float(self.net_timeout)
@@ -325,7 +325,7 @@ assert tuple(_CHECKS) == SETTINGS, "every setting has its check"
 
 
 def setting_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, value) rows for people. Each further SSD has a row without a name."""
+    """Yield (name, value) rows to print. Each SSD after the first has a row without a name."""
     for name, value in settings.items():
         for row, text in enumerate(_texts(name, value)):
             yield "" if row else name, text
@@ -342,7 +342,7 @@ def _capacity(capacity: int | str) -> str:
 
 
 def _unnest(content: object, *, where: str = "") -> Mapping[object, object]:
-    """The settings in ``content``: at top level or all under the one key "lohan". Raises ConfigError."""
+    """Return the settings in ``content``, at its top level or in its table "lohan". Raises ConfigError."""
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"{where}{content!r} is not a table of settings; write 'key: value', e.g. 'cpu_memory: 32GiB'"
@@ -351,13 +351,13 @@ def _unnest(content: object, *, where: str = "") -> Mapping[object, object]:
         return content
     if len(content) > 1:
         others = ", ".join(repr(key) for key in content if key != ALL_AUTO)
-        raise ConfigError(f"{where}{others} beside the key {ALL_AUTO!r}; put every setting under {ALL_AUTO!r}, or none")
+        raise ConfigError(f"{where}{others} beside the key {ALL_AUTO!r}; put all settings under {ALL_AUTO!r}, or none")
     inner = content[ALL_AUTO]
     return _unnest({} if inner is None else inner, where=where)
 
 
 def _file_named(value: str | os.PathLike[str]) -> str:
-    """The config file that ``value`` names. Raises ConfigError if there is none."""
+    """Return the path of the config file ``value``. Raises ConfigError if ``value`` names no file."""
     path = os.path.expanduser(os.fspath(value))
     if isinstance(value, os.PathLike) or path.endswith((".yaml", ".yml")) or os.path.isfile(path):
         return path

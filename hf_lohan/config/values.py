@@ -1,4 +1,4 @@
-"""Checks of settings, one for each kind of value. A check returns the value to store, or raises ConfigError."""
+"""Checks of settings. Each takes a setting's name and value, and returns the value to store or raises ConfigError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"
 _SECTOR_BYTES = 4096
-"""O_DIRECT moves whole sectors, so a budget or a piece is at least one sector."""
+"""O_DIRECT moves whole sectors, so a budget or a piece has at least one sector."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _EXPECTED_SIZE = 'write bytes as a whole number or a size such as "24GiB", "24GB" or "512 MiB"'
 _MAX_DIGITS = 40
@@ -30,11 +30,11 @@ _EXPECTED_PATHS = "give a directory, a list of directories, a list of {path, cap
 
 
 class ConfigError(ValueError):
-    """A setting is misspelt or its value is not allowed; one line: what was wrong, the value, what to do."""
+    """A setting that is misspelt or has a value that is not allowed. Its message is one line."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without repeated keys. 10:30 is text here; by YAML 1.1 it would be 630."""
+    """Loader that refuses repeated keys and reads 10:30 as text. In YAML 1.1, 10:30 is the number 630."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def number(self, node: yaml.ScalarNode) -> Any:
-        """A number, or its text if it has a colon or too many digits. Its setting's check then refuses the text."""
+        """Return the number, or its text if it has a colon or too many digits. The setting's check refuses the text."""
         if ":" in node.value or len(node.value) > _MAX_DIGITS:
             return self.construct_scalar(node)
         is_whole = node.tag == "tag:yaml.org,2002:int"
@@ -60,7 +60,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
 
 
 def read_yaml(file: str, what: str, error_type: type[ValueError] = ConfigError) -> Any:
-    """The content of a YAML file. Raises ``error_type`` if it cannot be read; its message calls the file ``what``."""
+    """Return the content of a YAML file, called ``what`` in errors. Raises ``error_type`` if it cannot be read."""
     if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
         raise error_type(f"the {what} {file!r} is a pipe or a device; give the path of a YAML file")
     try:
@@ -76,8 +76,8 @@ def read_yaml(file: str, what: str, error_type: type[ValueError] = ConfigError) 
 
 
 def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], *, what: str) -> None:
-    """Raise ConfigError for the first of ``keys`` that is not in ``known``, with the nearest known one. ``what``: the
-    kind of key for the message, such as "offload setting"."""
+    """Raise ConfigError for the first of ``keys`` that is not in ``known``, and suggest the nearest known key. ``what``
+    is the kind of key for the message, such as "offload setting"."""
     known_keys = list(known)
     for key in keys:
         if key in known_keys:
@@ -88,8 +88,8 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], *, what: s
 
 
 def parse_bytes(value: object) -> int:
-    """Parse a size: an int, or a number with a unit ("1.5GiB", "24GB") in any case. Fractions of a byte are dropped.
-    Raises ConfigError for other values, negative sizes, and "24G", which could mean either unit."""
+    """Return the bytes of a size: an int, or a number with a unit ("1.5GiB", "24GB") in upper or lower case. Fractions
+    of a byte are dropped. Raises ConfigError for other values, negative sizes, and "24G", which may mean GB or GiB."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return _at_most(value, _MAX_BYTES, "is more than any memory has")
     if isinstance(value, str) and len(value) > _MAX_DIGITS:
@@ -105,7 +105,7 @@ def parse_bytes(value: object) -> int:
 
 
 def _at_most(value: int, most: int, what: str) -> int:
-    """Return ``value``. Raises ConfigError if it is larger than ``most``; it may have too many digits to be printed."""
+    """Return ``value``. Raises ConfigError if it is larger than ``most``."""
     if value <= most:
         return value
     text = str(value) if value.bit_length() < 64 else f"a number of {value.bit_length()} bits"
@@ -113,7 +113,7 @@ def _at_most(value: int, most: int, what: str) -> int:
 
 
 def check_size(name: str, value: object) -> int | Literal["auto"]:
-    """A size of at least one sector, or "auto". Raises ConfigError."""
+    """Return a size in bytes or "auto". Raises ConfigError if ``value`` is not a size of at least one sector."""
     if value == AUTO:
         return AUTO
     try:
@@ -129,7 +129,7 @@ def check_size(name: str, value: object) -> int | Literal["auto"]:
 
 
 def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
-    """A size that is a whole number of sectors, or "auto". Raises ConfigError."""
+    """Return a size in bytes or "auto". Raises ConfigError if ``value`` is not a whole number of sectors."""
     num_bytes = check_size(name, value)
     if num_bytes != AUTO and num_bytes % _SECTOR_BYTES:
         raise ConfigError(f"{name}: {value!r} must be a multiple of {_SECTOR_BYTES} bytes; use e.g. '8MiB'")
@@ -137,7 +137,7 @@ def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
 
 
 def check_count(name: str, value: object, *, most: int = _MAX_NUMBER) -> int | Literal["auto"]:
-    """A whole number of at least 1, or "auto". Raises ConfigError."""
+    """Return ``value`` if it is "auto" or a whole number from 1 to ``most``. Raises ConfigError if not."""
     if value == AUTO:
         return AUTO
     try:
@@ -147,7 +147,7 @@ def check_count(name: str, value: object, *, most: int = _MAX_NUMBER) -> int | L
 
 
 def check_number(name: str, value: object, *, most: int = _MAX_NUMBER) -> int:
-    """A whole number of at least 1. Raises ConfigError."""
+    """Return ``value`` if it is a whole number from 1 to ``most``. Raises ConfigError if not."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         try:
             return _at_most(value, most, "is too many")
@@ -162,7 +162,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def check_interval(name: str, value: object) -> int | str:
-    """A number of steps, a time such as "10min", or "auto". Raises ConfigError."""
+    """Return ``value`` if it is a number of steps, a time such as "10min", or "auto". Raises ConfigError if not."""
     if value == AUTO:
         return AUTO
     if isinstance(value, str) and interval_s(value):
@@ -174,13 +174,13 @@ def check_interval(name: str, value: object) -> int | str:
 
 
 def interval_s(value: int | str) -> float | None:
-    """The seconds of an interval that is a time; None for a number of steps."""
+    """Return the seconds of a time such as "10min", or None for a number of steps."""
     found = _DURATION.fullmatch(value) if isinstance(value, str) else None
     return float(found[1]) * _SECONDS[found[2]] or None if found else None
 
 
 def check_seconds(name: str, value: object) -> int | float | Literal["auto"]:
-    """A number of seconds above 0, or "auto". Raises ConfigError."""
+    """Return ``value`` if it is a number of seconds above 0, or "auto". Raises ConfigError if not."""
     if value == AUTO:
         return AUTO
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
@@ -195,7 +195,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_flag_or_auto(name: str, value: object) -> bool | Literal["auto"]:
-    """True, False or "auto". Raises ConfigError."""
+    """Return ``value`` if it is True, False or "auto". Raises ConfigError if not."""
     if value == AUTO:
         return AUTO
     try:
@@ -211,7 +211,7 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def check_collectives(name: str, value: object) -> Collectives:
-    """The setting in any of its spellings. Raises ConfigError."""
+    """Convert a word, a table or a `Collectives` to a `Collectives`. Raises ConfigError."""
     match value:
         case Collectives():
             return value
@@ -231,17 +231,17 @@ def check_collectives(name: str, value: object) -> Collectives:
 
 @dataclass(frozen=True, slots=True)
 class SsdPath:
-    """A directory on an SSD and the bytes that may be used there.
+    """A directory on an SSD and its capacity.
 
     ``~`` and environment variables in ``path`` are expanded, and the path is made absolute. Raises ConfigError for an
     unset variable, an unknown user, or a capacity that is not a size.
     """
 
     path: str
-    """Absolute path of the directory; it is created when the store is."""
+    """Absolute path of the directory, which is created with the store."""
 
     capacity: int | Literal["auto"] = AUTO
-    """Bytes that the store may occupy there, at most; "auto" is the free space of the file system."""
+    """Maximum bytes of the store in the directory; "auto" is the free space of the file system."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _absolute(self.path))
@@ -249,7 +249,7 @@ class SsdPath:
 
 
 def ssd_paths(value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
-    """The setting ``ssd`` in any of its spellings, as a tuple of `SsdPath`, or "auto". Raises ConfigError."""
+    """Convert a path, or a list of paths or tables, to a tuple of `SsdPath`; "auto" stays. Raises ConfigError."""
     if value == AUTO:
         return AUTO
     entries = value if isinstance(value, list | tuple) else (value,)
@@ -265,7 +265,7 @@ def ssd_paths(value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
     for place, path in seen.items():
         outer = next((outer for outer in seen if outer != place and os.path.commonpath([outer, place]) == outer), None)
         if outer is not None:
-            raise ConfigError(f"ssd: {path!r} lies in {seen[outer]!r}; name directories that lie beside each other")
+            raise ConfigError(f"ssd: {path!r} lies in {seen[outer]!r}; name directories that are not inside each other")
     return paths
 
 

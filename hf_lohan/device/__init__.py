@@ -1,7 +1,7 @@
 """Streams, events, copies and pinned host memory behind one interface (`Device`), for CUDA and for CPU.
 
-All higher rooms use only the interface, so the engine that tests run on a CPU is the one that runs on the GPU. No other
-room names `torch.cuda`.
+All higher rooms use only the interface, so tests on a CPU run the same engine as a GPU. No other room names
+`torch.cuda`.
 """
 
 from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp

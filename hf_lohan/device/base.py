@@ -24,8 +24,8 @@ class Lane(enum.Enum):
     H2D = "h2d"
     D2H = "d2h"
     D2H_ASIDE = "d2h aside"
-    """Also from device to host, for memory that is already filled: such copies do not wait behind those of gradients
-    that the device has yet to compute."""
+    """From device to host as well, but for memory that is already filled. These copies do not wait for copies of
+    gradients that the device has not computed yet."""
 
     @property
     def in_timeline(self) -> str:
@@ -37,7 +37,7 @@ COPY_LANES: tuple[Lane, ...] = (Lane.H2D, Lane.D2H, Lane.D2H_ASIDE)
 
 
 class Event(ABC):
-    """A point in a lane's queue, reached when all work enqueued before it is done."""
+    """A point in a lane's queue. It is reached when all earlier work of the lane is done."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -45,7 +45,7 @@ class Event(ABC):
 
     @abstractmethod
     def is_reached(self) -> bool:
-        """Whether the event is known to be reached. Does not wait."""
+        """Return whether the event is known to be reached. Does not wait."""
 
 
 class Stamp(ABC):
@@ -53,7 +53,7 @@ class Stamp(ABC):
 
     @abstractmethod
     def is_reached(self) -> bool:
-        """Whether all work enqueued before it is done."""
+        """Return whether all earlier work of the lane is done."""
 
     @abstractmethod
     def at_s(self) -> float:
@@ -79,28 +79,28 @@ class MemoryPeak:
     allocated_bytes: int
     """Bytes of tensors."""
     reserved_bytes: int
-    """Bytes of tensors and free bytes that torch's allocator keeps."""
+    """Bytes of tensors, and free bytes that torch's allocator keeps."""
 
 
 class Device(ABC):
-    """One compute device: its memory, host memory for copies, and its lanes.
+    """One compute device with its memory, host memory for copies, and lanes.
 
-    Copies are asynchronous. Every caller keeps these rules:
+    Copies are asynchronous. Every caller obeys these rules:
 
     * device memory is read by COMPUTE only after `wait(COMPUTE, event of the copy that filled it)`;
     * device memory is overwritten by H2D only after `wait(H2D, event recorded on COMPUTE after its last reader)`;
     * a tensor that COMPUTE produced is copied by D2H only after `wait(D2H, event recorded on COMPUTE)`;
-      D2H_ASIDE copies memory that H2D filled, after the host has synchronized with a later event of COMPUTE;
+      D2H_ASIDE may copy memory that H2D filled, after the host has synchronized with a later event of COMPUTE;
     * host memory is read or reused only after `synchronize()` of the event of the copy that uses it.
     """
 
     torch_device: torch.device
     memory_is_host: bool = False
-    """Whether `empty` returns page-aligned host memory. Reads can fill it directly, so no copy is needed."""
+    """Whether `empty` returns page-aligned host memory, which reads can fill without a copy."""
     shares_cores: bool = False
-    """Whether its kernels and our threads run on the same cores."""
+    """Whether the device's kernels run on the same cores as our threads."""
     grows_segments: bool = True
-    """Whether its allocator grows segments, so that memory fragments little."""
+    """Whether the device's allocator grows segments, so that memory fragments little."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         """`timeline` records the work of this device."""
@@ -110,11 +110,11 @@ class Device(ABC):
     def note_span(
         self, lane: Lane, name: str, began: Stamp, ended: Stamp, *, block: str = "", num_bytes: int = 0
     ) -> None:
-        """Record the work between two stamps of `lane` as one task. `note_reached` puts it into the timeline."""
+        """Record the work between two stamps of `lane` as one task. `note_reached` adds it to the timeline."""
         self._spans.append(_Span(lane, name, block, num_bytes, began, ended))
 
     def note_reached(self) -> None:
-        """Put all finished tasks into the timeline. Does not wait."""
+        """Add all finished tasks to the timeline. Does not wait."""
         while self._spans and self._spans[0].ended.is_reached():
             span = self._spans.popleft()
             began_s, ended_s = span.began.at_s(), span.ended.at_s()
@@ -134,7 +134,7 @@ class Device(ABC):
         """Allocate host memory for copies: a page-aligned uint8 tensor [num_bytes], pinned if possible."""
 
     def host_shared(self, fd: int, num_bytes: int) -> Tensor:
-        """Map a file in RAM that other processes map as well; like `host_empty` otherwise."""
+        """Map a file in RAM that other processes map as well: a page-aligned uint8 tensor, pinned if possible."""
         return mapped_file(fd, num_bytes)
 
     @abstractmethod
@@ -142,32 +142,32 @@ class Device(ABC):
         """Enqueue `dst.copy_(src)` on a copy lane, and record it in the timeline. Keeps both tensors alive."""
 
     def fetch(self, dst: Tensor, src: Tensor) -> Event:
-        """Enqueue `dst.copy_(src)` on COMPUTE, for a few numbers that the host needs soon. `dst` is memory of
-        `host_empty`, and is filled once the returned event is reached."""
+        """Enqueue `dst.copy_(src)` on COMPUTE, for a few numbers that the host needs soon. `dst` is memory from
+        `host_empty`. It has the numbers when the returned event is reached."""
         dst.copy_(src, non_blocking=True)
         return self.record(Lane.COMPUTE)
 
     @abstractmethod
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
-        """Return an event at the present end of `lane`. For COMPUTE, it ends the use of `tensors`, and of `reads`: they
-        were only read, so copies from them may begin earlier."""
+        """Return an event at the present end of `lane`. On COMPUTE, it marks the end of all uses of `tensors`, and of
+        `reads`, which were only read, so that copies from them may begin earlier."""
 
     @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
-        """Have work that is enqueued on `lane` from now on start after `event`. Does not block the host on a GPU."""
+        """Have later work of `lane` start after `event`. On a GPU this does not block the host."""
 
     def in_this_lane(self) -> AbstractContextManager[object]:
-        """Context for another thread, in which its compute goes to the calling thread's lane."""
+        """Return a context for another thread, in which its compute goes to the calling thread's lane."""
         return contextlib.nullcontext()
 
     def compute_aside(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        """Return ``function(value)`` as a host tensor in torch's own memory, computed where that is fastest. Does not
-        wait for the lanes. Call it from one thread only."""
+        """Return ``function(value)`` as an unpinned host tensor, computed on the faster of host and device. Does not
+        wait for the lanes. Only one thread may call this."""
         return function(value)
 
     @abstractmethod
     def rng_state(self) -> Tensor:
-        """State of the device's random number generator."""
+        """Return the state of the device's random number generator."""
 
     @abstractmethod
     def set_rng_state(self, state: Tensor) -> None:
@@ -175,11 +175,11 @@ class Device(ABC):
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Bytes that this process could still allocate, not counting those of its tensors."""
+        """Return how many bytes this process could still allocate, without the bytes of its tensors."""
 
     def memory_peak(self) -> MemoryPeak | None:
-        """Peaks since the process began or torch's counters were reset; None if the device does not count. Does not
-        wait."""
+        """Return the peaks since the process began or torch's counters were reset, or None if the device does not
+        count. Does not wait."""
         return None
 
     def give_back_unused(self) -> None:
@@ -188,4 +188,4 @@ class Device(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
-        """Facts about the device for the run summary."""
+        """Return facts about the device for the run summary."""

@@ -1,4 +1,4 @@
-"""A fixed set of equal host buffers that are borrowed whole or in halves. The pool never grows: borrowers wait."""
+"""A fixed set of equal host buffers, which are borrowed whole or in halves. Borrowers wait for a free one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_lohan.device.base import Device
 
 
 class PoolAborted(RuntimeError):
-    """The pool was closed, so no buffer will become free; `__cause__` is the reason."""
+    """The pool was closed, so no buffer will become free. `__cause__` is the reason."""
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Buffer:
     pool: BufferPool = field(repr=False)
     _num_users: int = field(default=0, repr=False)
     _whole: Buffer | None = field(default=None, repr=False)
-    """The buffer that this is a half of."""
+    """The whole buffer, if this is a half."""
     _other_half: Buffer | None = field(default=None, repr=False)
 
     def view(self, dtype: torch.dtype, numel: int, *, start_byte: int = 0) -> Tensor:
@@ -31,7 +31,7 @@ class Buffer:
         return self.bytes[start_byte : start_byte + numel * dtype.itemsize].view(dtype)
 
     def retain(self) -> None:
-        """Add a user of a borrowed buffer; each user calls `release`."""
+        """Add a user of a borrowed buffer. Each user calls `release`."""
         with self.pool._lock:
             assert self._num_users > 0, "the buffer is not borrowed"
             self._num_users += 1
@@ -46,11 +46,11 @@ class Buffer:
 
 
 class BufferPool:
-    """`num_buffers` buffers of `buffer_bytes` each, in the device's host memory or in `memory`: a page-aligned uint8
-    tensor [num_buffers * buffer_bytes] that the device can copy from.
+    """`num_buffers` buffers of `buffer_bytes` each, in the device's host memory or in `memory`, which is a page-aligned
+    uint8 tensor [num_buffers * buffer_bytes] from which the device can copy.
 
-    A half is taken from a buffer that is already split, if there is one. A buffer is whole again when both halves are
-    returned, so n borrowed halves split at most n buffers.
+    A half comes from a split buffer if one has a free half. A buffer becomes whole when both halves are returned, so n
+    borrowed halves split at most n buffers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BufferPool:
         self._free = [Buffer(part, self) for part in memory.split(buffer_bytes)] if num_buffers else []
         self._free_halves: dict[Buffer, None] = {}
         """Free halves whose other half is borrowed."""
-        # Entered directly, not through the condition: see `IoEngine`.
+        # The lock is not taken through the condition, for the reason in `IoEngine`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._cause: BaseException | None = None
@@ -79,19 +79,19 @@ class BufferPool:
         return len(self._free)
 
     def acquire(self, *, half: bool = False) -> Buffer:
-        """Borrow a buffer or half of one, and wait until one is free. Raises PoolAborted if the pool is closed."""
+        """Wait until a buffer, or half of one, is free and borrow it. Raises PoolAborted if the pool is closed."""
         buffer = self.acquire_within(None, half=half)
         assert buffer is not None
         return buffer
 
     def acquire_within(self, timeout_s: float | None, *, half: bool = False) -> Buffer | None:
-        """`acquire`, but returns None if nothing is free after ``timeout_s``. A timeout of None waits forever."""
+        """Do as `acquire`, but return None if nothing is free after ``timeout_s``. A timeout of None waits forever."""
         with self._lock:
             is_free = self._changed.wait_for(lambda: self._is_ready(half), timeout_s)
             return self._take(half) if is_free else None
 
     def _is_ready(self, half: bool) -> bool:
-        """Whether a buffer is free or the pool is closed."""
+        """Return whether a buffer is free or the pool is closed."""
         return bool(self._free or (half and self._free_halves) or self._cause is not None)
 
     def _take(self, half: bool) -> Buffer:
@@ -104,7 +104,7 @@ class BufferPool:
         return buffer
 
     def try_acquire(self, num_buffers: int = 1, *, leave: int = 0) -> list[Buffer] | None:
-        """Borrow `num_buffers` buffers if at least `leave` more are free now; else return None. Raises PoolAborted if
+        """Borrow `num_buffers` buffers if `leave` more are free, or return None. Does not wait. Raises PoolAborted if
         the pool is closed."""
         with self._lock:
             if self._cause is None and len(self._free) < num_buffers + leave:
@@ -112,7 +112,7 @@ class BufferPool:
             return [self.acquire() for _ in range(num_buffers)]
 
     def abort(self, cause: BaseException) -> None:
-        """Close the pool, because the thread that returns buffers has died: all waiting and later borrowers raise."""
+        """Close the pool if the thread that returns buffers has died. All present and later borrowers raise."""
         with self._lock:
             self._cause = cause
             self._changed.notify_all()
@@ -135,4 +135,4 @@ class BufferPool:
             self._free.append(buffer._whole)
         else:
             self._free_halves[buffer] = None
-        self._changed.notify_all()  # all: a thread that waits for a whole buffer cannot use a half
+        self._changed.notify_all()  # the first thread may wait for a whole buffer and be unable to use a half

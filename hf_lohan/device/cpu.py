@@ -30,7 +30,7 @@ class _Reached(Event, Stamp):
 
 
 class CpuDevice(Device):
-    """Uses host memory as device memory, with the same budget and slots."""
+    """A device that uses host memory as device memory, with the same budget and slots."""
 
     torch_device = torch.device("cpu")
     memory_is_host = True

@@ -1,5 +1,4 @@
-"""CUDA devices: a stream for each copy lane, events, host memory pinned at its exact size, and growing allocator
-segments."""
+"""CUDA devices: a stream for each copy lane, events, pinned host memory of exact size, and growing segments."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class _CudaEvent(Event):
 
 
 class _Clock:
-    """Converts events to host times, relative to a reference event. A later event replaces the reference, because CUDA
-    measures long times roughly."""
+    """Converts events to host times, relative to a reference event. Later events replace the reference, because CUDA's
+    measurements of long times are inexact."""
 
     _MAX_SPAN_S = 10.0
 
@@ -74,8 +73,8 @@ class _CudaStamp(Stamp):
 
 
 class HostPinning:
-    """Pins host memory by cudaHostRegister, which rounds no size up. WSL2 and low memlock limits may refuse a buffer;
-    only smaller ones are tried after that."""
+    """Pins host memory with cudaHostRegister, which does not round sizes. WSL2 and low memlock limits may refuse a
+    buffer; after that only smaller buffers are tried."""
 
     def __init__(self, cudart: Any, take_error: Callable[[], object]) -> None:
         """``take_error`` clears the CUDA error of this thread's last call."""
@@ -108,7 +107,7 @@ class HostPinning:
         return False
 
     def unpin(self, address: int) -> None:
-        """Unpin memory that is about to be unmapped. Its address could not be pinned again otherwise."""
+        """Unpin memory before it is unmapped, so that its address can be pinned again."""
         with contextlib.suppress(Exception):  # the interpreter or CUDA may be shutting down
             if int(self._cudart.cudaHostUnregister(address)) != 0:
                 self._take_error()
@@ -139,7 +138,7 @@ class CudaDevice(Device):
         return self._pinned(mapped_empty(num_bytes, before_unmap=partial(_unpin, self._pinning, pinned)), pinned)
 
     def host_shared(self, fd: int, num_bytes: int) -> Tensor:
-        pinned: list[int] = []  # each process pins for its own CUDA context
+        pinned: list[int] = []  # each process pins the file for its own CUDA context
         return self._pinned(mapped_file(fd, num_bytes, before_unmap=partial(_unpin, self._pinning, pinned)), pinned)
 
     def _pinned(self, host: Tensor, pinned: list[int]) -> Tensor:
@@ -149,7 +148,7 @@ class CudaDevice(Device):
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         stream = self._stream(lane)
-        with self._copy_locks[lane]:  # else the stamps of one thread's copy could enclose another's
+        with self._copy_locks[lane]:  # no other thread's copy may come between the stamps
             began = self.stamp(lane)
             with torch.cuda.stream(stream):
                 dst.copy_(src, non_blocking=True)
@@ -193,7 +192,7 @@ class CudaDevice(Device):
 
     def total_memory_bytes(self) -> int:
         free_bytes, device = int(torch.cuda.mem_get_info(self.torch_device)[0]), self.torch_device
-        # What its allocator keeps of what was freed is there for whoever asks next.
+        # Memory that was freed but stays in torch's allocator can be allocated again.
         return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def memory_peak(self) -> MemoryPeak:
@@ -222,20 +221,20 @@ def _unpin(pinning: HostPinning, addresses: list[int]) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """Clear the error of the last CUDA call. torch does not expose cudaGetLastError, but starting a kernel raises and
-    clears the error."""
+    """Clear the error of the last CUDA call. torch does not expose cudaGetLastError, but launching a kernel raises the
+    error and clears it."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def grow_segments(device_index: int) -> bool:
-    """Have the allocator grow its segments, and return whether it does. The user's settings (`PYTORCH_ALLOC_CONF`,
-    `PYTORCH_CUDA_ALLOC_CONF`) are kept; another allocator or the driver may not support it."""
+    """Have the allocator grow its segments, and return whether it does. Keeps the user's settings
+    (`PYTORCH_ALLOC_CONF`, `PYTORCH_CUDA_ALLOC_CONF`). Another allocator or the driver may not support growing."""
     settings = allocator_settings()
     if _EXPANDABLE in settings:
         return f"{_EXPANDABLE}:true" in settings.lower().replace(" ", "")
     if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device_index):
-        logger.info("the CUDA driver or allocator cannot grow segments: device memory may fragment more")
+        logger.info("the CUDA driver or allocator cannot grow segments, so device memory may fragment more")
         return False
     # New settings replace all earlier ones.
     set_allocator_settings(",".join(one for one in (settings, f"{_EXPANDABLE}:True") if one))
@@ -243,7 +242,7 @@ def grow_segments(device_index: int) -> bool:
 
 
 def has_virtual_memory(device_index: int, driver: str = "libcuda.so.1", nvml: str = "libnvidia-ml.so.1") -> bool:
-    """Whether the driver can map memory into reserved addresses and NVML can be loaded. torch calls NVML without
+    """Return whether the driver can map memory to reserved addresses and NVML can be loaded. torch calls NVML without
     checking that it exists."""
     try:
         cuda = ctypes.CDLL(driver)

@@ -10,18 +10,18 @@ from hf_lohan.timeline import Timeline
 
 
 def default_torch_device() -> torch.device:
-    """Return the current GPU if there is one, else the CPU."""
+    """Return the current GPU, or the CPU without a GPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def num_gpus() -> int:
-    """Number of GPUs that this process may use."""
+    """Return the number of GPUs that this process may use."""
     return torch.cuda.device_count()
 
 
 def device_for(torch_device: torch.device | str, timeline: Timeline | None = None) -> Device:
-    """Make the `Device` of a torch device; it records its work in `timeline`. Raises ValueError for a type that is
-    neither cpu nor cuda."""
+    """Make the `Device` of a torch device, which records its work in `timeline`. Raises ValueError for types other than
+    cpu and cuda."""
     resolved = torch.device(torch_device)
     match resolved.type:
         case "cpu":

@@ -1,7 +1,7 @@
 """Host memory allocated at its exact size.
 
-Torch's pinned allocator rounds every size up to a power of two (up to 1.8 times too much for a pool). So host buffers
-are mappings, anonymous or of a file in RAM that several ranks share, and `CudaDevice` pins them.
+Torch's pinned allocator rounds every size up to a power of two, which may be 1.8 times a pool's size. So host buffers
+are mappings that `CudaDevice` pins, either anonymous or of a file in RAM that several ranks share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class _Mapping(mmap.mmap):
-    """A mapping with a callback before it is unmapped."""
+    """A mapping that calls a function before it is unmapped."""
 
     before_unmap: Callable[[], object] = staticmethod(lambda: None)
 
@@ -26,13 +26,13 @@ class _Mapping(mmap.mmap):
 
 
 def mapped_empty(num_bytes: int, *, before_unmap: Callable[[], object] | None = None) -> Tensor:
-    """Allocate a page-aligned uint8 tensor [num_bytes] over an anonymous mapping. Pages take RAM once they are touched.
+    """Allocate a page-aligned uint8 tensor [num_bytes] in an anonymous mapping. A page takes RAM from its first use on.
 
-    `before_unmap` is called after the last reference to the memory is gone and before it is unmapped.
+    When the last reference to the memory is gone, `before_unmap` is called, and then the memory is unmapped.
     """
     if num_bytes <= 0:
         raise ValueError(f"cannot allocate {num_bytes} bytes of host memory; allocate at least 1")
-    # Private: the kernel does not count shared mappings (mmap's default) as anonymous memory.
+    # The mapping is private, because the kernel does not count shared mappings (mmap's default) as anonymous memory.
     return _tensor_over(_Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), before_unmap)
 
 
@@ -45,17 +45,17 @@ def _tensor_over(mapping: _Mapping, before_unmap: Callable[[], object] | None) -
     if before_unmap is not None:
         mapping.before_unmap = before_unmap
     if hasattr(mmap, "MADV_DONTFORK"):
-        # A forked data loader must not copy the pools, and direct I/O must not use pages shared with a child.
+        # A forked data loader must not copy the pools, and direct I/O must not use pages that a child shares.
         mapping.madvise(mmap.MADV_DONTFORK)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Large pages need fewer lookups and are pinned faster for direct I/O.
+        # Large pages need fewer page table lookups, and direct I/O pins them faster.
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def available_host_memory_bytes() -> int:
-    """RAM that this process may still allocate: the machine's available memory, or a container's limit if lower."""
+    """Return how much RAM this process may still allocate on the machine and within the limit of a container."""
     available = int(psutil.virtual_memory().available)
     for limit_file, used_file in _CGROUP_FILES:
         limit, used = _read_int(limit_file), _read_int(used_file)

@@ -1,5 +1,5 @@
-"""Host memory as a stack: a backward frees in reverse order what its forward allocated. Memory that is needed for
-longer is allocated from the other end."""
+"""Host memory as a stack, because a backward frees in reverse order what its forward allocated. Memory with a longer
+life is allocated from the other end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CACHE_LINE_BYTES = 64
 
 
 class IntervalStack:
-    """Allocates intervals [start, stop) of ``capacity`` units, last in, first out. An interval that is freed out of
-    order becomes available when all intervals above it are free.
+    """Allocates intervals [start, stop) of ``capacity`` units as a stack. An interval that is freed out of order
+    becomes available when all intervals above it are free.
 
     `free` takes no lock, so a destructor may call it while `push` runs.
     """
@@ -33,9 +33,9 @@ class IntervalStack:
         self._lock = threading.Lock()
 
     def push(self, length: int, *, leave: int = 0) -> int | None:
-        """Allocate ``length`` units, and return their start; None if fewer than ``leave`` units would remain. Raises
-        ValueError for less than one unit."""
-        if length < 1:  # the next interval would have the same start, which `free` could not distinguish
+        """Allocate ``length`` units and return their start, or None if fewer than ``leave`` units would remain free.
+        Raises ValueError for less than one unit."""
+        if length < 1:  # an empty interval and the next one would have the same start, which identifies them
             raise ValueError(f"cannot allocate an interval of {length} units; allocate at least 1")
         with self._lock:
             self._collect()
@@ -67,7 +67,7 @@ class IntervalStack:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """A copy from the stack's memory. Copies run in the order of their numbers."""
+    """A numbered copy from the stack's memory. Copies run in the order of their numbers."""
 
     number: int
     event: Event
@@ -91,15 +91,15 @@ class TopPlace:
 
 
 class HostStack:
-    """One piece of the device's host memory with an `IntervalStack` at each end.
+    """A part of the device's host memory with an `IntervalStack` at each end.
 
-    Copies use the bottom (`push`), and the host itself reads and writes at the top (`push_top`). Neither waits for free
-    memory: callers use another tier instead. So no end can block the other.
+    Copies use the bottom (`push`), and the host reads and writes the top (`push_top`). Neither waits for free memory,
+    so no end can block the other. Callers use another tier if the memory is full.
     """
 
     def __init__(self, device: Device, num_bytes: int = 0) -> None:
         self._device = device
-        # Held while memory is allocated, not while it is freed: see `IntervalStack.free`.
+        # Held to allocate memory. `IntervalStack.free` needs no lock.
         self._lock = threading.Lock()
         self._marks: dict[str, int] = {}
         self._reads: deque[HostRead] = deque()
@@ -112,7 +112,7 @@ class HostStack:
         self._high_water_bytes = 0
 
     def reallocate(self, num_bytes: int) -> None:
-        """Replace the memory. Nothing may be allocated from it."""
+        """Replace the memory. No part of it may be allocated."""
         with self._lock:
             assert not self._bytes_in_use, "the memory is in use"
             self._allocate(num_bytes)
@@ -123,7 +123,7 @@ class HostStack:
 
     @property
     def high_water_bytes(self) -> int:
-        """Largest number of bytes in use at once, of both ends together."""
+        """Largest number of bytes that were in use at once, at both ends together."""
         return self._high_water_bytes
 
     @property
@@ -140,8 +140,8 @@ class HostStack:
         return self._bottom.in_use + self._top.in_use
 
     def push(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """Allocate at the bottom. Returns the start, an argument for `free`, and the memory, uint8 [num_bytes]; None if
-        there is no room. Copies that use it are enqueued after those that used it before."""
+        """Allocate at the bottom. Returns the start, which `free` needs, and the memory, uint8 [num_bytes], or None if
+        there is no room. The caller enqueues copies to it after earlier copies from it."""
         with self._lock:
             start = self._bottom.push(num_bytes, leave=self._top.in_use)
             self._note_use()
@@ -149,14 +149,14 @@ class HostStack:
         return None if start is None else (start, self._memory[start : start + num_bytes])
 
     def free(self, start: int, read: HostRead | None = None) -> None:
-        """Free memory at the bottom; see `IntervalStack.free`. ``read`` is a copy from it that may be in progress."""
+        """Free memory at the bottom, as `IntervalStack.free` does. ``read`` is a copy from it that may still run."""
         if read is not None:
             self._reads.append(read)
         self._bottom.free(start)
 
     def push_top(self, num_bytes: int, *, leave: int = 0) -> TopPlace | None:
         """Allocate memory at the top that the host may write to. Returns None if it would reach the bottom's memory, or
-        the first ``leave`` bytes, which the bottom will need. May wait for copies from memory that was freed."""
+        the first ``leave`` bytes, which the bottom will need. May wait for a copy from memory that was freed."""
         with self._lock:
             offset = self._top.push(num_bytes, leave=max(self._bottom.in_use, leave))
             if offset is None:
@@ -173,14 +173,14 @@ class HostStack:
         self._high_water_bytes = max(self._high_water_bytes, self._bytes_in_use)
 
     def _forget_old_reads(self) -> None:
-        """Keep only the last copy: when it is done, all earlier ones are."""
+        """Keep only the last copy. When it is done, all earlier copies are done."""
         while len(self._reads) > 1:
             first, second = self._reads.popleft(), self._reads.popleft()
             self._reads.append(first if first.number > second.number else second)
 
     @property
     def marks(self) -> Mapping[str, int]:
-        """Bytes in use at the bottom at each mark of the last forward."""
+        """Bytes that were in use at the bottom at each mark of the last forward."""
         return self._marks
 
     def mark(self, name: str) -> None:

@@ -1,8 +1,8 @@
-"""Executes a plan: streams blocks through the device, gradients to the host, states through the optimizer.
+"""Executes a plan: streams blocks through the device, gradients to the host, and states through the optimizer.
 
-The way of a parameter, which has an offset in a block (`model`): `drain_model` or the streamed load writes it to the
-store that `tiers` opens. When `model_hooks` see its block coming, `weights` brings it. `model_pass` gives its gradient
-to `updates`, which makes its next version, and `commits` commits that. `build` makes the parts, `engine` connects them.
+`drain_model` or the streamed load writes a parameter to the store, which `tiers` opens. When `model_hooks` see that its
+block is needed, `weights` loads the block. `model_pass` passes the gradient to `updates`, which writes the parameter's
+next version, and `commits` commits that. `build` makes the parts, and `engine` connects them.
 """
 
 from hf_lohan.engine.commits import Journal

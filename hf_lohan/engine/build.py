@@ -1,5 +1,5 @@
-"""Builds the parts of an engine. Whatever depends on the number of ranks, or on whether experts stream one by one, is
-chosen here, so that the parts need not ask."""
+"""Builds the parts of an engine. Parts that depend on the number of ranks, or on whether experts stream one by one, are
+chosen here."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from hf_lohan.weights import (
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Block, Tensor, Event | None], Delivery]
-"""See `LocalWeights`."""
+"""The callback of `LocalWeights` that delivers a block."""
 
 
 # Gradients, updates and commits.
@@ -97,7 +97,7 @@ def build_updates(
     ring: SlotRing,
     agreement: StepAgreement,
 ) -> UpdateParts:
-    """Each process updates what its store holds, by its own gradients or by their averages over all ranks."""
+    """Build the parts that update this process's store, with its gradients or with the averages over all ranks."""
     chunks = layout.chunks()
     records = _up_to_date_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
     block_of = {part: block for block in layout.blocks for part in block.slices}
@@ -158,7 +158,7 @@ def build_updates(
 def _up_to_date_records(
     tiers: Tiers, layout: OffloadLayout, chunks: Sequence[Chunk], *, lazy_experts: bool | Literal["auto"]
 ) -> UpToDateRecords:
-    """The store's records as the last step left them. Experts may be stored some steps behind if they may be lazy."""
+    """Return the store's records after the last step. Records of lazy experts may be some steps old in the store."""
     lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
     from_share = LAZY_FROM_SHARE if lazy_experts == AUTO else 0.0
     missed = MissedSteps(layout.blocks, chunks, lazy, from_share=from_share)
@@ -186,19 +186,19 @@ def _gradient_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """The loaders that bring blocks into the slots."""
+    """The loaders that load blocks to the slots."""
 
     layers: BlockLoader
     experts: ExpertLoader | None
-    """None if experts come with their layer."""
+    """None if experts are loaded with their layer."""
     prefetcher: Loads
-    """All of them."""
+    """The interface to all loaders."""
 
 
 def build_loaders(
     layout: OffloadLayout, tiers: Tiers, config: OffloadConfig, ring: SlotRing, updates: UpdateParts
 ) -> Loaders:
-    """Blocks come from this process's store, or from the stores of all ranks. Experts may stream one by one."""
+    """Build loaders that read this process's store or the stores of all ranks. Experts may stream one by one."""
     deliver = updates.pipeline.deliver
     layers = _block_loader(ring, tiers, layout, deliver)
     experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.expert_cache)
@@ -230,8 +230,8 @@ def _expert_loader(
     records: RecordReader,
     policy: ExpertCachePolicy,
 ) -> ExpertLoader | None:
-    """Loads experts that are blocks of their own, through a cache in RAM if the layout has room for one. None if there
-    are no such experts."""
+    """Build the loader of experts that are separate blocks, with a cache in RAM if the layout has room for one. Returns
+    None if there are no such experts."""
     layers = list(layout.model_blocks.experts.values())
     if not layers:
         return None
@@ -246,7 +246,7 @@ def _expert_loader(
 
 
 def _follow_collectives(loader: BlockLoader, tiers: Tiers, layout: OffloadLayout) -> None:
-    """Exchange weights as the plan decided. All ranks call it once, at the same point of their first pass."""
+    """Exchange weights as the plan decided. All ranks call this once, at the same point of their first pass."""
     peer_weights = open_peer_weights(layout, tiers.device, tiers.store)
     if peer_weights is None:
         return
@@ -272,7 +272,7 @@ def build_plan(
     updates: UpdateParts,
     loaders: Loaders,
 ) -> tuple[FollowedPlan, ActivationTiers]:
-    """The plan that steps follow, with its memory, and the tiers of activations."""
+    """Build the plan that steps follow, with its memory, and the tiers of activations."""
     names = {module: name for name, module in model.named_modules()}
     layers = {layer: names[layer] for layer in layout.model_blocks.layers}
     activations = ActivationTiers(tiers.device, layers, tiers.shared_ram)
@@ -290,7 +290,7 @@ def build_plan(
 
 
 def _routing_of(loader: ExpertLoader | None, layer_names: Collection[str]) -> Callable[[], dict[str, list[int]]]:
-    """Returns a function that counts the tokens which each expert got so far, by name of its layer. Layers without
+    """Return a function that returns the number of tokens of each expert so far, by name of the layer. Layers without
     tokens are left out."""
 
     def routing() -> dict[str, list[int]]:
@@ -298,7 +298,7 @@ def _routing_of(loader: ExpertLoader | None, layer_names: Collection[str]) -> Ca
         for block, counts in loader.routing() if loader is not None else []:
             name = next((name for name in layer_names if block.name.startswith(f"{name}.")), None)
             if name is not None and any(counts):
-                tokens.setdefault(name, counts)  # the first module of a layer that has several, as in profiles
+                tokens.setdefault(name, counts)  # profiles also have only the first module of a layer
         return tokens
 
     return routing
@@ -314,10 +314,10 @@ def build_pass_parts(
     activations: ActivationTiers,
     lifetime: Lifetime,
 ) -> PassParts:
-    """The parts that forwards and backwards use.
+    """Build the parts that forwards and backwards use.
 
-    Updates in backward may borrow slots, unless these hold rounded weights. A borrowed slot cannot block another rank:
-    its backward may reach the block later, but it only waits for loads before the block's.
+    Updates in backward may borrow slots, unless the slots have rounded weights. A borrowed slot cannot block another
+    rank, because a rank whose backward has not reached the block waits only for earlier loads.
     """
     return PassParts(
         device=tiers.device,
@@ -345,7 +345,7 @@ def build_streamed_experts(
     compute: ComputeExpert | None,
     forward_pass: Callable[[], ForwardPass],
 ) -> dict[nn.Module, StreamedExperts]:
-    """By module of experts, what is called in its place. ``forward_pass`` returns the one in progress."""
+    """Return the object that replaces each module of experts. ``forward_pass`` returns the pass in progress."""
     if loader is None:
         return {}
     assert compute is not None, "experts stream one by one, so compute_expert is needed"

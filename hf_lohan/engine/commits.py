@@ -1,4 +1,4 @@
-"""Decides which steps are committed, and commits each after its updates with all that a resumed run needs."""
+"""Decides which steps are committed, and commits a step after its updates, with the files that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, StepCounts
 logger = logging.getLogger(__name__)
 
 Describe = Callable[[], Mapping[str, bytes] | None]
-"""Returns the files that belong beside a model's records, by name or relative path."""
+"""Returns the content of the files that a commit has besides the records, by name or relative path."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """State of the training loop that is committed with a step, to be found again after a crash."""
+    """State of the training loop that is committed with a step, for a resume after a crash."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     """JSON values by name."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     log_lines: bytes = b""
-    """Appended to the lines of earlier journals, unless `begins_log`."""
+    """Lines to append to those of earlier journals, unless `begins_log`."""
     begins_log: bool = False
 
 
@@ -38,17 +38,17 @@ class CommitInterval:
     """How often steps are committed."""
 
     num_steps: int = 1
-    """Steps between commits. 0: steps are committed only on request."""
+    """Steps between commits, or 0 if steps are committed only on request."""
     seconds: float = math.inf
     """The longest time between commits."""
 
     def is_over(self, num_steps: int, seconds: float) -> bool:
-        """Whether to commit a step that ends this many steps and seconds after the last commit."""
+        """Return whether to commit a step that ends this many steps and seconds after the last commit."""
         return 0 < self.num_steps <= num_steps or seconds >= self.seconds
 
     @classmethod
     def asked_for(cls, setting: int | str) -> CommitInterval:
-        """The interval of a `commit_every` setting. With "auto", each step is committed until there is a plan."""
+        """Return the interval of a `commit_every` setting. With "auto", each step is committed until a plan exists."""
         seconds = interval_s(setting)
         if seconds is not None:
             return cls(0, seconds)
@@ -56,16 +56,16 @@ class CommitInterval:
 
 
 def decide_alone(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:
-    """Whether to commit a step that begins: the ``num_steps``-th since the last commit, which was requested
-    ``since_s`` seconds ago. Steps take ``step_s`` seconds."""
+    """Return whether to commit the step that begins. It is the ``num_steps``-th since the last commit, which was
+    requested ``since_s`` seconds ago. Steps take ``step_s`` seconds."""
     return interval.is_over(num_steps, since_s + step_s)
 
 
 class StepCommits:
-    """Commits an engine's steps to its store, and goes back to the last commit.
+    """Commits an engine's steps to its store, and restores the last commit.
 
-    Whether a step will be committed is decided when it begins, because its updates then write all records. In other
-    steps, records that live in RAM stay there, and an unforeseen commit writes them first.
+    Whether to commit a step is decided when the step begins, because the updates of a committed step write all records.
+    In other steps, records with a copy in RAM are not written. A commit on request after such a step writes them first.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class StepCommits:
         interval: CommitInterval,
         decide: Callable[[CommitInterval, int, float, float], bool] = decide_alone,
     ) -> None:
-        """A store that keeps one version is committed only on request, whatever the ``interval``. ``missed``: chunks
-        of the store that are steps behind. ``run_when_written``, ``run_between_updates``: see `GradientPipeline`.
-        ``decide``: see `decide_alone`."""
+        """``missed`` has the chunks whose records are some steps old. `GradientPipeline` describes ``run_when_written``
+        and ``run_between_updates``. ``decide`` has the arguments of `decide_alone`. A store that keeps one version
+        ignores ``interval`` and is committed only on request."""
         self._store = store
         self._decide = decide
         self._step_counts = step_counts
@@ -94,34 +94,34 @@ class StepCommits:
         self._asked_s = time.monotonic()
         self._began_s: float | None = None
         self._steps_since = 0
-        """Steps that have ended since a commit was requested."""
+        """Number of steps that have ended since the last request of a commit."""
         self.is_due = self.are_kept
-        """Whether the step in progress, or the one that has just ended, is to be committed."""
+        """Whether the step in progress, or the step that has just ended, will be committed."""
         self._has_begun = self._goes_on = False
         self.each_step = True
-        """Whether each step is committed by itself."""
+        """Whether the engine requests a commit of each step that is due."""
         self._describe: Describe | None = _nothing
         self.last_commit_s = 0.0
         self.num_commits = 0
 
     @property
     def are_kept(self) -> bool:
-        """Whether the store holds its last commit until the next one: it has two versions."""
+        """Whether the store has two versions, and thus keeps the last commit until the next one."""
         return self._store.num_homes > 1
 
     def leave_to_journal(self) -> None:
-        """From now on the owner of the journal calls `request` for each step."""
+        """Leave it to the owner of the journal to call `request` for each step from now on."""
         self.each_step = False
 
     def describe_first(self, describe: Describe) -> None:
-        """The first commit puts the files that ``describe`` returns beside the records; until then those of an earlier
-        run stay. The thread that requests the commit calls it. Has no effect after a commit."""
+        """Have the first commit add the files that ``describe`` returns. Until then an earlier run's files stay. The
+        thread that requests the commit calls ``describe``. Has no effect after a commit."""
         if self._describe is not None:
             self._describe = describe
 
     def keep_what_was_loaded(self) -> None:
-        """Commit the loaded weights before the very first update, so that the first step can be undone like any other.
-        Until then an earlier run's last commit stays, to go back to."""
+        """Commit the loaded weights before the first update of the run, so that the first step can be undone. Until
+        then the last commit of an earlier run stays and can be restored."""
         if not self._has_begun:
             self._has_begun = True
             if self.each_step:
@@ -129,13 +129,13 @@ class StepCommits:
                 self.request(even_in_place=True)
 
     def _warn_of_overwrite(self) -> None:
-        """Warn if the next commit replaces the last one of an earlier run, from which this run does not go on."""
+        """Warn if the next commit replaces the last commit of an earlier run that this run does not continue."""
         last = self._store.committed
         if last is None or last.is_torn or self._goes_on or not self.are_kept:
             return
         logger.warning(
-            "the last step of an earlier run in %s, after update %d, is overwritten from here on; to go on from such a "
-            "step, call engine_of(model).go_back_to_commit() before the first one",
+            "this run overwrites the last step of an earlier run in %s (after update %d); to continue from such a "
+            "step, call engine_of(model).go_back_to_commit() before the first step",
             self._store.paths[0].path,
             max(map(int, last.facts.get("num_updates", {}).values()), default=0),
         )
@@ -146,7 +146,7 @@ class StepCommits:
             self._interval = interval
 
     def begin_step(self) -> None:
-        """A step's first forward begins. Decide whether the step will be committed."""
+        """Decide whether a step will be committed, at the beginning of its first forward."""
         now_s = time.monotonic()
         step_s = now_s - self._began_s if self._began_s is not None else 0.0
         self._began_s = now_s
@@ -156,18 +156,18 @@ class StepCommits:
 
     @property
     def has_more(self) -> bool:
-        """Whether steps have ended since a commit was requested."""
+        """Whether steps have ended since the last request of a commit."""
         return self._steps_since > 0
 
     def end_step(self) -> None:
-        """A step is over; its updates may still run."""
+        """Note that a step has ended. Its updates may still run."""
         self._steps_since += 1
         if self.each_step and self.is_due:
             self.request()
 
     def request(self, journal: Journal | None = None, *, even_in_place: bool = False) -> None:
-        """Commit the steps so far, with ``journal``, as soon as their updates are written. Does not wait for that.
-        ``even_in_place``: also if the next update would overwrite the commit."""
+        """Commit the steps so far with ``journal`` when their updates are written. Returns without waiting. With
+        ``even_in_place``, a commit is written even if the next update will overwrite its records."""
         if self.are_kept or even_in_place:
             self._steps_since, self._asked_s = 0, time.monotonic()
             model_files = self._describe() if self._describe is not None else None
@@ -175,7 +175,7 @@ class StepCommits:
             self._run_when_written(lambda: self._write(journal or Journal(), model_files))
 
     def _write(self, journal: Journal, model_files: Mapping[str, bytes] | None) -> None:
-        """Write the commit. All updates are in the store."""
+        """Write the commit. The store must have all updates."""
         began_s = time.perf_counter()
         num_updates = {part.name: count for part, count in self._step_counts.items() if part.trainable}
         facts = {"durability": self._store.durability, "num_updates": num_updates, **journal.facts}
@@ -190,18 +190,18 @@ class StepCommits:
         self.num_commits += 1
 
     def go_back(self) -> Commit:
-        """Drop everything written since the last commit. Raises ValueError if there is no commit, `TornStoreError` if
-        it was overwritten."""
+        """Drop all writes since the last commit. Raises ValueError if there is no commit, and `TornStoreError` if it
+        was overwritten."""
         last = self._store.committed
         if last is None:
-            raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the start")
+            raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the beginning")
         self._store.drop_drafts()
         self._goes_on = True
         if self._missed is not None:
             self._missed.restore(last.journal.get(MISSED_STEPS_NAME))
         num_updates = last.facts.get("num_updates")
         if not isinstance(num_updates, dict):
-            problem = f"commit {last.number} does not have the number of updates of its parameters, in"
+            problem = f"commit {last.number} does not say how many updates its parameters had, in"
             raise StorageError(problem, path=self._store.paths[0].path, advice="resume from a checkpoint")
         self._step_counts.update(
             {part: int(num_updates[part.name]) for part in self._step_counts if part.name in num_updates}
@@ -210,4 +210,4 @@ class StepCommits:
 
 
 def _nothing() -> None:
-    """There are no files to write."""
+    """Return None, because there are no files to write."""

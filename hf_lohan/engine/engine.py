@@ -1,4 +1,4 @@
-"""The engine: connects the parts that train a model to the model's hooks. `huggingface/` uses this object alone."""
+"""The engine: connects a model's hooks to the parts that train it. `huggingface/` trains through this object."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from hf_lohan.weights import SlotRing
 
 
 class OffloadEngine:
-    """Trains a model whose parameters and optimizer states live in a store.
+    """Trains a model whose parameters and optimizer states are in a store.
 
-    The model's parameters must be in the store already (`drain_model` or the streamed load put them there).
+    `drain_model` or the streamed load must have written the parameters to the store before.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class OffloadEngine:
         events: EngineEvents | None = None,
         compute_expert: ComputeExpert | None = None,
     ) -> None:
-        """``compute_expert``: needed if experts stream one by one."""
+        """``compute_expert`` is needed if experts stream one by one."""
         self.model = model
         self.tiers = tiers
         self.config = config
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
         self.agreement = StepAgreement(tiers.links)
-        """What the ranks tell each other and decide in each step."""
+        """The values that ranks exchange in each step, and their decisions."""
         events = events or EngineEvents()
         self._lifetime = Lifetime()
         self._ring = SlotRing(self.device, layout.plan, layout.kept_layers)
@@ -110,7 +110,7 @@ class OffloadEngine:
 
     @property
     def layout(self) -> OffloadLayout:
-        """How the model and the memory are laid out."""
+        """The layout of the model and the memory."""
         return self.planned_memory.layout
 
     @property
@@ -121,24 +121,24 @@ class OffloadEngine:
     # Several micro-batches at once.
 
     def choose_order(self, shape: StepShape) -> bool:
-        """Plan steps of micro-batches of this shape, before the first one. Returns whether `run_micro_batches` is
-        faster than running them one after the other."""
+        """Plan steps with micro-batches of this shape, before the first step. Returns whether `run_micro_batches` is
+        faster than running the micro-batches one after the other."""
         self._lifetime.check()
         wish = self._plan.choose_order(shape)
         return all_agree(self.links, "whether micro-batches run together", wish)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run a step's micro-batches, all of them through a block before the next one, so that weights move once. Each
-        function runs its forward and gives its loss to `defer_backward`. Returns the functions' results. Gradients
-        equal those of micro-batches that run one after the other, to the bit.
+        """Run all micro-batches of a step through each block before the next block, so that weights move once. Each
+        function runs a forward and passes its loss to `defer_backward`. Returns the functions' results. Gradients equal
+        those of micro-batches that run one after the other, to the bit.
 
-        The functions run in threads, one at a time. An error is raised here, once all have ended. Raises RuntimeError
-        if there is no loss.
+        The functions run in threads, one at a time. After all have ended, this raises their first error, or
+        RuntimeError if there is no loss.
         """
         self._pass.recover()
         if self.layout.keeps_gradient_dtypes and len(micro_batches) > 1 and self._pipeline.has_gradients:
             raise RuntimeError(
-                "run_micro_batches was called in a step that has gradients already, but memory is allocated for one "
+                "run_micro_batches was called in a step that already has gradients, but memory is allocated for one "
                 "backward per step; set gradient_accumulation_steps before the model is offloaded"
             )
         self._plan.run_together(len(micro_batches))
@@ -148,12 +148,12 @@ class OffloadEngine:
 
     @property
     def defers_backwards(self) -> bool:
-        """Whether the caller is within `run_micro_batches`, so its loss must go to `defer_backward`."""
+        """Whether the caller runs in `run_micro_batches` and must pass its loss to `defer_backward`."""
         return self._micro_batches.is_running
 
     def defer_backward(self, loss: Tensor) -> bool:
-        """Within `run_micro_batches`, run the backward of ``loss`` after all forwards. Elsewhere returns False, and the
-        caller runs the backward."""
+        """In `run_micro_batches`, register ``loss`` for a backward after all forwards and return True. Elsewhere return
+        False, so that the caller runs the backward."""
         return self._micro_batches.defer_backward(loss)
 
     # Steps.
@@ -167,7 +167,7 @@ class OffloadEngine:
         """Use the hyperparameters of ``optimizer``, which starts with zero moments. Raises ValueError if its groups do
         not fit the store."""
         if self._optimizer is not None:
-            self.wait_for_updates()  # running updates belong to the earlier optimizer, and count their step
+            self.wait_for_updates()  # running updates belong to the earlier optimizer and count as its steps
         self._groups.bind_optimizer(optimizer)
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
@@ -177,18 +177,17 @@ class OffloadEngine:
         self._optimizer = optimizer
 
     def check_groups(self) -> None:
-        """Raises ValueError if the optimizer's groups, which have changed, do not fit the store."""
+        """Raise ValueError if the optimizer's groups have changed and do not fit the store."""
         self._groups.follow_optimizer(may_be_without_group=True)
 
     def announce_backward(self, *, is_final: bool) -> None:
-        """For a loop without an `Accelerator`: whether backwards from here on are the last of their step."""
+        """Set whether later backwards are the last of their step, in a loop without an `Accelerator`."""
         self._pass.announce_backward(is_final=is_final)
 
     def step(self) -> None:
-        """Finish the step. Updates that had to wait for the norm run on under the next forward, each block's before
-        the block is read; `wait_for_updates` waits for all. A step whose gradients are not finite is skipped.
-
-        Raises NonFiniteGradientError after too many skipped steps in a row.
+        """Finish the step. Updates that needed the norm may still run during the next forward, which waits for each
+        block's update before it reads the block. `wait_for_updates` waits for all. A step whose gradients are not
+        finite is skipped. Raises NonFiniteGradientError after too many skipped steps in a row.
         """
         self._micro_batches.refuse_within("step()")
         self._pass.recover_before_step()
@@ -214,12 +213,12 @@ class OffloadEngine:
         return self.last_step is not None and self.last_step.not_finite is not None
 
     def clip_by(self, way: ClipWay) -> None:
-        """Set how steps clip, from the next step on, or from this one if it has had no backward."""
+        """Set how steps clip. This applies from the next step on, or now if the present step has had no backward."""
         self._step.clip_by(way)
 
     def go_back_to_commit(self) -> Commit:
-        """Drop everything that is not committed, loaded weights too. Returns the last commit. Raises ValueError if
-        there is none."""
+        """Drop everything that is not committed, including loaded weights. Returns the last commit. Raises ValueError
+        if nothing is committed."""
         self.drop_gradients()
         self.wait_for_updates()
         commit = self.commits.go_back()
@@ -228,22 +227,22 @@ class OffloadEngine:
 
     @property
     def undone_update_s(self) -> float:
-        """Seconds of updates that were undone: after a wrong guess, or of a dropped step."""
+        """Seconds of updates that were undone, because a guess was wrong or a step was dropped."""
         return self._pipeline.undone_s
 
     def wait_for_updates(self) -> None:
-        """Wait until the store holds every update of the steps so far."""
+        """Wait until the store has every update of the steps so far."""
         self._lifetime.check()
         self._pipeline.wait_for_updates()
 
     @property
     def parameters(self) -> ParameterAccess:
-        """Parameters and their states in the store, as the last step left them."""
+        """Parameters and their states in the store after the last step."""
         self.wait_for_updates()
         return self._parameters
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See `StepTransaction.clip_gradients`."""
+        """Clip the step's gradients (`StepTransaction.clip_gradients`)."""
         self._micro_batches.refuse_within("clip_grad_norm")
         self._pass.recover_before_step()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
@@ -258,12 +257,12 @@ class OffloadEngine:
 
     @property
     def last_forward_s(self) -> float:
-        """How long the forwards of the last step took, as the computing thread saw it."""
+        """Seconds of the last step's forwards, as measured by the computing thread."""
         return self._pass.clock.last_forward_s
 
     @property
     def last_backward_s(self) -> float:
-        """How long the backwards of the last step took, as the computing thread saw it."""
+        """Seconds of the last step's backwards, as measured by the computing thread."""
         return self._pass.clock.last_backward_s
 
     @property
@@ -272,21 +271,21 @@ class OffloadEngine:
 
     @property
     def peak_gpu_pool_bytes(self) -> int:
-        """High-water mark of the device slots."""
+        """Largest number of bytes of the device slots that were in use at once."""
         return self._ring.high_water_bytes
 
     def forget_weights(self) -> None:
-        """The store's parameters were replaced (a checkpoint was loaded)."""
+        """Forget loaded weights, because the store's parameters were replaced by those of a checkpoint."""
         self._ring.forget(self.layout.blocks)
 
     @property
     def store_folders(self) -> set[str]:
-        """Real paths of the folders that the store lies in."""
+        """Real paths of the store's folders."""
         return {os.path.realpath(path.path) for path in self.tiers.store.paths}
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is closed, or closes now."""
+        """Whether the engine is closed or is being closed."""
         return self._lifetime.is_over
 
     def __del__(self) -> None:
@@ -294,7 +293,7 @@ class OffloadEngine:
             self._lifetime.end_unowned(self)
 
     def close(self) -> None:
-        """Stop the threads, close the store and remove the hooks. The model keeps placeholders."""
+        """Stop the threads, close the store and remove the hooks. The model's parameters stay placeholders."""
         if not self._lifetime.end_life():
             return
         self._hooks.remove()
@@ -308,7 +307,7 @@ class OffloadEngine:
 
     @property
     def _leaves_whole_steps(self) -> bool:
-        """Whether closing must commit: whole steps have ended, and no journal would commit them."""
+        """Whether `close` must commit, because complete steps have ended that no journal will commit."""
         return (
             (self.commits.has_more or not self.commits.are_kept)
             and self.commits.each_step
@@ -319,4 +318,4 @@ class OffloadEngine:
 
 
 def _refuse_closed(_module: nn.Module, _args: Any) -> None:
-    raise RuntimeError("the engine of this model is closed, so its weights stay in the store; load the model again")
+    raise RuntimeError("the engine of this model is closed and cannot load its weights; load the model again")

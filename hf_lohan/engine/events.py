@@ -1,4 +1,4 @@
-"""Callbacks from an engine to the training loop, given when the engine is made."""
+"""Callbacks from an engine to the training loop, which passes them when it makes the engine."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class StepsSoFar:
     clip_rate: float
     """Fraction of the last steps that clipped."""
     routing: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Tokens of each expert, by name of a layer whose experts stream one by one."""
+    """Number of tokens of each expert, by name of the layer, if experts stream one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineEvents:
-    """All are called on the computing thread. An exception ends the forward that made the call."""
+    """Callbacks that run on the computing thread. An exception ends the forward that made the call."""
 
     is_final_backward: Callable[[], bool] = lambda: True
-    """Called in backward. Returns whether this is the step's last backward."""
+    """Returns whether the backward in progress is the step's last."""
     plan: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
-    """The first training forward begins, or the first with more micro-batches together than before. Returns the plan
-    to follow from here on. None: there is no plan, so activations are recomputed. The layout divides the memory so
-    far."""
+    """Returns the plan to follow from now on. None means no plan, so that activations are recomputed. The layout is the
+    present division of memory. Called at the beginning of the first training forward, and of the first one with more
+    micro-batches together than before."""
     plan_order: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
-    """Like `plan`, for a step whose micro-batches may run one by one or together. Called before the first forward. The
-    shape of the returned plan has the better order."""
+    """Does as `plan` for a step whose micro-batches may run one by one or together. Called before the first forward.
+    The shape of the returned plan has the faster order."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
-    """The first training forward after a step begins, so an error here harms no step. Returns another plan to follow,
-    or None if nothing changes."""
+    """Returns another plan to follow, or None to keep the plan. Called at the beginning of the first training forward
+    after a step, where an error harms no step."""
     block_began: Callable[[PassName, Block], None] = lambda _phase, _block: None
-    """A pass reaches a block. May be called on a thread of autograd. It must return quickly."""
+    """Called when a pass reaches a block, maybe on a thread of autograd. Must return quickly."""
 
 
 class FollowedPlan:
-    """Requests plans from the training loop, and makes memory, commits and clipping follow them."""
+    """Requests plans from the training loop, and applies them to memory, commits and clipping."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class FollowedPlan:
         self._commits = commits
         self._routing = routing
         self._is_first_forward = True
-        """Whether the next training forward is a step's first."""
+        """Whether the next training forward is the first of a step."""
         self._needs_plan = True
         """Whether the next training forward needs a plan."""
         self._step_has_ended = False
-        """Since the last training forward."""
+        """Whether a step has ended since the last training forward."""
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Note that a step has ended."""
         self._step_has_ended = self._is_first_forward = True
 
     def begin_step(self) -> None:
-        """A training forward begins, maybe a step's first."""
+        """Begin a training forward, which may be the first of a step."""
         if self._step_has_ended:
             self._step_has_ended = False
             self.memory.begin_step()
@@ -87,11 +87,11 @@ class FollowedPlan:
             self._commits.begin_step()
 
     def run_together(self, num_micro_batches: int) -> None:
-        """Expect this many micro-batches, all of whose forwards run before the first backward."""
+        """Expect this many micro-batches whose forwards all run before the first backward."""
         self._needs_plan |= self.memory.expect_micro_batches(num_micro_batches)
 
     def choose_order(self, shape: StepShape) -> bool:
-        """Plan a step of micro-batches of this shape. Returns whether they are to run together."""
+        """Plan a step with micro-batches of this shape. Returns whether they should run together."""
         self._pipeline.wait_for_updates()
         planned = self._events.plan_order(shape, self.memory.layout)
         self._needs_plan = False
@@ -102,17 +102,17 @@ class FollowedPlan:
         return planned.shape.num_together > 1
 
     def see_batch(self, shape: StepShape | None) -> None:
-        """A training forward begins; its shape is known if its batch has token ids."""
+        """Begin a training forward. ``shape`` is None if the batch has no token ids."""
         self.memory.last_shape = shape
         if self._needs_plan and shape is not None:
             self._needs_plan = False
-            self._pipeline.wait_for_updates()  # what still runs would make the hardware look slow
+            self._pipeline.wait_for_updates()  # running updates would slow down the hardware's measurement
             shape = replace(shape, num_together=self.memory.num_together)
             self._follow(self._events.plan(shape, self.memory.layout))
         self.memory.allocate_copies()
 
     def see_evaluation(self) -> None:
-        """A forward without gradients begins."""
+        """Begin a forward without gradients."""
         self.memory.allocate_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:
@@ -124,6 +124,6 @@ class FollowedPlan:
 
 
 def _interval(planned: PlannedStep) -> CommitInterval:
-    """How often steps are committed under the plan. If the user set a time, only the clock counts."""
+    """Return how often steps are committed with the plan. If the user set a time, the number of steps has no effect."""
     setup = planned.setup
     return CommitInterval(0 if setup.commit_every_s else planned.plan.commit_every_steps, setup.commit_limit_s)

@@ -1,4 +1,4 @@
-"""Closes an engine: with its model, or at the interpreter's exit, in the process that made it."""
+"""Closes an engine with its model or at the interpreter's exit, but only in the process that made the engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ClosableEngine(Protocol):
 
 
 class Lifetime:
-    """The lifetime of one engine. A forked child has a copy of the engine without its threads, and shares its files: it
-    closes nothing."""
+    """The lifetime of one engine. A forked child closes nothing, because its copy of the engine has no threads and
+    shares the files."""
 
     def __init__(self) -> None:
         self._owner = Owner()
@@ -31,8 +31,8 @@ class Lifetime:
         self._is_over = False
 
     def close_at_exit(self, engine: ClosableEngine) -> None:
-        """The engine is complete. Close it at the interpreter's exit: a thread that is within torch then would abort
-        the process."""
+        """Close the complete engine at the interpreter's exit. A thread that runs in torch at exit would abort the
+        process."""
         self._has_begun = True
         _open_engines.add(engine)
 
@@ -46,24 +46,24 @@ class Lifetime:
         return self._is_over
 
     def end_life(self) -> bool:
-        """Returns whether the engine is to be closed now."""
+        """End the lifetime, and return whether the caller must close the engine."""
         has_to_close = not (self._is_over or self.is_forked)
         self._is_over = True
         return has_to_close
 
     def check(self) -> None:
-        """Raises RuntimeError in a forked child."""
+        """Raise RuntimeError in a forked child."""
         if self.is_forked:
             raise RuntimeError(
-                "the model was offloaded by the process that this one was forked from, and only that one can use it; "
-                "move the call there, or start this process by 'spawn' and load its own model"
+                "the parent of this forked process offloaded the model, and only the parent can use it; move the call "
+                "to the parent, or start this process with 'spawn' and load a model in it"
             )
 
     def end_unowned(self, engine: ClosableEngine) -> None:
-        """Close the engine on a new thread. For `__del__`, which may run on any thread with any lock held."""
+        """Close the engine on a new thread, for `__del__`, whose thread may hold any lock."""
         if not self._has_begun or self._is_over or self.is_forked or sys.is_finalizing():
             return
-        with contextlib.suppress(RuntimeError):  # the interpreter is about to exit, and closes it
+        with contextlib.suppress(RuntimeError):  # the interpreter is exiting, and closes the engine
             threading.Thread(target=_close, args=(engine,), name=_CLOSING).start()
 
 
@@ -71,7 +71,7 @@ _open_engines: WeakSet[ClosableEngine] = WeakSet()
 
 
 def wait_until_closed() -> None:
-    """Wait for engines that are being closed because their model was deleted."""
+    """Wait until engines of deleted models are closed."""
     for thread in threading.enumerate():
         if thread.name == _CLOSING and thread is not threading.current_thread():
             thread.join()

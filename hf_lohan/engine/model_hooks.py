@@ -1,4 +1,4 @@
-"""Hooks on a model: they bring each block before its forward and backward, and send each complete gradient."""
+"""Hooks on a model, which load each block before its forward and backward, and pass on each complete gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class ModelHooks:
-    """Reports the model's progress to the current pass, and to the `ForwardPass` that decides how forwards share it."""
+    """Reports the model's progress to the current pass, and to the `ForwardPass`, which decides when forwards run."""
 
     def __init__(self, model: nn.Module, model_blocks: ModelBlocks, model_pass: ModelPass, parts: PassParts) -> None:
         self._pass = model_pass
@@ -36,7 +36,7 @@ class ModelHooks:
 
     @contextlib.contextmanager
     def using_forward_pass(self, forward_pass: ForwardPass) -> Iterator[None]:
-        """Within this context, forwards and their backward go through the blocks as ``forward_pass`` decides."""
+        """Have ``forward_pass`` run the forwards within this context, and their backward."""
         self._forward_pass = forward_pass
         try:
             yield
@@ -44,11 +44,11 @@ class ModelHooks:
             self._forward_pass = self._one_forward
 
     def current_forward_pass(self) -> ForwardPass:
-        """The `ForwardPass` that is in use now."""
+        """Return the `ForwardPass` in use."""
         return self._forward_pass
 
     def saving(self) -> saved_tensors_hooks:
-        """A context in which autograd saves handles in place of weights."""
+        """Return a context in which autograd saves handles in place of weights."""
         ring = self._parts.ring
         fetch = _without_reference(self._fetch_saved)
         return saved_weight_hooks(ring.stand_ins, ring.block_behind, fetch, self._parts.activations)
@@ -57,7 +57,7 @@ class ModelHooks:
         raise RuntimeError(weight_refusal("copy.deepcopy"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Pickle reaches a model's hooks before its weights."""
+        """Refuse to pickle the model, whose hooks are pickled before its weights."""
         raise RuntimeError(weight_refusal("pickle"))
 
     def remove(self) -> None:
@@ -87,8 +87,8 @@ class ModelHooks:
     def _on_model_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiled():
             raise RuntimeError(
-                "an offloaded model was called by torch.compile, which cannot follow streamed weights; call the model "
-                "itself"
+                "an offloaded model was called in torch.compile, which does not support streamed weights; call the "
+                "model without torch.compile"
             )
         self._forward_pass.begin_model()
         if torch.is_grad_enabled():
@@ -98,7 +98,7 @@ class ModelHooks:
             self._parts.plan.see_evaluation()
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        # Without an output, the forward has raised. The next forward recovers.
+        # Without an output, the forward has raised. The next forward cleans up.
         if output is None:
             self._parts.plan.memory.out_of_memory.add_to_current_error()
         self._forward_pass.end_model(is_whole=output is not None)
@@ -116,13 +116,13 @@ class ModelHooks:
 
     def _before(self, blocks: tuple[Block, ...]) -> None:
         if self._pass.phase is PassPhase.BACKWARD:
-            # Recomputation calls layer hooks again (before transformers 5.23). The blocks are present already.
+            # Before transformers 5.23, recomputation calls layer hooks again. The blocks are already present then.
             self._before_backward(blocks)
             return
         if torch.is_grad_enabled() and self._pass.phase not in (PassPhase.FORWARD, PassPhase.FORWARD_WITH_HEADS):
             raise RuntimeError(
-                "a layer was called outside its model's forward with gradients on; call the model itself, so that "
-                "what autograd saves of streamed weights can be tracked"
+                "a layer was called outside its model's forward with gradients enabled, where the weights that "
+                "autograd saves cannot be tracked; call the model instead"
             )
         self._pass.spans.end_span()
         self._forward_pass.enter(blocks)
@@ -168,8 +168,8 @@ class ModelHooks:
 
 
 def _without_reference(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """A function for autograd that calls ``method`` by a weak reference. The garbage collector cannot look into graphs,
-    so they must not refer to the model."""
+    """Return a function for autograd that calls ``method`` by a weak reference. A graph must not refer to the model,
+    because the garbage collector does not see references in graphs."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> _Result:
@@ -184,7 +184,7 @@ def _without_reference(method: Callable[..., _Result]) -> Callable[..., _Result]
 
 
 def step_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepShape | None:
-    """The [batch, sequence] shape of a causal LM's inputs. None if they have no token ids or embeddings."""
+    """Return the [batch, sequence] shape of a causal LM's inputs. None if they have no token ids or embeddings."""
     for inputs in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
         if isinstance(inputs, Tensor) and inputs.dim() > 1:
             return StepShape(*inputs.shape[:2])

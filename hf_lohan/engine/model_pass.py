@@ -1,5 +1,5 @@
-"""A pass through a model: which forwards and backwards are in progress, and how a forward goes through the blocks. Here
-one forward runs at a time; in `micro_batches` several do."""
+"""A pass through a model: which forwards and backwards are in progress, and how a forward uses the blocks. `OneForward`
+runs one forward at a time; `micro_batches` runs several."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from hf_lohan.weights import BlocksInUse, Loads, Slot, SlotRing
 
 
 class PassPhase(enum.Enum):
-    """How far a pass is. Joint forwards run backwards of their heads while other forwards still run."""
+    """The phase of a pass. Joint forwards run backwards of their heads while other forwards still run."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
     FORWARD_WITH_HEADS = enum.auto()
-    """Forwards run, and the first heads have had their backward."""
+    """Forwards run, and some heads have finished their backward."""
     BETWEEN = enum.auto()
-    """Forwards have ended, heads have had their backward, and the layers' backward follows."""
+    """Forwards and backwards of heads have ended, and the layers' backward follows."""
     BACKWARD = enum.auto()
 
 
@@ -56,23 +56,23 @@ class PassParts:
     block_began: Callable[[PassName, Block], None]
     is_final_backward: Callable[[], bool]
     slots: WeightSlots | None
-    """See `BackwardContext`."""
+    """The slots that updates in backward may borrow (`BackwardContext`)."""
     block_of: Mapping[ParamSlice, Block]
 
 
 class StepClock:
-    """Seconds of compute, summed over the backwards of a step."""
+    """Seconds of compute, summed over a step."""
 
     def __init__(self) -> None:
         self.forward_s = 0.0
         self.backward_s = 0.0
         self.last_forward_s = 0.0
-        """Of the last step."""
+        """Seconds of the last step's forwards."""
         self.last_backward_s = 0.0
         self._began_s = 0.0
 
     def begin_pass(self) -> None:
-        """A forward or a backward begins."""
+        """Begin a forward or a backward."""
         self._began_s = time.perf_counter()
 
     def end_forward(self) -> None:
@@ -82,13 +82,13 @@ class StepClock:
         self.backward_s += time.perf_counter() - self._began_s
 
     def end_step(self) -> None:
-        """Start again from zero."""
+        """Keep the step's times, and start from zero."""
         self.last_forward_s, self.last_backward_s = self.forward_s, self.backward_s
         self.forward_s = self.backward_s = 0.0
 
 
 class ComputeSpans:
-    """The timeline's compute tasks, one at a time: work of one pass on one block, until the next block is needed."""
+    """The timeline's compute tasks. Each is the work of one pass on one block, until the pass needs the next block."""
 
     def __init__(self, device: Device, began: Callable[[PassName, Block], None]) -> None:
         self._device = device
@@ -99,20 +99,20 @@ class ComputeSpans:
         return self._open is not None and self._open[:2] == (name, block)
 
     def begin_span(self, name: PassName, block: Block) -> None:
-        """Work that is enqueued from here on belongs to the pass ``name`` and to ``block``."""
+        """Begin a task of the pass ``name`` and ``block``, for work that is enqueued from now on."""
         self.end_span()
         self._began(name, block)
         self._open = name, block, self._device.stamp(Lane.COMPUTE)
 
     def end_span(self) -> None:
-        """All work of the open task, if there is one, is enqueued."""
+        """End the open task, if any. All its work must be enqueued."""
         if self._open is not None:
             (name, block, began), self._open = self._open, None
             self._device.note_span(Lane.COMPUTE, name, began, self._device.stamp(Lane.COMPUTE), block=block.name)
 
 
 class ModelPass:
-    """Each training forward is followed by a backward, or by nothing. An exception may end either."""
+    """The state of a pass. A training forward may have a backward or not, and an exception may end either."""
 
     def __init__(self, parts: PassParts) -> None:
         self._parts = parts
@@ -133,7 +133,7 @@ class ModelPass:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or a backward is in progress. One that failed is not, unless an interrupt ended it."""
+        """Whether a forward or a backward is in progress. Also true after an interrupt, but not after another error."""
         return self._is_running or is_in_backward()
 
     @property
@@ -142,28 +142,28 @@ class ModelPass:
         return self._saving is not None
 
     def note_changed_weight(self, name: str) -> None:
-        """A weight was changed: the backward of an earlier forward is refused."""
+        """Note that a weight was changed, so that the backward of an earlier forward is refused."""
         if self._awaits_backward:
             self._changed = name
 
     def recover(self) -> None:
-        """If an exception ended the last forward, backward or step, start clean."""
+        """Clean up if an exception ended the last forward, backward or step."""
         self._parts.lifetime.check()
         self._recover_if_broken()
         self._parts.step.recover()
 
     def _recover_if_broken(self) -> None:
-        """If a backward failed, drop the step's gradients: their sum is incomplete."""
+        """Drop the step's gradients if a backward failed, because their sum is incomplete."""
         if self._phase is PassPhase.IDLE:
             return
-        self.end_saving()  # an interrupt does not even run hooks that are always called
+        self.end_saving()  # after an interrupt, torch does not even run hooks with `always_call`
         self.spans.end_span()
         self.in_use.release_all()
         self._parts.arrivals.abandon_backward()
         self._parts.prefetcher.cancel_pass()
         if self._phase is not PassPhase.FORWARD:
             self._parts.step.abandon_broken()
-        # Last, so that this method runs again if an interrupt ends it.
+        # This comes last, so that the method runs again if an interrupt ends it.
         self._phase = PassPhase.IDLE
         self._is_running = self._awaits_backward = False
         self._changed = None
@@ -172,7 +172,7 @@ class ModelPass:
     # Forward.
 
     def begin_forward(self, *, is_training: bool) -> None:
-        """A forward of the whole model begins, or several forwards that share one backward."""
+        """Begin a forward of the whole model, or several forwards that share one backward."""
         self.recover()
         self._parts.device.note_reached()
         self._parts.step.refuse_between_updates()
@@ -188,12 +188,12 @@ class ModelPass:
             self._parts.activations.begin_forward()
 
     def save_by(self, saving: AbstractContextManager[Any]) -> None:
-        """``saving``: hooks for tensors that the forward saves."""
+        """Enter ``saving``, the hooks for tensors that the forward saves."""
         saving.__enter__()
         self._saving = saving
 
     def end_saving(self) -> bool:
-        """The forward has ended, or failed. Returns whether it saved tensors."""
+        """Remove the hooks of `save_by` after a forward. Returns whether there were hooks."""
         if self._saving is None:
             return False
         self._saving.__exit__(None, None, None)
@@ -201,11 +201,11 @@ class ModelPass:
         return True
 
     def fail_forward(self) -> None:
-        """A forward has raised."""
+        """Note that a forward has raised."""
         self._is_running = False
 
     def end_forward(self, *, is_training: bool) -> None:
-        """The forwards have ended."""
+        """End the forwards."""
         self._is_running, self._awaits_backward = False, is_training
         self.spans.end_span()
         self._phase = PassPhase.BETWEEN if self._phase is PassPhase.FORWARD_WITH_HEADS else PassPhase.IDLE
@@ -218,22 +218,22 @@ class ModelPass:
     # Backward.
 
     def announce_backward(self, *, is_final: bool) -> None:
-        """Whether the backwards from here on may be a step's last."""
+        """Set whether later backwards may be the last of a step."""
         self._is_announced_final = is_final
 
     def begin_head(self) -> None:
-        """The backward of a head begins, or goes on, while other forwards run."""
+        """Begin or continue the backward of a head while other forwards run."""
         if self._phase is not PassPhase.FORWARD_WITH_HEADS:
             self._begin_gradients()
         self._phase = PassPhase.FORWARD_WITH_HEADS
 
     def begin_backward(self, before_end: Callable[[], None] = lambda: None) -> None:
-        """A backward begins, or goes on. ``before_end`` sends the last gradients."""
+        """Begin or continue a backward. ``before_end`` sends the last gradients."""
         if self._phase is PassPhase.BACKWARD:
             return
         if self._changed is not None:
             raise RuntimeError(
-                f"{self._changed} was changed between a forward and its backward, which needs it as it was; change "
+                f"{self._changed} was changed between a forward and its backward, which needs the old values; change "
                 "weights after step()"
             )
         had_heads = self._phase is PassPhase.BETWEEN
@@ -247,13 +247,13 @@ class ModelPass:
         call_behind_backward(lambda: self._end_backward(before_end))
 
     def recover_before_step(self) -> None:
-        """`recover`, and drop the step's gradients if a loop has set them to None."""
+        """Call `recover`, and drop the step's gradients if the training loop has set them to None."""
         self.recover()
         self._drop_forgotten()
 
     def _drop_forgotten(self) -> None:
-        """Drop the step's gradients if a loop has set them to None, as zero_grad() does. Raises RuntimeError if it has
-        set only some of them: a step has all its gradients or none."""
+        """Drop the step's gradients if the training loop has set them to None, as zero_grad() does. Raises RuntimeError
+        if it has set only some to None, because a step has all its gradients or none."""
         away = self._parts.ring.moved_gradients
         if not away.forgotten:
             return
@@ -261,15 +261,15 @@ class ModelPass:
         kept = next((part for part in trained if part.parameter not in away.forgotten), None)
         if kept is not None:
             raise RuntimeError(
-                f".grad was set to None for some parameters and not for {kept.name}, and a step has all its gradients "
-                "or none; call optimizer.zero_grad() to drop them, and leave a parameter out of a step by "
-                "requires_grad_(False) before its forward"
+                f".grad was set to None for some parameters and not for {kept.name}, but a step has all its gradients "
+                "or none; call optimizer.zero_grad() to drop all, and requires_grad_(False) before the forward to "
+                "leave a parameter out of a step"
             )
         self._parts.step.abandon_gradients()
         away.clear()
 
     def _begin_gradients(self) -> None:
-        """The first gradients of a backward follow, and maybe updates."""
+        """Prepare for the first gradients of a backward, and for updates."""
         parts = self._parts
         self._drop_forgotten()
         parts.step.begin_backward()
@@ -279,15 +279,15 @@ class ModelPass:
         parts.arrivals.begin_backward(BackwardContext(is_final=is_final, slots=parts.slots))
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        """A parameter's gradient of this backward is complete."""
+        """Take a parameter's complete gradient of this backward."""
         self._note_gradient(part)
         with _cause_of_abort():
             self._parts.arrivals.take_gradient(part, parameter)
         self._parts.ring.moved_gradients.forgotten.discard(parameter)  # the arrival set it to None, not the loop
 
     def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None:
-        """Add to a parameter's gradient of the step. None: zeros. ``has_more``: the backward in progress has more of
-        it."""
+        """Add to a parameter's gradient of the step. None adds zeros. ``has_more``: whether the backward in progress
+        will add more to it."""
         self._note_gradient(part)
         if gradient is None:
             self._parts.arrivals.note_zero_gradient(part)
@@ -296,7 +296,7 @@ class ModelPass:
             self._parts.arrivals.send_gradient(part, gradient, has_more=has_more)
 
     def refuse_new_weight(self, block: Block, element: int) -> None:
-        """Raises RuntimeError if backward needs an element of a block that was updated and loaded again. Autograd does
+        """Raise RuntimeError if backward needs an element of a block that was updated and loaded again. Autograd does
         not report uses that need no gradient of the weight."""
         before = self._loads_before_gradient.get(block)
         if before is not None and before != self._parts.ring.num_loads(block):
@@ -305,7 +305,7 @@ class ModelPass:
 
     def _note_gradient(self, part: ParamSlice) -> None:
         if not self._loads_before_gradient and self._parts.step.updates_in_backward:
-            self._parts.commits.keep_what_was_loaded()  # at the backward's first gradient
+            self._parts.commits.keep_what_was_loaded()  # this is the backward's first gradient
         self._parts.ring.moved_gradients.mark_moved()
         block = self._parts.block_of[part]
         self._loads_before_gradient.setdefault(block, self._parts.ring.num_loads(block))
@@ -322,66 +322,65 @@ class ModelPass:
 
 
 class ForwardPass(Protocol):
-    """What a model's hooks call as the model runs."""
+    """The interface that a model's hooks call while the model runs."""
 
     def begin_model(self) -> None:
-        """A forward of the whole model begins."""
+        """Called when a forward of the whole model begins."""
 
     def save_by(self, saving: AbstractContextManager[Any]) -> None:
-        """The forward will have a backward; ``saving``: hooks for tensors that it saves."""
+        """Called if the forward will have a backward. ``saving`` are hooks for tensors that it saves."""
 
     def end_model(self, *, is_whole: bool) -> None:
-        """The forward has ended, or failed."""
+        """Called when the forward has ended or failed."""
 
     def enter(self, blocks: Sequence[Block]) -> None:
-        """A module that needs the blocks is about to run."""
+        """Called before a module that needs the blocks runs."""
 
     def leave(self, blocks: Sequence[Block]) -> None:
-        """That module has run."""
+        """Called after a module that needed the blocks has run."""
 
     @property
     def number(self) -> int:
-        """The index of the forward that runs, among those that share the model."""
+        """The index of the running forward among the forwards of a joint pass."""
 
     @property
     def is_saving(self) -> bool:
-        """Whether a forward of this thread saves tensors for its backward."""
+        """Whether this thread's forward saves tensors for its backward."""
 
     @property
     def is_here(self) -> bool:
         """Whether this thread runs one of the forwards in progress."""
 
     def enter_to_read(self, block: Block) -> None:
-        """An operation is about to read weights of a block whose modules do not run. `leave` follows."""
+        """Called before an operation reads weights of a block whose modules do not run. `leave` is called after it."""
 
     def weight(self, part: ParamSlice) -> Tensor:
-        """The weight for that operation."""
+        """Return the weight for the operation after `enter_to_read`."""
 
     def after_layer(self, index: int, output: Any) -> Any:
-        """A layer has run. Returns the input of the next one."""
+        """Called after a layer has run. Returns the input of the next layer."""
 
     def enter_backward(self) -> None:
-        """A backward begins, or goes on."""
+        """Called when a backward begins or continues."""
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        """A parameter's gradient of this backward is complete."""
+        """Take a parameter's complete gradient of this backward."""
 
     def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """One expert's part of a parameter's gradient is complete, in the backward of forward ``number``. None:
-        zeros."""
+        """Take one expert's part of a parameter's gradient in the backward of forward ``number``. None is zeros."""
 
     def fetch_in_backward(self, block: Block) -> Slot:
-        """Bring the block to the device for the backward."""
+        """Load the block to the device for the backward."""
 
 
 class OneForward:
-    """A single forward at a time."""
+    """A `ForwardPass` that runs one forward at a time."""
 
     def __init__(self, model_pass: ModelPass) -> None:
         self._pass = model_pass
         self._thread = 0
         self._is_running = False
-        """Also true after an interrupt that ended the forward."""
+        """Whether a forward is in progress. Also true after an interrupt ended it."""
         self._lock = threading.Lock()
 
     def begin_model(self) -> None:
@@ -390,8 +389,8 @@ class OneForward:
             is_elsewhere = self._is_running and self._thread != own
             if is_elsewhere and any(thread.ident == self._thread for thread in threading.enumerate()):
                 raise RuntimeError(
-                    "an offloaded model was called on a second thread while its forward runs on another, and its "
-                    "weights pass through one set of slots; call it on one thread at a time"
+                    "an offloaded model was called on a second thread during its forward, but it has slots for only "
+                    "one forward; call it on one thread at a time"
                 )
             self._thread, self._is_running = own, True
         self._pass.begin_forward(is_training=torch.is_grad_enabled())
@@ -401,7 +400,7 @@ class OneForward:
 
     def end_model(self, *, is_whole: bool) -> None:
         if threading.get_ident() != self._thread:
-            return  # the forward on this thread was refused
+            return  # this thread's forward was refused
         self._is_running = False
         was_training = self._pass.end_saving()
         if is_whole:
@@ -455,7 +454,7 @@ class OneForward:
 
 @contextlib.contextmanager
 def _cause_of_abort() -> Iterator[None]:
-    """If the pipeline failed, raise its error instead of `PoolAborted`."""
+    """Raise the error of a failed pipeline instead of `PoolAborted`."""
     try:
         yield
     except PoolAborted as aborted:

@@ -26,14 +26,14 @@ class Sliceable(Protocol):
 
 
 class Zeros:
-    """A flat source of zeros of any length."""
+    """A flat tensor of zeros of any length."""
 
     def __getitem__(self, part: slice, /) -> Tensor:
         return torch.zeros(part.stop - part.start)
 
 
 class _Parts(dict[str, list[tuple[Block, ParamSlice]]]):
-    """The block and slice of each part of a parameter, by name."""
+    """The block and slice of each part of a parameter, by the parameter's name."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
@@ -43,22 +43,22 @@ class _Parts(dict[str, list[tuple[Block, ParamSlice]]]):
 
 
 class ParameterAccess:
-    """For loading and saving; training itself moves whole chunks.
+    """Reads and writes parameters to load and save a model. Training moves whole chunks instead.
 
-    Works piece by piece in buffers of the run's pool, so a parameter may be larger than the budget. With several ranks
-    each writes the shard that its store has; all read together, in the same order, and get the whole parameter.
+    Works piece by piece in buffers of the run's pool, so a parameter may be larger than the budget. With several ranks,
+    each writes its shard. All ranks read together in the same order, and get the whole parameter.
     """
 
     def __init__(
         self, store: Store | UpToDateRecords, blocks: list[Block], pool: BufferPool, links: Links | None = None
     ) -> None:
-        """``store``: reads and writes records. `UpToDateRecords` if some may be steps behind."""
+        """``store`` reads and writes records. It is an `UpToDateRecords` if some records may be some steps old."""
         self._store = store
         self._links = links or Links.alone()
         self._pool = pool
         self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
         self.parts: dict[str, list[tuple[Block, ParamSlice]]] = _Parts()
-        """By name, the block and slice of a parameter, or of each of its parts in order."""
+        """The blocks and slices of a parameter's parts in order, by its name. Most parameters have one part."""
         for block in blocks:
             for part in block.slices:
                 self.parts.setdefault(part.name, []).append((block, part))
@@ -66,16 +66,16 @@ class ParameterAccess:
             parts.sort(key=lambda located: located[1].first)
 
     def state_kinds(self, name: str) -> tuple[str, ...]:
-        """Record kinds of this parameter besides `param`."""
+        """Return the record kinds of this parameter besides `param`."""
         block, part = self.parts[name][0]
         return block.master.state_kinds if part.trainable else ()
 
     def extents(self, block: Block, kind: str) -> list[tuple[str, Extent]] | None:
-        """The extents of a record in the files. None if the files do not hold its newest content."""
+        """Return the extents of a record in the files, or None if the files do not have its newest content."""
         return self._store.extents(block.name, kind)
 
     def state_dtype(self, name: str, kind: str) -> torch.dtype:
-        """Dtype of one record kind of a parameter."""
+        """Return the dtype of one record kind of a parameter."""
         block, _ = self.parts[name][0]
         return block.master.state_dtype(kind)
 
@@ -85,7 +85,8 @@ class ParameterAccess:
         return self._piece_numel * torch.float32.itemsize
 
     def write_parameter(self, name: str, source: Tensor) -> None:
-        """Store a weight of any float dtype and device. A bfloat16 store keeps the float32 master exactly."""
+        """Store a weight of any float dtype on any device. A bfloat16 store keeps its float32 values exactly, as the
+        master."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
             raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
@@ -93,8 +94,8 @@ class ParameterAccess:
 
     @torch.no_grad()
     def write_elements(self, name: str, first: int, source: Tensor) -> None:
-        """`write_parameter` for elements of a flattened weight, from ``first`` on. Raises ValueError if ``source`` has
-        more than there are."""
+        """Do as `write_parameter` for elements of a flattened weight from ``first`` on. Raises ValueError if ``source``
+        reaches beyond the parameter's end."""
         flat = source.detach().reshape(-1)
         last, numel = first + flat.numel(), self.parts[name][0][1].shape.numel()
         if first < 0 or last > numel:
@@ -110,7 +111,7 @@ class ParameterAccess:
                         self._write_piece(block, part, low + start, flat[before + start : before + stop], buffers)
 
     def _own_range(self, block: Block, start: int, stop: int) -> tuple[int, int]:
-        """This rank's elements among [start, stop) of a block. May be empty."""
+        """Return this rank's part of elements [start, stop) of a block, which may be empty."""
         first, last = block.rank_ranges[self._links.ranks.rank]
         low = min(max(start, first), stop)
         return low, max(low, min(stop, last))
@@ -131,11 +132,11 @@ class ParameterAccess:
             self._store.write_unaligned(block.name, "master_residual", offset, residual, bounce)
 
     def read_parameter(self, name: str) -> Tensor:
-        """The working weight as a new host tensor of the parameter's shape."""
+        """Return the working weight as a new host tensor of the parameter's shape."""
         return self.read_flat(name, "param").view(self.parts[name][0][1].shape)
 
     def read_flat(self, name: str, kind: str) -> Tensor:
-        """One record kind of a parameter as a new flat host tensor, in the stored dtype."""
+        """Return one record kind of a parameter as a new flat host tensor in the stored dtype."""
         block, last = self.parts[name][-1]
         out = torch.empty(block.master.numel(kind, last.last), dtype=self.state_dtype(name, kind))
         for start, piece in self.read_pieces(name, kind):
@@ -143,11 +144,11 @@ class ParameterAccess:
         return out
 
     def read_elements(self, name: str, first: int, last: int) -> Tensor:
-        """Elements [first, last) of the flattened working weight as a new flat host tensor."""
+        """Return elements [first, last) of the flattened working weight as a new flat host tensor."""
         return self._read_elements(name, "param", first, last)
 
     def read_masters(self, name: str, first: int, last: int) -> Tensor:
-        """`read_elements` of the float32 master. A frozen weight is its own master."""
+        """Do as `read_elements` for the float32 master. A frozen weight is its own master."""
         working = self._read_elements(name, "param", first, last)
         if "master_residual" not in self.state_kinds(name):
             return working.to(torch.float32)
@@ -164,8 +165,8 @@ class ParameterAccess:
     def read_pieces(
         self, name: str, kind: str, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over one record kind of a parameter, or of its elements [first, last). A piece is valid
-        until the next one is read."""
+        """Yield (start, piece) pairs of one record kind of a parameter, or of its elements [first, last). A piece is
+        valid until the next piece is read."""
         for block, part in self.parts[name]:
             low, high = max(first, part.first), part.last if last is None else min(last, part.last)
             if low < high:
@@ -175,7 +176,7 @@ class ParameterAccess:
                     yield before + start, piece
 
     def _read_range(self, block: Block, kind: str, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over the part of a record that belongs to the block's elements [begin, end)."""
+        """Yield (start, piece) pairs of the part of a record that belongs to the block's elements [begin, end)."""
         origin, _ = block.master.elements(kind, begin, end)
         for owner, (first, last) in enumerate(block.rank_ranges):
             low, high = max(begin, first), min(end, last)
@@ -185,7 +186,7 @@ class ParameterAccess:
                     yield first_element - origin + start, piece
 
     def _read_from(self, owner: int, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over elements [first, last) of a record in ``owner``'s store."""
+        """Yield (start, piece) pairs of elements [first, last) of a record in ``owner``'s store."""
         links, tag = self._links, f"{kind} of {block.name}"
         if owner == links.ranks.rank:
             for start, piece in self.read_own(block, kind, first, last):
@@ -199,8 +200,8 @@ class ParameterAccess:
                 yield start, piece
 
     def read_own(self, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over elements [first, last) of a record in this rank's store, without the other ranks. A
-        piece is valid until the next one is read."""
+        """Yield (start, piece) pairs of elements [first, last) of a record in this rank's store, without the other
+        ranks. A piece is valid until the next piece is read."""
         record, dtype = self._store.layout.record(block.name, kind), block.master.state_dtype(kind)
         if first % record.granule_numel == 0:
             yield from self._read_ahead(record, dtype, first, last)
@@ -214,7 +215,7 @@ class ParameterAccess:
     def _read_ahead(
         self, record: RecordSpec, dtype: torch.dtype, first: int, last: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """`read_own` from a granule's start: reads the next piece while the current one is in use."""
+        """Do as `read_own` from a granule's start. Reads the next piece while the current one is in use."""
         reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
         with self._buffers(2) as buffers:
             try:
@@ -228,7 +229,7 @@ class ParameterAccess:
                 while reading:
                     yield self._next_piece(reading)
             finally:
-                for _, _, read, _ in reading:  # it is no longer needed, but still writes into its buffer
+                for _, _, read, _ in reading:  # a read that is no longer needed still writes to its buffer
                     with suppress(Exception):
                         read.wait_for_bytes()
 
@@ -236,7 +237,7 @@ class ParameterAccess:
     def _next_piece(reading: deque[tuple[int, int, RecordRead, Tensor]]) -> tuple[int, Tensor]:
         start, stop, read, landing = reading[0]
         read.wait()
-        reading.popleft()  # only now: after an interrupted wait the caller waits for it
+        reading.popleft()  # not before the wait, because after an interrupt the caller waits for the read again
         return start, landing[: stop - start]
 
     @torch.no_grad()
@@ -273,9 +274,9 @@ class ParameterAccess:
 
 
 def drain_model(blocks: list[Block], parameters: ParameterAccess) -> None:
-    """Write every parameter to the store and free its memory at once.
+    """Write every parameter to the store and free its memory immediately.
 
-    Afterwards the parameters hold empty tensors, which the engine replaces by placeholders.
+    The parameters become empty tensors, which the engine replaces by placeholders.
     """
     drained: set[str] = set()
     for part in (part for block in blocks for part in block.slices):
@@ -294,12 +295,11 @@ _READ, _ELEMENTS, _MASTERS, _FAILED = "read ", "elements ", "masters ", "failed 
 
 
 class CollectiveReads:
-    """Weights that all ranks read together, because each rank stores a part of every weight. Rank 0 chooses the order,
-    and tells the others which weight is next (`leading`); the others call `follow_rank_0`. Reads as `ParameterAccess`
-    does."""
+    """Reads weights with all ranks together, because each rank stores a part of every weight. Rank 0 (`leading`)
+    chooses the order and tells the others (`follow_rank_0`). Reads as `ParameterAccess` does."""
 
     def __init__(self, access: Callable[[], ParameterAccess], links: Links) -> None:
-        """`access` is called for each weight: an engine then waits for its updates."""
+        """`access` is called for each weight, so that an engine waits for its updates."""
         self._access = access
         self._links = links
 
@@ -322,7 +322,7 @@ class CollectiveReads:
     def read_pieces(
         self, name: str, kind: str, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """For the working weight only."""
+        """Read the pieces of the working weight. No other kind is read together."""
         assert kind == "param", "only weights are read together"
         last = self.parts[name][0][1].shape.numel() if last is None else last
         self._announce(f"{_ELEMENTS}{first} {last} {name}")
@@ -331,12 +331,12 @@ class CollectiveReads:
             while (piece := next(pieces, None)) is not None:
                 yield piece
         finally:
-            for _ in pieces:  # read the rest even if the caller stops: the others read it, too
+            for _ in pieces:  # the other ranks read the rest even if this caller stops
                 pass
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """On rank 0: the others follow until this context ends. They learn of an error."""
+        """On rank 0, lead the other ranks until the end of this context. An error is sent to them."""
         try:
             yield
         except BaseException as error:
@@ -346,7 +346,7 @@ class CollectiveReads:
         self._announce("")
 
     def follow_rank_0(self) -> None:
-        """On the others: read what rank 0 reads. Raises RankFailedError if rank 0 failed."""
+        """On the other ranks, read what rank 0 reads. Raises RankFailedError if rank 0 failed."""
         while order := self._announce(""):
             if order.startswith(_FAILED):
                 raise RankFailedError(f"rank 0 could not save the model: {order.removeprefix(_FAILED)}", 0)
@@ -362,5 +362,5 @@ class CollectiveReads:
                 pass
 
     def _announce(self, order: str) -> str:
-        """Returns the order of rank 0, whose own ``order`` it is."""
+        """Send ``order`` from rank 0, and return it on all ranks."""
         return self._links.all_gather("the next weight to save", order.encode())[0].decode()

@@ -1,4 +1,4 @@
-"""The memory that a plan counts on: allocates it for activations and copies of records, and advises if it runs out."""
+"""Allocates the memory of a plan for activations and copies of records, and gives advice if memory runs out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_lohan.wording import UNIT_BYTES, format_bytes
 logger = logging.getLogger(__name__)
 
 _HEADROOM = 1.25
-"""Later batches may be longer than the first one."""
+"""Memory is allocated for this multiple of the first batch, because later batches may be longer."""
 _SPILL_NAME = "activations"
 _SIGNS = ("CUDA out of memory.", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TRIED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>[KMG]iB)")
@@ -36,10 +36,10 @@ _HAS_ADVICE = "_lohan_has_advice"
 
 
 class PlannedMemory:
-    """Allocates the memory for activations and for copies of records, once, and decides where activations go.
+    """Allocates the memory for activations and for copies of records once, and decides where activations are stored.
 
-    The plan is made before the first layer runs. Without a plan the first step recomputes everything and is traced, and
-    the placements are chosen after it.
+    The plan is made before the first layer runs. Without a plan, the first step recomputes everything and is traced,
+    and the placements are chosen after it.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class PlannedMemory:
         self._mode = mode = config.activations
         self._planned: PlannedStep | None = None
         self.last_shape: StepShape | None = None
-        """Of the last training forward, if its batch had token ids."""
+        """Shape of the last training forward, or None if its batch had no token ids."""
         self.out_of_memory = OutOfMemoryAdvice(config, lambda: (self._planned, self.last_shape))
-        """For errors that are raised while a step runs."""
+        """Adds advice to errors of a step."""
         self._tiers = tiers
         self.layout = layout
-        """Divides the RAM as the plan does; before the plan, as it will if there is none."""
+        """Divides the RAM according to the plan. Before a plan exists, it divides the RAM for a run without a plan."""
         self._on_decided = on_decided
         self._has_copies = False
         self.num_together = 1
-        """Largest number of micro-batches whose forwards all ran before the first backward."""
+        """Largest number of micro-batches so far whose forwards all ran before the first backward."""
         self.trace: Mapping[str, LayerTrace] = activations.watch() if mode != "keep" else {}
-        """Of the layers in the first step."""
+        """Traces of the layers in the first step."""
         self.sizes: Sizes = {}
-        """Bytes that one micro-batch could swap, once that is known."""
+        """Bytes that one micro-batch could swap. Empty until they are known."""
         self._staging: BufferPool | None = None
 
     def follow_plan(self, planned: PlannedStep) -> None:
@@ -83,8 +83,8 @@ class PlannedMemory:
             self.set_placements(planned.plan.activations)
 
     def allocate_copies(self) -> None:
-        """Allocate the memory for copies of records, unless it is allocated: with the plan, or when the model is used
-        without one."""
+        """Allocate the memory for copies of records, unless this was done. Called with the plan, or at the first use of
+        the model without a plan."""
         if self._has_copies:
             return
         self.layout = self.layout.decided()
@@ -100,8 +100,8 @@ class PlannedMemory:
             logger.info("copies of records take %s of RAM", format_bytes(self.layout.resident_bytes))
 
     def expect_micro_batches(self, num_together: int) -> bool:
-        """The forwards of so many micro-batches will run before the first backward. Returns whether these are more than
-        ever before. Placements are then chosen again: the first step may have been the short one of an epoch's end."""
+        """Expect that this many forwards run before the first backward, and return whether that is a new maximum. In
+        that case placements are chosen again, because the first step may have been the short last one of an epoch."""
         if num_together <= self.num_together:
             return False
         self.num_together = num_together
@@ -110,12 +110,12 @@ class PlannedMemory:
         return True
 
     def begin_step(self) -> None:
-        """The first forward after a step begins. If that step was traced, choose the placements."""
+        """Choose the placements if the last step was traced. Called at the first forward after a step."""
         if self._end_watching():
             self._swap_traced_layers()
 
     def _end_watching(self) -> bool:
-        """Returns whether a whole step was traced. A forward without a backward does not count."""
+        """End tracing and return whether a whole step was traced. A forward without a backward does not count."""
         if not self._activations.is_watching or not any(layer.recomputed for layer in self.trace.values()):
             return False
         self._activations.end_watching()
@@ -127,7 +127,7 @@ class PlannedMemory:
             self.set_placements(swap_everything(self.sizes, self.layout.activation_ram_bytes // self.num_together))
 
     def set_placements(self, placements: ActivationPlacements) -> None:
-        """Follow `placements` from now on. The first ones that need memory allocate it, for all later ones as well."""
+        """Follow `placements` from now on. The first placements that need memory allocate it for all later ones."""
         self._end_watching()
         ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
@@ -145,7 +145,7 @@ class PlannedMemory:
         )
 
     def _gradient_bytes(self) -> int:
-        """RAM that gradients would use if none of them went to the SSD."""
+        """Return the RAM that gradients would use if none were moved to the SSD."""
         if not self.layout.held_gradients():
             return 0
         num_chunks = len(self.layout.chunks()) - self.layout.num_held_chunks
@@ -175,28 +175,28 @@ class PlannedMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had no memory for something."""
+    """Return whether the error says that the device is out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 class OutOfMemoryAdvice:
-    """Adds to an error of torch what the user can do. The error keeps its class and its beginning, by which programs
-    recognize it (`auto_find_batch_size` does)."""
+    """Adds advice to an error of torch. The error keeps its class and the beginning of its text, by which programs such
+    as `auto_find_batch_size` recognize it."""
 
     def __init__(
         self,
         config: OffloadConfig,
         latest: Callable[[], tuple[PlannedStep | None, StepShape | None]] = lambda: (None, None),
     ) -> None:
-        """``latest``: returns the plan that is followed and the shape of the last batch."""
+        """``latest`` returns the current plan and the shape of the last batch."""
         self._config = config
         self._latest = latest
 
     @contextmanager
     def added_to_errors(self) -> Iterator[None]:
-        """Errors that are raised within this context get the advice."""
+        """Add the advice to errors that are raised within this context."""
         try:
             yield
         except RuntimeError as error:
@@ -204,13 +204,13 @@ class OutOfMemoryAdvice:
             raise
 
     def add_to_current_error(self) -> None:
-        """For a hook that is called because of an error but does not get it."""
+        """Add the advice to the error that is being handled, in a hook that does not get the error as an argument."""
         error = sys.exc_info()[1]
         if error is not None:
             self.add_to(error)
 
     def add_to(self, error: BaseException) -> None:
-        """Once an error."""
+        """Add the advice to an error, but only once."""
         if not is_out_of_memory(error) or getattr(error, _HAS_ADVICE, False):
             return
         setattr(error, _HAS_ADVICE, True)
@@ -220,7 +220,7 @@ class OutOfMemoryAdvice:
         planned, seen = self._latest()
         advice = self._what_to_change(planned, seen, missing_bytes(measured))
         counts = self._plan_counts_on(planned)
-        error.args = (f"{measured} {counts} {advice} No committed step is lost: the next run goes on from it.",)
+        error.args = (f"{measured} {counts} {advice} No committed step is lost; the next run continues from it.",)
 
     def _plan_counts_on(self, planned: PlannedStep | None) -> str:
         if planned is None:
@@ -231,25 +231,25 @@ class OutOfMemoryAdvice:
         named = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts.items() if size)
         return (
             f"The plan counts on {format_bytes(sum(parts.values()))} ({named}) of the "
-            f"{format_bytes(planned.hardware.device.memory_bytes)} that were free when it was made, for batches of "
+            f"{format_bytes(planned.hardware.device.memory_bytes)} that were free at planning, for batches of "
             f"{_shape_text(planned.shape)} tokens."
         )
 
     def _what_to_change(self, planned: PlannedStep | None, seen: StepShape | None, missing: int) -> str:
         smaller = "use a smaller batch size or shorter sequences"
         if planned is None:
-            return f"End what else uses the device, lower gpu_memory, or {smaller}."
+            return f"End other programs on the device, lower gpu_memory, or {smaller}."
         shape = planned.shape
         if seen is not None and seen.batch_size * seen.sequence_length > shape.batch_size * shape.sequence_length:
             lower = self._lower(planned, missing)
-            return f"This batch has {_shape_text(seen)} tokens: give all batches one length, or {lower}{smaller}."
+            return f"This batch has {_shape_text(seen)} tokens; give all batches the same length, or {lower}{smaller}."
         if self._config.activations == "keep":
             return f"Set activations to auto, or {smaller}."
-        what = f"{self._lower(planned, missing)}{smaller}, or end what else uses the device."
+        what = f"{self._lower(planned, missing)}{smaller}, or end other programs on the device."
         return what[0].upper() + what[1:]
 
     def _lower(self, planned: PlannedStep, missing: int) -> str:
-        """Advice to lower `gpu_memory` so far that it may help, if activations are kept on the device."""
+        """Return advice to lower `gpu_memory` by enough to help, if activations are kept on the device."""
         parts = planned.plan.prediction.tier_bytes["gpu"]
         kept = parts["activations"]
         if not kept:
@@ -259,7 +259,7 @@ class OutOfMemoryAdvice:
 
 
 def missing_bytes(message: str) -> int:
-    """Bytes that torch tried to allocate, by its message."""
+    """Return the bytes that torch tried to allocate, from its message."""
     match = _TRIED.search(message)
     return int(float(match["number"]) * UNIT_BYTES[match["unit"].lower()]) if match else 0
 

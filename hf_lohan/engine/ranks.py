@@ -1,4 +1,4 @@
-"""The parts of an engine that depend on the number of ranks. Everything else is the same for one rank and several."""
+"""The parts of an engine that depend on the number of ranks. All other parts are the same for one rank and several."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ from hf_lohan.wording import format_bytes, percent
 logger = logging.getLogger(__name__)
 
 _KEPT_NAME = "kept_weights"
-"""The scratch file of other nodes' weights."""
+"""Name of the scratch file with weights of other nodes."""
 _DIGEST_BYTES = 8
 _YES, _NO = b"yes", b"no"
 _GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 _NUM_MEASURED_STEPS = 3
-"""The coding error is measured in the first steps and logged once."""
+"""Number of steps, from the first on, in which the coding error is measured. It is logged once after them."""
 
 
 class LinkCodecs:
-    """Codecs for what one rank sends to other nodes. Lossy codecs are logged when they are made, their error later."""
+    """Codecs for data that one rank sends to other nodes. Logs a lossy codec when it is made, and its error later."""
 
     def __init__(self, collectives: Collectives, links: Links) -> None:
-        """Called by all ranks together. Raises RanksDisagreeError if their settings differ."""
+        """Make the codecs. All ranks call this together. Raises RanksDisagreeError if their settings differ."""
         self._links = links
         self._num_steps = 0
         self.weights: MeasuredCodec | None = None
         self.changes: CodedTraffic | None = None
-        """For weights, if only the changes of a step are sent."""
+        """Codec for weights, if only the changes of a step are sent."""
         self.gradients: MeasuredCodec | None = None
         if links.ranks.num_ranks > 1:
             _check_equal_settings(collectives, links)
         if links.ranks.num_nodes == 1:
             if collectives != Collectives():
                 logger.info(
-                    "collectives=%s has no effect: all ranks are on one machine, where nothing is rounded",
+                    "collectives=%s has no effect, because all ranks are on one machine, where nothing is rounded",
                     collectives.to_setting(),
                 )
             return
@@ -77,7 +77,7 @@ class LinkCodecs:
                 )
 
     def count_changes(self) -> CodedTraffic:
-        """From now on weights go to other nodes as the changes of a step. Returns the counter of their bytes."""
+        """Send only a step's changes of weights to other nodes from now on. Returns the counter of their bytes."""
         self.changes = CodedTraffic("weights")
         return self.changes
 
@@ -86,7 +86,7 @@ class LinkCodecs:
         return [lane for lane in (self.weights, self.changes, self.gradients) if lane is not None]
 
     def end_step(self) -> None:
-        """Log the error and stop measuring it, after the first steps."""
+        """Log the coding error and stop measuring it after the first steps."""
         self._num_steps += 1
         if self._num_steps != _NUM_MEASURED_STEPS:
             return
@@ -95,7 +95,7 @@ class LinkCodecs:
             if lane.relative_rms is not None and lane.flushed_fraction is not None:
                 logger.info(
                     "rank %d sent %s in %d steps with a relative error of %s (root mean square); %s of the values "
-                    "became zero; %s instead of %s",
+                    "became zero; %s were sent instead of %s",
                     self._links.ranks.rank,
                     lane.name,
                     self._num_steps,
@@ -106,7 +106,7 @@ class LinkCodecs:
                 )
 
     def figures(self) -> dict[str, Any]:
-        """Bytes that this rank has sent to others, by lane; for lanes with a codec, also the uncoded bytes and the
+        """Return the bytes that this rank has sent, by lane. Lanes with a codec also have the uncoded bytes and the
         coding error. Empty for a single rank."""
         if self._links.ranks.num_ranks == 1:
             return {}
@@ -128,13 +128,13 @@ def _check_equal_settings(collectives: Collectives, links: Links) -> None:
     for rank, theirs in enumerate(links.all_gather("the setting collectives", mine.encode())):
         if theirs.decode() != mine:
             raise RanksDisagreeError(
-                f"rank {links.ranks.rank} has collectives={mine}, and rank {rank} {theirs.decode()}; give all ranks "
-                "the same settings"
+                f"rank {links.ranks.rank} has collectives={mine}, and rank {rank} has {theirs.decode()}; give all "
+                "ranks the same settings"
             )
 
 
 def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> None:
-    """Raises RanksDisagreeError for the first weight whose bits differ between ranks. Called by all ranks together."""
+    """Raise RanksDisagreeError for the first weight whose bits differ between ranks. All ranks call this together."""
     if not links.ranks.others:
         return
     named = [(name, weight) for name, weight in weights if weight.device.type != "meta"]
@@ -142,7 +142,7 @@ def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> 
     for rank, of_rank in enumerate(digests):
         if len(of_rank) != len(digests[0]):
             raise RanksDisagreeError(
-                f"rank 0 has {len(digests[0]) // _DIGEST_BYTES} weights and rank {rank} "
+                f"rank 0 has {len(digests[0]) // _DIGEST_BYTES} weights and rank {rank} has "
                 f"{len(of_rank) // _DIGEST_BYTES}; build the same model on all ranks"
             )
         for number, (name, _) in enumerate(named):
@@ -161,18 +161,18 @@ def _digest(weight: Tensor) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Host memory that several ranks need beside the pools of each."""
+    """Host memory that several ranks of a node share, besides the pools of each rank."""
 
     gradients: SharedRegion
-    """The buffers in which gradients arrive, of all ranks of this node."""
+    """The buffers for gradients from other ranks, of all ranks of this node."""
     own_gradients: Tensor
-    """This rank's buffers in it."""
+    """This rank's buffers in `gradients`."""
     weights: SharedRegion
-    """Through it blocks pass to all ranks of this node."""
+    """Memory through which blocks are sent to all ranks of this node."""
 
 
 def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> RankMemory | None:
-    """Called by all ranks together. None for a single rank."""
+    """Open the shared memory of a node's ranks, or return None for a single rank. All ranks call this together."""
     ranks = links.ranks
     if not ranks.others:
         return None
@@ -187,7 +187,7 @@ def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> Ran
 
 
 def open_peer_weights(layout: OffloadLayout, device: Device, store: Store) -> PeerWeightCache | None:
-    """This rank's room for the weights of other nodes, in RAM or on the SSD. None if the collectives that were decided
+    """Open this rank's room for weights of other nodes, in RAM or on the SSD. Returns None if the layout's collectives
     keep no copy of all weights in each node. Raises CapacityError."""
     way = layout.collectives
     if way is None or way.backward == "world":
@@ -199,7 +199,7 @@ def open_peer_weights(layout: OffloadLayout, device: Device, store: Store) -> Pe
 
 
 def agree_on_commits(store: Store, links: Links) -> None:
-    """Bring the store to the newest commit that all ranks hold. From now on it commits together with the others'."""
+    """Restore the newest commit that all ranks have. From then on the stores of all ranks commit together."""
     if links.ranks.others:
         CommitAgreement(links).restore_common_commit(store)
 
@@ -207,8 +207,8 @@ def agree_on_commits(store: Store, links: Links) -> None:
 def agreed_decision(
     agreement: StepAgreement, store: Store, interval: CommitInterval
 ) -> Callable[[CommitInterval, int, float, float], bool]:
-    """`decide_alone` for several ranks. They agreed on this step when the step before ended; here each says what it
-    wants of the next one. ``interval``: decides about the first step."""
+    """Return `decide_alone` for several ranks. The ranks decided on this step at the end of the previous step. In this
+    call each rank proposes what to do with the next step. ``interval`` decides on the first step."""
     first_is_due = store.num_homes > 1 and interval.num_steps == 1
 
     def decide(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:
@@ -222,5 +222,5 @@ def agreed_decision(
 
 
 def all_agree(links: Links, tag: str, wish: bool) -> bool:
-    """Whether all ranks have this wish. Called by all ranks together."""
+    """Return whether ``wish`` is true on all ranks. All ranks call this together."""
     return all(answer == _YES for answer in links.all_gather(tag, _YES if wish else _NO))

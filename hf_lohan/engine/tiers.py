@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Tiers:
-    """What an engine streams through. The engine closes it."""
+    """The store, I/O threads and pools through which an engine streams. The engine closes them."""
 
     device: Device
     io: IoEngine
@@ -29,16 +29,16 @@ class Tiers:
     spill: RecordFiles | None
     staging: BufferPool
     expert_staging: BufferPool
-    """For experts that are loaded one by one."""
+    """Staging buffers for experts that are loaded one by one."""
     states: BufferPool
     gradients: BufferPool
     recall: BufferPool
     shared_ram: HostStack
-    """For swapped activations and held gradients. Allocated with the plan."""
+    """Memory for swapped activations and held gradients. Allocated with the plan."""
     links: Links
-    """To the other ranks. Not closed with the tiers."""
+    """Links to the other ranks, which are not closed with the tiers."""
     codecs: LinkCodecs
-    """For what goes to other nodes."""
+    """Codecs for data that is sent to other nodes."""
     rank_memory: RankMemory | None = None
     """None for a single rank."""
 
@@ -49,17 +49,17 @@ class Tiers:
 
     @property
     def peak_cpu_pool_bytes(self) -> int:
-        """High-water mark over all host pools."""
+        """Largest number of bytes of all host pools that were in use at once."""
         return sum(pool.high_water_bytes for pool in self.pools)
 
     @property
     def store_bytes(self) -> int:
-        """Size of the files that stay after the run."""
+        """Size of the files that remain after the run."""
         return self.store.size_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of the files for spilled gradients and activations, which last as long as the run."""
+        """Size of the files for spilled gradients and activations, which are removed after the run."""
         return self.store.scratch_bytes
 
     def close(self) -> None:
@@ -68,11 +68,11 @@ class Tiers:
 
 
 def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None) -> Tiers:
-    """Allocate the memory and open the model's store, or create it. Its records are zeros, to be loaded. The last
+    """Allocate the memory and open or create the model's store, whose records are zeros until they are loaded. The last
     commit of an earlier run stays until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
     plan, links = layout.plan, links or Links.alone()
     codecs = LinkCodecs(config.collectives, links)
-    assert links.ranks == layout.ranks, "a store is laid out for the ranks that there are"
+    assert links.ranks == layout.ranks, "the layout is for other ranks"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     io = IoEngine(
         num_threads=config.io_threads,
@@ -82,7 +82,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
     )
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     try:
-        with one_rank_at_a_time(links, "the store"):  # they may share parent folders
+        with one_rank_at_a_time(links, "the store"):  # stores may share parent folders
             store = Store.open_or_create(
                 paths,
                 layout.records,
@@ -95,7 +95,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         io.close()
         raise
     try:
-        agree_on_commits(store, links)  # before loaded weights replace a commit
+        agree_on_commits(store, links)  # loaded weights may replace a commit later
         store.clear_records()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
@@ -143,7 +143,7 @@ def _log_tiers(layout: OffloadLayout, tiers: Tiers) -> None:
         )
     logger.info(
         "%s: %d parameters in %d blocks; store %s (durability: %s), and %s for spilled gradients, on %s; host pools %s "
-        "(%d-element chunks); device slots %s; gradients of %d blocks held in RAM, of %d spilled",
+        "(%d-element chunks); device slots %s; gradients of %d blocks held in RAM, and of %d spilled",
         layout.identity.model_class,
         layout.num_parameters,
         len(layout.blocks),

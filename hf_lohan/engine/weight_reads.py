@@ -1,4 +1,4 @@
-"""Weights for operations outside the modules that own them: borrowed for one operation, or gathered to be changed."""
+"""Weights for operations outside their modules, which are borrowed for one operation or gathered to be changed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hf_lohan.model import Block, ParamSlice
 class WeightReads:
     """The `WeightProvider` of an engine's model.
 
-    Within a forward, the block of a parameter comes to its slot as for a module, and the next pass loads it ahead.
-    Elsewhere the weight is copied from the store. In both cases autograd saves a handle, and the gradient goes to the
-    parameter.
+    In a forward, the block of a parameter is loaded to a slot as for a module, and the next pass loads it ahead.
+    Elsewhere the weight is copied from the store. In both cases autograd saves a handle, and the parameter gets the
+    gradient.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WeightReads:
         forward_pass: Callable[[], ForwardPass],
         saving: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
-        """``forward_pass`` returns the one in progress; ``saving`` returns hooks for tensors that autograd saves."""
+        """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves."""
         self.moved_gradients = parts.ring.moved_gradients
         self._parts = parts
         self._pass = model_pass
@@ -47,7 +47,7 @@ class WeightReads:
         self._forward_pass = forward_pass
         self._saving = saving
         self._place: dict[nn.Parameter, tuple[Block, ParamSlice]] = {}
-        """Of those that lie in several blocks, the first."""
+        """The block and slice of each parameter. A parameter in several blocks has the first of them."""
         for block in blocks:
             for part in block.slices:
                 self._place.setdefault(part.parameter, (block, part))
@@ -75,8 +75,7 @@ class WeightReads:
                 forward_pass.enter_backward()
             elif self._pass.is_running and not forward_pass.is_here:
                 raise RuntimeError(
-                    "weights were read by another thread while the model runs; read them on the thread that trains, "
-                    "between steps"
+                    "another thread read weights while the model runs; read them between steps, on the training thread"
                 )
             if torch.is_grad_enabled() and not (is_in_backward or forward_pass.is_saving):
                 stack.enter_context(self._saving())
@@ -84,8 +83,8 @@ class WeightReads:
                 block, part = self._place[parameter]
                 if not part.is_whole and parameter.requires_grad and torch.is_grad_enabled() and not is_in_backward:
                     raise RuntimeError(
-                        f"{part.name} was read with gradients on by an operation that is not its experts' own, and its "
-                        "experts stream one by one; read it under torch.no_grad(), or set experts: with_layer"
+                        f"{part.name} was read outside its module's forward with gradients enabled, which experts that "
+                        "stream one by one do not support; read it in torch.no_grad(), or set experts: with_layer"
                     )
                 if block in borrowed.blocks and part.is_whole:
                     borrowed.add_weight(parameter, forward_pass.weight(part))
@@ -99,7 +98,7 @@ class WeightReads:
             yield borrowed
 
     def _copy(self, block: Block, part: ParamSlice) -> Tensor:
-        """A copy of a parameter as the last step left it."""
+        """Return a copy of a parameter after the last step."""
         if self._pass.phase is PassPhase.IDLE:
             self._pass.recover()
         self._parts.step.refuse_new_weight(part)
@@ -137,7 +136,7 @@ class _OperationWeights:
 
         def copy_view(leaf: Any) -> Any:
             if isinstance(leaf, np.ndarray):
-                return leaf.copy()  # it may be an array over a slot
+                return leaf.copy()  # the array's memory may be a slot
             if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or storage_id(leaf) not in slots:
                 return leaf
             return leaf.clone()
@@ -146,7 +145,7 @@ class _OperationWeights:
 
 
 class _Copied(torch.autograd.Function):
-    """A parameter's weights, in memory of their own."""
+    """Returns ``copy`` in place of a parameter, and passes its gradient to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
@@ -158,7 +157,7 @@ class _Copied(torch.autograd.Function):
 
 
 class Gathering:
-    """Lets ordinary code change weights that live in a store, a few parameters at a time."""
+    """Lets ordinary code change weights in a store, a few parameters at a time."""
 
     def __init__(
         self,
@@ -177,11 +176,11 @@ class Gathering:
 
     @contextlib.contextmanager
     def gather_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Within this context, these are ordinary parameters on the compute device, not counted in `gpu_memory`.
+        """Make these ordinary parameters on the compute device within this context. `gpu_memory` does not count them.
 
-        Changed parameters are stored at its end; bfloat16 weights are then their own float32 masters. An exception
-        leaves the store as it was. Raises RuntimeError within a forward or backward, and where the model
-        runs meanwhile.
+        Changed parameters are stored at the end of the context, and bfloat16 weights become their own float32 masters.
+        An exception leaves the store unchanged. Raises RuntimeError in a forward or backward, and if the model runs in
+        the context.
         """
         self._parts.lifetime.check()
         if self._pass.is_running:
@@ -216,13 +215,13 @@ class Gathering:
         _, part = self._place[parameter]
         if isinstance(parameter, AbsentParameter):
             raise RuntimeError(
-                f"the model ran while {part.name} was gathered, so its changes are lost; run the model after the "
-                "gathering"
+                f"the model ran while {part.name} was gathered, so its changes are lost; run the model after the end "
+                "of gathered_parameters"
             )
         weights = parameter.data
         if weights.shape != part.shape:
             raise ValueError(
-                f"{part.name} was given the shape {tuple(weights.shape)}, the store holds {tuple(part.shape)}; resize "
+                f"{part.name} now has shape {tuple(weights.shape)}, and the store has {tuple(part.shape)}; resize it "
                 "before the model is offloaded"
             )
         return _hash_of(weights.cpu()) != before

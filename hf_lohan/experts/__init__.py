@@ -1,13 +1,13 @@
-"""Experts that are brought one by one: the operation that a model calls in place of its experts.
+"""Experts that are loaded one by one, by an operation that a model calls instead of its experts.
 
-`streamed` defines the operation, which autograd and the layers see as one opaque call. It brings each expert with
-tokens, once in forward and once in backward, computes with it, and sends its gradient away before the next one comes.
-`routing` tells the host how many rows go to which expert.
+`streamed` defines the operation, which autograd and the layers see as one opaque call. The operation loads each expert
+with tokens once in forward and once in backward, computes with it, and sends its gradient before the next expert is
+loaded. `routing` counts how many rows each expert gets.
 
-Experts have their own loader (`expert_loader`) with its own thread, because which ones are needed is known only after
-the router. `expert_schedule` says which expert is needed next, for sure or as a hint; `next_expert` chooses the slot.
-For few tokens, `next_router` predicts the next layer's experts. Generation may use an `expert_cache` in RAM, whose
-policy (`cache_policies`) decides what it keeps.
+Experts have their own loader and thread (`expert_loader`), because the needed experts are known only after the router
+ran. `expert_schedule` returns the expert to load next, which is certain or predicted, and `next_expert` chooses the
+slot. For few tokens, `next_router` predicts the next layer's experts. Generation may use an `expert_cache` in RAM,
+whose policy (`cache_policies`) decides which experts it keeps.
 """
 
 from hf_lohan.experts.cache_policies import make_policy

@@ -1,7 +1,7 @@
-"""Which experts a cache in RAM keeps while a model generates, and which one makes room for another.
+"""Policies that decide which experts a cache in RAM keeps during generation, and which expert is replaced.
 
-With as many tokens as training has, all experts are used in turn, and a fixed set of copies serves as well as any
-policy. Generation uses some experts much more often than others.
+Generation uses some experts much more often than others. In training, the many tokens use all experts in turn, so that
+a fixed set of copies is as good as any policy.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ PolicyName = Literal["auto", "lru"]
 
 
 class CacheUse(NamedTuple, Generic[Expert]):
-    """The outcome of one use."""
+    """The result of one use of an expert."""
 
     is_hit: bool
     is_kept: bool
     """Whether the expert is in the cache after this use."""
     victim: Expert | None = None
-    """The expert that made room for it."""
+    """The expert that was replaced."""
 
 
 class CachePolicy(ABC, Generic[Expert]):
-    """Knows which experts are in a cache of `capacity` entries. A use takes logarithmic time at most."""
+    """Decides which experts are in a cache of `capacity` entries. A use takes at most logarithmic time."""
 
     def __init__(self, capacity: int) -> None:
         """Raises ValueError if ``capacity`` is 0."""
         if capacity < 1:
-            raise ValueError(f"a cache of {capacity} places keeps nothing: give it at least one, or have none")
+            raise ValueError(f"a cache needs at least one entry, and this one has {capacity}; run without a cache")
         self.capacity = capacity
 
     def use(self, expert: Expert) -> CacheUse[Expert]:
-        """Count a use, and decide whether the expert is kept from now on."""
+        """Count a use, and decide whether the cache keeps the expert."""
         is_hit = expert in self
         self._count_use(expert, is_hit=is_hit)
         if is_hit:
@@ -54,7 +54,7 @@ class CachePolicy(ABC, Generic[Expert]):
         return CacheUse(is_hit=False, is_kept=True, victim=victim)
 
     def end_pass(self) -> None:
-        """All layers have run."""
+        """End a pass, after all layers have run."""
 
     @abstractmethod
     def __contains__(self, expert: Expert) -> bool: ...
@@ -64,21 +64,21 @@ class CachePolicy(ABC, Generic[Expert]):
 
     @abstractmethod
     def remove(self, expert: Expert) -> None:
-        """The expert is not in the cache any more."""
+        """Remove an expert from the cache."""
 
     @abstractmethod
     def _count_use(self, expert: Expert, *, is_hit: bool) -> None: ...
 
     @abstractmethod
     def _choose_victim(self, expert: Expert) -> Expert | None:
-        """The expert that makes room for ``expert``. None if ``expert`` is not worth it."""
+        """Return the expert that ``expert`` replaces, or None if ``expert`` is not worth keeping."""
 
     @abstractmethod
     def _keep(self, expert: Expert) -> None: ...
 
 
 class LeastRecentlyUsed(CachePolicy[Expert]):
-    """Replaces the expert whose last use is the oldest."""
+    """Replaces the least recently used expert."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -105,10 +105,10 @@ class LeastRecentlyUsed(CachePolicy[Expert]):
 
 
 class FrequencyWithAdmission(CachePolicy[Expert]):
-    """Counts the uses of all experts, also of those that are not kept. Replaces the one with the lowest count, and only
-    by one with a higher count, so that a single use replaces nothing.
+    """Counts the uses of all experts, including those that are not in the cache. An expert replaces the expert with the
+    lowest count if its own count is higher, so that a single use replaces nothing.
 
-    Every 4 passes all counts are multiplied by 0.9. Instead of all counts, the weight of later uses is changed.
+    Counts decay by a factor of 0.9 every 4 passes. This is implemented by a growing weight of later uses.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -117,7 +117,7 @@ class FrequencyWithAdmission(CachePolicy[Expert]):
         self._weight = 1.0
         self._num_passes = 0
         self._heap: list[tuple[float, int, Expert]] = []
-        """(count, entry number, expert) of kept experts, the lowest first. Counts may have grown since."""
+        """(count, entry number, expert) of kept experts, the lowest count first. Actual counts may be higher."""
         self._entry_of: dict[Expert, int] = {}
         self._num_entries = 0
 
@@ -161,7 +161,7 @@ class FrequencyWithAdmission(CachePolicy[Expert]):
     def _least_used(self) -> Expert | None:
         while self._heap:
             count, entry, expert = self._heap[0]
-            if self._entry_of.get(expert) != entry:  # removed, or entered again
+            if self._entry_of.get(expert) != entry:  # the expert was removed, or added again
                 heapq.heappop(self._heap)
             elif count != self._counts[expert]:
                 heapq.heappop(self._heap)
@@ -172,5 +172,5 @@ class FrequencyWithAdmission(CachePolicy[Expert]):
 
 
 def make_policy(name: PolicyName, capacity: int) -> CachePolicy[Hashable]:
-    """``auto`` counts uses, with admission; ``lru`` keeps what was used last."""
+    """Make the policy ``auto``, which counts uses, or ``lru``, which keeps the last used experts."""
     return FrequencyWithAdmission(capacity) if name == "auto" else LeastRecentlyUsed(capacity)

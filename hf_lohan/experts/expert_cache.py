@@ -1,4 +1,4 @@
-"""A cache of experts in RAM for a model that generates, besides the slots on the device."""
+"""A cache of experts in RAM for generation, in addition to the slots on the device."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class _Entry:
 
     memory: Tensor
     version: int = 0
-    """Of the block in `memory`."""
+    """Version of the block in `memory`."""
     copied: Event | None = None
-    """Reached when no copy reads `memory` any more."""
+    """Event after the last copy from `memory`."""
 
 
 class ExpertCache:
-    """A `WeightSource` whose policy decides which experts have a copy in RAM. Cached experts are copied to the slot
-    from RAM, others are read: into the cache first if they are to be kept.
+    """A `WeightSource` whose policy decides which experts have a copy in RAM. A cached expert is copied to its slot.
+    Any other expert is read, to the cache first if the policy keeps it.
 
-    For the policy, a load is a use: an expert that stays in a slot needs no copy in RAM. One thread loads; other
+    The policy counts loads, because an expert that stays in a slot needs no copy in RAM. One thread loads. Other
     threads may call `has` and `end_pass`.
     """
 
@@ -42,8 +42,8 @@ class ExpertCache:
         entry_bytes: int,
         version_of: Callable[[Block], int],
     ) -> None:
-        """Allocates `policy.capacity` entries of ``entry_bytes``, which is a multiple of the page size and not smaller
-        than the largest expert. ``version_of``: see `SlotRing.version_of`."""
+        """Allocate `policy.capacity` entries of ``entry_bytes``, which is a multiple of the page size and not less than
+        the size of the largest expert. ``version_of`` is `SlotRing.version_of`."""
         self._device = device
         self._source = source
         self._policy = policy
@@ -54,13 +54,13 @@ class ExpertCache:
         self._lock = Lock()
 
     def has(self, block: Block) -> bool:
-        """Whether the block's current weights are in the cache."""
+        """Return whether the block's current weights are in the cache."""
         with self._lock:
             entry = self._entries.get(block)
             return entry is not None and entry.version == self._version_of(block)
 
     def end_pass(self) -> None:
-        """All layers have run."""
+        """End a pass, after all layers have run."""
         with self._lock:
             self._policy.end_pass()
 
@@ -68,7 +68,7 @@ class ExpertCache:
         self._source.finish_loads()
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
-        """Blocks of which updates still have a part do not go through the cache."""
+        """Begin a load. A block that running updates have not written completely does not go through the cache."""
         delivery = self._source.deliver(block, slot)
         if list(delivery.ranges_to_read()) != [(0, block.numel)]:
             with self._lock:
@@ -96,7 +96,7 @@ class ExpertCache:
         delivery.set_listener(listener)
 
     def _use(self, block: Block) -> tuple[_Entry | None, bool]:
-        """The block's entry, if it has one or gets one, and whether the block is in it."""
+        """Return the block's entry, which may be new or None, and whether the entry has the block's weights."""
         version = self._version_of(block)
         with self._lock:
             entry = self._entries.get(block)

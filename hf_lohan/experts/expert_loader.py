@@ -1,4 +1,4 @@
-"""Loads experts one by one, on a thread beside the one that loads layers."""
+"""Loads experts one by one, on another thread than the loader of layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_lohan.weights import BlockLoader, LocalLoader, Slot, SlotRing, WeightSou
 
 
 class ExpertLoader(LocalLoader):
-    """Brings experts to slots of the class EXPERT, in the order of an `ExpertSchedule`, on a thread of its own.
+    """Loads experts to slots of the class EXPERT, in the order of an `ExpertSchedule`, on its own thread.
 
     Several blocks may be in use at once. A caller that pins all slots must not acquire another block.
     """
@@ -29,9 +29,9 @@ class ExpertLoader(LocalLoader):
         is_in_ram: Callable[[Block], bool] = lambda block: False,
         on_pass_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``layers``: the experts of each layer, in forward order. Only the loading thread uses ``source``.
-        ``is_in_ram``: whether a block has a copy in RAM, for the figures. ``on_pass_end`` is called on the computing
-        thread."""
+        """``layers`` are the experts of each layer, in forward order. Only the loading thread uses ``source``.
+        ``is_in_ram`` returns whether a block has a copy in RAM, for the figures. The computing thread calls
+        ``on_pass_end``."""
         self._on_pass_end = on_pass_end
         self._experts = ExpertSchedule(layers)
         self._next_expert = NextExpert(self._experts, ring, is_in_ram)
@@ -39,7 +39,7 @@ class ExpertLoader(LocalLoader):
             ring, source, self._experts, self._next_expert, overlaps_loads=True, thread_name="lohan-experts"
         )
         self._arrived: deque[Block] = deque()
-        """Blocks that the running call has not used yet, in the order of arrival."""
+        """Loaded blocks that the running call has not used yet, in the order of arrival."""
         self._lane_name = ""
         self._num_tokens = [[0] * len(experts) for experts in layers]
         self._start()
@@ -58,7 +58,7 @@ class ExpertLoader(LocalLoader):
 
     @contextmanager
     def together(self, num_micro_batches: int) -> Iterator[None]:
-        """In training passes that begin within this context, this many micro-batches pass each layer together."""
+        """Expect this many micro-batches together in each layer, in training passes that begin within this context."""
         with self._ring.lock:
             self._experts.expect_together(num_micro_batches)
         try:
@@ -68,7 +68,7 @@ class ExpertLoader(LocalLoader):
                 self._experts.expect_together(1)
 
     def route(self, layer: int, experts: Sequence[int] | None, *, num_rows: int, call: Call) -> None:
-        """A call of the layer's experts begins (`ExpertSchedule.route`). `acquire_any` then returns them one by one."""
+        """Begin a call of the layer's experts (`ExpertSchedule.route`). `acquire_any` then returns them one by one."""
         with self._ring.lock:
             self._experts.route(layer, experts, num_rows=num_rows, call=call)
             needed = self._experts.left
@@ -79,23 +79,23 @@ class ExpertLoader(LocalLoader):
             self._order_loads()
 
     def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """A forward of the layer sent this many tokens to each of these experts."""
+        """Note how many tokens a forward of the layer sent to each of these experts."""
         for expert, number in zip(experts, num_tokens, strict=True):
             self._num_tokens[layer][expert] += number
 
     def routing(self) -> list[tuple[Block, list[int]]]:
-        """For each layer: its first expert, and how many tokens went to each expert so far."""
+        """Return each layer's first expert, and the number of tokens of each expert so far."""
         return [(self._experts.experts_of(layer)[0], list(of)) for layer, of in enumerate(self._num_tokens)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """Predict the layer's experts (`ExpertSchedule.hint`). A wrong prediction only costs loads."""
+        """Predict the layer's experts (`ExpertSchedule.hint`). A wrong prediction causes only needless loads."""
         with self._ring.lock:
             self._experts.hint(layer, experts)
             self._next_expert.note_layer(layer)
             self._order_loads()
 
     def acquire_any(self) -> tuple[Block, Slot]:
-        """Pin an expert that the running call has not used yet: the first that is present, or the next that arrives.
+        """Pin an expert that the running call has not used yet, which is the first present one or the next to arrive.
         Compute enqueued from now on may use the slot. Each expert is returned once. `SlotRing.unpin` releases it."""
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=self._lane_name), self._ring.lock:
@@ -109,7 +109,7 @@ class ExpertLoader(LocalLoader):
 
     def _has_arrived(self) -> bool:
         while self._arrived and not self._is_wanted(self._arrived[0]):
-            self._arrived.popleft()  # overwritten by an urgent load; it comes again
+            self._arrived.popleft()  # an urgent load has overwritten it, so it is loaded again
         return bool(self._arrived)
 
     def _is_wanted(self, block: Block) -> bool:
@@ -126,7 +126,7 @@ class ExpertLoader(LocalLoader):
 
 
 class LayerAndExpertLoaders:
-    """Tells both loaders when passes begin and end. Experts are acquired from their own loader."""
+    """Begins and ends passes of both loaders. Experts are acquired from their own loader."""
 
     def __init__(self, layers: BlockLoader, experts: ExpertLoader) -> None:
         self._layers = layers

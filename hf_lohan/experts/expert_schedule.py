@@ -1,17 +1,17 @@
-"""Which expert is needed next, as far as that can be known: for sure from the routing, before that by a hint.
+"""The order in which experts are loaded. Routing says which experts are needed. Before the routing, hints predict them.
 
-A pass is a row of *visits*: each layer with experts once in forward order, then, in training, once backwards. What a
-visit needs is known in three ways, best first.
+A pass is a sequence of *visits*, one for each layer with experts in forward order, and in training also one for each in
+backward order. The experts of a visit are known in one of three ways. The first that applies is used:
 
-* *It was routed.* The forward's experts are told as soon as their router has spoken. The backward has the forward's
-  routing, all of it before it begins.
-* *All of them.* Where an expert gets `ALL_ROWS` rows on average, none is left out, and nobody waits for the router.
-* *Hints*: the experts that the passes before used most, or what the layer's router said of the rows of the layer
-  before, whichever was right more often. Behind a pass without gradients another one is expected, as where a model
-  generates: its first experts come while the last layers and the head compute.
+* *Routing*. The forward's experts are known as soon as the router has run. The backward uses the forward's routing, so
+  all its experts are known when it begins.
+* *All experts*. If the experts get at least `ALL_ROWS` rows on average, all are expected before the router has run.
+* *Hints*. These are the experts that earlier passes used most, or those that the layer's router chooses for the rows of
+  the previous layer, whichever was right more often. After a pass without gradients, as in generation, another one is
+  expected. Its first experts are loaded while the last layers and the head compute.
 
-Loads follow in the order of visits. A slot is given up whose block is needed in the last of them. Nothing here looks at
-more blocks than those of one layer at a time, whatever the model has.
+Experts are loaded in the order of visits. The slot whose block is needed last is overwritten first. Each operation here
+looks at the blocks of only one layer, so its time does not depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hf_lohan.model import Block
 from hf_lohan.weights.schedule import NEVER, PassSchedule, PassState
 
 ALL_ROWS = 8
-"""With at least this many rows per expert on average, all experts are expected: P(no row) is 1/3000."""
+"""From this many rows per expert on average, all experts are expected. The probability of no row is 1/3000."""
 
 ExpertNumbers: TypeAlias = "dict[int, None] | range"
-"""Numbers of experts, in an order, that are quickly looked up."""
+"""Ordered numbers of experts with a fast lookup."""
 
 
 _NOT_EXPECTED = NEVER // 2
 _DECAY = 0.9**0.25
-"""What a use counts for one pass later: nine tenths after four passes."""
+"""Factor by which a use loses weight in each later pass, which is 0.9 over four passes."""
 _TRUSTED_FROM = 0.5
 _RANK_STEPS = 16
-"""Ranks distinguish counts that differ by a factor of 2 ** (1 / 16)."""
+"""Number of ranks for each factor of 2 between counts."""
 
 
 class Call(enum.Enum):
@@ -46,13 +46,13 @@ class Call(enum.Enum):
 
     FORWARD = enum.auto()
     AGAIN = enum.auto()
-    """Recomputation of the forward, for the backward that comes next."""
+    """A recomputation of the forward, just before its backward."""
     BACKWARD = enum.auto()
 
 
 class Frequencies:
     """How often passes of one kind used each expert of one layer. Recent passes count most. Counts are logarithms, so
-    that those of unused experts need no update."""
+    that the counts of unused experts need no update."""
 
     def __init__(self) -> None:
         self._log_counts: dict[int, float] = {}
@@ -61,7 +61,7 @@ class Frequencies:
         self._most_used: dict[int, None] | None = None
 
     def note_uses(self, experts: Iterable[int], *, begins_pass: bool) -> None:
-        """A pass used these experts. Others of the same pass may follow."""
+        """Count uses of these experts. The same pass may use others later."""
         if begins_pass:
             self._log_weight -= math.log2(_DECAY)
             self._last = set()
@@ -74,7 +74,7 @@ class Frequencies:
 
     @property
     def most_used(self) -> dict[int, None]:
-        """As many experts as the last pass used, the most used first."""
+        """The most used experts, the most used first. The last pass used the same number of experts."""
         if self._most_used is None:
             counts = self._log_counts
             most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
@@ -82,14 +82,14 @@ class Frequencies:
         return self._most_used
 
     def rank(self, expert: int) -> int:
-        """Higher for experts that were used more often, comparable over layers. -1 if never used."""
+        """Return a number that is higher for experts with more uses, comparable between layers. -1 means no use."""
         count = self._log_counts.get(expert)
         return -1 if count is None else round(_RANK_STEPS * count)
 
 
 class Trust:
-    """Which prediction of a layer's experts was right more often: past use, or its router asked beforehand. Recent
-    passes count most."""
+    """Which prediction of a layer's experts was right more often: past use, or the router of the layer run in advance.
+    Recent passes count most."""
 
     def __init__(self) -> None:
         self._right_by_habit = 0.0
@@ -97,15 +97,15 @@ class Trust:
         self._weight = 0.0
 
     def note_pass(self, used: Collection[int], *, by_habit: Collection[int], by_router: Collection[int]) -> None:
-        """A pass used the experts ``used``. Past use had predicted ``by_habit``, the router ``by_router``."""
+        """Compare the experts ``used`` by a pass with the predictions of past use and of the router."""
         self._weight = _DECAY * self._weight + 1
         self._right_by_habit += (_overlap(used, by_habit) - self._right_by_habit) / self._weight
         self._right_by_router += (_overlap(used, by_router) - self._right_by_router) / self._weight
 
     @property
     def is_in_router(self) -> bool:
-        """Experts of past use are mostly in slots. The router's are worth loading if most of them are right. True until
-        that is known."""
+        """Whether to load the experts that the router predicts, which is worth it if most are right. True until known.
+        The experts of past use are mostly in slots."""
         return not self._weight or self._right_by_router > max(self._right_by_habit, _TRUSTED_FROM)
 
 
@@ -117,15 +117,15 @@ class DueExpert(NamedTuple):
     """The expert to load next."""
 
     place: int
-    """See `ExpertSchedule.next_use`."""
+    """The place that needs the expert (`ExpertSchedule.next_use`)."""
     block: Block
     is_sure: bool
-    """Whether it is needed for sure, not a hint."""
+    """Whether the expert is certainly needed and not a hint."""
 
 
 @dataclass
 class _Habits:
-    """The experts that passes of one kind used so far."""
+    """The experts that passes of one kind have used so far."""
 
     frequencies: list[Frequencies]
     trust: list[Trust]
@@ -138,7 +138,7 @@ class _Scan:
 
     experts: list[int]
     num_left: int = 0
-    """The first so many belong to the running call, and are loaded before all others."""
+    """Number of first experts that belong to the running call, and are loaded before all others."""
     index: int = 0
 
 
@@ -148,30 +148,30 @@ class _Pass(PassState):
     use_all: bool
     num_together: int = 1
     visit: int = 0
-    """The current visit, or, before the first call, the next one."""
+    """The current visit, or the first visit before the first call."""
     call: Call | None = None
     num_calls: int = 0
-    """Calls of this kind in this visit so far."""
+    """Number of calls of this kind in this visit so far."""
     left: dict[int, None] = field(default_factory=dict)
     """Experts that the running call has not used yet."""
     hints: dict[int, dict[int, None]] = field(default_factory=dict)
-    """By layer: what its router predicted."""
+    """The experts that each layer's router predicted."""
     routed: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By layer whose routing is known: how many calls of the backward will use each expert."""
+    """Number of backward calls that will use each expert, by layer with known routing."""
     scans: dict[int, _Scan] = field(default_factory=dict)
     again: list[int] = field(default_factory=list)
-    """A heap of visits to be considered again."""
+    """A heap of visits to consider again."""
     ahead: int = 0
-    """Visits from here on have not been considered."""
+    """The first visit that has not been considered."""
 
 
 class ExpertSchedule(PassSchedule[_Pass]):
-    """What a pass needs next of the experts, and what to load next."""
+    """The experts that a pass needs next, and the order of their loads."""
 
     carries_on = True
 
     def __init__(self, layers: Sequence[Sequence[Block]]) -> None:
-        """``layers``: in forward order, the blocks of each by expert number."""
+        """``layers`` are in forward order. Each has its blocks by expert number."""
         super().__init__()
         self._layers = [tuple(experts) for experts in layers]
         self._at = {
@@ -191,7 +191,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
         self._pass.num_together = self._num_together if is_training else 1
 
     def expect_together(self, num_micro_batches: int) -> None:
-        """In training passes that begin from now on, this many micro-batches pass each layer together."""
+        """Expect this many micro-batches together in each layer, in training passes that begin from now on."""
         self._num_together = num_micro_batches
 
     def _expect_pass(self, *, is_training: bool) -> _Pass:
@@ -208,9 +208,9 @@ class ExpertSchedule(PassSchedule[_Pass]):
     # Calls, reported by the computing thread.
 
     def route(self, layer: int, experts: Sequence[int] | None, *, num_rows: int, call: Call) -> None:
-        """A call of the layer begins. ``experts``: the experts that it needs, in the order in which to load them; None:
-        all. ``num_rows``: over all experts. Other predictions for this visit are dropped."""
-        if self._pass is None:  # somebody calls the layer by itself
+        """Begin a call of the layer. ``experts`` are the experts that it needs, in the order of loading; None is all of
+        them. ``num_rows`` is the sum over all experts. Earlier predictions for this visit are dropped."""
+        if self._pass is None:  # the layer was called outside its model
             self.begin_pass(is_training=call is not Call.FORWARD)
         now = self._pass
         assert now is not None
@@ -243,15 +243,14 @@ class ExpertSchedule(PassSchedule[_Pass]):
         habits.frequencies[layer].note_uses(used, begins_pass=is_first)
 
     def _follow_rows(self, now: _Pass, *, use_all: bool) -> None:
-        """The number of rows decides what is expected of later layers. The first call of a pass knows it."""
+        """Expect experts of later layers by the number of rows, which the first call of a pass knows."""
         if use_all != now.use_all:
             now.use_all = use_all
             self.look_anew()
             self.version += 1
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """The layer's next forward will probably use these experts, the most probable first, and those of earlier
-        hints."""
+        """Add experts that the layer's next forward will probably use, the most probable first."""
         now = self._pass
         if now is None or now.use_all or layer < now.visit or layer in now.routed:
             return
@@ -261,7 +260,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
             heapq.heappush(now.again, layer)
 
     def use(self, block: Block) -> None:
-        """The running call computes with the block, and does not need it again."""
+        """Note that the running call computes with the block, and does not need it again."""
         now = self._pass
         layer, expert = self._at[block]
         if now is None or layer != self._layer_at(now, now.visit):
@@ -274,10 +273,10 @@ class ExpertSchedule(PassSchedule[_Pass]):
                 del counts[expert]
 
     def use_for_operation(self, block: Block) -> None:
-        """A single operation reads weights of the block. Nothing is predicted from that."""
+        """Note that a single operation reads weights of the block. This changes no prediction."""
 
     def note_displaced(self, block: Block) -> None:
-        """The block was overwritten. If a visit of this pass needs it, it is loaded again."""
+        """Note that the block was overwritten. It is loaded again if a visit of this pass needs it."""
         visit, now = self.next_use(block) // 2, self._pass
         if now is None or visit >= 2 * len(self._layers):
             return
@@ -291,7 +290,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
             heapq.heappush(now.again, visit)
 
     def look_anew(self) -> None:
-        """Slots were emptied: consider all visits again."""
+        """Consider all visits again, because slots were emptied."""
         now = self._pass
         if now is not None:
             now.ahead = now.visit
@@ -314,19 +313,19 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return [blocks[expert] for expert in self._pass.left]
 
     def is_left(self, block: Block) -> bool:
-        """Whether the running call still needs the block."""
+        """Return whether the running call still needs the block."""
         layer, expert = self._at[block]
         now = self._pass
         return now is not None and layer == self._layer_at(now, now.visit) and expert in now.left
 
     def experts_of(self, layer: int) -> tuple[Block, ...]:
-        """The layer's experts, by number."""
+        """Return the layer's experts in the order of their numbers."""
         return self._layers[layer]
 
     def next_use(self, block: Block) -> int:
-        """The place that needs the block next: twice the number of the visit, plus one if only a later call of the
-        current visit needs it. The next pass's visits follow this one's. Blocks that no visit is expected to need come
-        after all of them, rarely used ones last. `NEVER` without a pass."""
+        """Return the place that needs the block next, which is twice the number of the visit, plus one if only a later
+        call of the current visit needs it. The next pass's visits are numbered after those of this pass. Blocks that no
+        visit is expected to need have later places, and rarely used blocks have the last. `NEVER` without a pass."""
         now = self._pass
         if now is None:
             return NEVER
@@ -341,8 +340,8 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return _NOT_EXPECTED - now.habits.frequencies[layer].rank(expert)
 
     def next_load(self, is_here: Callable[[Block], bool]) -> DueExpert | None:
-        """The first missing block of the visits to come; None if there is none. After a training pass nothing is loaded
-        before the next one is foreseen, because its weights do not exist yet."""
+        """Return the first missing block of the coming visits, or None. After a training pass nothing is loaded before
+        the next pass is foreseen, because its weights do not exist yet."""
         now = self._pass
         if now is None:
             return None
@@ -377,8 +376,8 @@ class ExpertSchedule(PassSchedule[_Pass]):
     # Visits.
 
     def _scan(self, now: _Pass, visit: int) -> _Scan:
-        """The experts of a visit in the order of loading. In backward: the last ones first, as the forward used them
-        last."""
+        """Return the experts of a visit in the order of loading. A backward loads them in the reverse order of the
+        forward, because the last ones may still be in slots."""
         layer = self._layer_at(now, visit)
         left = now.left if visit == now.visit and now.call is not None else {}
         if visit < len(self._layers):
@@ -390,13 +389,13 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return _Scan([*left, *(expert for expert in rest if expert not in left)], num_left=len(left))
 
     def _is_needed(self, now: _Pass, visit: int, expert: int) -> bool:
-        """Whether a visit that has not ended needs the expert."""
+        """Return whether a visit that has not ended needs the expert."""
         layer = self._layer_at(now, visit)
         is_under_way = visit == now.visit and now.call is not None
         if is_under_way and expert in now.left:
             return True
         if visit < len(self._layers):
-            # It is not known what later micro-batches need of this layer.
+            # The needs of later micro-batches are not known, so the expected experts count.
             return (not is_under_way or now.num_calls < now.num_together) and expert in self._expected(now, layer)
         if not now.is_training:
             return expert in self._by_habit(now, layer)
@@ -405,7 +404,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return now.visit < len(self._layers) and expert in self._expected(now, layer)
 
     def _expected(self, now: _Pass, layer: int) -> ExpertNumbers:
-        """The experts that a forward is expected to use before it is routed."""
+        """Return the experts that a forward is expected to use before it is routed."""
         hints = now.hints.get(layer) if now.habits.trust[layer].is_in_router else None
         return self._by_habit(now, layer) if hints is None or now.use_all else hints
 
@@ -422,7 +421,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
         return self._backward_visit(visit) if now.is_training else visit - len(self._layers)
 
     def _backward_visit(self, layer: int) -> int:
-        """The backward visit of a layer; also the layer of a backward visit."""
+        """Return the backward visit of a layer, or the layer of a backward visit."""
         return 2 * len(self._layers) - 1 - layer
 
     def _num_visits(self, now: _Pass) -> int:

@@ -1,4 +1,4 @@
-"""Chooses the next expert to load, and the slot that it overwrites."""
+"""Chooses the next expert to load and the slot that it overwrites."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hf_lohan.weights.schedule import NEVER
 
 _EMPTY = NEVER + 1
 _MOST_HINTS = 2
-"""Hints being loaded at a time: one is read while the other is verified and copied."""
+"""Maximum number of hints that are loaded at once. One is read while the other is verified and copied."""
 
 
 @dataclass
 class ExpertFigures:
-    """Counts of the experts that calls needed, and of where they were."""
+    """Counts of the experts that calls needed, by where they were."""
 
     num_used: int = 0
-    """Experts that calls computed with, summed over calls."""
+    """Number of experts in all calls."""
     num_here: int = 0
-    """Used experts that were in a slot, or being loaded, when their call began."""
+    """Number of these that were in a slot, or being loaded, when their call began."""
     num_loads: int = 0
     num_from_ram: int = 0
-    """Loads from a copy in RAM."""
+    """Number of loads from a copy in RAM."""
     loaded_bytes: int = 0
     wrong_bytes: int = 0
-    """Bytes of loads ahead that were overwritten before they were used."""
+    """Bytes of experts that were loaded ahead and overwritten before any use."""
 
 
 class FarthestUse:
-    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). A changed next use is noted with
-    `note_next_use`. Blocks that were expected at a past place are found without that."""
+    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). Call `note_next_use` after a next
+    use has changed, but not for blocks that were expected at a place that has passed."""
 
     def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
         self._slots = tuple(slots)
@@ -43,14 +43,14 @@ class FarthestUse:
         self._at: dict[int, dict[Slot, None]] = {}
         self._place_of: dict[Slot, int] = {}
         self._places: list[int] = []
-        """A heap of negated places, the last one first. Some may have no slots any more."""
+        """A heap of negated places, the last place first. Some places may no longer have slots."""
         self._busy: set[Slot] = set()
-        """Slots that could not be overwritten at the last look."""
+        """Slots that could not be overwritten when they were last tried."""
         self._place = 0
         self.rebuild(0)
 
     def rebuild(self, place: int) -> None:
-        """All next uses may have changed. ``place`` is the current place."""
+        """Compute all next uses again. ``place`` is the current place."""
         self._at.clear()
         self._place_of.clear()
         self._places.clear()
@@ -60,7 +60,7 @@ class FarthestUse:
             self.note_next_use(slot)
 
     def advance(self, place: int) -> None:
-        """``place`` is the current place: earlier ones need nothing any more."""
+        """Set the current place. Earlier places need no more blocks."""
         if place < self._place:
             self.rebuild(place)
             return
@@ -71,7 +71,7 @@ class FarthestUse:
         self._place = place
 
     def note_next_use(self, slot: Slot) -> None:
-        """The slot has a new block, or its block a new next use."""
+        """Note that the slot has a new block, or its block a new next use."""
         self._take_out(slot)
         place = _EMPTY if slot.block is None else self._next_use(slot.block)
         slots = self._at.get(place)
@@ -82,9 +82,9 @@ class FarthestUse:
         self._place_of[slot] = place
 
     def find_slot(self, before: int) -> Slot | None:
-        """A slot for a block that is needed at ``before``: of the slots whose blocks are needed later, or never, the
-        one needed last; of equal ones, the one that was noted first. Slots that the device still has to compute with
-        come last, because a copy to them would wait and keep its buffer."""
+        """Return a slot for a block that is needed at ``before``, or None. Its block is needed later than ``before``,
+        and later than the blocks of other slots. Of equal slots, it is the first that was noted. Slots with enqueued
+        compute are the last choice, because a copy to them would wait and hold its buffer."""
         for slot in [slot for slot in self._busy if slot.is_claimable]:
             self.note_next_use(slot)
         computing: Slot | None = None
@@ -114,15 +114,15 @@ class FarthestUse:
 
 
 class NextExpert(NextLoad):
-    """Follows an `ExpertSchedule`. At most two hints are loaded at a time, so a needed block waits for few of them.
+    """Chooses loads by an `ExpertSchedule`. At most two hints are loaded at once, so that a needed block waits little.
 
-    A call looks at no more slots or blocks than a layer has experts, except for the first call after a pass begins or
-    ends, and after a step."""
+    A call looks at no more slots or blocks than a layer has experts. The first call after the begin or end of a pass,
+    or after a step, is an exception."""
 
     def __init__(
         self, schedule: ExpertSchedule, ring: SlotRing, is_in_ram: Callable[[Block], bool] = lambda block: False
     ) -> None:
-        """``is_in_ram``: whether a block's weights have a copy in RAM, for the figures."""
+        """``is_in_ram`` returns whether a block's weights have a copy in RAM, for the figures."""
         super().__init__()
         self._is_in_ram = is_in_ram
         self._schedule = schedule
@@ -131,9 +131,9 @@ class NextExpert(NextLoad):
         self._farthest = FarthestUse(ring.slots[SizeClass.EXPERT], self._next_use)
         self._seen = (schedule.version, ring.num_forgets)
         self._num_hints = 0
-        """Hints that are being loaded."""
+        """Number of hints that are being loaded."""
         self._unused: dict[Block, None] = {}
-        """Blocks that were loaded and not used since."""
+        """Blocks that have not been used since they were loaded."""
 
     def find_load(self) -> SlotLoad | None:
         self._catch_up()
@@ -167,25 +167,25 @@ class NextExpert(NextLoad):
         self._farthest.note_next_use(load.slot)
 
     def begin_call(self, layer: int, needed: Sequence[Block]) -> None:
-        """A call began. The schedule has it already."""
+        """Begin a call, after the schedule was told of it."""
         self.note_layer(layer)
         self.figures.num_used += len(needed)
         self.figures.num_here += sum(map(self._ring.is_here, needed))
 
     def note_use(self, slot: Slot) -> None:
-        """The slot's block was pinned. The schedule has this use already."""
+        """Note that the slot's block was pinned, after the schedule was told of the use."""
         assert slot.block is not None
         self._unused.pop(slot.block, None)
         self._farthest.note_next_use(slot)
 
     def note_layer(self, layer: int) -> None:
-        """The schedule of the layer's experts has changed."""
+        """Note that the schedule of the layer's experts has changed."""
         for block in self._schedule.experts_of(layer):
             if self._ring.is_here(block):
                 self._farthest.note_next_use(self._ring.slot_of(block))
 
     def _catch_up(self) -> None:
-        """Follow changes of passes, and slots that were emptied."""
+        """React to new passes and to emptied slots."""
         seen = (self._schedule.version, self._ring.num_forgets)
         if seen == self._seen:
             self._farthest.advance(self._schedule.place)
@@ -197,5 +197,5 @@ class NextExpert(NextLoad):
         self._farthest.rebuild(self._schedule.place)
 
     def _next_use(self, block: Block) -> int:
-        """Blocks that compute waits for come first."""
+        """Return the next use of a block. The blocks for which compute waits come first."""
         return -1 if block in self.urgent else self._schedule.next_use(block)

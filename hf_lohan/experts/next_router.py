@@ -1,7 +1,7 @@
-"""Predicts the choice of a layer's router, by running it on the rows of the layer before.
+"""Predicts the choice of a layer's router by running it on the rows of the previous layer.
 
-A layer changes its rows little, so the next router mostly makes the same choice for this layer's rows as for its own
-(mixtral-offloading, arXiv 2312.17238). A wrong prediction costs loads, and changes no result.
+A layer changes its rows little, so its router mostly makes the same choice for the previous layer's rows as for its own
+(mixtral-offloading, arXiv 2312.17238). A wrong prediction causes needless loads and changes no result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.weights import SlotRing
 
 _CORRECTION = "e_score_correction_bias"
-"""The name of a buffer that routers add to the sigmoids of their logits before they choose."""
+"""Name of a buffer that some routers add to the sigmoids of their logits before they choose."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Router:
     """The router of a layer with experts."""
 
     block: Block
-    """The block with these parameters."""
+    """The block with the router's parameters."""
     weight: ParamSlice
     """[experts, hidden]."""
     bias: ParamSlice | None
     correction: Callable[[], Tensor] | None
-    """[experts]; see `_CORRECTION`."""
+    """Returns the buffer `_CORRECTION` [experts]."""
 
     def scores(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """``rows`` [tokens, hidden] to [tokens, experts], with the ``weights`` of the slot."""
+        """Return the scores [tokens, experts] of ``rows`` [tokens, hidden]. ``weights`` are the slot's."""
         weight = weights[self.weight.start : self.weight.stop].view(self.weight.shape)
         bias = weights[self.bias.start : self.bias.stop] if self.bias is not None else None
         logits = nn.functional.linear(rows.to(weight.dtype), weight, bias)
@@ -43,8 +43,8 @@ class Router:
 
 
 def find_routers(model: nn.Module, blocks: ModelBlocks) -> list[Router | None]:
-    """For each module of ``blocks.experts``, the module in the same parent that scores its experts. None if that is
-    ambiguous, or if the router's weights lie in several blocks."""
+    """Return, for each module of ``blocks.experts``, the module in the same parent that scores its experts. It is None
+    if several modules may do so, or if the router's weights lie in several blocks."""
     names = {module: name for name, module in model.named_modules()}
     place = {
         part.parameter: (block, part)
@@ -85,16 +85,17 @@ def _without(parent: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
 
 
 class NextRouter:
-    """Runs the router of the next layer, if that layer is on the device already. For the computing thread."""
+    """Runs the router of the next layer if it is on the device. Only the computing thread uses it."""
 
     def __init__(self, ring: SlotRing, routers: Sequence[Router | None]) -> None:
-        """``routers``: for each layer with experts, in forward order."""
+        """``routers`` has an entry for each layer with experts, in forward order."""
         self._ring = ring
         self._routers = [*routers[1:], None]
 
     def expect(self, layer: int, rows: Tensor, top_k: int) -> Tensor | None:
-        """Predict how often the next layer would send ``rows`` [tokens, hidden], ``top_k`` times each, to each expert
-        or one before it: [experts], enqueued. None if the router is unknown or not on the device."""
+        """Predict how many of ``rows`` [tokens, hidden] the next layer would send to each expert, with ``top_k``
+        experts for each row. Enqueues and returns the cumulative sum over experts, [experts]. Returns None if the
+        router is unknown or not on the device."""
         router = self._routers[layer]
         if router is None or router.weight.shape[1] != rows.shape[-1]:
             return None
@@ -113,5 +114,5 @@ class NextRouter:
 
 
 def most_chosen(counts: Sequence[int]) -> list[int]:
-    """The experts with rows, those with the most rows first."""
+    """Return the experts that have rows, the expert with the most rows first."""
     return [expert for expert, count in sorted(enumerate(counts), key=lambda one: -one[1]) if count]

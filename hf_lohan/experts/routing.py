@@ -1,7 +1,7 @@
 """Assigns the rows of a call to experts, and counts them.
 
-The host needs these numbers from the device, and waits for them at most once a call. They are requested as early as
-possible, and everything else that the call needs is enqueued before the wait.
+The host needs these counts from the device, and waits for them at most once per call. They are requested as early as
+possible, and all other work of the call is enqueued before the wait.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hf_lohan.compat.torch_private import StorageWeakRef, storage_id, version_of
 from hf_lohan.device import Device, Event
 
 _LEAST_BYTES = 4096
-"""A page, the least that can be pinned."""
+"""Size of a page, which is the least that can be pinned."""
 
 
 class HostNumbers:
-    """Copies a few integers to the host. One request at a time, by the computing thread."""
+    """Copies a few integers to the host. The computing thread makes one request at a time."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -41,39 +41,39 @@ class Answer(NamedTuple):
     arrived: Event
 
     def numbers(self) -> list[int]:
-        """Wait for the copy, and for nothing that was enqueued after it."""
+        """Wait for the copy, but not for work that was enqueued after it."""
         self.arrived.synchronize()
         numbers: list[int] = self.landing.tolist()
         return numbers
 
 
 class KnownCounts:
-    """How many rows of one layer's calls went to each expert, for as long as a call's ids exist."""
+    """The number of rows of each expert in calls of one layer. A call's counts are kept as long as its ids exist."""
 
     def __init__(self) -> None:
         self._of_ids: dict[int, tuple[StorageWeakRef, object, list[int]]] = {}
 
     def add_counts(self, top_k_index: Tensor, counts: list[int]) -> None:
         if top_k_index.is_inference():
-            return  # there will be no backward
+            return  # there is no backward
         self._of_ids = {key: known for key, known in self._of_ids.items() if not known[0].expired()}
         storage = StorageWeakRef(top_k_index.untyped_storage())
         self._of_ids[storage_id(top_k_index)] = storage, _content(top_k_index), counts
 
     def find_counts(self, top_k_index: Tensor) -> list[int] | None:
-        """The counts of these ids. None if their current values were never counted."""
+        """Return the counts of these ids, or None if their current values were never counted."""
         known = self._of_ids.get(storage_id(top_k_index))
         # A storage keeps its id while a weak reference to it exists.
         return known[2] if known is not None and known[1] == _content(top_k_index) else None
 
 
 def _content(ids: Tensor) -> object:
-    """A key of ids within their storage, which changes when their values may have changed."""
+    """Return a key for ids in their storage, which changes when their values may have changed."""
     return ids.storage_offset(), ids.shape, ids.stride(), version_of(ids)
 
 
 class Routing:
-    """Which rows go to which expert: (token, choice) pairs, sorted by expert."""
+    """The (token, choice) pairs of a call, sorted by expert."""
 
     def __init__(
         self,
@@ -83,28 +83,28 @@ class Routing:
         known: KnownCounts,
         expected_ends: Tensor | None = None,
     ) -> None:
-        """``expected_ends``: more numbers to copy to the host in the same request."""
+        """``expected_ends`` are more numbers to copy to the host in the same request."""
         self._ids, self._num_experts, self._known = top_k_index, num_experts, known
         sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
-        """Of pairs as sorted, their place in (token, choice) order."""
+        """The index in (token, choice) order of each sorted pair."""
         self._counts = known.find_counts(top_k_index) if expected_ends is None else None
         self._answer: Answer | None = None
         if self._counts is None:
             numbers = [sorted_ids[:1], sorted_ids[-1:], ends_by_expert(sorted_ids, num_experts)]
             self._answer = host.request(torch.cat(numbers if expected_ends is None else [*numbers, expected_ends]))
         self.experts: list[int] = []
-        """Experts with rows. This and the following are set by `wait_for_counts`."""
+        """Experts with rows. `wait_for_counts` sets this and the next two attributes."""
         self.num_rows: list[int] = []
-        """Rows of each expert in `experts`."""
+        """Number of rows of each expert in `experts`."""
         self.expected: list[int] = []
-        """How many rows each expert gets by ``expected_ends``."""
+        """Number of rows of each expert according to ``expected_ends``."""
         self.token = self.order // top_k_index.shape[-1]
         self.place = torch.empty_like(self.order)
         self.place[self.order] = torch.arange(self.order.numel(), device=self.order.device)
 
     def wait_for_counts(self) -> None:
-        """Wait until the host knows how many rows each expert has. Raises ValueError for an expert that the layer does
-        not have."""
+        """Wait until the host has each expert's number of rows. Raises ValueError for an expert that the layer does not
+        have."""
         if self._counts is None:
             assert self._answer is not None
             numbers = self._answer.numbers()
@@ -118,20 +118,20 @@ class Routing:
         self.num_rows = [count for count in self._counts if count]
 
     def split(self, pairs: Tensor) -> list[Tensor]:
-        """Sorted pairs, cut into those of each expert in `experts`."""
+        """Split sorted pairs into those of each expert in `experts`."""
         return list(torch.split(pairs, self.num_rows)) if self.num_rows else []
 
     def _refuse_others(self, first: int, last: int) -> None:
         if first < 0 or last >= self._num_experts:
             raise ValueError(
-                f"a router chose expert {first if first < 0 else last} of {self._num_experts}; experts that other "
-                "processes have (expert parallelism) cannot stream"
+                f"a router chose expert {first if first < 0 else last} of {self._num_experts}; streamed experts do not "
+                "support expert parallelism, so set experts: with_layer"
             )
 
 
 def ends_by_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
-    """For each expert, how many of the sorted ids are its own or those of experts before it: [experts], int64. Unlike
-    `bincount` this does not make the host wait for the device."""
+    """Return, for each expert, how many of the sorted ids are its own or belong to experts before it, [experts], int64.
+    Unlike `bincount` this does not make the host wait for the device."""
     experts = torch.arange(num_experts, dtype=sorted_ids.dtype, device=sorted_ids.device)
     return torch.searchsorted(sorted_ids, experts, right=True)
 

@@ -1,7 +1,7 @@
-"""The experts of one module, computed in the order in which they arrive.
+"""The experts of one module, which are computed in the order in which they are loaded.
 
-Rows are sorted by expert with the same call as in transformers, so rows of one expert have the same order. On the CPU,
-a grouped product is one product for each group, so each expert can be computed by itself, in any order.
+Rows are sorted by expert with the same call as in transformers, so the rows of one expert have the same order. On the
+CPU, a grouped product is one product for each group, so that experts can be computed separately and in any order.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from hf_lohan.weights import Slot, SlotRing
 
 ComputeExpert: TypeAlias = Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor]
 """Takes a module of experts, one expert's rows [n, hidden], and its weights [1, ...] by their names in the module.
-Returns the expert's output [n, hidden], not yet multiplied by routing weights."""
+Returns the expert's output [n, hidden] before the multiplication by routing weights."""
 
 
 class CurrentForward(Protocol):
-    """The forward that is running, or whose backward is running."""
+    """The forward that runs, or whose backward runs."""
 
     @property
     def number(self) -> int:
-        """The number of the running forward, among those that share the model."""
+        """The index of the running forward among the forwards of a joint pass."""
 
     def enter_backward(self) -> None:
-        """A backward begins, or goes on."""
+        """Called when a backward begins or continues."""
 
     def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """One expert's part of a parameter's gradient is complete, in the backward of forward ``number``. None:
-        zeros."""
+        """Take one expert's part of a parameter's gradient in the backward of forward ``number``. None is zeros."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,29 +55,29 @@ class ExpertParts:
 
 
 class StreamedExperts:
-    """A module's experts. Each is brought to a slot if rows are routed to it."""
+    """A module's experts. An expert is loaded to a slot if rows are routed to it."""
 
     def __init__(self, layer: int, module: nn.Module, blocks: Sequence[Block], parts: ExpertParts) -> None:
-        """``layer``: its number among those with experts; ``blocks``: of each expert, by its number."""
+        """``layer`` is the index among the layers with experts. ``blocks`` are the experts' blocks in their order."""
         self._layer = layer
         self._module = weakref.ref(module)
         self._blocks = list(blocks)
         self._number = {block: expert for expert, block in enumerate(blocks)}
         self._parts = parts
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
-        """An input with which autograd records the operation even if rows and routing weights need no gradient."""
+        """An input that makes autograd record the operation even if rows and routing weights need no gradient."""
         self._known_counts = KnownCounts()
         self.handle = next(_handles)
-        """Identifies this object in an operation, which takes only numbers and tensors."""
+        """Number of this object, because an operation takes only numbers and tensors."""
         _known[self.handle] = self
 
     @property
     def forward_number(self) -> int:
-        """Of the forward that runs."""
+        """The number of the running forward."""
         return self._parts.forward_pass().number
 
     def forward(self, rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:
-        """The forward of `run_experts`."""
+        """Run the forward of `run_experts`."""
         loader, call = self._parts.loader, Call.AGAIN if is_in_backward() else Call.FORWARD
         is_few = call is Call.FORWARD and top_k_index.numel() < ALL_ROWS * len(self._blocks)
         expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if is_few else None
@@ -105,8 +104,8 @@ class StreamedExperts:
         return Routing(top_k_index, len(self._blocks), self._parts.host_numbers, self._known_counts, expected_ends)
 
     def _as_they_come(self, experts: Sequence[int]) -> Iterator[tuple[int, Slot]]:
-        """Each of ``experts`` in its slot, pinned while the caller computes with it. Resident experts first, then in
-        order of arrival."""
+        """Yield each of ``experts`` with its slot, which is pinned while the caller computes. Experts in slots come
+        first, the others in the order in which they are loaded."""
         for _ in experts:
             block, slot = self._parts.loader.acquire_any()
             try:
@@ -116,7 +115,7 @@ class StreamedExperts:
 
     def _compute(self, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         module = self._module()
-        assert module is not None, "the model holds its modules"
+        assert module is not None, "the model keeps its modules alive"
         return self._parts.compute(module, rows, weights)
 
     def backward(
@@ -129,16 +128,16 @@ class StreamedExperts:
         *,
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of ``rows`` and of ``top_k_weights`` if they are needed. Gradients of experts' weights go to the
-        forward pass, expert by expert in order of arrival.
+        """Return the gradients of ``rows`` and of ``top_k_weights`` if they are needed. Gradients of experts' weights
+        are passed to the forward pass, expert by expert.
 
-        An expert without rows has a gradient of zeros, because it is part of a tensor with a gradient.
+        An expert without rows has a gradient of zeros, because other parts of its tensor have a gradient.
         """
         self._parts.forward_pass().enter_backward()
         routed, k = self._route(top_k_index), top_k_index.shape[-1]
         weights = top_k_weights.reshape(-1)
         dtype = torch.promote_types(self._blocks[0].master.working_dtype, weights.dtype)
-        # Of `sum`, then of the indexing by `place`.
+        # The backward of `sum`, then of the indexing by `place`.
         spread = gradient.to(dtype).unsqueeze(1).expand(-1, k, -1).reshape(-1, gradient.shape[-1])
         spread = torch.zeros_like(spread).index_put_((routed.place,), spread, accumulate=True)
         in_order = rows[routed.token], weights[routed.order], spread
@@ -167,7 +166,8 @@ class StreamedExperts:
         given: tuple[Tensor, Tensor, Tensor],
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``given``: the expert's rows, their routing weights, and the gradient of the weighted output."""
+        """Run one expert's backward. ``given`` has its rows, their routing weights, and the gradient of the weighted
+        output."""
         rows, weights, gradient = given
         block = self._blocks[expert]
         with torch.enable_grad():
@@ -188,14 +188,15 @@ class StreamedExperts:
 
 
 def _gathered(like: Tensor, index: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-    """The gradient of a tensor from gradients of its rows at ``index``, expert by expert, as indexing would give it."""
+    """Return the gradient of ``like`` from the experts' gradients ``parts`` of its rows at ``index``, in the same way
+    as the backward of indexing."""
     gradient = torch.zeros_like(like)
     found = [part for part in parts if part is not None]
     return gradient.index_put_((index,), torch.cat(found), accumulate=True) if found else gradient
 
 
 def _weights_in(slot: Slot, block: Block) -> dict[str, Tensor]:
-    """One expert's weights by their names in the module: views into its slot, [1, ...]."""
+    """Return views of one expert's weights in its slot, [1, ...], by their names in the module."""
     return {
         _name_in_module(part): slot.weights[part.start : part.stop].view(1, *part.shape[1:]) for part in block.slices
     }
@@ -214,7 +215,7 @@ _known: weakref.WeakValueDictionary[int, StreamedExperts] = weakref.WeakValueDic
 
 
 def experts_of(handle: int) -> StreamedExperts:
-    """The experts with this `StreamedExperts.handle`. Raises RuntimeError if they were garbage collected."""
+    """Return the experts with this `StreamedExperts.handle`. Raises RuntimeError if they were garbage collected."""
     found = _known.get(handle)
     if found is None:
         raise RuntimeError(
@@ -223,9 +224,9 @@ def experts_of(handle: int) -> StreamedExperts:
     return found
 
 
-# `lohan::experts`: all experts of a layer as one operation, opaque to autograd. As plain autograd, weights would be
-# leaves of the layer's graph: checkpointing would load each expert three times, and the order of gradients would depend
-# on the order of loads. Here, backward has the operation's inputs alone.
+# `lohan::experts` is one operation for all experts of a layer, opaque to autograd. If the weights were leaves of the
+# layer's graph, checkpointing would load each expert three times, and the order of gradients would depend on the order
+# of loads. The operation's backward needs only its inputs.
 
 
 @torch.library.custom_op("lohan::experts", mutates_args=())
@@ -241,7 +242,7 @@ def _fake(rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor, anchor: Tens
 def _set_up(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output: Tensor) -> None:
     rows, top_k_weights, top_k_index, _, ctx.handle = inputs
     ctx.save_for_backward(rows, top_k_weights, top_k_index)
-    # Under checkpointing the graph is the forward's, though what it saved is made again: so is this number.
+    # With checkpointing, backward uses the graph of the first forward, whose number this is.
     ctx.of_forward = experts_of(ctx.handle).forward_number
 
 

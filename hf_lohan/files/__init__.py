@@ -1,4 +1,4 @@
-"""Bytes in files: aligned buffers, the threads that move them, durable writes, locks. Knows nothing of records."""
+"""Bytes in files: aligned buffers, threads that read and write, durable small files, and locks."""
 
 from hf_lohan.files.data_file import DataFile, FileBackend
 from hf_lohan.files.directories import SECTOR_BYTES, StorePath

@@ -1,4 +1,4 @@
-"""Data files: the requirements of O_DIRECT, the system calls, and an open file that moves all bytes or raises."""
+"""Data files: the requirements of O_DIRECT, the system calls, and a file that transfers all bytes or raises."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _ZEROS_BYTES = 4 << 20
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous CPU tensor of any dtype and shape as uint8 ``[num_bytes]``."""
+    """Return the memory of a contiguous CPU tensor of any dtype and shape as uint8 ``[num_bytes]``."""
     assert tensor.is_cpu and tensor.is_contiguous(), "I/O needs contiguous CPU memory"
-    # Each call may release the GIL, so avoid needless ones.
+    # Each call into torch may release the GIL.
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat if flat.dim() == 1 else flat.reshape(-1)
     return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
 def sector_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of ``tensor`` as writable bytes that O_DIRECT accepts: aligned, and whole sectors."""
+    """Return the memory of ``tensor``, which must be aligned and have whole sectors, as bytes for O_DIRECT."""
     flat = byte_tensor(tensor)
     assert flat.numel() % SECTOR_BYTES == 0, f"{flat.numel()} bytes are not whole {SECTOR_BYTES}-byte sectors"
     assert flat.data_ptr() % SECTOR_BYTES == 0 or not flat.numel(), "the buffer's address is not sector-aligned"
@@ -42,8 +42,8 @@ def sector_view(tensor: torch.Tensor) -> memoryview:
 
 
 class FileBackend:
-    """The system calls of data files. Reads and writes may be short, and all may raise ``OSError``. Replaced by test
-    doubles and other ways to move bytes."""
+    """The system calls of data files, which test doubles replace. Reads and writes may be short. All calls may raise
+    ``OSError``."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o600)
@@ -68,7 +68,7 @@ class FileBackend:
 
 
 class DataFile:
-    """One open file: O_DIRECT if its file system supports that, otherwise buffered, with one warning.
+    """An open file. It uses O_DIRECT if the file system supports that, or buffered I/O with one warning.
 
     Thread-safe. Every failure is a `StorageError` with path and offset.
     """
@@ -82,7 +82,7 @@ class DataFile:
         """Bytes written since the last `sync`."""
         self._unsynced_lock = threading.Lock()
         self._sync_failure: StorageError | None = None
-        # A new file must not exist (zeros, our mode), and an existing one must not be a link.
+        # A new file must not exist, so that it has zeros and our permissions. An existing file must not be a link.
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW)
         try:
             try:
@@ -90,7 +90,7 @@ class DataFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                if create and os.path.lexists(path):  # some kernels create the file and then refuse
+                if create and os.path.lexists(path):  # some kernels create the file and then refuse to open it
                     os.unlink(path)
                 self._fd = backend.open(path, flags)
                 self._log_buffered("its file system does not open files with O_DIRECT")
@@ -109,7 +109,7 @@ class DataFile:
         self._count_unsynced(sum(view.nbytes for view in views))
 
     def allocate(self, num_bytes: int) -> None:
-        """Give a new file its full size, in zeros. Raises with ``errno`` ENOSPC if the disk is too full."""
+        """Give a new file its full size in zeros. Raises with ``errno`` ENOSPC if the disk is too full."""
         if num_bytes == 0:
             return
         try:
@@ -117,14 +117,14 @@ class DataFile:
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise self._failure("cannot reserve space for", error, needed_bytes=num_bytes) from error
-            logger.warning("writing %d zero bytes to %s: its file system cannot preallocate", num_bytes, self.path)
+            logger.warning("writing %d zeros to %s, because its file system cannot preallocate", num_bytes, self.path)
             self._write_zeros(num_bytes)
 
     def sync(self) -> None:
         """Wait until all finished writes are on the medium.
 
-        After a failure through the page cache, the kernel drops the data and a second sync succeeds without it. So
-        every later call raises the first error, until `forget_failure`.
+        After a failed sync, the kernel drops the data from the page cache, and a second sync would succeed without it.
+        So every later call raises the first error, until `forget_failure`.
         """
         if self._sync_failure is not None:
             raise raised_anew(self._sync_failure)
@@ -138,7 +138,7 @@ class DataFile:
         self._count_unsynced(-covered_bytes)
 
     def forget_failure(self) -> None:
-        """Ignore a failed sync: the unsynced data is no longer needed."""
+        """Ignore a failed sync, because the unsynced data is no longer needed."""
         self._sync_failure = None
 
     def close(self) -> None:
@@ -162,18 +162,18 @@ class DataFile:
                 raise self._failure(f"cannot {verb}", error, offset + done_bytes, needed_bytes=rest_bytes) from error
             if moved_bytes == 0:
                 raise StorageError(
-                    f"{verb} ended early ({wanted_bytes} bytes wanted, {done_bytes} {verb}) in",
+                    f"{verb} ended after {done_bytes} of {wanted_bytes} bytes in",
                     path=self.path,
                     offset=offset + done_bytes,
                     errno=errno.EIO,
-                    advice="the file was cut or the disk is failing; delete the store and resume from a checkpoint",
+                    advice="the file was cut off or the disk fails; delete the store and resume from a checkpoint",
                 )
             moved_bytes = self._resumable_bytes(moved_bytes)
             done_bytes += moved_bytes
             views = _after(views, moved_bytes)
 
     def _resumable_bytes(self, moved_bytes: int) -> int:
-        """Bytes that a short call counts as moved: direct I/O can only resume at the start of a sector."""
+        """Return how many bytes of a short call count, because direct I/O can resume only at the start of a sector."""
         if not self.is_direct or moved_bytes % SECTOR_BYTES == 0:
             return moved_bytes
         if moved_bytes < SECTOR_BYTES:
@@ -189,10 +189,10 @@ class DataFile:
                 self.is_direct = False
 
     def _log_buffered(self, reason: str) -> None:
-        logger.warning("buffered I/O for %s, through the page cache: %s", self.path, reason)
+        logger.warning("using buffered I/O for %s, because %s", self.path, reason)
 
     def _write_zeros(self, num_bytes: int) -> None:
-        zeros = memoryview(mmap.mmap(-1, min(num_bytes, _ZEROS_BYTES)))  # mapped, so aligned
+        zeros = memoryview(mmap.mmap(-1, min(num_bytes, _ZEROS_BYTES)))  # a mapping is aligned
         for offset in range(0, num_bytes, _ZEROS_BYTES):
             self.write(offset, [zeros[: num_bytes - offset]])
 
@@ -214,7 +214,7 @@ class DataFile:
 
 
 def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """The rest of ``views`` after their first ``num_bytes``."""
+    """Return the rest of ``views`` after their first ``num_bytes``."""
     starts = accumulate((view.nbytes for view in views), initial=0)
     rest = [view[max(0, num_bytes - start) :] for view, start in zip(views, starts, strict=False)]
     return [view for view in rest if view.nbytes]

@@ -1,4 +1,4 @@
-"""The directories of a store: whether they are writable, how much fits, and durable changes in them."""
+"""The directories of a store: checks of permissions and free space, and durable changes."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ from pathlib import Path
 from hf_lohan.files.errors import INODES, NO_ROOM, CapacityError, Shortfall, StorageError
 
 SECTOR_BYTES = 4096
-"""Alignment of every address, offset and length of data file I/O. No device in use needs more."""
+"""Alignment of every address, offset and length of data file I/O, which is enough for all common devices."""
 _ROOM = "free space (or quota)"
 _ADVICE = "choose a directory that this user can write, or fix its permissions"
 
 
 @dataclass(frozen=True)
 class StorePath:
-    """A directory of a store and its capacity; None: all free space of its file system."""
+    """A directory of a store and its capacity. A capacity of None is all free space of the file system."""
 
     path: str
     capacity_bytes: int | None = None
 
 
 def validate_directories(paths: Sequence[StorePath]) -> None:
-    """Check the paths before anything is written.
-
-    Raises ValueError for no path, a repeated path or a negative capacity, `StorageError` for an unwritable path.
-    """
+    """Check the paths before anything is written. Raises ValueError for no path, a repeated path or a negative
+    capacity, and `StorageError` for an unwritable path."""
     if not paths:
-        raise ValueError("no ssd path was given: give at least one directory")
+        raise ValueError("there is no ssd path; give at least one directory")
     seen: set[str] = set()
     for path in paths:
         if path.capacity_bytes is not None and path.capacity_bytes < 0:
-            raise ValueError(f"capacity of {path.path} is {path.capacity_bytes} bytes: give 0 or more, or None")
+            raise ValueError(f"the capacity of {path.path} is {path.capacity_bytes} bytes; give 0 or more, or None")
         real = os.path.realpath(path.path)
         if real in seen:
-            raise ValueError(f"ssd path {path.path} is given twice (it is {real}): give every directory once")
+            raise ValueError(f"the ssd path {path.path} occurs twice (as {real}); give every directory once")
         seen.add(real)
         _require_writable(path.path)
 
 
 def make_directory(path: str) -> None:
-    """Create the directory, for this user only, unless it exists. Raises `StorageError`."""
+    """Create the directory unless it exists. Only this user can access it. Raises `StorageError`."""
     try:
         if not os.path.isdir(path):
             folder, nearest = os.path.abspath(path), _nearest_existing(path)
@@ -59,24 +57,24 @@ def make_directory(path: str) -> None:
 
 
 def make_folders(path: str | Path, mode: int = 0o755) -> None:
-    """`os.makedirs(exist_ok=True)` whose new parent folders nobody else may write to, whatever the umask."""
+    """Create a folder and its parents, which no other user may write to, even if the umask allows it."""
     if not os.path.isdir(parent := os.path.dirname(os.path.abspath(path))):
         make_folders(parent)
     try:
         os.mkdir(path, mode)
-    except FileExistsError:  # another thread or process may have made it
+    except FileExistsError:  # another thread or process may have created it
         if not os.path.isdir(path):
             raise
 
 
 def keep_from_others() -> None:
-    """Make all files that this process creates, also through other libraries, unwritable for others. Whoever can change
-    a checkpoint decides what the next run computes."""
+    """Prevent other users from writing to files that this process creates, even through other libraries. A changed
+    checkpoint would change what the next run computes."""
     os.umask(os.umask(0o022) | 0o022)
 
 
 def sync_directory(path: str) -> None:
-    """Make creations, renames and removals in a directory survive a power cut."""
+    """Sync a directory, so that creations, renames and removals in it survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -85,14 +83,14 @@ def sync_directory(path: str) -> None:
 
 
 def free_bytes(path: str) -> int:
-    """Space left for an ordinary user on the file system of ``path``, which need not exist yet."""
+    """Return the bytes that an ordinary user can write to the file system of ``path``, which need not exist yet."""
     status = os.statvfs(_nearest_existing(path))
     return status.f_bavail * status.f_frsize
 
 
 def no_room(path: str, needed_bytes: int) -> Shortfall:
-    """What is missing where the system refused ``needed_bytes``: bytes or inodes. Reports 0 free bytes if the file
-    system does not tell."""
+    """Return the shortfall, of bytes or inodes, after the system refused ``needed_bytes``. It has 0 free bytes if the
+    file system does not report them."""
     with suppress(OSError):
         status = os.statvfs(_nearest_existing(path))
         is_out_of_inodes = status.f_files > 0 and status.f_favail == 0
@@ -101,13 +99,13 @@ def no_room(path: str, needed_bytes: int) -> Shortfall:
 
 
 def occupied_bytes(path: str, file_names: Sequence[str]) -> int:
-    """Space that the existing files of these names take in a directory."""
+    """Return the bytes that the existing files of these names take in a directory."""
     files = (os.path.join(path, name) for name in file_names)
     return sum(os.lstat(file).st_blocks * 512 for file in files if os.path.lexists(file))
 
 
 def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) -> tuple[StorePath, ...]:
-    """Replace each ``None`` capacity by the free bytes plus those that our ``file_names`` already take."""
+    """Replace each ``None`` capacity by the free bytes plus the bytes that the files ``file_names`` already take."""
 
     def capacity_bytes(path: StorePath) -> int:
         if path.capacity_bytes is not None:
@@ -118,10 +116,8 @@ def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) ->
 
 
 def check_free_space(paths: Sequence[StorePath], needed_bytes: Sequence[int], file_names: Sequence[str]) -> None:
-    """Raise `CapacityError` if a file system lacks space. Paths on one file system share its space.
-
-    ``needed_bytes`` are per path and include the existing files ``file_names``.
-    """
+    """Raise `CapacityError` if a file system lacks space. Paths on one file system share its space. ``needed_bytes``
+    has the bytes of each path, including those of existing files ``file_names``."""
     by_device: dict[int, list[tuple[str, int]]] = {}
     for path, needed in zip(paths, needed_bytes, strict=True):
         device = os.stat(_nearest_existing(path.path)).st_dev
@@ -156,15 +152,15 @@ def _require_writable(path: str) -> None:
 
 
 def _try_to_make(path: str, nearest: str) -> None:
-    """Create the missing directories and remove them again, since permissions do not tell everything (/proc, /sys).
-    This happens in a new folder, because other ranks may create theirs at the same time."""
+    """Create the missing directories in a new folder and remove them again, because permissions do not say whether this
+    works (/proc, /sys). The folder is new, because other ranks may do this at the same time."""
     try:
         tried = tempfile.mkdtemp(dir=nearest, prefix="lohan-")
     except OSError as error:
         raise _cannot_make(path, error) from error
     try:
         make_folders(os.path.join(tried, os.path.relpath(path, nearest)), mode=0o700)
-    except OSError as error:  # before the folder is removed, which may hold the last inode
+    except OSError as error:  # the folder still exists here, and may have the last inode
         raise _cannot_make(path, error) from error
     finally:
         shutil.rmtree(tried, ignore_errors=True)

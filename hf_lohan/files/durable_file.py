@@ -1,4 +1,4 @@
-"""Durable small files: replaced atomically, or only appended to."""
+"""Durable small files, which are replaced atomically or appended to."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LOG_ADVICE = "the store is damaged; resume from a checkpoint"
 
 
 def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) -> None:
-    """Write a new file, fsync, rename, fsync the directory. The file is private to this user. ``kept_as``: keep the old
-    file under this name in the same folder; it exists whenever the new file does.
+    """Write a new file, sync it, rename it to ``file``, and sync the directory. Only this user can access the file.
+    ``kept_as`` is another name in the folder for the old file, which has this name whenever the new file exists.
 
-    Raises `CapacityError` or `StorageError`. Then the old file is unchanged; if only the last fsync failed, the new
-    file is there, and a power cut may bring back the old one.
+    Raises `CapacityError` or `StorageError` and leaves the old file unchanged. If only the last sync failed, the new
+    file is in place, and a power cut may restore the old one.
     """
     fresh = f"{file}.new"
     try:
@@ -41,8 +41,8 @@ def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) ->
 
 
 def _keep(file: str, kept_as: str) -> None:
-    """Keep a file under a second name, as a hard link or a copy. Raises OSError. Renames in a folder become durable in
-    their order, so the caller's later sync of the folder covers this one."""
+    """Give a file a second name, as a hard link or a copy. Raises OSError. Renames in a folder become durable in their
+    order, so the caller's later sync of the folder also covers this one."""
     with suppress(FileNotFoundError):
         os.unlink(kept_as)
     try:
@@ -54,7 +54,7 @@ def _keep(file: str, kept_as: str) -> None:
 
 
 def remove_durably(file: str) -> None:
-    """Remove the file, if it exists, durably. Raises `StorageError`."""
+    """Remove the file, if it exists, so that a power cut does not restore it. Raises `StorageError`."""
     try:
         with suppress(FileNotFoundError):
             os.unlink(file)
@@ -64,8 +64,8 @@ def remove_durably(file: str) -> None:
 
 
 def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
-    """Return the content of a small file, without following links. Raises FileNotFoundError, or `StorageError` if it
-    cannot be read, is larger, or is not a regular file (a pipe or device may never end)."""
+    """Return the content of a small file, without following links. Raises FileNotFoundError, or `StorageError` if the
+    file cannot be read, is too large, or is not regular (a pipe or device may never end)."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -89,8 +89,8 @@ def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
 
 
 def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
-    """Replace a folder by one of these files, by name or relative path, durably. Private to this user. Raises
-    `CapacityError` or `StorageError`."""
+    """Replace a folder durably by one with these files. ``files`` maps names or relative paths to contents. Only this
+    user can access the folder. Raises `CapacityError` or `StorageError`."""
     try:
         remove_folder(folder)
         folders = [folder]
@@ -111,7 +111,7 @@ def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder and its content, if it exists. A power cut may bring back parts. Raises `StorageError`."""
+    """Remove a folder and its content, if it exists. A power cut may restore parts. Raises `StorageError`."""
     try:
         if os.path.islink(folder) or os.path.isfile(folder):
             os.unlink(folder)
@@ -125,7 +125,7 @@ def remove_folder(folder: str) -> None:
 
 
 def write_all(fd: int, content: bytes, offset: int = 0) -> None:
-    """Write ``content`` at ``offset``, in as many calls as needed. Raises OSError."""
+    """Write all of ``content`` at ``offset``. Raises OSError."""
     rest = memoryview(content)
     while rest:
         written_bytes = os.pwrite(fd, rest, offset)
@@ -133,7 +133,7 @@ def write_all(fd: int, content: bytes, offset: int = 0) -> None:
 
 
 def write_failure(path: str, needed_bytes: int, error: OSError) -> CapacityError | StorageError:
-    """The error to raise when writing ``needed_bytes`` to ``path`` failed."""
+    """Return the error to raise after writing ``needed_bytes`` to ``path`` failed."""
     if error.errno in NO_ROOM:
         return CapacityError([no_room(path, needed_bytes)])
     advice = "check that the directory exists and is writable, and check the disk"
@@ -156,14 +156,14 @@ def _write_new(file: str, content: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AppendedLog:
-    """A file of appended lines. The next append cuts off lines that a killed run appended after its last commit."""
+    """A file of appended lines. An append first removes lines that a killed run wrote after its last commit."""
 
     path: str
 
     def append(self, committed_bytes: int, lines: bytes) -> int:
         """Append ``lines`` after the first ``committed_bytes``, durably. Returns the new length.
 
-        Raises `CapacityError` or `StorageError`; the first ``committed_bytes`` are then unchanged.
+        Raises `CapacityError` or `StorageError`, and then leaves the first ``committed_bytes`` unchanged.
         """
         if not lines:
             return committed_bytes

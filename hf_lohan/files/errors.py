@@ -14,7 +14,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StorageError(OSError):
-    """Input or output failed. Keeps ``errno``, ``path`` and ``offset`` (bytes, if known)."""
+    """Input or output failed. Has ``errno``, ``path`` and ``offset`` (in bytes, if known)."""
 
     def __init__(
         self, problem: str, *, path: str, advice: str, errno: int | None = None, offset: int | None = None
@@ -31,19 +31,19 @@ class StorageError(OSError):
 
 
 class CorruptionError(StorageError):
-    """Bytes that were read differ from those written. Names block, record, path and offset."""
+    """Bytes that were read differ from those that were written. Names block, record, path and offset."""
 
 
 class TornStoreError(ValueError):
-    """The store holds no complete step: its run ended while it changed records in place."""
+    """The store has no complete step, because its run ended while it changed records in place."""
 
 
 class StoreInUseError(RuntimeError):
-    """Another process, or another store object of this one, holds the lock of a store directory."""
+    """Another process, or another store in this process, has locked a store directory."""
 
 
 class ForeignStoreError(ValueError):
-    """The directory holds something else than this model's store, which must not be destroyed."""
+    """The directory has files that are not this model's store and must not be overwritten."""
 
 
 INODES = "inodes"
@@ -51,7 +51,7 @@ INODES = "inodes"
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A place that lacks space. ``limit`` names what ran out: ``capacity`` or ``free space``."""
+    """A path that lacks space. ``limit`` is "capacity", "free space" or another limit that was reached."""
 
     path: str
     needed_bytes: int
@@ -66,7 +66,7 @@ class Shortfall:
 
 
 class CapacityError(ValueError):
-    """The records do not fit on the given paths. ``shortfalls`` holds the numbers."""
+    """The records do not fit on the paths. ``shortfalls`` has the numbers."""
 
     def __init__(self, shortfalls: Sequence[Shortfall]) -> None:
         self.shortfalls = tuple(shortfalls)

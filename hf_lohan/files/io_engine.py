@@ -1,7 +1,7 @@
 """Asynchronous transfers between aligned host memory and data files, within a byte budget.
 
-An `IoEngine` moves pieces with a few threads, an `IoRequest` represents one transfer, and `PendingRequests` are the
-requests on a set of files.
+An `IoEngine` reads and writes pieces with a few threads. An `IoRequest` is one transfer, and `PendingRequests` are the
+transfers of a set of files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Need = Literal["urgent", "soon", "any time"]
 """Priority of a piece."""
 
 _MAX_VIEWS = 512
-"""Buffers in one call: half of Linux's IOV_MAX."""
+"""Maximum number of buffers in one call, which is half of Linux's IOV_MAX."""
 
 
 class Content(NamedTuple):
-    """What the bytes are, for the timeline."""
+    """A description of the bytes, for the timeline."""
 
     block: str
     kind: str
@@ -41,7 +41,7 @@ ANY_CONTENT = Content("", "bytes")
 
 
 class Transfer(NamedTuple):
-    """One run of bytes in a file and the pieces of memory, in order, that hold them."""
+    """A run of bytes in a file, and the pieces of memory for them, in order."""
 
     file: DataFile
     offset: int
@@ -63,16 +63,16 @@ class IoRequest:
         complete: Complete | None = None,
         broken: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """``complete`` runs after all pieces have been moved and before the request is done; its exception fails the
-        request. It does not run for a request without pieces. ``release`` then receives the number of bytes to return
-        to the budget, ``broken`` the exception of a callback."""
+        """``complete`` runs after all pieces are transferred and before the request is done, but not for a request
+        without pieces. Its exception fails the request. Then ``release`` is called with the number of bytes to return
+        to the budget. ``broken`` is called with the exception of a callback."""
         self.num_bytes = num_bytes
         self._num_pending = num_pieces
         self._release = release
         self._complete = complete
         self._broken = broken
         self.error: BaseException | None = None
-        """The first error of its pieces so far."""
+        """The first error of a piece so far."""
         self._callbacks: list[Callable[[IoRequest], object]] = []
         self._lock = threading.Lock()
         self._finished = threading.Event()
@@ -81,25 +81,25 @@ class IoRequest:
 
     @classmethod
     def finished(cls) -> IoRequest:
-        """A request of no bytes, which is done."""
+        """Return a request of no bytes, which is done."""
         return cls(0, 0, lambda num_bytes: None)
 
     def done(self) -> bool:
-        """Whether no thread touches its memory any more, moved or failed."""
+        """Return whether the request has ended, so that no thread uses its memory."""
         return self._finished.is_set()
 
     def wait(self) -> None:
-        """Wait until it is done. Raises the first `StorageError` of its pieces, on every call."""
+        """Wait until the request is done. Every call raises the first `StorageError` of its pieces."""
         self._finished.wait()
         if self.error is not None:
             raise raised_anew(self.error)
 
     def add_done_callback(self, callback: Callable[[IoRequest], object]) -> None:
-        """Call ``callback(request)`` once: on an I/O thread when the request is done, or at once if it is.
+        """Call ``callback(request)`` once, on an I/O thread when the request is done, or now if it already is.
 
-        Keep it short; it must neither start requests nor wait for any. An exception in it is a bug of ours. The bytes
-        have moved, so the request has not failed, but somebody may wait forever for what the callback did not do. So
-        the engine then starts no more requests and raises the reason.
+        The callback must be short, and must not start requests or wait for them. An exception in it is a bug. It does
+        not fail the request, whose bytes were transferred, but another thread may wait for what the callback did not
+        do. So the engine starts no more requests after that, and raises the exception instead.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -108,12 +108,12 @@ class IoRequest:
         self._call(callback)
 
     def fail(self, error: BaseException) -> None:
-        """For the engine: skip the rest of the request."""
+        """Skip the rest of the request. Only the engine calls this."""
         with self._lock:
             self.error = self.error or error
 
     def finish_piece(self, error: BaseException | None) -> None:
-        """For the engine: count one piece as finished, with its error if it failed."""
+        """Count one piece as finished, with its error if it failed. Only the engine calls this."""
         with self._lock:
             self.error = self.error or error
             self._num_pending -= 1
@@ -122,9 +122,9 @@ class IoRequest:
         if self._complete is not None and self.error is None:
             try:
                 self._complete()
-            except BaseException as caught:  # raised to the waiter
+            except BaseException as caught:  # `wait` raises it
                 self.error = caught
-        # Release the budget first: the waiter may need it.
+        # The budget is released first, because the waiting thread may need it.
         self._release(self.num_bytes)
         with self._lock:
             self._finished.set()
@@ -142,7 +142,7 @@ class IoRequest:
 
 
 class _Piece(NamedTuple):
-    """A part of a request: what one thread moves at a time."""
+    """The part of a request that one thread transfers at a time."""
 
     request: IoRequest
     verb: Verb
@@ -151,11 +151,11 @@ class _Piece(NamedTuple):
 
 
 class IoEngine:
-    """A few threads that read and write pieces of at most ``piece_bytes``: urgent reads first, then the others, and
-    what is to be written when no read is left to start.
+    """A few threads that read and write pieces of at most ``piece_bytes``. Urgent reads start first, then other reads,
+    then writes.
 
-    At most ``max_inflight_bytes`` of unfinished requests exist at a time: `read` and `write` block until
-    theirs fits; one that is bigger than the bound goes alone. Close the engine after the stores that use it.
+    Unfinished requests have at most ``max_inflight_bytes``. `read` and `write` block until their request fits; a larger
+    request runs alone. Close the engine after the stores that use it.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class IoEngine:
         backend: FileBackend | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """``timeline``: where each piece is noted."""
+        """``timeline`` receives a task for each piece."""
         if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}: the engine needs at least 1")
+            raise ValueError(f"num_threads is {num_threads}; the engine needs at least 1")
         if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES:
-            raise ValueError(f"piece_bytes is {piece_bytes}: choose a positive multiple of {SECTOR_BYTES}")
+            raise ValueError(f"piece_bytes is {piece_bytes}; choose a positive multiple of {SECTOR_BYTES}")
         if max_inflight_bytes < 1:
-            raise ValueError(f"max_inflight_bytes is {max_inflight_bytes}: choose at least one piece")
+            raise ValueError(f"max_inflight_bytes is {max_inflight_bytes}; choose at least one piece")
         self.num_threads = num_threads
         self._backend = backend or FileBackend()
         self._timeline = timeline or Timeline()
@@ -183,8 +183,8 @@ class IoEngine:
         self._queued: dict[Need, deque[_Piece]] = {"urgent": deque(), "soon": deque(), "any time": deque()}
         self._closed = False
         self._failure: BaseException | None = None
-        # Guards the five above. Entered directly, not through the condition: that is Python code, where an interrupt
-        # could prevent the release of the lock.
+        # Guards the five fields above. It is not taken through the condition, because that is Python code, in which an
+        # interrupt could prevent the release of the lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._owner = Owner()
@@ -202,7 +202,7 @@ class IoEngine:
         return self._moved_bytes["write"]
 
     def open_file(self, path: str, *, create: bool = False) -> DataFile:
-        """Open a data file for this engine. ``create`` makes it, and raises if it exists."""
+        """Open a data file for this engine. ``create`` creates it, and raises if it exists."""
         return DataFile(path, self._backend, create=create)
 
     def read(
@@ -213,14 +213,14 @@ class IoEngine:
         of: Content = ANY_CONTENT,
         is_urgent: bool = False,
     ) -> IoRequest:
-        """Start to read; the memory must stay untouched until the request is done. ``complete``: see `IoRequest`;
-        ``of``: the content, for the timeline; ``is_urgent``: pass reads that are not urgent."""
+        """Start a read. The memory must not be used until the request is done. `IoRequest` describes ``complete``.
+        ``of`` is the content, for the timeline. An urgent read starts before others."""
         return self._submit("read", "urgent" if is_urgent else "soon", transfers, complete, of)
 
     def write(
         self, transfers: Sequence[Transfer], complete: Complete | None = None, *, of: Content = ANY_CONTENT
     ) -> IoRequest:
-        """Start to write; the memory must stay unchanged until the request is done. Arguments as in `read`."""
+        """Start a write. The memory must not change until the request is done. Arguments are as in `read`."""
         return self._submit("write", "any time", transfers, complete, of)
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class IoEngine:
             self._closed = True
             self._changed.notify_all()
         self._threads.close()
-        while any(self._queued.values()):  # queued before the close, submitted after the threads ended
+        while any(self._queued.values()):  # requests that were queued when the threads ended
             self._run_next()
 
     def _submit(
@@ -239,7 +239,7 @@ class IoEngine:
     ) -> IoRequest:
         if not self._owner.is_here:
             raise RuntimeError("this forked child of the training process has no I/O threads; do I/O in the parent")
-        # An I/O thread that waited here would never free the budget that it waits for.
+        # An I/O thread that waits here would never free the budget for which it waits.
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
         pieces = _pieces(transfers, self._piece_bytes)
         num_bytes = sum(piece.num_bytes for piece in pieces)
@@ -262,8 +262,8 @@ class IoEngine:
         except BaseException as interrupt:
             request.fail(interrupt)
             for _ in pieces[num_submitted:]:
-                self._run_next()  # one call per piece, whichever piece it takes
-            with suppress(BaseException):  # moving pieces still use the caller's memory
+                self._run_next()  # one call for each piece, although a call may run another request's piece
+            with suppress(BaseException):  # running pieces still use the caller's memory
                 request.wait()
             raise
         return request
@@ -271,14 +271,14 @@ class IoEngine:
     def _run_next(self) -> None:
         with self._lock:
             queued = next(filter(None, self._queued.values()), None)
-            if queued is None:  # an interrupt came after a submit, but before it was counted
+            if queued is None:  # an interrupt came between a submit and its count
                 return
             piece = queued.popleft()
         error: BaseException | None = None
         try:
-            if piece.request.error is None:  # skip the rest of a failed request
+            if piece.request.error is None:  # the rest of a failed request is skipped
                 self._move(piece)
-        except BaseException as caught:  # raised to the waiter
+        except BaseException as caught:  # the request's `wait` raises it
             error = caught
         piece.request.finish_piece(error)
 
@@ -306,27 +306,27 @@ class IoEngine:
 
 
 class PendingRequests:
-    """The requests that are not done yet."""
+    """Requests that are not done yet."""
 
     def __init__(self) -> None:
         self._requests: set[IoRequest] = set()
         self._lock = threading.Lock()
 
     def add(self, request: IoRequest) -> IoRequest:
-        """Returns the request."""
+        """Add a request and return it."""
         with self._lock:
             self._requests.add(request)
         request.add_done_callback(self._forget)
         return request
 
     def wait(self) -> None:
-        """Wait for all requests added before. Raises the error of one that fails meanwhile; earlier errors were raised
-        to their waiters."""
+        """Wait for all requests added so far. Raises the error of a request that fails during this call. Threads that
+        wait for a request get its earlier errors."""
         for request in self._snapshot():
             request.wait()
 
     def wait_ignoring_errors(self) -> None:
-        """Like `wait`, but leave errors to the waiters of each request."""
+        """Do as `wait`, but raise no errors. `IoRequest.wait` raises them."""
         for request in self._snapshot():
             with suppress(Exception):
                 request.wait()
@@ -341,7 +341,7 @@ class PendingRequests:
 
 
 def _pieces(transfers: Sequence[Transfer], piece_bytes: int) -> list[Transfer]:
-    """Cut up all transfers, in an order that keeps every file busy until all end together."""
+    """Cut all transfers into pieces, in an order that keeps every file busy until all end together."""
     placed: list[tuple[float, Transfer]] = []
     for transfer in transfers:
         for piece in _cut(transfer, piece_bytes):

@@ -1,4 +1,4 @@
-"""A directory lock, so that one process uses a store. The kernel releases it however the holder ends."""
+"""A directory lock, so that only one process uses a store. The kernel releases it even if the process is killed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOCK_NAME = "lock"
 
 
 class DirectoryLock:
-    """Holds a store directory, created if needed, from construction to `close`.
+    """The lock of a store directory, which is created if needed. It is held from construction until `close`.
 
-    Raises `StoreInUseError` with the directory and its holder's pid, `StorageError` if it cannot be locked. The lock
-    file stays: unlinking a locked file would let two processes hold "the" lock.
+    Raises `StoreInUseError` with the directory and the pid of the process that holds the lock, or `StorageError` if the
+    directory cannot be locked. The lock file is never removed, because then two processes could hold the lock.
     """
 
     def __init__(self, directory: str) -> None:
@@ -51,7 +51,7 @@ class DirectoryLock:
         except BlockingIOError:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             raise StoreInUseError(
-                f"the store in {directory} is in use by process {holder}: end that run or choose another directory"
+                f"the store in {directory} is in use by process {holder}; end that run or choose another directory"
             ) from None
         except OSError as error:
             advice = "its file system cannot lock files, or `lock` in it is not a file; choose a local directory"

@@ -1,4 +1,4 @@
-"""Sharing bytes between files in place of copying, on file systems with reflinks (Btrfs, XFS)."""
+"""Shares bytes between files instead of copying them, on file systems with reflinks (Btrfs, XFS)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_lohan.files.errors import StorageError
 
 
 class Extent(NamedTuple):
-    """A run of bytes that is contiguous both in its record and in one path's file."""
+    """A run of bytes that is contiguous in its record and in the file of one path."""
 
     path_index: int
     file_offset: int
@@ -29,15 +29,15 @@ _NOT_HERE = (
     errno.EINVAL,  # no reflinks here, or blocks larger than our alignment
     errno.EPERM,  # immutable or append-only files, sandboxes
 )
-"""Errors after which to copy instead; the same as for `cp --reflink=auto`."""
+"""Errors after which bytes are copied instead, as `cp --reflink=auto` does."""
 
 
 def clone_range(source_fd: int, source_offset: int, num_bytes: int, target_fd: int, target_offset: int) -> bool:
-    """Make a range of the target file share the source's blocks, which takes neither time nor space.
+    """Make a range of the target file share the source's blocks, which takes almost no time and space.
 
-    Offsets and ``num_bytes`` are whole blocks of the file system (multiples of 4096 nearly everywhere). The target
-    grows if needed. Returns False if these files cannot share blocks, so that the caller copies. Raises `StorageError`
-    for any other failure.
+    Offsets and ``num_bytes`` are multiples of the file system's block size (nearly always 4096). The target grows if
+    needed. Returns False if these files cannot share blocks and must be copied. Raises `StorageError` for any other
+    failure.
     """
     if num_bytes == 0:  # the kernel would clone up to the end of the file
         return True
@@ -57,15 +57,15 @@ def clone_range(source_fd: int, source_offset: int, num_bytes: int, target_fd: i
 
 
 class RecordCloner:
-    """Clones whole records into other files. It stops trying after the first failure, since all would fail alike."""
+    """Clones whole records to other files. After the first failure it does not try again, because all would fail."""
 
     def __init__(self) -> None:
         self._is_possible = True
         self._source_fds: dict[str, int] = {}
 
     def clone(self, sources: Sequence[tuple[str, Extent]], target_fd: int, target_offset: int) -> bool:
-        """Clone the record whose files and extents ``sources`` are to ``target_offset``. After False, parts of it may
-        be there."""
+        """Clone a record to ``target_offset``. ``sources`` are its files and extents. Returns False if it failed, maybe
+        after some parts were cloned."""
         self._is_possible = self._is_possible and all(
             clone_range(
                 self._open(path),

@@ -19,12 +19,12 @@ from hf_lohan.threads import KernelThreads
 
 _GROUP = AdamWGroup(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 _NUM_CHUNKS = 3
-"""As many as a run's pipeline has, so that each comes from memory, not from the cache."""
+"""Number of chunks in a run's pipeline. With this many, each chunk is read from memory and not from the cache."""
 _MIN_PART_NUMEL = 1024
 _LOAD_SIDE = 2048
 _HASHED_GRANULE_BYTES = 2 * MAX_GRANULE_NUMEL
 _TILE_BYTES = 2 * _HASHED_GRANULE_BYTES
-"""Fits into a core's cache: a run hashes bytes just before or after it uses them."""
+"""Size that fits into a core's cache, because a run hashes bytes just before or after it uses them."""
 _NUM_ROUNDS = 8
 
 
@@ -32,11 +32,11 @@ def optimizer_params_per_s(
     device: Device, working_dtype: torch.dtype, *, numel: int, budget_s: float, moment_dtype: MomentDtype = "float32"
 ) -> float:
     """Measure AdamW in parameters per second, over chunks of about `numel` parameters in RAM. Working weights have
-    `working_dtype` (float32 or bfloat16), moments `moment_dtype`.
+    `working_dtype` (float32 or bfloat16), and moments have `moment_dtype`.
 
-    A GPU computes meanwhile, because launching its work takes host time and its copies take memory bandwidth. A CPU
-    device runs nothing else, because the planner adds the times of compute and optimizer. Raises ValueError for a
-    dtype without an exact master.
+    A GPU computes during the measurement, because launching its work takes host time and its copies take memory
+    bandwidth. A CPU device computes nothing else, because the planner adds the times of compute and optimizer. Raises
+    ValueError for a dtype without an exact master.
     """
     threads = KernelThreads(torch.get_num_threads())
     chunks = [_Chunk(working_dtype, numel, threads, moment_dtype) for _ in range(_NUM_CHUNKS)]
@@ -46,7 +46,7 @@ def optimizer_params_per_s(
 
 
 class _Chunk:
-    """A chunk's records in RAM, updated in as many parts as there are threads, as in a run."""
+    """A chunk's records in RAM. As in a run, each thread updates a part."""
 
     def __init__(
         self, working_dtype: torch.dtype, numel: int, threads: KernelThreads, moment_dtype: MomentDtype = "float32"
@@ -61,7 +61,7 @@ class _Chunk:
         }
         self.records["param"] = torch.linspace(-1, 1, self.numel).to(working_dtype)
         self._gradient = torch.linspace(-1e-3, 1e-3, self.numel)
-        private_bytes = 4 * (self.numel + self._part_numel)  # as large for a short last part
+        private_bytes = 4 * (self.numel + self._part_numel)  # a short last part takes as much as the others
         self._private = [torch.zeros(private_bytes, dtype=torch.uint8) for _ in range(form.num_private_buffers)]
 
     def update(self) -> None:
@@ -83,7 +83,7 @@ def _rounded_up(numel: int, multiple: int) -> int:
 
 @contextmanager
 def _kept_busy(device: Device) -> Iterator[None]:
-    """Run matrix products on a GPU until the block ends."""
+    """Run matrix products on a GPU within this context."""
     if device.torch_device.type == "cpu":
         yield
         return
@@ -105,7 +105,7 @@ def _kept_busy(device: Device) -> Iterator[None]:
 
 
 def checksum_bytes_per_s(*, num_threads: int, budget_s: float) -> float:
-    """Measure checksums in bytes per second, of all `num_threads` together, each over bytes in its core's cache."""
+    """Measure checksums in bytes per second of all `num_threads` together. Each hashes bytes in its core's cache."""
     contents = [torch.arange(_TILE_BYTES // 8).view(torch.uint8) for _ in range(num_threads)]
 
     def hash_several(content: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Facts about the machine: device, threads, memory, and a container's limits."""
+"""Facts about the machine: device, threads, memory and limits of a container."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hf_lohan.threads import usable_cpus
 
 _ROOT = "/sys/fs/cgroup"
 _NO_LIMIT_BYTES = 1 << 60
-"""cgroup v1 has a larger number where there is no limit."""
+"""cgroup v1 reports a larger number if there is no limit."""
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Linux's names for bfloat16 units: Intel's, Intel's and AMD's, and Arm's."""
+"""Linux's names for bfloat16 units of Intel, of Intel and AMD, and of Arm."""
 _SAMPLE_INTERVAL_S = 0.05
 _PINNED_TRIAL_BYTES = 16 << 20
 _NVIDIA_FS = "/proc/driver/nvidia-fs/version"
@@ -30,11 +30,11 @@ _NVIDIA_FS = "/proc/driver/nvidia-fs/version"
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """Limits of a container; None for no limit."""
+    """Limits of a container. None is no limit."""
 
     memory_bytes: int | None
     num_cpus: float | None
-    """CPU seconds per second. The number of visible CPUs may be larger."""
+    """CPU seconds per second, which may be less than the number of visible CPUs."""
 
 
 def container_limits(root: str = _ROOT, membership: str | None = None) -> ContainerLimits:
@@ -61,7 +61,7 @@ def container_limits(root: str = _ROOT, membership: str | None = None) -> Contai
 
 
 def _upwards(root: str, path: str) -> Iterator[str]:
-    """Yield the group's folder and its parents. In a container, some may exist only on the host."""
+    """Yield the group's folder and its parents. In a container, some of them may exist only on the host."""
     while True:
         yield os.path.join(root, path.strip("/"))
         if path.strip("/") == "" or path == os.path.dirname(path):
@@ -76,14 +76,14 @@ def _bytes(folder: str, name: str) -> int | None:
 
 
 def _quota(folder: str, *names: str) -> float | None:
-    """CPU seconds per second, from the CPU time per period and the period in these files."""
+    """Return CPU seconds per second, from files with the CPU time per period and the period."""
     words = [word for name in names for word in text_of(Path(folder, name)).split()]
     is_limit = len(words) == 2 and words[0].isdigit() and int(words[0]) > 0
     return int(words[0]) / int(words[1]) if is_limit else None
 
 
 def cpu_name() -> str:
-    """The CPU's name, such as "AMD Ryzen 9 7950X 16-Core Processor", or its architecture if the name is unknown."""
+    """Return the CPU's name, such as "AMD Ryzen 9 7950X 16-Core Processor", or the architecture if it has no name."""
     return _cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
@@ -94,7 +94,7 @@ def bf16_units() -> tuple[str, ...]:
 
 
 def device_name(device: Device) -> str:
-    """The device's own name, or the CPU's."""
+    """Return the device's name, or the CPU's name for a CPU device."""
     return cpu_name() if device.torch_device.type == "cpu" else str(device.describe()["name"])
 
 
@@ -107,15 +107,15 @@ def _cpu_info() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineFacts:
-    """Facts that the verdicts of `lohan doctor` depend on, except those about drives."""
+    """The facts, except those about drives, on which the verdicts of `lohan doctor` depend."""
 
     device_type: str
     """"cpu" or "cuda"."""
     device_name: str
     device_memory_bytes: int
-    """Free at present."""
+    """Free memory of the device."""
     is_pinned: bool
-    """Whether host memory for copies can be pinned; False on a CPU, which needs none."""
+    """Whether host memory for copies can be pinned. False on a CPU device, which makes no copies."""
     gpudirect_problem: str
     """Why GPUDirect Storage cannot be used; "" if it can."""
     bf16_units: tuple[str, ...]
@@ -133,7 +133,7 @@ class MachineFacts:
 
 
 def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
-    """Collect the facts, for a resolved config. Takes little time."""
+    """Collect the facts in a short time. ``config`` must be resolved."""
     assert isinstance(config.cpu_threads, int) and isinstance(config.cpu_memory, int)
     limits = container_limits()
     return MachineFacts(
@@ -157,7 +157,7 @@ def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
 
 
 def gpudirect_problem(device: Device) -> str:
-    """Why GPUDirect Storage cannot be used; "" if it can."""
+    """Return why GPUDirect Storage cannot be used, or "" if it can."""
     if device.torch_device.type == "cpu":
         return "there is no GPU"
     if importlib.util.find_spec("kvikio") is None:
@@ -173,8 +173,8 @@ def _is_pinned(device: Device) -> bool:
 
 
 def anonymous_memory_bytes() -> int:
-    """RssAnon of this process, which the budgets limit (RSS also counts page cache). Where the kernel does not report
-    it: the resident set without shared pages."""
+    """Return RssAnon of this process, which the budgets limit. RSS would also count page cache. If the kernel does not
+    report RssAnon, return the resident set without shared pages."""
     for line in text_of("/proc/self/status").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -214,7 +214,7 @@ class AnonymousMemoryPeak:
         self._recent_peak_bytes = max(self._recent_peak_bytes, now_bytes)
 
     def take_recent_peak(self) -> int:
-        """Return the highest value since the last call, including the present one."""
+        """Return the highest value since the last call, including the present value."""
         self.sample()
         recent_peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, 0
         return recent_peak_bytes

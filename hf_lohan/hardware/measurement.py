@@ -22,16 +22,16 @@ from hf_lohan.threads import set_compute_threads
 
 _MIB = 1 << 20
 _UPDATE_BYTES_PER_PARAM = 3 * 16
-"""Of three chunks: weights, masters, gradients and moments."""
+"""Bytes per parameter of three chunks with weights, masters, gradients and moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuringEffort:
-    """Limits of the time and memory that measuring takes."""
+    """Limits of the time and memory of a measurement."""
 
     budget_s: float = 5.0
     scratch_bytes: int = 128 * _MIB
-    """Largest scratch file of each SSD path."""
+    """Maximum size of the scratch file of each SSD path."""
     io_buffer_bytes: int = 64 * _MIB
     copy_bytes: int = 32 * _MIB
     product_bytes: int = 128 * _MIB
@@ -40,7 +40,7 @@ class MeasuringEffort:
     update_numel: int = 2 * _MIB
 
     def within(self, config: OffloadConfig) -> MeasuringEffort:
-        """Return the same effort, or one that needs no more memory than the config's budgets."""
+        """Return this effort, with its memory reduced to the config's budgets if necessary."""
         assert isinstance(config.cpu_memory, int) and isinstance(config.gpu_memory, int)
         host_bytes, device_bytes = config.cpu_memory // SECTOR_BYTES, config.gpu_memory // SECTOR_BYTES
         return replace(
@@ -63,16 +63,16 @@ def measure_hardware(
 ) -> HardwareProfile:
     """Measure device, links, drives and CPU for a model of `matrix_shapes` with working weights of `dtype`.
 
-    `config` is the run's resolved config; its budgets bound the memory that this takes. The run's random numbers are
-    not changed. Takes about `effort.budget_s` (5 seconds by default). Raises CapacityError or StorageError if a path
-    cannot be measured, ValueError for no shapes or a dtype that cannot be trained.
+    `config` is the run's resolved config, whose budgets limit the memory of the measurement. This does not change the
+    run's random numbers. Takes about `effort.budget_s` (5 seconds by default). Raises CapacityError or StorageError if
+    a path cannot be measured, and ValueError for no shapes or a dtype that cannot be trained.
     """
     assert config.is_resolved, "resolve the config first"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
     assert isinstance(config.cpu_threads, int)
     effort = (effort or MeasuringEffort()).within(config)
     budget_s, paths = effort.budget_s, store_paths(config)
-    device_memory_bytes = device.total_memory_bytes()  # before measuring takes some of it
+    device_memory_bytes = device.total_memory_bytes()  # measuring takes some of it
     host_memory_bytes = available_host_memory_bytes()
     with _run_threads(config):
         alone, together = measure_ssds(
@@ -98,7 +98,7 @@ def measure_hardware(
             budget_s=0.12 * budget_s,
             moment_dtype=config.moment_dtype,
         )
-    device.give_back_unused()  # a run needs other sizes
+    device.give_back_unused()  # a run allocates other sizes
     return HardwareProfile(
         device=DeviceProfile(
             flops_per_s=_rounded(flops_per_s),
@@ -132,12 +132,12 @@ def measure_hardware(
 
 
 def _rounded(rate: float) -> float:
-    """Round to four digits, about a measurement's precision."""
+    """Round to four digits, which is about the precision of a measurement."""
     return float(f"{rate:.4g}")
 
 
 def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: Device) -> HardwareProfile:
-    """Return the profile with today's free memory and disk space, and the allocator's present settings."""
+    """Return the profile with the present free memory and disk space, and the present settings of the allocator."""
     return replace(
         profile,
         device=replace(profile.device, memory_bytes=device.total_memory_bytes(), grows_segments=device.grows_segments),
@@ -150,8 +150,8 @@ def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: D
 
 
 def store_paths(config: OffloadConfig) -> tuple[StorePath, ...]:
-    """Return the paths of a resolved config. The capacity "auto" becomes the free space plus the size of a store
-    there."""
+    """Return the paths of a resolved config. The capacity "auto" becomes the free space plus the size of a store in the
+    path."""
     assert config.ssd != "auto"
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     return resolve_capacities(paths, DATA_NAMES)

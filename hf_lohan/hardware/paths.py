@@ -26,7 +26,7 @@ _TRIAL_BYTES = 4 * SECTOR_BYTES
 
 
 def text_of(file: str | Path) -> str:
-    """Return the text of one of the kernel's files; "" if it cannot be read."""
+    """Return the text of a file of the kernel, or "" if it cannot be read."""
     try:
         return Path(file).read_text()
     except OSError:
@@ -45,13 +45,13 @@ def existing_directory(path: str) -> str:
 class Mount:
     mount_point: str
     file_system: str
-    """"ext4", "nfs4", ...; "" if unknown."""
+    """Such as "ext4" or "nfs4"; "" if unknown."""
     source: str
-    """"/dev/nvme0n1p2", "server:/export", ..."""
+    """Such as "/dev/nvme0n1p2" or "server:/export"."""
 
 
 def mount_of(directory: str, mount_info: str | None = None) -> Mount:
-    """Return the nearest mount above a directory; the later one of two at the same mount point."""
+    """Return the nearest mount above a directory. Of two mounts at the same point, the later one is returned."""
     text = text_of(_MOUNT_INFO) if mount_info is None else mount_info
     real = os.path.realpath(directory)
     nearest = Mount("/", "", "")
@@ -64,10 +64,10 @@ def mount_of(directory: str, mount_info: str | None = None) -> Mount:
 
 
 def drive_of(directory: str) -> str | None:
-    """Return the name in /sys/block of a directory's drive ("nvme0n1"); None if it is not on a single drive."""
+    """Return the name of a directory's drive in /sys/block, such as "nvme0n1". None if it is not on a single drive."""
     status = os.stat(directory)
     numbers = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    if os.major(status.st_dev) == 0:  # Btrfs and others use device numbers of their own
+    if os.major(status.st_dev) == 0:  # Btrfs and others use numbers that are not the drive's
         try:
             source = os.stat(mount_of(directory).source).st_rdev
         except OSError:
@@ -90,17 +90,17 @@ def _unescaped(field: str) -> str:
 
 
 class WearUnknownError(Exception):
-    """The wear of a drive cannot be read; the message says why."""
+    """The wear of a drive cannot be read. The message says why."""
 
 
 def drive_wear_percent(drive: str | None) -> int:
-    """Return the wear of `drive`, a name in /sys/block, as a percentage of its rated writes; may exceed 100.
+    """Return the wear of `drive`, a name in /sys/block, as a percentage of its rated writes. It may exceed 100.
 
-    Raises WearUnknownError with the reason. Most drives answer only to root.
+    Raises WearUnknownError with the reason. Most drives report their wear only to root.
     """
     if drive is None:
-        raise WearUnknownError("it is not on a single drive")
-    life_time = text_of(f"/sys/block/{drive}/device/life_time")  # eMMC: tenths of its life, for two kinds of cells
+        raise WearUnknownError("the path is not on a single drive")
+    life_time = text_of(f"/sys/block/{drive}/device/life_time")  # eMMC reports tenths of the life of two kinds of cells
     if life_time:
         return 10 * max(int(word, 16) for word in life_time.split())
     device = f"/dev/{drive}"
@@ -115,12 +115,12 @@ def drive_wear_percent(drive: str | None) -> int:
         wear = wear_in(_json_of(command))
         if wear is not None:
             return wear
-        reason = f"{program} reports no wear of {device}; it may need root, and virtual drives report none"
+        reason = f"{program} reports no wear of {device}; it may need root, and virtual drives have no wear"
     raise WearUnknownError(reason)
 
 
 def wear_in(report: Mapping[str, Any]) -> int | None:
-    """Return the wear in a report of smartctl or nvme, in per cent; None if there is none."""
+    """Return the wear in percent from a report of smartctl or nvme, or None if the report has no wear."""
     nvme = report.get("nvme_smart_health_information_log")
     endurance = report.get("endurance_used")
     candidates = (
@@ -147,12 +147,12 @@ def _json_of(command: list[str]) -> Mapping[str, Any]:
 class PathFacts:
     path: str
     file_system: str
-    """The kernel's name for it; "" if unknown."""
+    """The kernel's name for the file system; "" if unknown."""
     problem: str
-    """Why it cannot be written; "" if it can."""
+    """Why the path cannot be written to; "" if it can."""
     is_direct: bool
     can_reflink: bool
-    """Whether files can share blocks. Then checkpoints copy no optimizer states."""
+    """Whether files can share blocks, so that checkpoints need no copies of optimizer states."""
     free_bytes: int
     capacity: int | Literal["auto"]
     wear_percent: int | None
@@ -187,7 +187,8 @@ def examine_path(path: str, capacity: int | Literal["auto"]) -> PathFacts:
 
 
 def _try_files(directory: str) -> tuple[bool, bool]:
-    """Whether O_DIRECT and whether reflinks work there. Raises OSError if no file can be written."""
+    """Return whether O_DIRECT works in the directory, and whether reflinks work. Raises OSError if no file can be
+    written."""
     with tempfile.TemporaryDirectory(prefix=".lohan-tried-", dir=directory) as folder:
         source, target = os.path.join(folder, "a"), os.path.join(folder, "b")
         content = sector_view(mapped_empty(_TRIAL_BYTES).fill_(1))

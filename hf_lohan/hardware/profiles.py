@@ -32,7 +32,7 @@ from hf_lohan.threads import usable_cpus
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Raised when the meaning or the measurement of a number changes."""
+"""Version of the format, which increases when the meaning or the measurement of a number changes."""
 
 
 def read_hardware(path: str | os.PathLike[str]) -> HardwareProfile:
@@ -49,7 +49,7 @@ def read_hardware(path: str | os.PathLike[str]) -> HardwareProfile:
 
 
 def write_hardware(path: str | os.PathLike[str], profile: HardwareProfile) -> None:
-    """Write a file for `read_hardware`, replacing any old one. Raises CapacityError or StorageError."""
+    """Write a file for `read_hardware`. Replaces an existing file. Raises CapacityError or StorageError."""
     text = yaml.safe_dump(profile.to_mapping(), sort_keys=False, allow_unicode=True)
     replace_durably(os.path.abspath(os.path.expanduser(os.fspath(path))), text.encode())
 
@@ -66,9 +66,9 @@ def cached_hardware(
     measure: Callable[..., HardwareProfile] = measure_hardware,
 ) -> HardwareProfile:
     """Return an earlier result of `measure_hardware` for the same device, CPU, torch, threads, drives, shapes and
-    dtype, with the present free memory and disk space; or measure now.
+    dtype, with the present free memory and disk space. Without an earlier result, measure now.
 
-    Processes measure one after the other, and later ones read what the first has measured. If the cache is damaged or
+    Processes measure one after the other, and later processes read the result of the first. If the cache is damaged or
     cannot be used, this measures again.
     """
     effort = (effort or MeasuringEffort()).within(config)
@@ -77,7 +77,7 @@ def cached_hardware(
     profile = None if measure_again else _read(file, key)
     if profile is None:
         with _taking_turns(os.path.dirname(file)):
-            # Another process may have measured it meanwhile.
+            # Another process may have measured while this one waited.
             profile = None if measure_again else _read(file, key)
             if profile is None:
                 profile = measure(config, device, matrix_shapes=matrix_shapes, dtype=dtype, effort=effort)
@@ -95,16 +95,16 @@ def has_cached_hardware(
     effort: MeasuringEffort | None = None,
     directory: str | None = None,
 ) -> bool:
-    """Whether `cached_hardware` has an earlier result."""
+    """Return whether `cached_hardware` has an earlier result."""
     effort = (effort or MeasuringEffort()).within(config)
     key = _key(config, device, matrix_shapes, dtype, effort)
     return _read(_file(directory, key), key) is not None
 
 
 def cache_directory() -> str:
-    """Folder of the cache: under $XDG_CACHE_HOME if that is an absolute path, else under ~/.cache."""
+    """Return the folder of the cache, in $XDG_CACHE_HOME if that is an absolute path, or in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the specification says to ignore such values
+    if not os.path.isabs(base):  # the specification of XDG says to ignore relative paths
         base = os.path.expanduser("~/.cache")
     return os.path.join(base, "lohan", "hardware")
 
@@ -116,9 +116,9 @@ def _key(
     dtype: torch.dtype,
     effort: MeasuringEffort,
 ) -> dict[str, Any]:
-    """Everything that the rates depend on, in JSON types."""
+    """Return everything on which the rates depend, in JSON's types."""
     state_dtype = config.moment_dtype
-    # No key for the default, so that older profiles stay valid.
+    # The default has no key, so that older profiles stay valid.
     moments = {} if state_dtype == "float32" else {"optimizer_state_dtype": state_dtype}
     return moments | {
         "format": _FORMAT,
@@ -136,7 +136,7 @@ def _key(
         ),
         "effort": asdict(effort),
         "io": [config.io_threads, config.io_piece_bytes],
-        # Drives, not directories, because each run has its own folder.
+        # The key has drives and not directories, because each run has its own folder.
         "ssd": [_drive(path.path) for path in store_paths(config)],
     }
 
@@ -152,7 +152,7 @@ def _file(directory: str | None, key: dict[str, Any]) -> str:
 
 
 def _read(file: str, key: dict[str, Any]) -> HardwareProfile | None:
-    """Read a profile; None if there is none or it has another key."""
+    """Return the profile in a file, or None if there is no file or the file has another key."""
     try:
         content = json.loads(read_whole(file))
         if content["key"] == key:
@@ -176,7 +176,7 @@ def _keep(file: str, content: dict[str, Any]) -> None:
 
 @contextmanager
 def _taking_turns(directory: str) -> Iterator[None]:
-    """Hold the directory's lock if possible. The kernel releases it when its holder ends."""
+    """Hold the directory's lock if possible. The kernel releases it when the process ends."""
     fd = -1
     try:
         make_directory(directory)
@@ -184,7 +184,7 @@ def _taking_turns(directory: str) -> Iterator[None]:
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
     except (OSError, CapacityError) as error:
-        logger.info("no lock in %s (%s): other processes may measure at the same time", directory, error)
+        logger.info("cannot lock %s (%s), so other processes may measure at the same time", directory, error)
     try:
         yield
     finally:

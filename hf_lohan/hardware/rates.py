@@ -1,4 +1,4 @@
-"""Measures the device's FLOP/s and memory bandwidth, and the bandwidth of its link. Each is a median of repetitions."""
+"""Measures the device's FLOP/s and memory bandwidth, and the bandwidth of its link, as medians of several runs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from hf_lohan.device import Device, Lane
 
 _SAMPLE_S = 0.005
-"""Shorter runs are timed several at once, so that the clock and synchronization do not count."""
+"""Minimum seconds of a sample. Shorter runs are timed together, so that the overhead of synchronization is small."""
 _MAX_RUNS_PER_SAMPLE = 1000
 _MAX_SAMPLES = 25
 _MIN_SIDE = 128
-"""Sides are not cut below this, because products with short sides are slower."""
+"""Minimum side of a cropped matrix. Products with shorter sides are slower."""
 _FIRST_TRIAL_FLOPS = 1e8
 _MAX_GROWTH = 16.0
-"""From one trial to the next. Small products are slower per FLOP, so they predict large ones poorly."""
+"""Maximum growth from one trial to the next. Small products predict large ones poorly, as they have fewer FLOP/s."""
 _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
-"""Making operands takes time for each."""
+"""Maximum number of shapes, because making the operands of each takes time."""
 _PATTERN_NUMEL = 1 << 16
 _COPIES_AT_ONCE = 4
-"""Copies of each direction in one run of both directions, so that times with only one direction count little."""
+"""Copies of each direction in a run of both directions. With several, the time in which only one copies is small."""
 
 
 def median_s(
@@ -38,9 +38,9 @@ def median_s(
     budget_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Measure the median seconds of one `run`. `synchronize` waits for the work that it started.
+    """Return the median seconds of one `run`. `synchronize` waits for the work that `run` started.
 
-    Takes about `budget_s`, or three runs if they take longer.
+    Takes about `budget_s`, or the time of three runs if that is longer.
     """
     began_s = clock()
     run()  # the first run loads kernels and touches memory
@@ -62,8 +62,8 @@ def median_s(
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """A product [num_rows, inner] x [inner, num_columns] of a linear layer that runs `count` times in a forward. A
-    batched or grouped one has `num_matrices` of them."""
+    """A matrix product [num_rows, inner] x [inner, num_columns] of a linear layer that runs `count` times in a forward.
+    A batched or grouped product has `num_matrices` of these."""
 
     num_rows: int
     inner: int
@@ -73,7 +73,7 @@ class MatrixShape:
 
     def __post_init__(self) -> None:
         if min(self.num_rows, self.inner, self.num_columns, self.count, self.num_matrices) < 1:
-            raise ValueError(f"{self} is not a matrix product: every number must be at least 1")
+            raise ValueError(f"{self} is not a matrix product; every number must be at least 1")
 
     @property
     def flops(self) -> float:
@@ -86,8 +86,8 @@ class MatrixShape:
 
 
 def cropped(shape: MatrixShape, *, max_flops: float, max_bytes: int, itemsize: int) -> MatrixShape:
-    """Return the shape, or a smaller one with similar FLOP/s: batches are halved first, then rows, then the longest
-    side, until the product is within both bounds or all sides are short."""
+    """Return the shape, or a smaller shape with similar FLOP/s. Halves first batches, then rows, then the longest side,
+    until the product is within both bounds or all sides are short."""
     while shape.flops > max_flops or shape.operand_bytes(itemsize) > max_bytes:
         sides = {"num_rows": shape.num_rows, "inner": shape.inner, "num_columns": shape.num_columns}
         longest = max(sides, key=lambda side: sides[side])
@@ -106,12 +106,12 @@ def cropped(shape: MatrixShape, *, max_flops: float, max_bytes: int, itemsize: i
 def matmul_flops_per_s(
     device: Device, shapes: Sequence[MatrixShape], dtype: torch.dtype, *, budget_s: float, max_bytes: int
 ) -> float:
-    """Measure FLOP/s over the `shapes` with the most FLOPs, weighted by count, with the products of both gradients.
+    """Measure FLOP/s of those `shapes` with the most FLOPs, weighted by count, and of the products of both gradients.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. Raises ValueError for no shapes.
     """
     if not shapes:
-        raise ValueError("no matrix shapes to measure the device with; give at least one")
+        raise ValueError("there are no matrix shapes to measure the device with; give at least one")
     shapes = sorted(shapes, key=lambda shape: -shape.count * shape.flops)[:_MAX_SHAPES]
     share_s = budget_s / len(shapes)
     total_flops = sum(shape.count * shape.flops for shape in shapes)
@@ -123,7 +123,7 @@ def matmul_flops_per_s(
 
 
 def elementwise_bytes_per_s(device: Device, numel: int, dtype: torch.dtype, *, budget_s: float) -> float:
-    """Measure the bytes per second that an addition of two tensors [numel] into a new one reads and writes."""
+    """Measure the bytes per second that an addition of two tensors [numel] to a new tensor reads and writes."""
     left, right = _filled(device, (numel,), dtype), _filled(device, (numel,), dtype)
     one_s = median_s(lambda: left + right, _waiting(device), budget_s=budget_s)
     return 3 * numel * dtype.itemsize / one_s
@@ -150,8 +150,8 @@ def _shape_flops_per_s(
 def _product_times_s(
     device: Device, shape: MatrixShape, dtype: torch.dtype, *, budget_s: float, num_products: int = 3
 ) -> list[float]:
-    """Seconds of the first `num_products` of: the product, its input's gradient, its weight's gradient. Operands have
-    autograd's layout, with the weight transposed."""
+    """Return the seconds of the product, of its input's gradient and of its weight's gradient, or of the first
+    `num_products` of these. Operands have autograd's layout, with the weight transposed."""
     batch = (shape.num_matrices,) if shape.num_matrices > 1 else ()
     inputs = _filled(device, (*batch, shape.num_rows, shape.inner), dtype)
     weight = _filled(device, (*batch, shape.num_columns, shape.inner), dtype)
@@ -170,9 +170,9 @@ def _waiting(device: Device) -> Callable[[], None]:
 
 
 def _filled(device: Device, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return random numbers, because products of zeros take less power and run at higher clocks."""
+    """Return random numbers. Products of zeros would take less power and run at higher clocks."""
     numel = math.prod(size)
-    generator = torch.Generator().manual_seed(0)  # leaves the run's random numbers alone
+    generator = torch.Generator().manual_seed(0)  # does not change the run's random numbers
     pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).to(device.torch_device, dtype)
     return pattern.repeat(-(-numel // pattern.numel()))[:numel].view(*size)
 
@@ -184,17 +184,17 @@ class LinkRates:
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     duplex_bytes_per_s: float
-    """Sum of both directions at once."""
+    """Sum of both directions when both copy at once."""
 
 
 def measure_links(device: Device, *, copy_bytes: int, budget_s: float) -> LinkRates:
     """Measure copies of `copy_bytes` between `Device.host_empty` and `Device.empty`, on the device's lanes.
 
-    Takes about `budget_s`, twice `copy_bytes` of host memory and as much of the device's.
+    Takes about `budget_s`, and twice `copy_bytes` of host memory and of device memory.
     """
     ends: dict[Lane, tuple[Tensor, Tensor]] = {}
     for lane in (Lane.H2D, Lane.D2H):
-        # Filled, because untouched pages are all one page of zeros in the cache.
+        # Untouched pages are all mapped to one page of zeros, which stays in the cache. So the memory is filled first.
         host, remote = (empty(copy_bytes).fill_(1) for empty in (device.host_empty, device.empty))
         ends[lane] = (remote, host) if lane is Lane.H2D else (host, remote)
     device.record(Lane.COMPUTE).synchronize()
@@ -214,7 +214,7 @@ def measure_links(device: Device, *, copy_bytes: int, budget_s: float) -> LinkRa
     def alone_bytes_per_s(lane: Lane) -> float:
         return copy_bytes / median_s(lambda: copy(lane), lambda: synchronize(lane), budget_s=budget_s / 3)
 
-    # As in a run, each direction has its own thread; a CPU device copies on these threads.
+    # As in a run, each direction has its own thread. A CPU device copies in these threads.
     with ThreadPoolExecutor(2, "lohan-links") as threads:
 
         def copy_both() -> None:

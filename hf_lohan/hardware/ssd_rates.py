@@ -1,4 +1,4 @@
-"""Measures the drives' bandwidth: writes, reads, and both in turn, through the files of a run."""
+"""Measures the drives' bandwidth for writes, reads, and both in turn, with the files of a run."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from hf_lohan.hardware.paths import existing_directory
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordRead, RecordSpec, StoreLayout, granules_of
 
 NUM_BUFFERS = 4
-"""Requests in progress at once."""
+"""Number of requests in progress at once."""
 _MIN_CHUNKS = NUM_BUFFERS + 2
-"""More than there are requests, so that no two in progress use the same bytes."""
+"""Minimum number of chunks, which is more than the requests, so that no two requests use the same bytes."""
 _CHUNK_BYTES = 16 << 20
-"""The largest chunk of a run."""
+"""Size of the largest chunk in a run."""
 _GRANULE_BYTES = 4 * GRANULE_NUMEL
 _MAX_ROUNDS = 2
-"""Over the whole file in each measurement, because drives wear."""
+"""Maximum number of passes over the file in each measurement, because drives wear."""
 _FREE_SPACE_SHARE = 4
 _FILE_NAME = "scratch.bin"
 _BLOCK = ("measured", "param")
@@ -49,7 +49,7 @@ class SsdRates:
     read_bytes_per_s: float
     write_bytes_per_s: float
     mixed_bytes_per_s: float
-    """Sum of reads and writes in turn."""
+    """Sum of reads and writes when they take turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +71,12 @@ def measure_ssds(
     budget_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[SsdRates], SsdRates]:
-    """Measure each of `paths`, whose capacities are known, and all of them striped together.
+    """Measure each of `paths`, and all of them with striping. Their capacities must be known.
 
     A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. It has no
-    name, so it vanishes with this process. Buffers take `buffer_bytes` in all. A missing path is measured in its
-    nearest existing parent. Takes about `budget_s`. Raises CapacityError for too little space, and StorageError.
+    name, so that it disappears with this process. Buffers take `buffer_bytes` in total. If a path does not exist, its
+    nearest existing parent is measured. Takes about `budget_s`. Raises CapacityError for too little space, and
+    StorageError.
     """
     sizes = [_file_bytes(path, scratch_bytes, num_paths=len(paths)) for path in paths]
     num_measured = len(paths) + (len(paths) > 1)
@@ -91,7 +92,7 @@ def measure_ssds(
 
 
 class _Traffic:
-    """Requests on scratch files, as many at once as there are buffers."""
+    """Requests on scratch files. Each buffer has one request in progress."""
 
     def __init__(self, files: RecordFiles, device: Device, buffer_bytes: int, clock: Callable[[], float]) -> None:
         self._files = files
@@ -101,13 +102,13 @@ class _Traffic:
         self._chunk_numel = max(1, granules) * GRANULE_NUMEL
         self._num_chunks = file_numel // self._chunk_numel
         memory = device.host_empty(NUM_BUFFERS * 4 * self._chunk_numel)
-        # Drives cannot compress random bytes. The generator leaves the run's random numbers alone.
+        # Drives cannot compress random bytes. The generator does not change the run's random numbers.
         memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
         self._buffers: Sequence[Tensor] = memory.view(torch.float32).split(self._chunk_numel)
 
     def rates(self, budget_s: float) -> SsdRates:
         phase_s = budget_s / 4
-        # A file system allocates space on the first write, so that one is not measured.
+        # The first write is not measured, because the file system allocates space in it.
         self._num_chunks = self._run(("write",), phase_s, min_chunks=_MIN_CHUNKS, max_chunks=self._num_chunks)[0]
         chunk_bytes = 4 * self._chunk_numel
 
@@ -123,8 +124,8 @@ class _Traffic:
         )
 
     def _run(self, verbs: Sequence[Verb], budget_s: float, *, min_chunks: int, max_chunks: int) -> tuple[int, float]:
-        """Move chunk after chunk, repeatedly over the file, for ``budget_s``. Returns the number of chunks and the
-        seconds."""
+        """Read or write one chunk after the other, in several passes over the file, for ``budget_s``. Returns the
+        number of chunks and the seconds."""
         under_way: list[RecordRead | IoRequest | None] = [None] * NUM_BUFFERS
         start_s = self._clock()
         num_moved = 0
@@ -142,7 +143,7 @@ class _Traffic:
                 if request is not None:
                     request.wait()
         finally:
-            self._files.wait_until_idle()  # then no thread uses the buffers
+            self._files.wait_until_idle()  # after this, no thread uses the buffers
         if "write" in verbs:
             self._files.sync()
         return num_moved, self._clock() - start_s
@@ -154,14 +155,14 @@ class _Traffic:
 
 @contextmanager
 def _scratch(paths: Sequence[StorePath], num_bytes: int, io: SsdIo) -> Iterator[RecordFiles]:
-    """Files without a name, striped over `paths`, of `num_bytes` together."""
+    """Yield files without a name, striped over `paths`, with `num_bytes` in total."""
     layout = StoreLayout((RecordSpec(*_BLOCK, "float32", num_bytes // 4),), tuple(paths))
     engine = IoEngine(io.num_threads, io.piece_bytes, max(num_bytes, io.piece_bytes), io.backend)
     directories: list[str] = []
     try:
         for path in paths:
             directories.append(_new_directory(existing_directory(path.path)))
-        # No hashing, because the CPU's time is measured separately.
+        # Nothing is hashed, because the CPU's time is measured separately.
         with RecordFiles.create_files(
             layout, directories, _FILE_NAME, engine, is_scratch=True, hash_granules=_no_checksums
         ) as files:
@@ -180,7 +181,7 @@ def _no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
 
 
 def _new_directory(parent: str) -> str:
-    """Make a directory whose files cannot collide with others, such as those of a second path beside it."""
+    """Make a directory whose files cannot have the names of other files, such as those of another path."""
     try:
         return tempfile.mkdtemp(prefix=".lohan-measured-", dir=parent)
     except OSError as error:
@@ -188,7 +189,7 @@ def _new_directory(parent: str) -> str:
 
 
 def _file_bytes(path: StorePath, wanted_bytes: int, *, num_paths: int) -> int:
-    """Size of a path's scratch file, in whole granules. All paths may be on one file system."""
+    """Return the size of a path's scratch file, in whole granules. All paths may be on one file system."""
     free = free_bytes(path.path)
     room = min(wanted_bytes, free // (_FREE_SPACE_SHARE * num_paths))
     limit, available = "free space", free
@@ -202,7 +203,7 @@ def _file_bytes(path: StorePath, wanted_bytes: int, *, num_paths: int) -> int:
 
 
 def _striped_bytes(paths: Sequence[StorePath], sizes: Sequence[int]) -> int:
-    """Bytes that can be striped over the paths by capacity, with at most `sizes` bytes on each."""
+    """Return how many bytes can be striped over the paths by capacity, with at most `sizes` bytes on each."""
     capacities = [path.capacity_bytes or 0 for path in paths]  # never 0, because its file has space
     total = sum(capacities)
     striped = min(size * total // capacity for size, capacity in zip(sizes, capacities, strict=True))

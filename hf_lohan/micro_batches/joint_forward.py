@@ -1,4 +1,4 @@
-"""Runs a step's micro-batches together: all of them pass a block before the next block, then one backward runs."""
+"""Runs a step's micro-batches together through each block before the next block. Then one backward runs for all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_lohan.weights import BlocksInUse, Slot, SlotRing
 
 
 class CurrentPass(Protocol):
-    """The engine's pass through the model, which sees a joint forward as one forward."""
+    """The engine's pass through the model. It treats a joint forward as one forward."""
 
     @property
     def in_use(self) -> BlocksInUse: ...
@@ -52,23 +52,23 @@ class JointParts:
     holds_gradients: bool
     """Whether the host can add to gradients that have arrived."""
     using_forward_pass: Callable[[JointForward], contextlib.AbstractContextManager[None]]
-    """A context in which the model's hooks call a joint forward."""
+    """Returns a context in which the model's hooks call a joint forward."""
 
 
 class MicroBatchRun:
-    """Runs the micro-batches of one step after another."""
+    """Runs the micro-batches of each step."""
 
     def __init__(self, parts: JointParts) -> None:
         self._parts = parts
         self._losses: dict[int, list[Tensor]] = {}
         self._lockstep: Lockstep | None = None
-        """Set while micro-batches run."""
+        """The lockstep of running micro-batches, or None."""
         self._separate_heads = True
 
     def __call__(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run the forwards and the backward of one step. See `OffloadEngine.run_micro_batches`."""
+        """Run the forwards and the backward of one step, as `OffloadEngine.run_micro_batches` describes."""
         if self._lockstep is not None:
-            raise RuntimeError("run_micro_batches was called within a micro-batch; run them all in one call")
+            raise RuntimeError("run_micro_batches was called in a micro-batch; run all micro-batches in one call")
         parts = self._parts
         settings = ThreadSettings(parts.device.torch_device.type)
         contexts = [settings.applied(parts.device.in_this_lane()) for _ in micro_batches]
@@ -96,9 +96,9 @@ class MicroBatchRun:
         return results
 
     def refuse_within(self, call: str) -> None:
-        """Raise RuntimeError while micro-batches run, before their backward."""
+        """Raise RuntimeError if micro-batches run their forwards. ``call`` is the name of the refused function."""
         if self._lockstep is not None:
-            raise RuntimeError(f"{call} was called within a micro-batch; call it once, after run_micro_batches")
+            raise RuntimeError(f"{call} was called in a micro-batch; call it once, after run_micro_batches")
 
     @property
     def is_running(self) -> bool:
@@ -115,26 +115,26 @@ class MicroBatchRun:
 
 @dataclass
 class _Progress:
-    """How far a micro-batch is. The fields are compared in order, so one that skips a layer waits for the others."""
+    """Progress of a micro-batch, compared field by field. A micro-batch that skips a layer waits for the others."""
 
     num_forwards: int = 0
     num_layers: int = 0
-    """Layers of this forward that it has run or skipped."""
+    """Number of layers that the micro-batch has run or skipped in this forward."""
     num_stops: int = 0
-    """Stops since the last layer."""
+    """Number of stops since the last layer."""
 
     def position(self) -> tuple[int, ...]:
         return self.num_forwards, self.num_layers, self.num_stops
 
 
 class JointForward:
-    """The `ForwardPass` of several micro-batches. `Lockstep` decides which one runs.
+    """The `ForwardPass` of several micro-batches. `Lockstep` decides which micro-batch runs.
 
     A block stays in its slot from one micro-batch to the next, until another block of its size class is needed.
     """
 
     def __init__(self, parts: JointParts, lockstep: Lockstep, *, separate_heads: bool) -> None:
-        """``separate_heads``: try to run the backward of each head right behind its forward."""
+        """``separate_heads``: whether to try to run the backward of each head just after its forward."""
         self._pass = parts.model_pass
         self._in_use = parts.model_pass.in_use
         self._ring = parts.ring
@@ -152,7 +152,7 @@ class JointForward:
 
     @contextlib.contextmanager
     def forwards(self) -> Iterator[None]:
-        """All forwards run within this context, and the joint backward after it."""
+        """Return a context for all forwards. The joint backward runs after it."""
         try:
             yield
         finally:
@@ -185,7 +185,7 @@ class JointForward:
         number = self._lockstep.running
         for block in blocks:
             if block.size_class is SizeClass.LAYER and self._progress[number].num_layers:
-                # All are past the first layer: free the slot of the blocks before it, so the head can be read ahead.
+                # All forwards have passed the first layer. Free the slot of earlier blocks to load the head ahead.
                 self._in_use.leave_idle(SizeClass.OUTER, self._is_idle)
             self._in_use.enter_for_many(block, is_idle=self._is_idle)
             self._ring.show(block)
@@ -195,7 +195,7 @@ class JointForward:
         for block in blocks:
             self._leaves.leave(self._lockstep.running, block)
             if self._is_idle(block):
-                self._ring.hide(block)  # it stays in its slot, but reads of its weights need a leaf
+                self._ring.hide(block)  # the block stays in its slot, but reads of its weights need a leaf
 
     @property
     def number(self) -> int:
@@ -216,7 +216,7 @@ class JointForward:
         return self._leaves.leaf(self._lockstep.running, part)
 
     def _stop_before(self, blocks: Sequence[Block]) -> None:
-        """Let the others catch up before blocks that replace each other in a slot."""
+        """Let the other micro-batches catch up before blocks that replace each other in a slot."""
         progress = self._progress[self._lockstep.running]
         is_in_head = self._separate_heads and progress.num_layers == self._num_layers
         if torch.is_grad_enabled() and not is_in_head and any(block.size_class is SizeClass.OUTER for block in blocks):
@@ -224,20 +224,21 @@ class JointForward:
             self._pass_on(progress.position())
 
     def after_layer(self, index: int, output: Any) -> Any:
-        """Let the others run the layer, too. Returns the input of the next layer.
+        """Let the other micro-batches run the layer. Returns the input of the next layer.
 
-        The switch comes after a layer, not before it. If hooks run within the layer's checkpoint (transformers before
-        5.23), the checkpoint has saved the state of the random generator by then, and the others would draw from it.
+        Micro-batches switch after a layer and not before it, because before transformers 5.23 hooks run within the
+        layer's checkpoint. At a switch before the layer, the checkpoint would already have saved the state of the
+        random generator, from which other micro-batches would then draw.
         """
         if not torch.is_grad_enabled():
-            return output  # nothing is kept for a backward, so the order does not matter
+            return output  # without a backward, the order does not matter
         number = self._lockstep.running
         progress = self._progress[number]
         progress.num_layers, progress.num_stops = index + 1, 0
         if not self._separate_heads or progress.num_layers < self._num_layers:
             self._pass_on(progress.position())
             return output
-        # Heads run their backward at once, so the first micro-batch must be first.
+        # Heads run their backward immediately, so the first micro-batch must be first.
         self._pass_on((*progress.position(), number))
         self._leaves.begin_head(number)
         return self.heads.put_gate(number, output)
@@ -258,7 +259,7 @@ class JointForward:
         try:
             self.heads.run_joint_backward()
         finally:
-            self._sums.clear()  # if the backward raised
+            self._sums.clear()  # the backward may have raised
 
     def enter_backward(self) -> None:
         if self._is_in_forward:
@@ -268,13 +269,13 @@ class JointForward:
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         raise RuntimeError(
-            f"an autograd function was given {part.name} itself, so the micro-batches' contributions to its gradient "
-            "cannot be told apart; set vertical_micro_batches: false"
+            f"an autograd function uses the parameter {part.name} directly, so the micro-batches' contributions to its "
+            "gradient cannot be separated; set vertical_micro_batches: false"
         )
 
     def take_expert_gradient(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """The host adds up experts' gradients as they arrive: sums for all experts of a layer may not fit the device.
-        They wait on the device where they may arrive out of the micro-batches' order."""
+        """Send an expert's gradient to the host, which adds gradients as they arrive, because sums for all experts of a
+        layer may not fit the device. Gradients that may arrive out of the micro-batches' order wait on the device."""
         self.enter_backward()
         if self._sums.keeps_order or not self._adds_on_host:
             self._ring.moved_gradients.mark_moved()
@@ -294,47 +295,47 @@ class JointForward:
         (self._sums.keep if has_more else self._sums.add)(micro_batch, part, leaf)
 
     def _on_block_done(self, block: Block) -> None:
-        # A block outside the layers may be used before and behind them, so more gradients may come.
+        # A block outside the layers may be used before and after them, so more gradients may come.
         if block.size_class is SizeClass.LAYER:
             self._sums.complete(block)
 
 
 @dataclass
 class _Gate:
-    """The last layer's output as the head's input."""
+    """The boundary between the graph of the layers and the graph of the head."""
 
     hidden: Tensor
     node: Node
 
 
 class MicroBatchHeads:
-    """Runs the backward of each head right behind its forward, down to the last layer's output. So the logits of one
-    micro-batch exist at a time.
+    """Runs the backward of each head just after its forward, down to the last layer's output, so that the logits of
+    only one micro-batch exist at a time.
 
-    This is not possible if a loss depends on the layers by another way (a router's loss does), or if a micro-batch has
-    several losses. Its whole backward then runs with the others'.
+    This is not possible if a loss depends on the layers in another way, as a router's loss does, or if a micro-batch
+    has several losses. In that case its whole backward runs with those of the other micro-batches.
     """
 
     def __init__(self, is_leaf: Callable[[Tensor], bool]) -> None:
-        """``is_leaf``: whether a tensor is one of the micro-batches' leaves."""
+        """``is_leaf`` returns whether a tensor is a leaf of a micro-batch."""
         self._is_leaf = is_leaf
         self._gates: dict[int, list[_Gate]] = defaultdict(list)
-        self._roots: list[tuple[Any, Tensor | None]] = []  # tensors and edges; torch types lists of one of them
+        self._roots: list[tuple[Any, Tensor | None]] = []  # torch's types do not allow both in a list
         self.are_separate = True
-        """Whether all heads so far had a backward of their own."""
+        """Whether all heads so far had a separate backward."""
 
     def put_gate(self, micro_batch: int, output: Any) -> Any:
-        """Returns the head's input for the last layer's output."""
+        """Return the head's input for the last layer's output."""
         hidden = output[0] if type(output) in (tuple, list) else output
         if not isinstance(hidden, Tensor) or not hidden.requires_grad:
             return output
-        gate = hidden.view_as(hidden)  # its backward saves nothing, so it may run twice
+        gate = hidden.view_as(hidden)  # the backward of a view saves nothing, so it may run twice
         assert gate.grad_fn is not None
         self._gates[micro_batch].append(_Gate(gate, gate.grad_fn))
         return gate if hidden is output else type(output)((gate, *output[1:]))
 
     def run_backward_of(self, micro_batch: int, losses: Sequence[Tensor]) -> None:
-        """Run the backward of a micro-batch's head, once its forwards are over. ``losses``: the micro-batch's."""
+        """Run the backward of a micro-batch's head after its forwards. ``losses`` are those of the micro-batch."""
         gates = self._gates.pop(micro_batch, [])
         leaves = _leaves_behind(gates[0], losses[0], self._is_leaf) if len(gates) == len(losses) == 1 else None
         if leaves is None:
@@ -344,7 +345,7 @@ class MicroBatchHeads:
         gate = gates[0].hidden
         torch.autograd.backward(losses, inputs=[gate, *leaves])
         if gate.grad is not None:
-            # The edge, not the gate: the gate would keep the last layer's output beside its gradient.
+            # The edge is kept, because the gate would keep the last layer's output in memory.
             self._roots.append((get_gradient_edge(gate), gate.grad))
             gate.grad = None
 
@@ -352,12 +353,12 @@ class MicroBatchHeads:
         """Run the rest of the backward for all micro-batches. Raises RuntimeError if there is no loss."""
         roots, self._roots = self._roots, []
         if not roots:
-            raise RuntimeError("no micro-batch gave its loss to backward; call accelerator.backward(loss) in each")
+            raise RuntimeError("no micro-batch passed its loss to backward; call accelerator.backward(loss) in each")
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
 
 
 def _leaves_behind(gate: _Gate, loss: Tensor, is_leaf: Callable[[Tensor], bool]) -> list[Tensor] | None:
-    """The leaves between the gate and the loss. None if the loss depends on the layers past the gate."""
+    """Return the leaves between the gate and the loss. None if the loss also depends on the layers in another way."""
     number = sequence_number(gate.node)
     leaves: list[Tensor] = []
     waiting = [loss.grad_fn]

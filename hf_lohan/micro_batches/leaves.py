@@ -15,17 +15,17 @@ from hf_lohan.weights import SlotRing
 
 
 class OnGradient(Protocol):
-    """Called in backward when the gradient of one of a micro-batch's leaves is complete. ``has_more``: the micro-batch
+    """Called in backward when the gradient of a micro-batch's leaf is complete. ``has_more``: whether the micro-batch
     has another leaf of this parameter, whose gradient may come later."""
 
     def __call__(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None: ...
 
 
 class MicroBatchLeaves:
-    """Gives each micro-batch leaves of its own in the modules. They share the parameters' memory.
+    """Puts separate leaves for each micro-batch into the modules. Leaves share the parameters' memory.
 
-    With shared parameters autograd would add up the micro-batches' gradients in the weights' dtype, for tied weights
-    use by use. With separate leaves each micro-batch's gradient arrives as from a backward of its own.
+    With shared parameters, autograd would add the gradients of micro-batches, and of each use of tied weights, in the
+    weights' dtype. With separate leaves, each micro-batch has the same gradient as in a separate backward.
     """
 
     def __init__(self, model: nn.Module, ring: SlotRing, on_gradient: OnGradient) -> None:
@@ -41,43 +41,43 @@ class MicroBatchLeaves:
         self._used_by_layers: dict[int, set[ParamSlice]] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a leaf of a micro-batch."""
+        """Return whether a tensor is a leaf of a micro-batch."""
         return tensor in self._known
 
     def is_in_use(self, block: Block) -> bool:
-        """Whether some micro-batch is within a module that uses the block."""
+        """Return whether a micro-batch runs a module that uses the block."""
         return any(blocks[block] for blocks in self._in_use.values())
 
     def enter(self, micro_batch: int, block: Block) -> None:
-        """A module that uses the block is about to run. The block's parameters are shown."""
+        """Put leaves into a module that uses the block, before it runs. The block's parameters must be shown."""
         in_use = self._in_use[micro_batch]
         in_use[block] += 1
         if in_use[block] == 1:
             self._show(micro_batch, block)
 
     def leave(self, micro_batch: int, block: Block) -> None:
-        """The module has run."""
+        """Remove the leaves after the module has run."""
         in_use = self._in_use[micro_batch]
         in_use[block] -= 1
         if not in_use[block]:
             self._hide(micro_batch, block)
 
     def leaf(self, micro_batch: int, part: ParamSlice) -> nn.Parameter:
-        """A micro-batch's leaf of a parameter that it uses now."""
+        """Return a micro-batch's leaf of a parameter that is in use."""
         return self._leaves.get((micro_batch, part), part.parameter)
 
     def suspend(self, micro_batch: int) -> None:
-        """Another micro-batch runs now."""
+        """Remove a micro-batch's leaves, because another micro-batch runs now."""
         for block in +self._in_use[micro_batch]:
             self._hide(micro_batch, block)
 
     def resume(self, micro_batch: int) -> None:
-        """The micro-batch runs again."""
+        """Put the micro-batch's leaves back, because it runs again."""
         for block in +self._in_use[micro_batch]:
             self._show(micro_batch, block)
 
     def begin_head(self, micro_batch: int) -> None:
-        """The micro-batch is behind the layers. It gets new leaves, apart from those of the layers."""
+        """Make new leaves for a micro-batch that has run the layers, separate from the leaves in the layers."""
         self.suspend(micro_batch)
         parts = {part for number, part in self._leaves if number == micro_batch}
         for part in parts:
@@ -126,13 +126,13 @@ def _parts_with_gradient(block: Block) -> list[ParamSlice]:
 
 
 class GradientSums:
-    """Adds up the micro-batches' gradients in float32, in the micro-batches' order, and sends each complete sum.
+    """Adds the micro-batches' gradients in float32, in the micro-batches' order, and sends each complete sum.
 
-    Gradients arrive in that order unless `keep_order` was called. Then those that are early wait.
+    Gradients arrive in that order unless `keep_order` was called. After that call, early gradients wait.
     """
 
     def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor | None], None]) -> None:
-        """``send`` gets None for a gradient of zeros."""
+        """``send`` is called with None for a gradient of zeros."""
         self.keeps_order = False
         """Whether gradients may arrive out of order."""
         self._num_micro_batches = num_micro_batches
@@ -145,19 +145,19 @@ class GradientSums:
         self._unfinished: dict[tuple[int, ParamSlice], Tensor] = {}
 
     def keep_order(self) -> None:
-        """Gradients may arrive out of order from now on: add them in order."""
+        """Add gradients in order from now on, because they may arrive out of order."""
         self.keeps_order = True
 
     def keep(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
-        """Keep the gradient of a leaf: another leaf of the micro-batch may add to it."""
+        """Keep the gradient of a leaf, because another leaf of the micro-batch may add to it."""
         self._unfinished[micro_batch, part] = self._pop_gradient(micro_batch, part, leaf)
 
     def add(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
-        """Add the gradient of the micro-batch's last leaf, and those that were kept."""
+        """Add the gradient of the micro-batch's last leaf, and the gradients that `keep` has kept."""
         self._add_in_order(micro_batch, part, self._pop_gradient(micro_batch, part, leaf))
 
     def add_gradient(self, micro_batch: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """Add a micro-batch's whole gradient of a part of a parameter; None: zeros."""
+        """Add a micro-batch's complete gradient of a part of a parameter. None is zeros."""
         self._add_in_order(micro_batch, part, gradient)
 
     def _pop_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
@@ -178,7 +178,7 @@ class GradientSums:
             self._complete(part)
 
     def complete(self, block: Block) -> None:
-        """Send the sums of a block: no more gradients of it will come."""
+        """Send the sums of a block, for which no more gradients will come."""
         for part in block.trainable_slices:
             self._complete(part)
 
@@ -202,7 +202,7 @@ class GradientSums:
             if total is None:
                 self._of_zeros.add(part)
         elif total is None:
-            # A single gradient needs no sum; it is converted where it is used.
+            # A single gradient needs no sum. Its user converts it.
             self._sums[part] = gradient.to(torch.float32) if self._num_micro_batches > 1 else gradient
         else:
             total.add_(gradient)

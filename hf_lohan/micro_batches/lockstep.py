@@ -15,28 +15,28 @@ import torch
 from hf_lohan.compat.torch_private import sequence_number, without_modes
 
 Position: TypeAlias = tuple[int, ...]
-"""How far a micro-batch is. The lowest position runs next."""
+"""Progress of a micro-batch. The micro-batch with the lowest position runs next."""
 
 _POLL_S = 1.0
-"""A KeyboardInterrupt may lose the message that a thread has ended; it is noticed after this time."""
+"""Seconds between checks for ended threads. A KeyboardInterrupt may lose the message that a thread has ended."""
 _NUM_VIEWS = 256
-"""Views in one call that raises a sequence number."""
+"""Number of views that one call makes to raise a sequence number."""
 
 
 class _AbandonedError(BaseException):
-    """Ends the other micro-batches when one has failed. Not an `Exception`, so that no forward catches it."""
+    """Ends the other micro-batches after one has failed. It is not an `Exception`, so that no forward catches it."""
 
 
 class Lockstep:
-    """Runs functions in threads that give up their turn in `pass_on`. At equal positions the last function is first.
+    """Runs functions in threads that end their turn in `pass_on`. If positions are equal, the last function runs first.
 
-    Threads and not generators: torch keeps a forward's modes, saved-tensor hooks and autocast state by thread. All
-    threads share one sequence of autograd's node numbers. A backward runs the highest number first, so it undoes all
-    functions together in reverse order; at equal positions the first function's nodes run first.
+    Functions have threads because torch keeps a forward's modes, saved-tensor hooks and autocast state by thread. All
+    threads share one sequence of autograd's node numbers. A backward runs the node with the highest number first, so
+    it runs all functions together in reverse order. If positions are equal, it runs the first function's nodes first.
     """
 
     def __init__(self, functions: Sequence[Callable[[], Any]], contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        """``contexts``: entered by each function's thread."""
+        """``contexts`` has a context for each function, which the function's thread enters."""
         self._functions = functions
         self._contexts = contexts
         self._turns = [threading.Semaphore(0) for _ in functions]
@@ -46,18 +46,18 @@ class Lockstep:
         self._has_ended = threading.Event()
         self._threads: set[int] = set()
         self._left: set[int] = set()
-        """Functions that have returned, or will never be called."""
+        """Functions that have returned or will not be called."""
         self._leaving: SimpleQueue[None] = SimpleQueue()
         self.running = -1
-        """The function whose turn it is."""
+        """The number of the running function."""
 
     @property
     def num_functions(self) -> int:
         return len(self._functions)
 
     def run(self) -> list[Any]:
-        """Run the functions, once, and return their results. Raises the first error; the other functions then end at
-        their next turn. An interrupt ends all of them in the same way."""
+        """Run the functions once and return their results. Raises the first error, after which the other functions end
+        at their next turn. An interrupt ends all functions in the same way."""
         results: list[Any] = [None] * len(self._functions)
         threads = [
             threading.Thread(
@@ -72,7 +72,7 @@ class Lockstep:
             for thread in threads:
                 thread.start()
             self._wake_next()
-            while not self._has_ended.wait(_POLL_S):  # an interrupt just before the wait is raised after it
+            while not self._has_ended.wait(_POLL_S):  # an interrupt just before a wait is raised only after it
                 pass
         except BaseException as error:
             self._abandon(error)
@@ -82,11 +82,11 @@ class Lockstep:
             try:
                 raise self._error
             finally:
-                self._error = None  # its traceback refers to the forwards' tensors
+                self._error = None  # the error's traceback refers to the forwards' tensors
         return results
 
     def pass_on(self, position: Position) -> None:
-        """The running function is at ``position``: wait until no other function has a lower one."""
+        """Set the running function's position, and wait until no other function has a lower position."""
         number = self.running
         self._waiting[number] = position
         self._numbers.leave()
@@ -95,7 +95,7 @@ class Lockstep:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is one of its threads."""
+        """Whether the caller runs in a thread of this lockstep."""
         return threading.get_ident() in self._threads
 
     # The threads.
@@ -124,7 +124,7 @@ class Lockstep:
         self._numbers.enter()
 
     def _wake_next(self) -> int | None:
-        """Give the turn to the function with the lowest position, and return its number."""
+        """Wake the function with the lowest position, and return its number."""
         if self._error is not None:
             return None
         if not self._waiting:
@@ -145,8 +145,8 @@ class Lockstep:
         self._has_ended.set()
 
     def _join(self, number: int, thread: threading.Thread) -> None:
-        """Wait for a thread, through interrupts: a thread that goes on would change the model behind the caller."""
-        # An interrupted `Thread.join` takes the thread for ended (Python 3.10 to 3.12).
+        """Wait for a thread in spite of interrupts, because a running thread could change the model after the call."""
+        # An interrupted `Thread.join` regards the thread as ended (Python 3.10 to 3.12).
         while thread.ident is not None and (number not in self._left or thread.is_alive()):
             try:
                 while number not in self._left:
@@ -158,10 +158,10 @@ class Lockstep:
 
 
 class SequenceNumbers:
-    """Numbers the autograd nodes of threads that take turns as if one thread recorded them all.
+    """Numbers the autograd nodes of threads that take turns as if one thread recorded all of them.
 
-    Each thread has a counter, and autograd's backward runs the highest ready number first. A counter cannot be set, but
-    each recorded node raises it: a view that nobody keeps takes less than a microsecond.
+    Each thread has a counter, and autograd's backward runs the ready node with the highest number first. A counter
+    cannot be set, but each recorded node increases it. A temporary view, which takes less than a microsecond, does so.
     """
 
     def __init__(self) -> None:
@@ -169,12 +169,12 @@ class SequenceNumbers:
         self._source = torch.zeros((), requires_grad=True)
 
     def leave(self) -> None:
-        """The calling thread's turn ends."""
+        """End the calling thread's turn."""
         with _recording():
             self._next = self._number()
 
     def enter(self) -> None:
-        """The calling thread's turn begins: raise its counter above the numbers of all earlier turns."""
+        """Begin the calling thread's turn. Raises its counter above the numbers of all earlier turns."""
         with _recording():
             missing = self._next - self._number()
             while missing > 0:
@@ -189,6 +189,6 @@ class SequenceNumbers:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Record for autograd, hidden from the modes of the forward that is under way."""
+    """Record for autograd within this context, hidden from the modes of the forward in progress."""
     with torch.enable_grad(), without_modes():
         yield

@@ -1,7 +1,7 @@
-"""A model cut into blocks, and a block into parameters, chunks and records.
+"""Cuts a model into blocks, and a block into parameters, chunks and records.
 
-`discovery` finds a model's layers and assigns every parameter to one `block`, at an offset that is the same in all of
-the block's records. `stored_form` lists the records of a model. Nothing here moves a byte.
+`discovery` finds a model's layers and assigns every parameter to one `block`. The parameter's offset is the same in all
+records of the block. `stored_form` lists the records of a model.
 """
 
 from hf_lohan.model.block import (

@@ -1,4 +1,4 @@
-"""Blocks: parameters that stream together, and their offsets in the block's flat records."""
+"""Blocks, which are parameters that stream together, and the parameters' offsets in the flat records of a block."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 assert MIN_CHUNK_NUMEL % GRANULE_NUMEL == 0, "chunks are cut between granules"
 
 PARAM_ALIGN_NUMEL = 32
-"""Parameters start at 64-byte boundaries, for vector loads and grouped matmuls. Large ones start at a granule, so that
-a chunk can begin there; small ones lie within one granule."""
+"""Alignment of parameters, to 64 bytes for vector loads and grouped matmuls. A large parameter starts at a granule, so
+that a chunk can begin with it. A small parameter lies within one granule."""
 
 
 MIN_GRANULES = 64
@@ -40,9 +40,9 @@ class ParamSlice:
     start: int
     trainable: bool
     first: int = 0
-    """The part is elements [first, last) of the flattened parameter."""
+    """First element of the part in the flattened parameter."""
     last: int = -1
-    """Default: to the parameter's end."""
+    """End of the part in the flattened parameter. The default is the parameter's end."""
 
     def __post_init__(self) -> None:
         if self.last < 0:
@@ -66,7 +66,7 @@ class ParamSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPiece:
-    """The part of a slice that lies in one chunk. Offsets are counted from the chunk's and the slice's start."""
+    """The part of a slice that lies in one chunk, with its offsets in the chunk and in the slice."""
 
     chunk: Chunk
     param_slice: ParamSlice
@@ -89,7 +89,7 @@ class Chunk:
     stop: int
     pieces: list[ChunkPiece] = field(default_factory=list, repr=False)
     owner: int = 0
-    """The rank that stores it."""
+    """The rank that stores the chunk."""
 
     @property
     def numel(self) -> int:
@@ -97,7 +97,7 @@ class Chunk:
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """[start, stop) ranges of padding, counted from the chunk's start."""
+        """[start, stop) ranges of padding, relative to the chunk's start."""
         inner = (edge for piece in self.pieces for edge in (piece.start_in_chunk, piece.stop_in_chunk))
         edges = [0, *inner, self.numel]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
@@ -111,21 +111,22 @@ class Chunk:
 
 @dataclass(eq=False)
 class Block:
-    """The parameters of one decoder layer, or of one module outside the layers. They stream together.
+    """The parameters of one decoder layer, or of one module outside the layers, which stream together.
 
-    Trainable parameters are first (weights before vectors, so that weight-decay groups form long runs). Frozen ones
-    follow and have no optimizer state: `state_numel` elements have states, `numel` have a `param` record.
+    Trainable parameters are first, with matrices before vectors, so that weight-decay groups form long runs. Frozen
+    parameters follow and have no optimizer state. The `param` record has `numel` elements, and records with states have
+    `state_numel` elements.
     """
 
     name: str
     size_class: SizeClass
     slices: list[ParamSlice]
     master: MasterFormat = _FLOAT32
-    """The format of its weights, which have one dtype."""
+    """The format of the weights, which have one dtype."""
     granule_numel: int = GRANULE_NUMEL
-    """Parameters of one granule of its records."""
+    """Number of elements in a granule of the records."""
     rank_edges: tuple[int, ...] = ()
-    """Rank r has elements [rank_edges[r], rank_edges[r + 1]). Empty: there is one rank."""
+    """Rank r has elements [rank_edges[r], rank_edges[r + 1]). Empty for one rank."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -140,7 +141,7 @@ class Block:
     @cached_property
     def state_numel(self) -> int:
         trained = max((part.stop for part in self.trainable_slices), default=0)
-        # No step writes frozen weights, so they share no granule with trainable ones.
+        # Frozen weights share no granule with trainable weights, because no step writes them.
         whole = self.granule_numel if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL
         return round_up(trained, max(whole, self.master.align_numel))
 
@@ -150,33 +151,33 @@ class Block:
 
     @property
     def unit_numels(self) -> tuple[int, ...]:
-        """Sizes of the units that the records with states consist of, in whole granules (see `cut_units`)."""
+        """Sizes of the units of records with states, in whole granules (`cut_units`)."""
         starts = [part.start for part in self.trainable_slices if part.start % self.granule_numel == 0]
         return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
 
     @property
     def needs_whole(self) -> bool:
-        """Whether its optimizer updates whole parameters, so that each must lie in one chunk."""
+        """Whether the update rule needs whole parameters, so that each must lie in one chunk."""
         return bool(self.state_numel) and self.master.rule.needs_whole
 
     @property
     def param_bytes(self) -> int:
-        """Size of its `param` record."""
+        """Size of the `param` record."""
         return self.numel * self.master.working_dtype.itemsize
 
     def cut_for_ranks(self, num_ranks: int) -> None:
-        """Assign each rank a shard of its records."""
+        """Assign a shard of the block's records to each rank."""
         self.rank_edges = cut_for_ranks(
             self.unit_numels, self.numel, num_ranks, granule_numel=self.granule_numel, keeps_units=self.needs_whole
         )
 
     @property
     def rank_ranges(self) -> list[tuple[int, int]]:
-        """Elements [start, stop) of each rank. Some may be empty."""
+        """Elements [start, stop) of each rank. A range may be empty."""
         return list(pairwise(self.rank_edges)) if self.rank_edges else [(0, self.numel)]
 
     def shape(self, rank: int | None = None) -> BlockShape:
-        """The sizes that planning needs, of the whole block or of a rank's shard."""
+        """Return the sizes that planning needs, of the whole block or of a rank's shard."""
         start, stop = self.rank_ranges[rank] if rank is not None else (0, self.numel)
         return BlockShape(
             name=self.name,
@@ -205,7 +206,7 @@ class Block:
 
 
 def ranges(numel: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) pairs that cover `numel`, of at most ``step`` each."""
+    """Yield [start, stop) pairs of at most ``step`` elements that cover `numel`."""
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
 
@@ -218,12 +219,12 @@ def lay_out_block(
     granule_numel: int = GRANULE_NUMEL,
     parts: Mapping[str, tuple[int, int]] | None = None,
 ) -> Block:
-    """Assign offsets to the parameters of a block. The order is stable for one model and one set of frozen weights.
-    ``parts``: parameters of which only elements [first, last) belong to the block."""
+    """Assign offsets to the parameters of a block. The same model and frozen weights always give the same order.
+    ``parts`` has the elements [first, last) of parameters that belong to the block only in part."""
     assert master.align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
     order = sorted(
         named_parameters.items(),
-        key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # stable: keeps the model's order within
+        key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # a stable sort keeps the model's order
     )
     slices: list[ParamSlice] = []
     start = 0
@@ -240,8 +241,8 @@ def lay_out_block(
 
 
 def with_large_granules(blocks: Sequence[Block]) -> list[Block]:
-    """The blocks laid out again with the largest granules for which the largest block has at least `MIN_GRANULES` and
-    the padding before parameters is at most a hundredth."""
+    """Lay out the blocks again with the largest granules for which the largest block has at least `MIN_GRANULES`, and
+    padding before parameters is at most a hundredth."""
     largest_numel = max(block.numel for block in blocks)
     num_parameters = sum(part.numel for block in blocks for part in block.slices)
     granule_numel = MAX_GRANULE_NUMEL

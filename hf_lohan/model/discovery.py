@@ -1,4 +1,4 @@
-"""Finds the blocks of a causal LM: its decoder layers, and the modules outside them that own parameters."""
+"""Finds the blocks of a causal LM, which are its decoder layers and the modules outside them that own parameters."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from hf_lohan.store import RECORD_ALIGN_NUMEL
 
 logger = logging.getLogger(__name__)
 
-_LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # by name: this room does not import transformers
+_LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # a name, because this room does not import transformers
 _REVERSIBLE = frozenset({"ReformerModel"})
-"""Classes whose backward runs the layers again in its own autograd function."""
+"""Names of classes whose backward runs the layers again in an autograd function."""
 _ADAPTER_FRACTION = 1 / 16
-"""If fewer parameters than this are trainable, they are adapters."""
+"""Fraction of trainable parameters below which they are adapters."""
 _RESIDENT_FRACTION = 1 / 16
-"""A module outside the layers that is smaller than this part of a layer stays on the device instead of in a slot."""
+"""Size relative to a layer below which a module outside the layers stays on the device instead of in a slot."""
 
 
 Rules = Callable[[nn.Module], Mapping[nn.Parameter, UpdateRule]]
-"""Returns the update rule of each parameter of a model (real or on meta). Parameters without one get AdamW."""
+"""Returns the update rules of a model's parameters, real or on meta. Parameters without a rule get AdamW."""
 
 
 def adamw_everywhere(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-    """The default `Rules`."""
+    """Return the default `Rules`, which are AdamW for all parameters."""
     return {}
 
 
 class DiscoveryError(ValueError):
-    """The model has no layers that could stream."""
+    """The model has no layers that can stream."""
 
 
 @dataclass(frozen=True)
 class ModelBlocks:
-    """All blocks of a model in forward order, and the blocks that each hooked module needs."""
+    """All blocks of a model in forward order, and the blocks that each module with hooks needs."""
 
     blocks: list[Block]
     needs: dict[nn.Module, tuple[Block, ...]]
     layers: list[nn.Module]
     experts: dict[nn.Module, tuple[Block, ...]] = field(default_factory=dict)
-    """For modules whose experts stream one by one: each expert's block. No hooked module needs these; an expert's block
-    is acquired when the expert is computed."""
+    """The experts' blocks of each module whose experts stream one by one. No module with hooks needs these, because an
+    expert's block is acquired when the expert is computed."""
 
     @property
     def shared(self) -> list[Block]:
-        """Blocks that several layers need."""
+        """The blocks that several layers need."""
         return _blocks_of_several_layers(self.needs, self.layers)
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers by name. Raises DiscoveryError if there are none, or if they cannot stream."""
+    """Return the decoder layers by name. Raises DiscoveryError if there are none or if they cannot stream."""
     if reversible := {type(module).__name__ for module in model.modules()} & _REVERSIBLE:
         raise DiscoveryError(
-            f"{reversible.pop()} has reversible layers, whose backward runs them again in its own order, and streamed "
-            "weights cannot follow; train it in memory, or choose a model without reversible layers"
+            f"{reversible.pop()} has reversible layers, whose backward runs them again in its own order, which "
+            "streamed weights do not support; train it in memory, or choose a model without reversible layers"
         )
     named = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
     no_split = set(getattr(model, "_no_split_modules", None) or ())
@@ -91,8 +91,8 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _layers_in_lists(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the largest outermost module lists of one class. Two lists side by side may be halves of the
-    layers: attentions in one, feed-forwards in the other."""
+    """Return the children of the largest outermost module lists of one class. Two lists may have halves of the layers,
+    such as attentions and feed-forwards."""
     lists = {
         name: {f"{name}.{key}": child for key, child in module.named_children()}
         for name, module in model.named_modules()
@@ -110,19 +110,19 @@ def _layers_in_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _may_be_layers(modules: nn.ModuleList) -> bool:
-    """Whether it has several children of one class, which can be called and have weights."""
+    """Return whether the list has several children of one class that can be called and have weights."""
     classes = {type(child) for child in modules}
     called = all(_is_callable(child) for child in modules)
     return len(modules) > 1 and len(classes) == 1 and called and all(any(True for _ in m.parameters()) for m in modules)
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Lists and dicts of modules cannot be called."""
+    """Return whether the module has a forward. Lists and dicts of modules have none."""
     return type(module).forward is not nn.Module.forward
 
 
 def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules that lie in no other one of the set."""
+    """Return the modules that are in no other module of ``named``."""
     return {
         name: module
         for name, module in named.items()
@@ -131,8 +131,8 @@ def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """The layers' matrices, for Muon: no embeddings, head, norms or biases, and no fused experts, which have three
-    dimensions. Raises DiscoveryError for a model without layers."""
+    """Return the matrices of the layers, which Muon updates. These are not the embeddings, head, norms, biases or fused
+    experts, which have three dimensions. Raises DiscoveryError for a model without layers."""
     modules = (module for layer in find_layers(model).values() for module in layer.modules())
     return {
         parameter
@@ -144,7 +144,7 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def kept_in_float32(model: nn.Module) -> set[str]:
-    """Names of parameters that the model's classes keep in float32 in a bfloat16 model, such as some routers."""
+    """Return the names of parameters that stay in float32 in a bfloat16 model of this class, such as some routers."""
     lists = (getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules())
     patterns = {pattern.replace("*", ".*") for names in lists for pattern in names}
     any_pattern = re.compile("|".join(sorted(patterns)))
@@ -152,7 +152,7 @@ def kept_in_float32(model: nn.Module) -> set[str]:
 
 
 def muon_for_matrices(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-    """The `Rules` with Muon for `hidden_matrices` and AdamW for the rest."""
+    """Return the `Rules` with Muon for `hidden_matrices` and AdamW for all other parameters."""
     return dict.fromkeys(hidden_matrices(model), MUON)
 
 
@@ -164,12 +164,12 @@ def discover_blocks(
     *,
     streams_experts: bool = False,
 ) -> ModelBlocks:
-    """Cut `model` into blocks. Every parameter is in exactly one block; tied weights are in the first that uses them.
-    Fused experts are in the block of their layer or, with `streams_experts`, in a block each.
+    """Cut `model` into blocks. Every parameter is in exactly one block. Tied weights are in the first block that uses
+    them. Fused experts are in the block of their layer, or each in a separate block with `streams_experts`.
 
-    `working_dtype`: the dtype of all parameters except those in `kept_in_float32`; None: each keeps its own. A block
-    has parameters of one dtype and one rule; the others of its module get blocks of their own. Raises DiscoveryError,
-    or ValueError for a dtype that cannot be trained.
+    `working_dtype` is the dtype of all parameters except those in `kept_in_float32`. With None, each parameter keeps
+    its dtype. A block has parameters of one dtype and one rule, so a module with several has several blocks. Raises
+    DiscoveryError, or ValueError for a dtype that cannot be trained.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -206,11 +206,11 @@ def discover_blocks(
             odd.update({other_name: alike for other_name, _, alike in others})
     if not blocks:
         raise DiscoveryError(
-            f"the layers of {type(model).__name__} ({next(iter(layers))} and so on) have no weights of their own, so "
+            f"the layers of {type(model).__name__} ({next(iter(layers))} and so on) have no separate weights, so "
             "nothing can stream; train it in memory"
         )
     outer = _modules_outside(model, layers)
-    # Without padding for states: their format must not decide which blocks there are.
+    # Padding for states is not counted, because the format of states must not change the blocks.
     largest_layer = max(round_up(max(part.stop for part in block.slices), RECORD_ALIGN_NUMEL) for block in blocks)
 
     def add_or_keep(name: str, parameters: list[nn.Parameter], *, is_kept: bool = False) -> None:
@@ -255,7 +255,7 @@ def discover_blocks(
 def _inside(
     layers: dict[str, nn.Module], experts: dict[str, FusedExperts], others: set[nn.Parameter]
 ) -> dict[str, FusedExperts]:
-    """The experts that lie in a layer and whose weights are not among ``others``."""
+    """Return the experts in layers whose weights are not among ``others``."""
     return {
         name: module
         for name, module in experts.items()
@@ -264,8 +264,8 @@ def _inside(
 
 
 def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> list[nn.Parameter]:
-    """The trainable parameters, if they are few and their base is frozen. They stay on the device, so that their
-    updates never make a layer's slot stale."""
+    """Return the trainable parameters if they are few and every layer has frozen weights. They stay on the device, so
+    that their updates never make the weights in a layer's slot old."""
     trainable = [p for p in parameters if p.requires_grad]
     is_few = sum(p.numel() for p in trainable) < _ADAPTER_FRACTION * sum(p.numel() for p in parameters)
     has_base = all(any(not p.requires_grad for p in layer.parameters()) for layer in layers.values())
@@ -273,7 +273,7 @@ def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> l
 
 
 def _in_several(layers: dict[str, nn.Module], others: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Weights that several layers share. They stay on the device."""
+    """Return the weights that several layers share, which stay on the device."""
     num_users = Counter(p for layer in layers.values() for p in layer.parameters() if p not in others)
     return [p for p, number in num_users.items() if number > 1]
 
@@ -281,7 +281,7 @@ def _in_several(layers: dict[str, nn.Module], others: set[nn.Parameter]) -> list
 def _by_form(
     name: str, parameters: list[nn.Parameter], form_of: Callable[[nn.Parameter], MasterFormat]
 ) -> list[tuple[str, MasterFormat, list[nn.Parameter]]]:
-    """A module's parameters by format, with a block name for each format; most elements first."""
+    """Group a module's parameters by format, with a block name for each format. The largest group is first."""
     alike: dict[MasterFormat, list[nn.Parameter]] = {}
     for parameter in parameters:
         alike.setdefault(form_of(parameter), []).append(parameter)
@@ -297,7 +297,7 @@ def _by_form(
 
 
 def _modules_outside(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Modules outside the layers that own parameters directly."""
+    """Return the modules outside the layers that own parameters directly."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -311,14 +311,14 @@ def _needs(
 ) -> dict[nn.Module, tuple[Block, ...]]:
     needs: dict[nn.Module, tuple[Block, ...]] = {}
     for name, module in layers.items():
-        needed = dict.fromkeys(owned[p] for p in module.parameters() if p in owned)  # experts that stream have no entry
+        needed = dict.fromkeys(owned[p] for p in module.parameters() if p in owned)  # no streamed experts
         needs[module] = tuple(sorted(needed, key=lambda block: block.size_class is not SizeClass.LAYER))
         assert sum(block.size_class is SizeClass.LAYER for block in needs[module]) <= 1, f"{name} needs other layers"
     for name, module in outer.items():
         user = _nearest_with_forward(name, model)
         fresh = tuple(owned[p] for p in module.parameters(recurse=False))
         needs[user] = tuple(dict.fromkeys((*needs.get(user, ()), *fresh)))
-    # Shown once a pass, not once a layer.
+    # The whole model needs the shared blocks, so that they are shown once per pass and not once per layer.
     if shared := _blocks_of_several_layers(needs, layers.values()):
         needs[model] = tuple(dict.fromkeys((*needs.get(model, ()), *shared)))
     return needs
@@ -330,7 +330,7 @@ def _blocks_of_several_layers(needs: dict[nn.Module, tuple[Block, ...]], layers:
 
 
 def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
-    """Containers (PEFT's ParameterDict) are never called: the module that holds them uses their parameters."""
+    """Return the module or its nearest parent that can be called. Containers such as PEFT's ParameterDict cannot."""
     module = model.get_submodule(name)
     while isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
         name = name.rpartition(".")[0]
@@ -339,6 +339,6 @@ def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
 
 
 def _in_forward_order(blocks: list[Block], model: nn.Module) -> list[Block]:
-    """In declaration order, which is the order of use in almost all models. Loads follow the recorded order later."""
+    """Sort blocks by declaration, which almost always is the order of use. Later loads follow a recorded order."""
     position = {parameter: index for index, parameter in enumerate(model.parameters())}
     return sorted(blocks, key=lambda block: min(position[part.parameter] for part in block.slices))

@@ -1,4 +1,4 @@
-"""Modules of experts that hold the weights of all experts in fused tensors."""
+"""Modules of experts that have the weights of all experts in fused tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL
 
 _DECORATOR_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""Attributes that transformers' `use_experts_implementation` sets; this room does not import transformers."""
+"""Attributes that transformers' `use_experts_implementation` sets. This room does not import transformers."""
 _WRAPPED_BY_ADAPTER = "base_layer"
-"""PEFT's adapters have the wrapped module under this name."""
+"""Name of the wrapped module in PEFT's adapters."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class FusedExperts:
     module: nn.Module
     num_experts: int
     parameters: dict[str, nn.Parameter]
-    """By name in the module; each is [num_experts, ...]."""
+    """Tensors [num_experts, ...] by their names in the module."""
 
     def part(self, parameter: nn.Parameter, expert: int) -> tuple[int, int]:
-        """One expert's elements [first, last) of a flattened parameter."""
+        """Return one expert's elements [first, last) of a flattened parameter."""
         numel = parameter.numel() // self.num_experts
         return expert * numel, (expert + 1) * numel
 
 
 def find_experts(model: nn.Module) -> dict[str, FusedExperts]:
-    """By name, the modules whose experts can stream one by one. The others stream with their layer: modules that
-    transformers does not call through its registry of implementations; modules whose weights have several dtypes, are
-    partly frozen or used elsewhere as well; modules that an adapter wraps; and modules whose experts do not begin at
+    """Return the modules whose experts can stream one by one, by name. Other modules stream with their layer. These are
+    modules that transformers does not call through its registry of implementations, modules whose weights have several
+    dtypes, are partly frozen or are used elsewhere, and modules that an adapter wraps. Experts must also begin at
     multiples of `PARAM_ALIGN_NUMEL`, because an update computes a tensor's last elements with scalar instructions."""
     users = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     by_name = {}

@@ -1,4 +1,4 @@
-"""A model as a store has it: blocks and records, independent of budgets."""
+"""The blocks and records of a model in a store, which do not depend on budgets."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class StoredForm:
 
     model_blocks: ModelBlocks
     master: MasterFormat
-    """The format of most weights; each block has its own."""
+    """The format of most weights. Each block has a format."""
     records: tuple[RecordSpec, ...]
     """The records of this process."""
     identity: ModelIdentity
 
     @property
     def other_rules(self) -> dict[str, list[str]]:
-        """By optimizer, the names of parameters that are not updated by AdamW."""
+        """Names of the parameters that AdamW does not update, by optimizer."""
         names: dict[str, list[str]] = {}
         for block in self.model_blocks.blocks:
             if block.master.rule != ADAMW:
@@ -40,7 +40,7 @@ class StoredForm:
 
     @property
     def other_dtypes(self) -> dict[str, str]:
-        """By name, the working dtypes of parameters that differ from most."""
+        """Working dtypes of parameters that differ from most, by name."""
         most = self.master.working_dtype
         others = [block for block in self.model_blocks.blocks if block.master.working_dtype != most]
         return {part.name: dtype_name(block.master.working_dtype) for block in others for part in block.slices}
@@ -54,8 +54,8 @@ def stored_form(
     *,
     streams_experts: bool = False,
 ) -> StoredForm:
-    """The records of `model` (real or on meta) with moments of `moment_dtype`. For the other arguments and errors see
-    `discover_blocks`."""
+    """Return the blocks and records of `model`, real or on meta, with moments of `moment_dtype`. `discover_blocks`
+    describes the other arguments and the errors."""
     model_blocks = discover_blocks(model, working_dtype, moment_dtype, rules, streams_experts=streams_experts)
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:
@@ -66,12 +66,12 @@ def stored_form(
 
 
 def records_of_rank(blocks: Sequence[Block], rank: int) -> tuple[RecordSpec, ...]:
-    """The records of a rank's shards (see `Block.cut_for_ranks`)."""
+    """Return the records of a rank's shards (`Block.cut_for_ranks`)."""
     return tuple(spec for block in blocks for spec in _records_of(block, *block.rank_ranges[rank]))
 
 
 def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
-    """The records of elements [start, stop) of a block."""
+    """Return the records of elements [start, stop) of a block."""
     master = block.master
     dtype, granule_numel = dtype_name(master.working_dtype), block.granule_numel
     specs = []
@@ -90,7 +90,7 @@ def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """For example "float32"."""
+    """Return the name of a dtype without "torch.", such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -102,7 +102,7 @@ def _text_of(part: ParamSlice) -> str:
 def _identify(
     model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...], moment_dtype: MomentDtype
 ) -> ModelIdentity:
-    """Two models share a store only if all parameters have the same names, shapes and offsets."""
+    """Return a model's identity. Models share a store only if parameters have the same names, shapes and offsets."""
     text = [type(model).__name__]
     text += [_text_of(part) for block in blocks for part in block.slices]
     text += [str(spec) for spec in records]

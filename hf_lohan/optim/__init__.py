@@ -1,7 +1,5 @@
 """Optimizers: torch's update rules over flat chunks, exact codecs for masters, rounding codecs for AdamW's moments, and
-the `Optimizer` that users see.
-
-Nothing here knows where a chunk comes from or goes to: host tensors are updated in place.
+the `Optimizer` that users see. All update host tensors in place.
 """
 
 from hf_lohan.optim.adamw import AdamWGroup, Segment, within

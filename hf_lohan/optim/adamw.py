@@ -1,4 +1,4 @@
-"""Adam and AdamW over float32 chunks, by torch's fused CPU kernels."""
+"""Adam and AdamW over float32 chunks, with torch's fused CPU kernels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Segment:
     start: int
     stop: int
     group: Hashable
-    """Hyperparameters: `UpdateRule.settings_of` a param group."""
+    """Hyperparameters of a param group (`UpdateRule.settings_of`)."""
     step: int
     shape: tuple[int, ...] | None = None
     """The parameter's shape, for rules that need whole parameters."""
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
-    """The segments cut to elements [start, stop), with offsets from `start`."""
+    """Cut segments to elements [start, stop). Returns the parts with offsets relative to `start`."""
     clipped = (
         replace(segment, start=max(segment.start, start) - start, stop=min(segment.stop, stop) - start)
         for segment in segments
@@ -44,17 +44,17 @@ class AdamWGroup:
     eps: float
     weight_decay: float
     decays_weights: bool = True
-    """Decoupled weight decay (AdamW). Otherwise weight decay is added to the gradient (Adam)."""
+    """Whether weight decay is decoupled (AdamW) and not added to the gradient (Adam)."""
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> AdamWGroup:
-        """The present hyperparameters of a param group of AdamW."""
+        """Return the present hyperparameters of a param group of AdamW."""
         beta1, beta2 = group["betas"]
         return cls(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
     @classmethod
     def from_adam_group(cls, group: Mapping[str, Any]) -> AdamWGroup:
-        """The present hyperparameters of a param group of Adam; `decoupled_weight_decay` turns it into AdamW."""
+        """Return the present hyperparameters of a param group of Adam. `decoupled_weight_decay` makes it AdamW."""
         return replace(cls.from_group(group), decays_weights=bool(group.get("decoupled_weight_decay")))
 
 
@@ -66,7 +66,7 @@ def adamw_(
     exp_avg_sq: Tensor,
     segments: Sequence[Segment],
 ) -> None:
-    """Update float32 chunks of equal shape [numel] in place; elements outside the segments stay as they are.
+    """Update float32 chunks of equal shape [numel] in place, but not elements outside the segments.
 
     If segments and chunks begin at multiples of 32 elements, cuts at such multiples change no bit of the result.
     """
@@ -74,7 +74,7 @@ def adamw_(
         part, group = slice(segment.start, segment.stop), segment.group
         assert isinstance(group, AdamWGroup), "hyperparameters of another optimizer"
         kernel = fused_adamw_ if group.decays_weights else fused_adam_
-        # The kernel of `torch.optim.adamw.adamw(fused=True)`, whose Python code takes longer than the update of a tile.
+        # This is the kernel of `torch.optim.adamw.adamw(fused=True)`, whose Python code is slower than a tile's update.
         kernel(
             [master[part]],
             [gradient[part]],

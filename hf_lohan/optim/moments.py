@@ -1,8 +1,8 @@
-"""AdamW's moments in fewer bytes than float32: how `exp_avg` and `exp_avg_sq` are encoded to records and decoded.
+"""AdamW's moments in fewer bytes than float32. Codecs encode `exp_avg` and `exp_avg_sq` to records and decode them.
 
-Both forms round stochastically, so the result is right on average. Rounding to the nearest value would not do: with
-beta2 = 0.999 `exp_avg_sq` changes by less than half a step of such a type, so it would never decay. (For `exp_avg` with
-beta1 = 0.9 the nearest value would do, but not for every beta1.)
+Both codecs round stochastically, so the result is right on average. Rounding to the nearest value would be wrong. With
+beta2 = 0.999, `exp_avg_sq` changes by less than half the distance of two codes, so it would never decay. (The nearest
+value would do for `exp_avg` with beta1 = 0.9, but not for every beta1.)
 
 Records of zeros, as in a new store, are moments of zero.
 """
@@ -21,18 +21,18 @@ from hf_lohan.optim import rounding_noise
 MomentDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 
 SCALE_BLOCK_NUMEL = 32
-"""Neighbouring elements that share a scale. Parameters begin at multiples of it, so no two share a scale."""
+"""Number of adjacent elements that share a scale. Parameters begin at multiples of it, so no two share a scale."""
 NUM_SCRATCH = 4
-"""Scratch tensors that the codecs need."""
+"""Number of scratch tensors that the codecs need."""
 _AVG, _AVG_SQ = 0, 1
 """Noise streams of the two moments."""
 _SMALLEST_DIVISOR = 1e-36
-"""Its inverse is still a float32. Smaller numbers are negligible beside AdamW's eps."""
+"""A divisor whose inverse is still a float32. Smaller numbers are negligible compared to AdamW's eps."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedSpan:
-    """Elements [start, stop) of a tile, all changed by the same ``step`` of their parameters."""
+    """Elements [start, stop) of a tile that the same ``step`` of their parameters has changed."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class RoundedSpan:
 
 
 class BFloat16Moments:
-    """The upper half of each float32, rounded stochastically. Numbers beyond bfloat16's largest become that number."""
+    """Codec to bfloat16 with stochastic rounding. Numbers beyond bfloat16's largest become that number."""
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
     params_per_element: ClassVar[Mapping[str, int]] = {}
@@ -61,7 +61,7 @@ class BFloat16Moments:
         self._encode_(exp_avg_sq[part], records["exp_avg_sq"][part], span, _AVG_SQ)
 
     def _encode_(self, values: Tensor, rounded: Tensor, span: RoundedSpan, stream: int) -> None:
-        # A GPU's NaN has all bits set, and adding noise would turn it into a zero. Replace it by an ordinary NaN.
+        # Adding noise to a GPU's NaN, which has all bits set, would make it a zero. Replace it by an ordinary NaN.
         values.nan_to_num_(nan=float("nan"), posinf=self._LARGEST, neginf=-self._LARGEST)
         values.clamp_(-self._LARGEST, self._LARGEST)
         bits = values.view(torch.int32)
@@ -71,12 +71,13 @@ class BFloat16Moments:
 
 
 class Int8Moments:
-    """One byte an element, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements: their largest magnitude.
+    """Codec to one byte per element, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements, which is their largest
+    magnitude.
 
-    Codes stand for powers of fractions, so small numbers keep some digits beside large ones: `exp_avg` is sign * scale
-    * (|code| / 127)^4 with codes from -127 to 127, `exp_avg_sq` is scale * ((code + 1) / 256)^8 with codes from 0 to
-    255. It has no zero, because a zero under an `exp_avg` other than zero would make a huge step. The scales of both
-    lie side by side: [numel / 32, 2] float32.
+    Codes represent powers of fractions, so that small numbers next to large ones keep some digits. `exp_avg` is sign *
+    scale * (|code| / 127)^4 with codes from -127 to 127, and `exp_avg_sq` is scale * ((code + 1) / 256)^8 with codes
+    from 0 to 255. `exp_avg_sq` has no zero, because dividing an `exp_avg` by a zero would make a huge step. The scales
+    of both are in one tensor, [numel / 32, 2] float32.
     """
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {
@@ -86,7 +87,7 @@ class Int8Moments:
     }
     params_per_element: ClassVar[Mapping[str, int]] = {"moment_scales": SCALE_BLOCK_NUMEL // 2}
     align_numel: ClassVar[int] = 16 * 1024
-    """Makes the scales whole sectors: they have a sixteenth of the bytes of a float32 record."""
+    """Alignment with which the scales, a sixteenth of the bytes of a float32 record, are whole sectors."""
 
     def decode_(self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, scratch: Tensor) -> None:
         scales = records["moment_scales"].view(-1, 2)
@@ -104,7 +105,7 @@ class Int8Moments:
         start, stop = span.start, -(-span.stop // SCALE_BLOCK_NUMEL) * SCALE_BLOCK_NUMEL
         assert start % SCALE_BLOCK_NUMEL == 0, "a parameter begins in the middle of a scale block"
         for moment in (exp_avg, exp_avg_sq):
-            moment[span.stop : stop].zero_()  # padding must not count for this scale
+            moment[span.stop : stop].zero_()  # padding must not change the scale
         whole, part = slice(start, stop), slice(start, span.stop)
         scales = records["moment_scales"].view(-1, 2)[start // SCALE_BLOCK_NUMEL : stop // SCALE_BLOCK_NUMEL]
         magnitude, *temporary = scratch[:, whole]
@@ -117,7 +118,7 @@ class Int8Moments:
         _normalize_(exp_avg_sq[whole], scales[:, _AVG_SQ])
         noise = rounding_noise.fractions(span.position, magnitude.numel(), span.step, _AVG_SQ)
         levels = _round_to_power_(exp_avg_sq[whole], temporary, noise, num_squares=3, highest=256)
-        codes = magnitude.view(torch.int32)  # converting to uint8 by way of int32 is faster
+        codes = magnitude.view(torch.int32)  # the conversion to uint8 is faster through int32
         codes.copy_(levels.sub_(1).clamp_(min=0))
         records["exp_avg_sq"][part].copy_(codes[: span.stop - start])
 
@@ -125,15 +126,15 @@ class Int8Moments:
 MomentCodec: TypeAlias = BFloat16Moments | Int8Moments
 """Converts moments between records, by kind, and float32 tensors [numel].
 
-`decode_` fills the moments from their records; its ``scratch`` is float32 [NUM_SCRATCH, numel]. `encode_` writes the
-elements in ``span`` to their records, and no others; the moments are undefined there afterwards. A NaN stays a NaN.
-``dtypes`` are the records' element types by kind, ``params_per_element`` the parameters per element, if not one.
-Records must end at a multiple of ``align_numel`` parameters; tiles begin and end at multiples of the scale block.
+`decode_` fills the moments from their records. Its ``scratch`` is float32 [NUM_SCRATCH, numel]. `encode_` writes only
+the elements in ``span`` to their records, and leaves the moments undefined there. A NaN stays a NaN. ``dtypes`` are the
+element types of the records by kind. ``params_per_element`` has the parameters per element, by kind, if more than one.
+Records must end at a multiple of ``align_numel`` parameters. Tiles begin and end at multiples of the scale block.
 """
 
 
 def _normalize_(magnitudes: Tensor, scales: Tensor) -> None:
-    """Divide each block by its largest element, in place, and set ``scales`` [numel / 32] to these."""
+    """Divide each block by its largest element, in place, and write the largest elements to ``scales`` [numel / 32]."""
     largest = _blocks(magnitudes).amax(1)
     scales.copy_(largest)
     _blocks(magnitudes).mul_((1 / largest.clamp_(min=_SMALLEST_DIVISOR))[:, None])
@@ -142,8 +143,8 @@ def _normalize_(magnitudes: Tensor, scales: Tensor) -> None:
 def _round_to_power_(
     fractions: Tensor, temporary: Sequence[Tensor], noise: Tensor, *, num_squares: int, highest: int
 ) -> Tensor:
-    """Returns whole float32 numbers n from 0 to ``highest``, in ``temporary[0]``, such that (n / highest)^k with
-    k = 2^num_squares equals ``fractions`` on average over the ``noise``. (Rounding the root without bias would not do.)
+    """Return whole float32 numbers n from 0 to ``highest``, in ``temporary[0]``, such that (n / highest)^k with k =
+    2^num_squares equals ``fractions`` on average over the ``noise``. (Rounding the root without bias would be wrong.)
     Overwrites ``fractions``."""
     level, power, next_power = temporary
     torch.sqrt(fractions, out=level)
@@ -155,7 +156,7 @@ def _round_to_power_(
     for _ in range(num_squares - 2):
         power.square_()
         next_power.square_()
-    # The fraction lies between the k-th powers of level and level + 1: its relative distance from the lower one.
+    # The fraction is between the k-th powers of level and level + 1. Compute its relative distance from the lower one.
     fractions.mul_(float(highest) ** 2**num_squares).addcmul_(power, power, value=-1)
     distance = torch.mul(next_power, next_power, out=next_power).addcmul_(power, power, value=-1)
     is_next = fractions.div_(distance).sub_(noise).ceil_()
@@ -171,4 +172,4 @@ MOMENT_CODECS: Mapping[MomentDtype, MomentCodec | None] = {
     "bfloat16": BFloat16Moments(),
     "int8": Int8Moments(),
 }
-"""By `optimizer_state_dtype`; float32 needs none."""
+"""The codec of each `optimizer_state_dtype`. float32 has none."""

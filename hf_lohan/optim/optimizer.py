@@ -1,4 +1,4 @@
-"""The `torch.optim.Optimizer` that Trainer, schedulers and accelerate see. An engine does the work."""
+"""The `torch.optim.Optimizer` for Trainer, schedulers and accelerate. An engine runs its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_lohan.optim.rules import ADAMW, RULE_KEY, refuse_settings
 
 
 class StepTarget(Protocol):
-    """The engine, as an optimizer sees it."""
+    """The part of an engine's interface that an optimizer uses."""
 
     def bind_optimizer(self, optimizer: OffloadOptimizer) -> None: ...
 
@@ -27,26 +27,26 @@ class StepTarget(Protocol):
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """An optimizer whose states live in the store and whose arithmetic runs as gradients arrive.
+    """An optimizer whose states are in the store, and whose updates run when gradients arrive.
 
-    After `step()` every reader finds the new weights. Updates that had to wait for the gradient norm may still run
-    then, and a reader of a block waits for its update. `state` stays empty on purpose: accelerate and Trainer move and
-    pickle it. `param_groups` are the same objects for ever (schedulers and users hold them), also after
-    `load_state_dict`.
+    After `step()` all reads return the new weights. Updates that needed the gradient norm may still run after `step()`,
+    and a read of a block waits for its update. `state` stays empty, because accelerate and Trainer move and pickle it.
+    `param_groups` always contains the same objects, even after `load_state_dict`, because schedulers and users keep
+    references to them.
     """
 
     _is_made = False
 
     def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any], *, engine: StepTarget) -> None:
-        """``defaults``: hyperparameters that a group does not set; under `RULE_KEY` the name of the rule."""
+        """``defaults`` has the hyperparameters for groups that do not set them, and the rule's name as `RULE_KEY`."""
         super().__init__(params, dict(defaults))
-        self._engine_ref = weakref.ref(engine)  # it lives as long as its model
+        self._engine_ref = weakref.ref(engine)  # the engine lives as long as its model
         engine.bind_optimizer(self)
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, between steps. Raises ValueError for parameters without states in the store, and for
-        hyperparameters that need other states; the groups stay as before then."""
+        """Add a group as torch does, between steps. Raises ValueError for parameters without states in the store, or
+        for hyperparameters that need other states, and then leaves the groups unchanged."""
         super().add_param_group(param_group)
         if self._is_made:
             self._check_added()
@@ -83,25 +83,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self._engine.step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that have not been applied yet."""
+        """Drop gradients that have not been applied yet."""
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
         self._engine.drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the hyperparameters. Moments and masters are in the store."""
+        """Load only the hyperparameters. Moments and masters are in the store."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
-                f"the optimizer state has {len(groups)} param groups, this optimizer {len(self.param_groups)}; "
+                f"the optimizer state has {len(groups)} param groups, this optimizer has {len(self.param_groups)}; "
                 "resume with the same weight-decay settings"
             )
         for group, loaded in zip(self.param_groups, groups, strict=True):
             ours, theirs = group[RULE_KEY], loaded.get(RULE_KEY, ADAMW.name)
             if ours != theirs:
                 raise ValueError(
-                    f"the optimizer state is of {theirs}, this optimizer is {ours}; resume with {theirs}, or start "
+                    f"the optimizer state is for {theirs}, this optimizer is {ours}; resume with {theirs}, or start "
                     "a new run from the checkpoint's weights"
                 )
             refuse_settings(theirs, loaded)
@@ -127,7 +127,7 @@ class OffloadAdamW(OffloadOptimizer):
 
 
 class JointOptimizer(OffloadOptimizer):
-    """Several optimizers of one model, each with some of its parameters. The step runs once all have stepped."""
+    """Several optimizers of one model, each with some of its parameters. The step runs after all have stepped."""
 
     def __init__(
         self,
@@ -136,15 +136,15 @@ class JointOptimizer(OffloadOptimizer):
         *,
         engine: StepTarget,
     ) -> None:
-        """``defaults_of_parts``: hyperparameters for groups that are added to each optimizer."""
+        """``defaults_of_parts`` has each optimizer's hyperparameters for groups that are added later."""
         super().__init__([group for groups in groups_of_parts for group in groups], {}, engine=engine)
         defaults = defaults_of_parts or [{}] * len(groups_of_parts)
         self.parts = [
             OptimizerPart(groups, self, of_part) for groups, of_part in zip(groups_of_parts, defaults, strict=True)
         ]
-        """The optimizers that the loop steps, in the order of their groups."""
+        """The optimizers that the training loop steps, in the order of their groups."""
         self._stepped: dict[OptimizerPart, list[dict[str, Any]]] = {}
-        """Optimizers that wait for the others, with their groups' hyperparameters at the time of their step."""
+        """Optimizers that have stepped and wait for others, with their groups' hyperparameters at their step."""
         self._zeroed: set[OptimizerPart] = set()
 
     def step_part(self, part: OptimizerPart) -> None:
@@ -158,7 +158,7 @@ class JointOptimizer(OffloadOptimizer):
             self.follow_parts()
             present = [(group, dict(group)) for group in self.param_groups]
             try:
-                for of_part, settings in stepped.items():  # schedulers may have changed the groups since
+                for of_part, settings in stepped.items():  # schedulers may have changed the groups after the step
                     for group, own in zip(of_part.param_groups, settings, strict=True):
                         group.update(own)
                 self.step()
@@ -167,15 +167,15 @@ class JointOptimizer(OffloadOptimizer):
                     group.update(own)
 
     def follow_parts(self) -> None:
-        """Use the current groups of the parts. A training loop may have changed their lists."""
+        """Use the current groups of the parts, because a training loop may have changed their lists."""
         self.param_groups[:] = [group for part in self.parts for group in part.param_groups]
 
     def waits(self, part: OptimizerPart) -> bool:
-        """Whether this optimizer has stepped, and another one has not."""
+        """Return whether this optimizer has stepped and another has not."""
         return part in self._stepped
 
     def zero_part(self, part: OptimizerPart) -> None:
-        """Forget gradients when all optimizers have asked for it. Raises RuntimeError if only some have stepped."""
+        """Drop gradients after `zero_grad` of all optimizers. Raises RuntimeError if only some have stepped."""
         self._zeroed.add(part)
         if len(self._zeroed) == len(self.parts):
             self._zeroed.clear()
@@ -193,7 +193,7 @@ class JointOptimizer(OffloadOptimizer):
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies: a scheduler writes into a learning rate that is a tensor."""
+    """Return a copy of the hyperparameters, because a scheduler writes to a learning rate that is a tensor."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -210,7 +210,7 @@ class OptimizerPart(OffloadOptimizer):
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `OffloadOptimizer.add_param_group`."""
+        """Add a group as `OffloadOptimizer.add_param_group` does."""
         if self._is_made:
             self._joint.follow_parts()
         torch.optim.Optimizer.add_param_group(self, param_group)
@@ -227,17 +227,17 @@ class OptimizerPart(OffloadOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish the step, if this is the last of the optimizers to step. Raises ValueError for a closure."""
+        """Finish the step if all other optimizers have stepped. Raises ValueError for a closure."""
         if closure is not None:
-            raise ValueError("a closure cannot be run by one of several optimizers; run it before their steps")
+            raise ValueError("one of several optimizers cannot run a closure; run it before their steps")
         self._joint.step_part(self)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing. False while other optimizers have not stepped: a scheduler that steps
-        in between goes on, as under torch."""
+        """Whether the last step changed nothing. False until all optimizers have stepped, so that a scheduler may step
+        before, as in torch."""
         return not self._joint.waits(self) and super().step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that have not been applied yet, once all optimizers have been asked to."""
+        """Drop gradients that have not been applied yet, after `zero_grad` of all optimizers."""
         self._joint.zero_part(self)

@@ -1,11 +1,11 @@
-"""How the float32 master of a weight is stored beside the weight that the model computes with.
+"""Formats of a weight's float32 master in the store, next to the working weight.
 
-float32 working weights *are* the master. For bfloat16 working weights the master is split, bit for bit: the upper 16
-bits, rounded half up, are the working weight, and the rounding error is a signed 16-bit residual. So no second copy is
-stored: 12 bytes a parameter with both moments, instead of 14 with a separate float32 master. (Half up, not half to
-even: only then is the residual always in [-32768, 32767].)
+float32 working weights *are* the master. For bfloat16 working weights the master is split without loss. Its upper 16
+bits, rounded half up, are the working weight, and the rounding error is a signed 16-bit residual. A parameter with both
+moments takes 12 bytes instead of 14 with a separate float32 master. (Rounding half up, and not half to even, keeps the
+residual in [-32768, 32767].)
 
-A `MasterFormat` describes a run's weights, and their optimizer states: float32, or encoded by `moments`.
+A `MasterFormat` describes a run's weights and their optimizer states, which are float32 or encoded by `moments`.
 """
 
 from __future__ import annotations
@@ -25,81 +25,81 @@ _SEQUENTIAL_NUMEL = 1024
 
 @dataclass(frozen=True, slots=True)
 class MasterFormat:
-    """The records of a trainable weight's master and moments, and the host buffers that its update needs."""
+    """The records of a trainable weight's master and moments, and the host buffers that an update needs."""
 
     working_dtype: torch.dtype
     has_residual: bool
     moment_dtype: MomentDtype = "float32"
     rule: UpdateRule = ADAMW
-    """The update rule, which says what moments there are."""
+    """The update rule, which determines the moments."""
 
     @property
     def moment_codec(self) -> MomentCodec | None:
-        """Decodes and encodes moments; None if they are stored in float32."""
+        """The codec of the moments, or None if they are stored in float32."""
         return MOMENT_CODECS[self.moment_dtype]
 
     @property
     def moment_kinds(self) -> tuple[str, ...]:
-        """Record kinds that hold moments."""
+        """Record kinds with moments."""
         codec = self.moment_codec
         return tuple(codec.dtypes) if codec is not None else self.rule.state_kinds
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
-        """Record kinds beside `param` that every trainable block has."""
+        """Record kinds of every trainable block besides `param`."""
         return ("master_residual", *self.moment_kinds) if self.has_residual else self.moment_kinds
 
     @property
     def buffer_kinds(self) -> tuple[tuple[str, ...], ...]:
-        """Record kinds that share a buffer of a chunk, one after the other: at most 4 bytes an element together."""
+        """Record kinds in each buffer of a chunk, one after the other, with at most 4 bytes per element together."""
         weight = ("param", "master_residual") if self.has_residual else ("param",)
         moments = self.moment_kinds
         return (weight, moments) if self.moment_codec is not None else (weight, *((kind,) for kind in moments))
 
     @property
     def num_private_buffers(self) -> int:
-        """Scratch buffers of a chunk: for a joined master and its scratch, or a workspace for tiles."""
+        """Number of scratch buffers of a chunk, for a joined master and its scratch, or for the workspace of tiles."""
         if self.moment_codec is not None:
             return 1
         return 2 if self.has_residual else 0
 
     @property
     def num_state_buffers_per_chunk(self) -> int:
-        """Host buffers that one chunk's update needs."""
+        """Number of host buffers that one chunk's update needs."""
         return len(self.buffer_kinds) + self.num_private_buffers
 
     def state_dtype(self, kind: str) -> torch.dtype:
-        """Element type of a record kind in the store."""
+        """Return the element type of a record kind in the store."""
         codec = self.moment_codec
         if codec is not None and kind in codec.dtypes:
             return codec.dtypes[kind]
         return {"param": self.working_dtype, "master_residual": torch.int16}.get(kind, torch.float32)
 
     def params_per_element(self, kind: str) -> int:
-        """Parameters per element of a record kind."""
+        """Return the number of parameters per element of a record kind."""
         codec = self.moment_codec
         return codec.params_per_element.get(kind, 1) if codec is not None else 1
 
     def elements(self, kind: str, start: int, stop: int) -> tuple[int, int]:
-        """The elements [start, stop) of a record kind for parameters [start, stop). These begin at a scale block; the
-        scales of a block in which they end are included."""
+        """Return the elements [start, stop) of a record kind for parameters [start, stop). ``start`` must be at a scale
+        block. If ``stop`` is within a scale block, the block's scales are included."""
         ratio = self.params_per_element(kind)
         if ratio == 1:
             return start, stop
-        assert start % SCALE_BLOCK_NUMEL == 0, f"parameter {start} begins no scale block"
+        assert start % SCALE_BLOCK_NUMEL == 0, f"parameter {start} is not at the beginning of a scale block"
         return start // ratio, -(-stop // SCALE_BLOCK_NUMEL) * SCALE_BLOCK_NUMEL // ratio
 
     def numel(self, kind: str, num_params: int) -> int:
-        """Elements of a record kind for so many parameters from the beginning of a scale block."""
+        """Return the number of elements of a record kind for ``num_params`` parameters that begin at a scale block."""
         return self.elements(kind, 0, num_params)[1]
 
     @property
     def state_bytes_per_param(self) -> float:
-        """Bytes a parameter of all records beside `param`."""
+        """Bytes per parameter of all records besides `param`."""
         return sum(self.state_bytes(kind) for kind in self.state_kinds)
 
     def state_bytes(self, kind: str) -> float:
-        """Bytes a parameter of a record kind."""
+        """Return the bytes per parameter of a record kind."""
         return self.state_dtype(kind).itemsize / self.params_per_element(kind)
 
     @property
@@ -112,11 +112,11 @@ class MasterFormat:
 def master_format(
     working_dtype: torch.dtype, moment_dtype: MomentDtype = "float32", rule: UpdateRule = ADAMW
 ) -> MasterFormat:
-    """The format for a working dtype, with moments of `rule` stored as `moment_dtype`. Raises ValueError for a working
-    dtype without an exact master (float16), and for a `moment_dtype` that only AdamW's moments can have."""
+    """Return the format for a working dtype, with moments of `rule` stored as `moment_dtype`. Raises ValueError for a
+    working dtype without an exact master (float16), and for a `moment_dtype` that only AdamW's moments can have."""
     if moment_dtype != "float32" and rule != ADAMW:
         raise ValueError(
-            f"optimizer_state_dtype={moment_dtype} is for the moments of AdamW, this run has {rule}; set it to float32"
+            f"optimizer_state_dtype={moment_dtype} is only for AdamW, and this run has {rule}; set it to float32"
         )
     match working_dtype:
         case torch.float32:
@@ -134,7 +134,7 @@ def master_format(
 def encode_master_(master: Tensor, working: Tensor, residual: Tensor, scratch: Tensor) -> None:
     """Split a float32 master [numel] into bfloat16 `working` and int16 `residual`; `scratch` is int32 [numel].
 
-    A NaN whose payload is all ones would overflow into a zero; hardware makes no such NaN.
+    A NaN whose payload is all ones would become a zero, but hardware makes no such NaN.
     """
     bits = master.view(torch.int32)
     torch.add(bits, _HALF, out=scratch)
@@ -156,11 +156,11 @@ def decode_master_(master: Tensor, working: Tensor, residual: Tensor) -> None:
 
 @torch.no_grad()
 def widen_in_place(buffer: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-    """Convert `numel` 2-byte elements in the second half of a buffer of 4*numel bytes to float32, over all of the
-    buffer.
+    """Convert `numel` 2-byte elements in the second half of a buffer of 4 * numel bytes to float32 in the whole buffer,
+    and return the float32 view [numel].
 
-    Each round converts the first half of the rest. Its reads lie behind its writes, so no copy is needed, and
-    log2(numel) rounds suffice. Returns the float32 view [numel].
+    Each round converts the first half of the remaining elements, which lie after the bytes that it writes, so that no
+    copy is needed. There are log2(numel) rounds.
     """
     wide = buffer[: 4 * numel].view(torch.float32)
     narrow = buffer[2 * numel : 4 * numel].view(dtype)

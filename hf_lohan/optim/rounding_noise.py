@@ -1,4 +1,4 @@
-"""Noise for stochastic rounding. It depends on the element and the step alone, not on chunks or threads."""
+"""Noise for stochastic rounding. It depends only on the element and the step, and not on chunks or threads."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 PERIOD = 1 << 16
-"""Elements after which the noise repeats; each value comes once in a period. Each step shifts the noise."""
+"""Number of elements after which the noise repeats. A period has each value once. Each step shifts the noise."""
 MAX_RUN_NUMEL = 1 << 16
-"""Largest ``numel`` of an `integers` or `fractions` call."""
+"""Largest ``numel`` of a call of `integers` or `fractions`."""
 _LOW_32_BITS = (1 << 32) - 1
 
 
 def integers(position: int, numel: int, step: int, stream: int) -> Tensor:
-    """int32 [numel], uniform in [0, 65536), for a parameter's ``step`` and the elements of a record from ``position``
-    on. ``stream`` separates several uses of noise for one element. Read-only."""
+    """Return int32 [numel], uniform in [0, 65536), for a parameter's ``step`` and the elements of a record from
+    ``position`` on. ``stream`` separates several uses of noise for one element. Do not write to the result."""
     start = _start(position, step, stream)
     return _integers()[start : start + numel]
 
 
 def fractions(position: int, numel: int, step: int, stream: int) -> Tensor:
-    """float32 [numel], uniform in (0, 1), both ends excluded. See `integers`."""
+    """Return float32 [numel], uniform in (0, 1) without both ends, for the arguments of `integers`."""
     start = _start(position, step, stream)
     return _fractions()[start : start + numel]
 
@@ -32,7 +32,7 @@ def _start(position: int, step: int, stream: int) -> int:
 
 
 def _mixed(value: int) -> int:
-    """A 32-bit hash (the finalizer of MurmurHash3), so that successive steps begin far apart."""
+    """Return a 32-bit hash (the finalizer of MurmurHash3), so that successive steps begin at distant elements."""
     value = (value * 0x9E3779B1) & _LOW_32_BITS
     value = ((value ^ value >> 16) * 0x85EBCA6B) & _LOW_32_BITS
     value = ((value ^ value >> 13) * 0xC2B2AE35) & _LOW_32_BITS
@@ -41,8 +41,8 @@ def _mixed(value: int) -> int:
 
 @cache
 def _integers() -> Tensor:
-    """All values, in an order that does not depend on torch's generators. The beginning is repeated at the end, so
-    every run is one slice."""
+    """Return all values, in an order that does not depend on torch's generators. The first values are repeated at the
+    end, so that every result is one slice."""
     keys = torch.tensor([_mixed(value) for value in range(PERIOD)], device="cpu")
     order = keys.argsort(stable=True).to(torch.int32)
     return torch.cat([order, order[:MAX_RUN_NUMEL]])

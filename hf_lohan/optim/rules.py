@@ -1,7 +1,7 @@
-"""Update rules: an optimizer's state for each parameter, and its step on a float32 chunk.
+"""Update rules. A rule defines an optimizer's states for each parameter, and its step on a float32 chunk.
 
-Each rule calls torch's own function for one tensor after the other (`foreach=False, fused=False`), as `torch.optim`
-does on a CPU, or the fused kernel (Adam and AdamW). So results equal torch's to the bit.
+Each rule calls torch's function for one tensor after the other (`foreach=False, fused=False`), as `torch.optim` does on
+a CPU, or the fused kernel (Adam and AdamW), so that results equal torch's to the bit.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from hf_lohan.compat.torch_private import adafactor, adjusted_muon_lr, newton_sc
 from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_
 
 RULE_TILE_NUMEL = 64 * 1024
-"""Temporaries are as large as a tile, and stay in a core's cache."""
+"""Elements of a tile. Temporaries of this size stay in a core's cache."""
 _MUST_BE_OFF = ("amsgrad", "maximize", "differentiable", "capturable")
 """Settings of torch's optimizers that no rule supports."""
 
 RuleSettings = tuple[tuple[str, Any], ...]
-"""Names and values, as torch's functions take them."""
+"""Names and values of arguments of torch's functions."""
 States = Mapping[str, Tensor]
-"""By kind, for the updated elements."""
+"""States of the updated elements, by kind."""
 Aside = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Calls a function with a tensor on the device where matrix products are fast."""
+"""Calls a function with a tensor on the device on which matrix products are fast."""
 
 
 def here(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """The `Aside` of the CPU itself."""
+    """Call the function on the CPU, as an `Aside`."""
     return function(value)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How a run updates some of its parameters. Equal rules have equal records."""
+    """The way in which a run updates some of its parameters. Equal rules have equal records."""
 
     name: str
-    """The class in `torch.optim`."""
+    """Name of the class in `torch.optim`."""
     state_kinds: tuple[str, ...]
-    """States of each element, with torch's names (`Optimizer.state`): float32 records that begin as zeros."""
+    """States of each element, by torch's names (`Optimizer.state`). They are float32 records of zeros at first."""
 
     @property
     def needs_whole(self) -> bool:
@@ -57,20 +57,20 @@ class UpdateRule:
 
     @property
     def multiplies_matrices(self) -> bool:
-        """Whether it needs memory on the device for matrix products."""
+        """Whether the rule needs memory on the device for matrix products."""
         return self.name == "Muon"
 
     @property
     def may_be_late(self) -> bool:
-        """Whether a step with a gradient of zeros may be taken later (`AdamWGroup` has all its hyperparameters)."""
+        """Whether a step with a gradient of zeros may run later. It needs only the hyperparameters in `AdamWGroup`."""
         return self.name in ("AdamW", "Adam")
 
     def refuse_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ValueError for a parameter whose states do not fit the rule's records."""
+        """Raise ValueError for a parameter whose states do not fit the rule's records."""
         if not _FAMILIES[self.name].takes(shape):
             raise ValueError(
-                f"{self.name} keeps more state of {name}, of shape {list(shape)}, than it has elements, which is not "
-                "supported under offload; freeze it, or use another optimizer"
+                f"{self.name} has more state for {name} (of shape {list(shape)}) than the parameter has elements, "
+                "which is not supported under offload; freeze the parameter, or use another optimizer"
             )
 
     def __str__(self) -> str:
@@ -79,20 +79,20 @@ class UpdateRule:
 
     @classmethod
     def parse(cls, text: str) -> UpdateRule:
-        """The inverse of `str`. Raises ValueError for an unknown rule."""
+        """Return the rule that `str` has converted to ``text``. Raises ValueError for an unknown rule."""
         match = re.fullmatch(r"(\w+)\(([\w, ]*)\)", text)
         if match is None or match[1] not in _FAMILIES:
-            raise ValueError(f"optimizer {text!r} is unknown to this version of hf_lohan; upgrade it")
+            raise ValueError(f"this version of hf_lohan does not know the optimizer {text!r}; upgrade hf_lohan")
         return cls(match[1], tuple(kind for kind in match[2].split(", ") if kind))
 
     def settings_of(self, group: Mapping[str, Any]) -> Hashable:
-        """The present hyperparameters of a param group. Raises ValueError for a group of another optimizer, and for
-        hyperparameters that need a state without a record."""
+        """Return the present hyperparameters of a param group. Raises ValueError for a group of another optimizer, and
+        for hyperparameters that need a state without a record."""
         name = group.get(RULE_KEY, ADAMW.name)
         if name != self.name:
             raise ValueError(
-                f"the parameters of a param group of {name} were offloaded for {self}; give that optimizer where the "
-                "model is offloaded"
+                f"the parameters of a param group of {name} were offloaded for {self}; pass {name} when the model is "
+                "offloaded"
             )
         missing = sorted(set(_FAMILIES[self.name].kinds(group)) - set(self.state_kinds))
         if missing:
@@ -107,9 +107,9 @@ class UpdateRule:
     def update_(
         self, master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside = here
     ) -> None:
-        """Update a float32 chunk [numel] and its states [numel], by kind, in place; elements outside the segments stay
-        as they are. Cuts at multiples of 32 elements, at which segments begin, change no bit. If the rule needs whole
-        parameters, each segment is one, and matrix products run ``aside``."""
+        """Update a float32 chunk [numel] and its states [numel], by kind, in place, but not elements outside the
+        segments. Segments begin at multiples of 32 elements, and cuts at such multiples change no bit. If the rule
+        needs whole parameters, each segment is a whole parameter, and ``aside`` runs matrix products."""
         if self.needs_whole:
             _FAMILIES[self.name].update_(master, gradient, states, segments, aside)
         else:
@@ -117,13 +117,13 @@ class UpdateRule:
 
 
 RULE_KEY = "optimizer"
-"""The key of a param group with the name of its rule; without it the rule is AdamW."""
+"""Key of a param group for the name of its rule. Without this key the rule is AdamW."""
 ADAMW = UpdateRule("AdamW", ("exp_avg", "exp_avg_sq"))
 MUON = UpdateRule("Muon", ("momentum_buffer",))
 
 
 def rule_for(name: str, groups: Iterable[Mapping[str, Any]]) -> UpdateRule:
-    """The rule of an optimizer's param groups, with all states that one of them needs. Raises ValueError for an
+    """Return the rule of an optimizer's param groups, with all states that any group needs. Raises ValueError for an
     optimizer without a rule, and for settings that no rule supports."""
     if name not in _FAMILIES:
         raise ValueError(f"{name} is not supported under offload; use one of {', '.join(_FAMILIES)}")
@@ -135,7 +135,7 @@ def rule_for(name: str, groups: Iterable[Mapping[str, Any]]) -> UpdateRule:
 
 
 def refuse_settings(name: str, group: Mapping[str, Any]) -> None:
-    """Raises ValueError for a param group with settings that no rule supports."""
+    """Raise ValueError for a param group with settings that no rule supports."""
     for key in _MUST_BE_OFF:
         if group.get(key):
             raise ValueError(f"{name} with {key}=True is not supported under offload; leave it off")
@@ -147,11 +147,11 @@ class _Family:
 
     settings_of: Callable[[Mapping[str, Any]], Hashable]
     kinds: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    """The states that a param group needs."""
+    """Returns the states that a param group needs."""
     update_: Callable[..., None]
     needs_whole: bool = False
     takes: Callable[[tuple[int, ...]], bool] = lambda _shape: True
-    """Whether a parameter of this shape is supported."""
+    """Returns whether a parameter of this shape is supported."""
 
 
 def _always(*kinds: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
@@ -165,7 +165,7 @@ def _adamw_(master: Tensor, gradient: Tensor, states: States, segments: Sequence
     adamw_(master, gradient, states["exp_avg"], states["exp_avg_sq"], segments)
 
 
-# The others, tile by tile. A step function gets a tile's master, gradient and states, and the number of the step.
+# Other rules run tile by tile. A step function gets a tile's master, gradient and states, and the number of the step.
 
 _Step = Callable[[Tensor, Tensor, States, int, dict[str, Any]], None]
 
@@ -187,17 +187,17 @@ def _as_keywords(settings: Any) -> dict[str, Any]:
 
 
 def _settings(*names: str) -> Callable[[Mapping[str, Any]], RuleSettings]:
-    """Takes these settings from a param group, and its learning rate, which may be a tensor there."""
+    """Return a function that reads these settings and the learning rate, which may be a tensor, from a param group."""
     return lambda group: (("lr", float(group["lr"])), *((name, _hashable(group[name])) for name in names))
 
 
 def _hashable(value: Any) -> Any:
-    """Betas are lists in JSON files."""
+    """Convert a list to a tuple, because betas from a JSON file are lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _before(step: int) -> Tensor:
-    """The step counter for torch's functions, which add one."""
+    """Return the step counter for torch's functions, which add one to it."""
     return torch.tensor(float(step - 1))
 
 
@@ -206,7 +206,7 @@ def _sgd_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _sgd_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
-    # A parameter's first gradient becomes its momentum without dampening: torch has no buffer before.
+    # A parameter's first gradient becomes its momentum without dampening, as in torch, which has no buffer before.
     has_none = step == 1 or not settings["momentum"]
     buffers: list[Tensor | None] = [None if has_none else states["momentum_buffer"]]
     sgd([master], [gradient], buffers, foreach=False, fused=False, maximize=False, **settings)
@@ -253,14 +253,14 @@ def _radam_(master: Tensor, gradient: Tensor, states: States, step: int, setting
 
 
 def _lion_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
-    """Lion (Chen et al. 2023), in the order of operations of `lion_pytorch`."""
+    """Run a step of Lion (Chen et al. 2023), with the operations of `lion_pytorch` in their order."""
     (beta1, beta2), lr, exp_avg = settings["betas"], settings["lr"], states["exp_avg"]
     master.mul_(1 - lr * settings["weight_decay"])
     master.add_(exp_avg.mul(beta1).add_(gradient, alpha=1 - beta1).sign_(), alpha=-lr)
     exp_avg.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
-# Muon: matrix by matrix.
+# Muon runs matrix by matrix.
 
 
 def _muon_settings(group: Mapping[str, Any]) -> RuleSettings:
@@ -269,8 +269,8 @@ def _muon_settings(group: Mapping[str, Any]) -> RuleSettings:
 
 
 def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside) -> None:
-    """`torch.optim.Muon`. Its Newton-Schulz iteration first rounds to bfloat16: here that happens before the matrix is
-    copied, and the rest runs ``aside``."""
+    """Run a step of `torch.optim.Muon`. The Newton-Schulz iteration first rounds to bfloat16, which happens here before
+    the matrix is copied. ``aside`` runs the rest."""
     for segment in segments:
         assert segment.shape is not None, "Newton-Schulz needs whole matrices"
         group, shape = _as_keywords(segment.group), torch.Size(segment.shape)
@@ -285,8 +285,8 @@ def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[
         matrix.add_(update, alpha=-adjusted_muon_lr(group["lr"], group["adjust_lr_fn"], shape))
 
 
-# Adafactor: parameter by parameter. A parameter with two or more dimensions keeps row and column averages. They lie one
-# behind the other at the beginning of a record that has an element for each element of the parameter.
+# Adafactor runs parameter by parameter. A parameter with two or more dimensions has row averages and column averages.
+# They are at the beginning of a record that has an element for each element of the parameter.
 
 
 def _torch_adafactor_settings(group: Mapping[str, Any]) -> RuleSettings:
@@ -307,7 +307,7 @@ def _transformers_adafactor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
 def _whole(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment], Aside], None]:
     def update_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside) -> None:
         for segment in segments:
-            assert segment.shape is not None, "rows and columns are of whole parameters"
+            assert segment.shape is not None, "rows and columns belong to whole parameters"
             part = slice(segment.start, segment.stop)
             kept = {kind: state[part] for kind, state in states.items() if kind not in ("param", "master_residual")}
             weight, weight_gradient = master[part].view(segment.shape), gradient[part].view(segment.shape)
@@ -317,12 +317,12 @@ def _whole(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment],
 
 
 def factors_fit(shape: tuple[int, ...]) -> bool:
-    """Whether the record has room for rows and columns."""
+    """Return whether the record has room for the averages of rows and columns."""
     return len(shape) < 2 or math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] <= math.prod(shape)
 
 
 def _factors(variance: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Views: rows [..., m, 1] and columns [..., 1, n] of [..., m, n]."""
+    """Return views of the averages of rows [..., m, 1] and columns [..., 1, n], for a parameter [..., m, n]."""
     num_rows, num_columns = math.prod(shape[:-1]), math.prod(shape[:-2]) * shape[-1]
     rows = variance[:num_rows].view(*shape[:-1], 1)
     return rows, variance[num_rows : num_rows + num_columns].view(*shape[:-2], 1, shape[-1])
@@ -331,7 +331,7 @@ def _factors(variance: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def torch_adafactor_(
     weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
 ) -> None:
-    """A step of `torch.optim.Adafactor`. ``weight`` and ``gradient`` are float32 and have the parameter's shape; states
+    """Run a step of `torch.optim.Adafactor`. ``weight`` and ``gradient`` are float32 with the parameter's shape. States
     are flat."""
     variance, shape = states["variance"], tuple(weight.shape)
     rows, columns = _factors(variance, shape) if len(shape) > 1 else (None, None)
@@ -351,7 +351,7 @@ def torch_adafactor_(
 def transformers_adafactor_(
     weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
 ) -> None:
-    """A step of `transformers.Adafactor`, which has no function for it. These are its operations in the same order."""
+    """Run a step of `transformers.Adafactor`, with the same operations in the same order."""
     shape, beta1 = tuple(weight.shape), settings["beta1"]
     lr = _learning_rate(weight, step, settings)
     beta2t = 1.0 - math.pow(step, settings["decay_rate"])

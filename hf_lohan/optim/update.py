@@ -1,9 +1,9 @@
-"""An optimizer's step on the records of some parameters, for each form of records: as they are, through a master that
-is joined and split again, or tile by tile in float32.
+"""An optimizer's step on the records of some parameters. It updates records directly, or joins a master and splits it
+again, or converts records to float32 tile by tile, as their format needs.
 
-A step with a gradient of zeros is a step, too: moments and weights decay, and the momentum still moves the weights. It
-needs no memory for the gradient, and it is elementwise, so it may be taken later with the same bits. Several missed
-steps run on a tile while the tile is in a core's cache.
+A step with a gradient of zeros also changes records, because moments and weights decay and momentum moves the weights.
+It needs no memory for the gradient, and it is elementwise, so it may run later with the same bits. Several missed steps
+run on a tile while the tile is in a core's cache.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
 from hf_lohan.optim.rules import Aside, here
 
 MAX_TILE_NUMEL = MAX_RUN_NUMEL
-"""A tile's float32 tensors just fit a core's cache, and the overhead of its dozens of calls is small."""
+"""Elements of a tile. Its float32 tensors just fit a core's cache, and the overhead of dozens of calls is small."""
 _NUM_ROWS = 4 + NUM_SCRATCH
-"""Float32 tensors of a tile: master, moments, gradient, scratch."""
+"""Number of a tile's float32 tensors, which are master, moments, gradient and scratch."""
 MIN_WORKSPACE_BYTES = 4 * _NUM_ROWS * SCALE_BLOCK_NUMEL
 
 
@@ -38,15 +38,15 @@ def update_records_(
     scale: float = 1.0,
     aside: Aside = here,
 ) -> None:
-    """Update the records of ``form``, by kind, in place from their ``gradient`` [numel], multiplied in float32 by
-    ``scale``. A float32 gradient is scaled in place. A bfloat16 gradient, which only bfloat16 weights have, stays as it
-    is and is widened in scratch memory. ``position``: offset of the first parameter in its block's records.
+    """Update ``records``, which have kinds and dtypes of ``form``, in place with ``gradient`` [numel], multiplied in
+    float32 by ``scale``. A float32 gradient is scaled in place. A bfloat16 gradient, which only bfloat16 weights have,
+    is widened in scratch memory. ``position`` is the offset of the first parameter in its block's records.
 
-    ``private`` is `MasterFormat.num_private_buffers` uint8 tensors of at least 4 * numel bytes (and at least
-    `MIN_WORKSPACE_BYTES` for moments other than float32), aligned to 4 bytes. ``aside``: see `UpdateRule.update_`.
+    ``private`` has `MasterFormat.num_private_buffers` uint8 tensors of at least 4 * numel bytes (and at least
+    `MIN_WORKSPACE_BYTES` for moments other than float32), aligned to 4 bytes. `UpdateRule.update_` describes ``aside``.
     """
-    assert gradient.dtype == torch.float32 or form.has_residual, "no memory to widen the gradient in"
-    if gradient.dtype == torch.float32 and scale != 1.0:  # also if it is NaN, as in torch
+    assert gradient.dtype == torch.float32 or form.has_residual, "there is no memory to widen the gradient"
+    if gradient.dtype == torch.float32 and scale != 1.0:  # a scale of NaN is applied as well, as in torch
         gradient.mul_(scale)
     if form.moment_codec is not None:
         adamw_in_tiles_(records, gradient, segments, form, position=position, scale=scale, workspace=private[0])
@@ -55,7 +55,7 @@ def update_records_(
         master = private[0][:num_bytes].view(torch.float32)
         scratch = private[1][:num_bytes].view(torch.int32)
         decode_master_(master, records["param"], records["master_residual"])
-        # The scratch is needed after the update, so it can hold the gradient before.
+        # The scratch is needed only after the update, so the gradient can use it before.
         gradient = _in_float32(gradient, scale, scratch.view(torch.float32))
         form.rule.update_(master, gradient, records, segments, aside)
         encode_master_(master, records["param"], records["master_residual"], scratch)
@@ -74,14 +74,15 @@ def adamw_in_tiles_(
     workspace: Tensor,
     scale: float = 1.0,
 ) -> None:
-    """Update the records of ``form``, by kind, from their ``gradient`` [numel]: float32, or bfloat16 that is still to
-    be multiplied by ``scale``. Nothing outside the segments changes. ``position``: offset in the block's records.
+    """Update ``records``, which have kinds and dtypes of ``form``, in place with ``gradient`` [numel], but not outside
+    the segments. A bfloat16 gradient is multiplied by ``scale``, a float32 gradient is not. ``position`` is the offset
+    in the block's records.
 
-    ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Neither its size nor cuts at multiples
-    of 32 elements, at which segments begin, change a bit of the result.
+    ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Its size changes no bit of the result.
+    Segments begin at multiples of 32 elements, and cuts at such multiples change no bit either.
     """
     codec, numel = form.moment_codec, gradient.numel()
-    assert codec is not None, "float32 moments are updated where they are"
+    assert codec is not None, "float32 moments need no tiles"
     row_numel = workspace.numel() // (4 * _NUM_ROWS) // SCALE_BLOCK_NUMEL * SCALE_BLOCK_NUMEL
     tile_numel = min(MAX_TILE_NUMEL, row_numel)
     assert tile_numel > 0, f"a workspace of {workspace.numel()} bytes is less than {MIN_WORKSPACE_BYTES}"
@@ -109,7 +110,7 @@ def adamw_in_tiles_(
 
 
 def _in_float32(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
-    """A float32 gradient itself. Another one is widened to `out` [numel] and multiplied by `scale`."""
+    """Return a float32 gradient unchanged, or widen another gradient to `out` [numel] and multiply it by `scale`."""
     if gradient.dtype == torch.float32:
         return gradient
     out.copy_(gradient)
@@ -117,7 +118,7 @@ def _in_float32(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
 
 
 Steps = Sequence[Sequence[Segment]]
-"""The segments of several steps, in order."""
+"""The segments of several steps, in the order of the steps."""
 
 
 @torch.no_grad()
@@ -132,13 +133,13 @@ def replay_(
     segments: Sequence[Segment] = (),
     scale: float = 1.0,
 ) -> None:
-    """Update the records of ``form``, by kind, in place: by the ``missed`` steps, whose gradients were zeros, and then
-    by a ``gradient`` [numel], if there is one, as `update_records_` does. Nothing outside the segments changes.
+    """Update ``records`` in place, but not outside the segments. Runs the ``missed`` steps, whose gradients were zeros,
+    and then a step with ``gradient`` [numel], if any, as `update_records_` does.
 
-    ``position`` and ``private``: see `update_records_`. Cuts at multiples of 32 elements, at which segments begin,
-    change no bit. The rule must not need whole parameters.
+    `update_records_` describes the other arguments. Segments begin at multiples of 32 elements, and cuts at such
+    multiples change no bit. The rule must not need whole parameters.
     """
-    assert not form.rule.needs_whole, f"{form.rule} updates parameters whole, and a tile has none"
+    assert not form.rule.needs_whole, f"{form.rule} updates whole parameters, and a tile has only a part"
     numel = records["param"].numel()
     zeros = torch.zeros(min(MAX_TILE_NUMEL, numel))
     for start in range(0, numel, MAX_TILE_NUMEL):
@@ -171,7 +172,7 @@ def _take_zero_steps_(
     if not steps:
         return
     if form.moment_codec is not None:
-        # Each step rounds the moments, so none may be skipped. The split of a master loses nothing.
+        # Each step rounds the moments, so the moments need every step. The split of a master loses nothing.
         for segments in steps:
             adamw_in_tiles_(tile, zeros, segments, form, position=position, workspace=private[0])
         return

@@ -1,4 +1,4 @@
-"""Writes a run's settings, figures and plan to `<folder>/lohan/{config,summary,plan}.json`, and two console lines."""
+"""Writes a run's settings, figures and plan to `<folder>/lohan/{config,summary,plan}.json`, and prints two lines."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from hf_lohan.wording import count, format_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_STEPS_TO_PLAN = 2
-"""A run without a plan after this many steps gets none."""
+"""Number of steps after which a run without a plan is printed as not planned."""
 
 
 def record_folder(output_dir: Path, ranks: Ranks) -> Path:
-    """The folder for a rank's figures. Rank 0 writes to the run's own; `lohan report` reads the others, too."""
+    """Return the folder for a rank's figures. Rank 0 has the run's folder. `lohan report` reads all of them."""
     if ranks.rank == 0:
         return output_dir
     return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
@@ -57,8 +57,8 @@ _CLEARLY_FITS = 0.8
 class RunRecord:
     """Times steps, counts tokens and writes the run's files. The trainer or the loop calls its methods.
 
-    The summary is written when training begins, when there is a plan, and when training ends, so a run that goes on or
-    was killed has one.
+    The summary is written when training begins, when the plan is made, and when training ends, so that an unfinished or
+    killed run has a summary.
     """
 
     def __init__(self, engine: OffloadEngine, plan: RunPlan | None, say: Callable[[str], None] = print) -> None:
@@ -74,7 +74,7 @@ class RunRecord:
         self._num_tokens = 0
         self._began_s = 0.0
         self._cpu_load = 0.0
-        """The machine's load average in the minute before training, in CPUs."""
+        """The machine's load average in the last minute before training, in CPUs."""
         self._written_plan: OffloadPlan | None = None
         self._is_announced = False
 
@@ -90,7 +90,7 @@ class RunRecord:
     # During the run.
 
     def begin_run(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
-        """Training continues after `step` and ends with step `num_steps`, if that is known."""
+        """Begin training after `step`. It ends with step `num_steps`, or at an unknown step if None."""
         self._folder, self._num_planned_steps = folder, num_steps
         self._is_announced = False
         _refuse_folders(folder / FOLDER)
@@ -100,7 +100,7 @@ class RunRecord:
             self._plan.begin_run(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
         settings = self.engine.config.to_dict()
         for ssd in settings["ssd"]:
-            ssd["path"] = os.path.abspath(ssd["path"])  # the file is also read from other working directories
+            ssd["path"] = os.path.abspath(ssd["path"])  # the file may be read from other working directories
         self._write(SETTINGS_NAME, settings)
         self._write_summary(is_finished=False)
         self._lines.begin_run(folder / FOLDER, step)
@@ -115,7 +115,7 @@ class RunRecord:
         self._num_tokens += ids.numel() if ids is not None else 0
 
     def announce_run(self) -> None:
-        """Print once what this run does, as soon as its plan is known. Called after each micro-batch."""
+        """Print once what this run does, as soon as the plan is known. Called after each micro-batch."""
         planned = self._now.prediction if self._now is not None else None
         if self._is_announced or (planned is None and len(self._step_s) < _NUM_STEPS_TO_PLAN):
             return
@@ -148,12 +148,12 @@ class RunRecord:
         if self._now is not self._written_plan:
             try:
                 self._write_summary(is_finished=False)
-            except (CapacityError, StorageError) as error:  # it is written again when training ends
-                logger.warning("the summary of the run so far is not written: %s", error)
+            except (CapacityError, StorageError) as error:  # the end of training writes the summary again
+                logger.warning("cannot write the summary of the run so far: %s", error)
         self._lines.end_step(step, num_tokens=self._num_tokens, anon_rss_bytes=self._peak.take_recent_peak())
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record values logged for a finished step, by Trainer's names."""
+        """Record values that were logged for a finished step, by Trainer's names."""
         self._lines.log(step, values)
 
     def flush(self) -> None:
@@ -161,7 +161,7 @@ class RunRecord:
 
     def end_run(self) -> None:
         self._peak.stop()
-        if self.engine.is_closed:  # the engine's figures are gone, those of the steps are not
+        if self.engine.is_closed:  # a closed engine has no figures; those of the steps are written
             self._lines.flush()
             return
         self.engine.wait_for_updates()  # the last step's updates and bytes belong to the run
@@ -183,7 +183,7 @@ class RunRecord:
     # The files.
 
     def figures(self) -> dict[str, Any]:
-        """The figures so far. Times are medians over steps; bytes count from the opening of the store."""
+        """Return the figures so far. Times are medians over steps. Bytes are counted from the opening of the store."""
         engine, tiers = self.engine, self.engine.tiers
         self._peak.sample()
         return {
@@ -211,7 +211,7 @@ class RunRecord:
         }
 
     def card_lines(self) -> list[str]:
-        """Three lines about the run for a model card; none before the first step, and after the engine has closed."""
+        """Return three lines about the run for a model card, or [] before the first step or after the engine closed."""
         if not self._step_s or self.engine.is_closed:
             return []
         figures, layout = self.figures(), self.engine.layout
@@ -250,7 +250,7 @@ class RunRecord:
                 self._write(CORRECTED_PLAN_NAME, self._plan.now.plan.to_mapping())
 
     def _prediction(self) -> dict[str, Any]:
-        """The planner's figures; None without a plan."""
+        """Return the planner's figures, which are None without a plan."""
         planned = self._plan.first if self._plan is not None else None
         first = planned.plan.prediction if planned is not None else None
         last = self._now.prediction if self._now is not None else None
@@ -270,22 +270,22 @@ class RunRecord:
             make_folders(folder)
         except OSError as error:
             raise write_failure(str(folder), len(text), error) from error
-        # Atomic: a killed run is resumed from these files.
+        # The write is atomic, because a killed run is resumed with these files.
         replace_durably(str(folder / name), text.encode())
 
 
 def _refuse_folders(folder: Path) -> None:
-    """Raise `StorageError` before training if a folder has the name of a file that the run writes. Anything else with
-    that name is replaced."""
+    """Raise `StorageError` before training if a folder has the name of a file that the run writes. The run replaces
+    files with these names."""
     for name in (SETTINGS_NAME, SUMMARY_NAME, PLAN_NAME, CORRECTED_PLAN_NAME):
         file = folder / name
         if file.is_dir() and not file.is_symlink():
-            raise StorageError("a folder lies where this run writes a file:", path=str(file), advice="move it away")
+            raise StorageError("this run writes a file and not a folder at", path=str(file), advice="move the folder")
 
 
 class LoopRecord:
-    """Writes `<folder>/lohan/` for a training loop without a Trainer. A step begins with a forward and ends with
-    the optimizer's step. The number of steps is not known."""
+    """Writes `<folder>/lohan/` for a training loop without a Trainer, whose number of steps is not known. A step begins
+    with a forward and ends with the optimizer's step."""
 
     def __init__(
         self, engine: OffloadEngine, plan: RunPlan | None, folder: Path, say: Callable[[str], None] = print
@@ -301,7 +301,7 @@ class LoopRecord:
         optimizer.register_step_post_hook(self._after_step)
 
     def resume(self) -> None:
-        """Continue counting after the steps that the loaded parameters have taken."""
+        """Continue to count from the number of steps of the loaded parameters."""
         self._num_steps = max(self.engine.step_counts.values())
 
     def _before_forward(self, _model: nn.Module, args: Any, inputs: Mapping[str, Any]) -> None:
@@ -322,7 +322,7 @@ class LoopRecord:
             self._record.end_step(self._num_steps)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record the numbers that the loop logs for its last step. Other values are ignored."""
+        """Record the numbers that the loop logs for its last step. Ignores other values."""
         if self._has_begun:
             self._record.log(self._num_steps, {name: value for name, value in values.items() if _is_number(value)})
 
@@ -338,6 +338,6 @@ class LoopRecord:
 def _is_number(value: Any) -> bool:
     try:
         float(value)
-    except (TypeError, ValueError, RuntimeError):  # lists, words, tensors of several elements
+    except (TypeError, ValueError, RuntimeError):  # a list, a word or a tensor with several elements
         return False
     return True

@@ -1,4 +1,4 @@
-"""Writes one JSON line a step with its times, bytes and memory, and a trace of all tasks in Chrome's format."""
+"""Writes one JSON line for each step with its times, bytes and memory, and a trace of all tasks in Chrome's format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Counts:
     ssd_read_bytes: int
     ssd_write_bytes: int
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes sent to other ranks by lane, and what coded values would have been. Empty with one rank."""
+    """Bytes sent to other ranks, by lane. Lanes with a codec also have the bytes without it. Empty for one rank."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """The fields of `ExpertFigures`. Empty if experts are loaded with their layers."""
 
@@ -40,16 +40,16 @@ class _Counts:
 class StepLines:
     """Appends a line after each step. A later line for the same step replaces the earlier one.
 
-    A step lasts from the end of the one before to its own end, so it includes logging, saving and evaluating
-    (`between_s`). Updates that run under the next forward count for that step. The last line's `after` has the updates
-    that are left when training ends; the first line's `before` has the bytes moved before the first step.
+    A step lasts from the end of the previous step to its own end, so it includes logging, saving and evaluating
+    (`between_s`). Updates that run during the next forward count for the next step. The last line's `after` has the
+    updates that remain when training ends. The first line's `before` has the bytes moved before the first step.
     """
 
     def __init__(self, engine: OffloadEngine, plan: RunPlan | None) -> None:
         self._engine = engine
         self._plan = plan
         self._file: Path | None = None
-        """None before training, and after a write has failed."""
+        """The file of the lines. None before training, and after a failed write."""
         self._line: dict[str, Any] = {}
         self._is_written = True
         self._before: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ class StepLines:
         self._trace: Path | None = None
 
     def begin_run(self, folder: Path, step: int) -> None:
-        """Start with the lines after `step`."""
+        """Begin with the line after `step`."""
         self._file, self._line, self._is_written = folder / STEPS_NAME, {}, True
         self._trace = folder / TRACE_NAME if self._engine.timeline.is_tracing else None
         self._keep_lines_until(step)
@@ -112,14 +112,14 @@ class StepLines:
         self.flush()
 
     def flush(self) -> None:
-        """Write the last step's line, if it is not written."""
+        """Write the last step's line, unless it is written."""
         if not self._is_written:
             self._append()
 
     def write_trace(self) -> None:
-        """Write the trace, if there is one. Called when training has ended or failed."""
+        """Write the trace, if tasks are traced. Called when training has ended or failed."""
         if self._trace is not None:
-            with contextlib.suppress(RuntimeError):  # a failed device: report the error that ended the run
+            with contextlib.suppress(RuntimeError):  # after a device failure, the error that ended the run is reported
                 self._engine.device.note_reached()
             _write_trace(self._trace, self._engine.timeline, self._marks)
             self._trace = None
@@ -160,14 +160,14 @@ class StepLines:
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(self._line, allow_nan=False) + "\n")
         except OSError as error:
-            logger.warning("steps are not recorded any more: %s", error)
+            logger.warning("steps are no longer recorded: %s", error)
             self._file = None
 
     def _keep_lines_until(self, step: int) -> None:
-        """Drop the lines of steps that this run takes again."""
+        """Drop the lines of steps that this run repeats."""
         assert self._file is not None
         try:
-            # Replace pipes and links; reading a pipe would never end.
+            # Pipes and links are replaced, because reading a pipe would never end.
             lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
             kept = [line for line in lines if _step_of(line) <= step]
             fresh = self._file.with_name(f"{self._file.name}.new")
@@ -182,7 +182,7 @@ class StepLines:
 
 
 def device_memory(engine: OffloadEngine, plan: RunPlan | None) -> dict[str, int]:
-    """Peak bytes of a device with its own allocator, and the bytes that the plan expects; empty for other devices."""
+    """Return the peak bytes of a device that counts them, and the bytes that the plan expects, or an empty dict."""
     peak = engine.device.memory_peak()
     if peak is None:
         return {}
@@ -195,7 +195,7 @@ def device_memory(engine: OffloadEngine, plan: RunPlan | None) -> dict[str, int]
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite for a line that a killed run did not finish."""
+    """Return the step of a line, or infinity for a line that a killed run did not finish."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -214,7 +214,7 @@ def _moved(now: _Counts, before: _Counts) -> dict[str, Any]:
 
 
 def _lanes(now: _Counts, before: _Counts) -> dict[str, Any]:
-    """Work since `before` by lane, without the idle lanes."""
+    """Return the work since `before` by lane, without idle lanes."""
     lanes = {lane: (totals, before.lanes[lane]) for lane, totals in now.lanes.items()}
     return {
         "busy_s": {lane: _rounded(n.busy_s - b.busy_s) for lane, (n, b) in lanes.items() if n.busy_s > b.busy_s},
@@ -235,7 +235,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or None: JSON has neither NaN nor infinity."""
+    """Return a finite number, or None, because JSON has neither NaN nor infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
 
@@ -244,7 +244,7 @@ def _number(value: Any) -> float | None:
 
 
 def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, float, float]]) -> None:
-    """Write all tasks so far, one event a line, atomically. If that fails, log a warning: the training is unharmed."""
+    """Write all tasks so far atomically, one event in each line. A failure only logs a warning."""
     events = trace_events(timeline.tasks, began_s=timeline.began_s, steps=steps)
     fresh = path.with_name(f"{path.name}.new")
     try:
@@ -257,8 +257,8 @@ def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, floa
             stream.write("\n]}\n")
         os.replace(fresh, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # half a trace is useless, and the store may need the space
+        with contextlib.suppress(OSError):  # an incomplete trace is useless, and the store may need the space
             fresh.unlink(missing_ok=True)
-        logger.warning("the trace is not written to %s: %s", path, error)
+        logger.warning("cannot write the trace to %s: %s", path, error)
         return
     logger.info("wrote %d tasks to %s; open it in https://ui.perfetto.dev", len(timeline.tasks), path)

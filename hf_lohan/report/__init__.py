@@ -1,7 +1,7 @@
-"""Reads the files that a run wrote and makes one HTML page of them.
+"""Makes one HTML page from the files that a run wrote.
 
-`run_data` names and reads the files, `findings` computes the figures, `sentences` and `charts` (with `svg`) present
-them, and `page` fills `page.html`. Begin with `page`.
+`page` fills `page.html`. `run_data` names and reads the files, `findings` computes the figures, and `sentences` and
+`charts` (with `svg`) present them.
 """
 
 from hf_lohan.report.page import write_report

@@ -12,22 +12,22 @@ from hf_lohan.wording import BINARY_UNITS, format_bytes, percent, seconds
 
 BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN = "#4a86cf", "#df8a3c", "#4fa378", "#9a7bd0", "#3fa3ad", "#b3702f"
 _MAX_POINTS = 500
-"""Points of a line at most. Beyond that each is the median of some steps."""
+"""Maximum number of points in a line. With more steps, each point is the median of several."""
 _MAX_BARS = 7
-"""The number of working lanes, so that two charts side by side have the same height."""
+"""Maximum number of bars, which is the number of working lanes, so that adjacent charts have the same height."""
 _TOO_SHORT = 0.005
-"""Shorter bars are left out, as a fraction of the longest."""
+"""Length relative to the longest bar below which a bar is left out."""
 _FAR_ABOVE = 3.0
-"""Limits further above the data are not drawn: they would flatten it."""
+"""Ratio to the data above which a limit is not drawn, because it would flatten the data."""
 _HALF_HEIGHT = 310
 _SHADES = (1.0, 0.6, 0.35, 0.2)
-"""Opacity for a lane's kinds of tasks, longest first."""
+"""Opacity of a lane's kinds of tasks, the longest kind first."""
 _MAX_KINDS = 3
-"""Kinds of tasks in the legend beside a lane."""
+"""Maximum number of kinds of tasks in the legend of a lane."""
 
 
 def step_time_chart(findings: Findings) -> str:
-    """Step time over steps, with plan and floor. Outliers are marked at the upper edge."""
+    """Draw the time of each step, with plan and floor. Outliers are marked at the upper edge."""
     steps, times_s = findings.values("step_s")
     levels = [(findings.floor[1], "floor", GREEN)] if findings.floor else []
     levels += [(findings.predicted_s, "planned", ORANGE)] if findings.predicted_s else []
@@ -60,7 +60,7 @@ def lanes_chart(findings: Findings) -> str:
 
 
 def waits_chart(findings: Findings) -> str:
-    """Waits by cause, those of the computing thread first."""
+    """Draw waits by cause, those of the computing thread first."""
     longest = sorted(findings.waits, key=lambda wait: -wait.seconds)[:_MAX_BARS]
     waits = [wait for wait in findings.waits if wait in longest and wait.seconds > _TOO_SHORT * longest[0].seconds]
     unit_s, unit = _time_unit(longest[0].seconds)
@@ -73,11 +73,11 @@ def waits_chart(findings: Findings) -> str:
 
 
 Series: TypeAlias = "tuple[str, str, list[int], list[float], int | None]"
-"""Label, color, steps, bytes, allowed bytes."""
+"""Label, color, step numbers, bytes and allowed bytes."""
 
 
 def memory_chart(findings: Findings) -> str:
-    """The process's memory, and below it the host pools and the device slots on their own scale."""
+    """Draw the process's memory, and below it the host pools and the device slots with their own scale."""
     config, steps = findings.run.config, [step for step in findings.steps if "cpu_pool_bytes" in step]
     pools: list[float] = [sum(step["cpu_pool_bytes"].values()) for step in steps]
     process: Series = ("the whole process", BLUE, *findings.values("anon_rss_bytes"), None)
@@ -145,13 +145,13 @@ def loss_chart(findings: Findings) -> str:
 
 
 def step_chart(picture: StepPicture) -> str:
-    """One step: a row for each lane with tasks, a bar for each task."""
+    """Draw one step, with a row for each lane and a bar for each task."""
     lanes = [lane for lane in SHOWN_LANES if any(kind[0] == lane for kind in picture.spans)]
     unit_s, unit = _time_unit(picture.step_s)
     row_height = 40.0
     bottom = 10 + row_height * len(lanes)
     panel = Panel(160, 10, FULL_WIDTH - 150, bottom, x=(0.0, picture.step_s / unit_s), y=(0.0, 1.0))
-    panel.x_axis(f"{unit} from the end of the step before")
+    panel.x_axis(f"{unit} from the end of the previous step")
     for lane, middle in zip(lanes, panel.rows([SHOWN_LANES[lane].label for lane in lanes], row_height), strict=True):
         kinds = [(name, spans) for (of_lane, name), spans in picture.spans.items() if of_lane == lane]
         for number, (name, spans) in enumerate(kinds):
@@ -167,7 +167,7 @@ def step_chart(picture: StepPicture) -> str:
 
 
 Bar = tuple[str, float, str, str]
-"""Label, value, value as text, color."""
+"""Label, value, value as text, and color."""
 
 
 def _bars(bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequence[tuple[float, str]] = ()) -> str:
@@ -186,7 +186,7 @@ def _bars(bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequ
 def _line(
     panel: Panel, steps: Sequence[int], values: Sequence[float], color: str, *, band: bool = False, dots: bool = False
 ) -> None:
-    """Draw values, or medians of groups if there are many; ``band`` draws the range as well."""
+    """Draw values, or medians of groups of many values. ``band`` draws the range as well."""
     size = max(1, -(-len(steps) // _MAX_POINTS))
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     middles = [steps[min(len(steps) - 1, number * size + size // 2)] for number in range(len(groups))]
@@ -202,5 +202,5 @@ def _steps_range(findings: Findings) -> tuple[float, float]:
 
 
 def _time_unit(value_s: float) -> tuple[float, str]:
-    """Scale and name of the unit that `wording.seconds` uses."""
+    """Return the scale and name of the unit that `wording.seconds` uses."""
     return (0.001, "milliseconds") if value_s < 1 else (1.0, "seconds")

@@ -1,4 +1,4 @@
-"""Computes a report's figures from a run: means over its later steps, and one typical step task by task."""
+"""Computes a report's figures from a run: means over its later steps, and the tasks of one typical step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_lohan.timeline import (
 )
 
 NUM_FIRST_STEPS = 5
-"""Steps that are left out of the figures: the run still measures and plans."""
+"""Number of first steps that the figures leave out, in which the run measures and plans."""
 _WAITS_INSIDE_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
 _RANK_LANES = ("control", "weights", "gradients")
 _DAY_S = 86400.0
@@ -30,7 +30,7 @@ _DAY_S = 86400.0
 StepLine = Mapping[str, Any]
 _STEP = "step"
 _FINEST = 1 / 1500
-"""Gaps below this fraction of the step are not drawn."""
+"""Fraction of the step below which a gap is not drawn."""
 
 Span = tuple[float, float]
 
@@ -40,7 +40,7 @@ class ShownLane:
     label: str
     color: str
     waits: bool = False
-    """Whether it is the waiting time of a thread instead of the work of a resource."""
+    """Whether the lane is the waiting time of a thread and not the work of a resource."""
 
 
 SHOWN_LANES = {
@@ -67,7 +67,7 @@ class LaneWork:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Mean waiting time of one thread in a step, by cause."""
+    """Mean time in a step for which one thread waits for one cause."""
 
     lane: str
     cause: str
@@ -75,7 +75,7 @@ class Wait:
 
 
 class Findings:
-    """Figures of a run, computed on demand. Unknown ones are None or empty."""
+    """Figures of a run, which are computed on demand. Unknown figures are None or empty."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
@@ -96,7 +96,7 @@ class Findings:
 
     @cached_property
     def step_times_s(self) -> list[float]:
-        """Step times of the later steps, from end to end."""
+        """Times of the later steps, each from the end of the previous step."""
         return [step["step_s"] for step in self.later]
 
     @property
@@ -117,7 +117,7 @@ class Findings:
 
     @property
     def floor(self) -> tuple[str, float] | None:
-        """(resource, seconds) of the resource that needs longest for a step; the name is the planner's."""
+        """(resource, seconds) of the resource that needs the longest time for a step, by the planner's names."""
         floors: Mapping[str, float] = self.summary.get("floor_by_resource_s") or {}
         return max(floors.items(), key=lambda item: item[1]) if floors else None
 
@@ -135,14 +135,14 @@ class Findings:
     def _busy(self, lane: str) -> tuple[float, float]:
         busy_s = self._mean(_nested("busy_s", lane))
         if lane == COMPUTE and self.shares_cpu:
-            # On a CPU the time of a block's compute includes waits of the computing thread.
+            # On a CPU device, the time of a block's compute includes waits of the computing thread.
             busy_s -= sum(w.seconds for w in self.waits if w.lane == COMPUTE_WAITS and w.cause in _WAITS_INSIDE_COMPUTE)
         busy_s = max(0.0, busy_s)
         return busy_s, busy_s / self._mean(lambda step: step["step_s"]) if self.later else 0.0
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """Waits by lane, longest first."""
+        """Waits by lane, the longest first."""
         causes = {
             (lane, cause)
             for step in self.later
@@ -155,18 +155,18 @@ class Findings:
 
     @property
     def between_s(self) -> float:
-        """Mean time between two steps: data, logging, saving, evaluating."""
+        """Mean seconds between two steps, for data, logging, saving and evaluating."""
         return self._mean(lambda step: step.get("between_s", 0.0))
 
     # Bytes.
 
     def mean_of(self, name: str) -> float | None:
-        """Mean of a figure over the later steps, or None if no step has it."""
+        """Return the mean of a figure over the later steps, or None if no step has it."""
         return self._mean(lambda step: step.get(name, 0.0)) if any(name in step for step in self.later) else None
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        """Mean bytes that this rank sent in a step, by lane. Empty with one rank."""
+        """Mean bytes that this rank sent in a step, by lane. Empty for one rank."""
         sent = [step["sent_bytes"] for step in self.later if "sent_bytes" in step]
         lanes = [lane for lane in _RANK_LANES if any(lane in of_step for of_step in sent)]
         return {lane: statistics.fmean(of_step.get(lane, 0) for of_step in sent) for lane in lanes}
@@ -180,14 +180,14 @@ class Findings:
 
     @property
     def written_bytes_per_day(self) -> float | None:
-        """Bytes a day at the later steps' rate."""
+        """Bytes that would be written in a day at the rate of the later steps."""
         written = self.mean_of("ssd_write_bytes")
         return written / self._mean(lambda step: step["step_s"]) * _DAY_S if written is not None else None
 
     # Outcomes.
 
     def values(self, name: str) -> tuple[list[int], list[float]]:
-        """Step numbers and values of all steps that have the figure."""
+        """Return step numbers and values of all steps that have the figure."""
         steps = [step for step in self.steps if step.get(name) is not None]
         return [step["step"] for step in steps], [step[name] for step in steps]
 
@@ -207,18 +207,19 @@ def _nested(*names: str) -> Callable[[StepLine], float]:
 
 @dataclass(frozen=True, slots=True)
 class StepPicture:
-    """The tasks of one step. Times count from its begin."""
+    """The tasks of one step. Times are relative to its beginning."""
 
     step: int
     step_s: float
     spans: dict[tuple[str, str], list[Span]]
-    """(begin, end) by (lane, task name), longest name of a lane first. Overlapping and touching spans are merged."""
+    """(begin, end) spans by (lane, task name). The name with the longest time is first in a lane. Overlapping and
+    adjacent spans are merged."""
     ssd_hidden_share: float | None
     """Fraction of the SSDs' busy time during which the device computed."""
 
 
 def picture_of(trace: Sequence[TracedTask]) -> StepPicture | None:
-    """The step of the later half whose time is nearest to the median; None without a whole step."""
+    """Return the step in the second half whose time is nearest to the median, or None without a complete step."""
     steps = [task for task in trace if task.lane == _STEP]
     later = steps[len(steps) // 2 :]
     if not later:
@@ -253,7 +254,7 @@ def picture_of(trace: Sequence[TracedTask]) -> StepPicture | None:
 
 
 def merged(spans: Iterable[Span], gap_s: float = 0.0) -> list[Span]:
-    """The union of the spans, joined over gaps of at most ``gap_s``."""
+    """Return the union of the spans. Gaps of at most ``gap_s`` are closed."""
     union: list[Span] = []
     for begin, end in sorted(spans):
         if union and begin <= union[-1][1] + gap_s:
@@ -264,7 +265,7 @@ def merged(spans: Iterable[Span], gap_s: float = 0.0) -> list[Span]:
 
 
 def overlap_s(left: Sequence[Span], right: Sequence[Span]) -> float:
-    """Seconds in which both are busy. Spans of one side are sorted and do not overlap."""
+    """Return the seconds in which both are busy. The spans of each are sorted and do not overlap."""
     total_s, index = 0.0, 0
     for begin, end in left:
         while index < len(right) and right[index][1] <= begin:

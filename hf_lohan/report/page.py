@@ -1,4 +1,4 @@
-"""Writes a run's report: one self-contained HTML file."""
+"""Writes a run's report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_lohan.wording import bottleneck_label, count, duration, format_bytes, ra
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of the run in an output folder, by default to `lohan/report.html` in it, and return its path.
+    """Write the report of the run in an output folder, by default to `lohan/report.html` in it, and return the path.
 
     Raises ValueError if the folder has no run, and OSError if the page cannot be written.
     """
@@ -30,12 +30,12 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
         page = render(Findings(data))
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         files = f"{SUMMARY_NAME} or {STEPS_NAME} in {data.output_dir / FOLDER}"
-        raise ValueError(f"{files} is not as a run writes it ({type(error).__name__}: {error})") from error
-    # The default path is replaced, so that a link there cannot redirect the page to another file.
+        raise ValueError(f"{files} is damaged ({type(error).__name__}: {error})") from error
+    # A file at the default path is replaced, so that a link cannot redirect the page to another file.
     written = path if output is not None else path.with_name(f"{path.name}.new")
     if output is None:
         written.unlink(missing_ok=True)
-    opener = partial(os.open, mode=0o644)  # under any umask
+    opener = partial(os.open, mode=0o644)
     with open(written, "w" if output is not None else "x", encoding="utf-8", opener=opener) as file:
         file.write(page)
     if output is None:
@@ -44,7 +44,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
 
 
 def render(findings: Findings) -> str:
-    """The page, without sections that have no figures."""
+    """Return the page. Sections without figures are left out."""
     summary, run = findings.summary, findings.run
     title = summary.get("model_class") or run.output_dir.name
     page = resources.files("hf_lohan.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def _subtitle(findings: Findings) -> Iterator[str]:
 
 
 def _cards(findings: Findings) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, figure, comparison)."""
+    """Yield (label, figure, comparison) for each card."""
     step_s, predicted_s, floor = findings.step_s, findings.predicted_s, findings.floor
     if step_s:
         yield "a step", seconds(step_s), "median"
@@ -136,7 +136,7 @@ def _card(label: str, figure: str, beside: str) -> str:
 
 
 def _chart(heading: str, sentence: str, svg: str) -> str:
-    """A section with a chart, which scrolls on narrow screens so that its letters stay readable."""
+    """Return a section with a chart that scrolls on narrow screens, so that its letters stay readable."""
     return f'<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p><div class="chart">{svg}</div></section>'
 
 
@@ -197,5 +197,5 @@ def _hardware(findings: Findings) -> Iterator[tuple[str, ...]]:
 
 
 def _words(name: str) -> str:
-    """ "host_memory_bytes" -> "host memory"."""
+    """Return a name as words, such as "host memory" for "host_memory_bytes"."""
     return name.removesuffix("_bytes").replace("num_", "").replace("_", " ")

@@ -1,6 +1,6 @@
 """Names and reads the files that a run writes to `lohan` in its output folder.
 
-Missing files are left out: old and unfinished runs have fewer.
+Files may be missing, because old and unfinished runs have fewer.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 
 FOLDER = Path("lohan")
 SETTINGS_NAME = "config.json"
-"""Resolved settings."""
+"""File with the resolved settings."""
 SUMMARY_NAME = "summary.json"
-"""Model, hardware, plan and the figures of the whole run."""
+"""File with the model, hardware, plan and figures of the whole run."""
 PLAN_NAME, CORRECTED_PLAN_NAME = "plan.json", "plan_corrected.json"
-"""The plan from the first forward, and the one that was corrected after the first steps."""
+"""Files with the plan from the first forward, and with the plan that was corrected after the first steps."""
 STEPS_NAME = "steps.jsonl"
-"""One line a step. If a step has several, the last one counts."""
+"""File with one line for each step. If a step has several lines, the last one counts."""
 TRACE_NAME = "trace.json"
-"""Chrome's trace JSON, with `trace: true`."""
+"""File with the trace in Chrome's JSON format, with `trace: true`."""
 REPORT_NAME = "report.html"
 PRIVATE_FOLDER = Path("_lohan")
-"""Beside `lohan`. Pushes to the Hub leave out names that begin with an underscore."""
+"""Folder next to `lohan`. Pushes to the Hub leave out names that begin with an underscore."""
 STORE_FOLDER = PRIVATE_FOLDER / "store"
 """The store's default folder."""
 _MOST_FOLDERS = 1000
-"""Folders that are searched for a run at most."""
+"""Maximum number of folders that are searched for a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedTask:
-    """One task of a trace. Times count from the begin of the trace."""
+    """One task of a trace. Times are relative to the beginning of the trace."""
 
     lane: str
     name: str
@@ -49,11 +49,11 @@ class RunData:
     summary: Mapping[str, Any]
     steps: tuple[Mapping[str, Any], ...]
     trace: tuple[TracedTask, ...]
-    """A whole step has the lane "step" and its number as name."""
+    """Tasks of the trace. A step is a task with the lane "step" and its number as name."""
 
 
 def read_run(path: str | Path) -> RunData:
-    """Read the run of an output folder, or of a folder in it. Raises ValueError without one or for a damaged file."""
+    """Read the run of an output folder, or of a folder in it. Raises ValueError without a run or for a damaged file."""
     output_dir = output_folder(path, SUMMARY_NAME, STEPS_NAME)
     if output_dir is None:
         raise no_run_in(path, SUMMARY_NAME, STEPS_NAME)
@@ -73,14 +73,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); remove it to report without it") from None
+        raise ValueError(f"{file} is not JSON ({error}); remove it for a report without it") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; remove it to report without it")
+        raise ValueError(f"{file} has no JSON object; remove it for a report without it")
     return content
 
 
 def _read_steps(file: Path) -> tuple[Mapping[str, Any], ...]:
-    """The steps in order, without a line that a killed run did not finish."""
+    """Return the steps in order. A line that a killed run did not finish is left out."""
     steps: dict[int, Mapping[str, Any]] = {}
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:
@@ -105,11 +105,11 @@ def _read_trace(file: Path) -> tuple[TracedTask, ...]:
             if event.get("ph") == "X"
         )
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} is not the trace of a run; remove it to report without it") from None
+        raise ValueError(f"{file} is not the trace of a run; remove it for a report without it") from None
 
 
 def _name_of(event: Mapping[str, Any]) -> str:
-    """A task's name without its block, or a step's number."""
+    """Return a task's name without its block, or a step's number."""
     args = event.get("args", {})
     if "step" in args:
         return str(args["step"])
@@ -117,8 +117,8 @@ def _name_of(event: Mapping[str, Any]) -> str:
 
 
 def output_folder(given: str | Path, *names: str) -> Path | None:
-    """The output folder of a path: itself, or the folder above `lohan`, `_lohan` or the store. None if it has no
-    file of `names`."""
+    """Return the output folder of a path, which is the path or the folder above `lohan`, `_lohan` or the store. Returns
+    None if it has no file of `names`."""
     folder = Path(os.path.abspath(given))
     for inside in (Path(), FOLDER, PRIVATE_FOLDER, STORE_FOLDER):
         if folder.parts[len(folder.parts) - len(inside.parts) :] == inside.parts:
@@ -129,13 +129,13 @@ def output_folder(given: str | Path, *names: str) -> Path | None:
 
 
 def no_run_in(given: str | Path, *names: str) -> ValueError:
-    """The error for a folder without a run. It names a run in a folder below, if there is one."""
+    """Return the error for a folder without a run. It names a run in a folder below, if any."""
     missing = " and no ".join(str(FOLDER / name) for name in names)
-    problem = f"{str(given)!r} is not the output folder of an offloaded run (there is no {missing} in it)"
+    problem = f"{str(given)!r} is not the output folder of an offloaded run (it has no {missing})"
     for number, (folder, below, _) in enumerate(os.walk(given)):
         if number == _MOST_FOLDERS:
             break
         below.sort()
         if number and output_folder(folder, *names) == Path(os.path.abspath(folder)):
-            return ValueError(f"{problem}; there is one in {folder!r}")
-    return ValueError(f"{problem}; give the output_dir of one")
+            return ValueError(f"{problem}; give {folder!r}, which is one")
+    return ValueError(f"{problem}; give the output_dir of an offloaded run")

@@ -1,4 +1,4 @@
-"""Writes the one or two sentences beside each chart, and the warnings."""
+"""Writes the sentences next to each chart, and the warnings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, S
 from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, percent, seconds, times
 
 _WAITS_THAT_MATTER = 0.02
-"""Shorter waits, as a fraction of the step, are not mentioned."""
+"""Fraction of the step below which a wait is not mentioned."""
 _MOSTLY_BUSY = 0.7
 _FAR_OFF = 0.15
 _LONG_BETWEEN = 0.1
 
 
 def bound_by(findings: Findings) -> str | None:
-    """The busiest resource of the steps, or the plan's bottleneck before any step was measured."""
+    """Return the busiest resource of the steps, or the plan's bottleneck if no step was measured."""
     lanes = {work.lane: work.share for work in findings.lanes}
     if not lanes:
         planned = findings.summary.get("bottleneck")
@@ -36,12 +36,12 @@ def bound_by(findings: Findings) -> str | None:
 
 
 def on_step_time(findings: Findings) -> str:
-    """Median and spread, compared with plan and floor."""
+    """Write the median and spread of step times, and compare them with plan and floor."""
     assert findings.step_s is not None
     text = f"A step took {seconds(findings.step_s)} (the median of {times(len(findings.later), 'step')}"
     if len(findings.later) >= 10:
         cuts = statistics.quantiles(findings.step_times_s, n=20)
-        text += f"; nine in ten between {seconds(cuts[0])} and {seconds(cuts[-1])}"
+        text += f"; nine in ten took between {seconds(cuts[0])} and {seconds(cuts[-1])}"
     text += ")"
     beside = []
     if findings.predicted_s:
@@ -52,17 +52,17 @@ def on_step_time(findings: Findings) -> str:
         if floor_s <= findings.step_s:
             beside.append(f"{findings.step_s / floor_s:.2f} times the floor of {seconds(floor_s)} set by {label}")
     if not beside:
-        return f"{text}. Nothing was planned, so there is no floor."
+        return f"{text}. There is no floor, because the run had no plan."
     return f"{text}: {listed(beside)}.{_on_busy_cpus(findings)}"
 
 
 def _on_busy_cpus(findings: Findings) -> str:
-    """A note on a busy machine, and on a floor above the measured step (rates may come from the cache)."""
+    """Write a note on a busy machine, and on a floor above the measured step, as rates may come from the cache."""
     load, num_cpus = findings.summary.get("cpu_load"), findings.summary.get("num_cpus")
     is_busy = load and num_cpus and load > num_cpus
     busy = f" The machine was busy when training began: a load of {load:.1f} on {num_cpus} CPUs." if is_busy else ""
     if findings.floor and findings.step_s is not None and findings.floor[1] > findings.step_s:
-        return f" There is no floor: the hardware seemed slower when it was measured than the steps were.{busy}"
+        return f" There is no floor, because the hardware was slower when it was measured than in the steps.{busy}"
     return busy
 
 
@@ -75,12 +75,12 @@ def on_lanes(findings: Findings) -> str:
 
 
 def on_waits(findings: Findings) -> str:
-    """Waits of the computing thread and the time between steps."""
+    """Write the waits of the computing thread and the time between steps."""
     step_s = _mean_step_s(findings)
     waits = [wait for wait in findings.waits if wait.lane == COMPUTE_WAITS]
     total_s = sum(wait.seconds for wait in waits)
     if not waits or total_s < _WAITS_THAT_MATTER * step_s:
-        text = f"Compute hardly waited: {seconds(total_s)} a step ({percent(total_s / step_s)})."
+        text = f"Compute waited little, {seconds(total_s)} a step ({percent(total_s / step_s)})."
     else:
         text = f"Compute waited {seconds(total_s)} a step ({percent(total_s / step_s)}), {_mostly(waits, total_s)}."
     if findings.between_s > _WAITS_THAT_MATTER * step_s:
@@ -105,7 +105,7 @@ _DEVICE_MEMORY = ("peak_allocated", "peak_reserved", "planned")
 def on_memory(findings: Findings) -> str:
     _, rss = findings.values("anon_rss_bytes")
     last = findings.steps[-1]
-    text = f"The process held at most {format_bytes(max(rss))} of memory of its own" if rss else "The process held"
+    text = f"The process had at most {format_bytes(max(rss))} of private memory" if rss else "The process had"
     pools, config = last.get("cpu_pool_bytes"), findings.run.config
     parts = []
     if pools:
@@ -114,18 +114,18 @@ def on_memory(findings: Findings) -> str:
     if "device_slots_bytes" in last:
         where = "in slots for weights" if findings.shares_cpu else "and on the device, in slots for weights,"
         parts.append(f"{format_bytes(last['device_slots_bytes'])} {where}{_allowed(config, 'gpu_memory')}")
-    rest = " The rest is Python, the libraries, and what autograd holds." if rss else ""
+    rest = " The rest is Python, the libraries, and tensors of autograd." if rss else ""
     return f"{text}, {listed(parts)}.{rest}{_on_device_memory(last)}" if parts else f"{text}.{_on_device_memory(last)}"
 
 
 def _on_device_memory(last: Mapping[str, Any]) -> str:
-    """Peak memory of a device that counts it."""
+    """Write the peak memory of a device that counts it."""
     allocated, reserved, planned = (last.get(f"device_{name}_bytes") for name in _DEVICE_MEMORY)
     if not isinstance(allocated, int) or not isinstance(reserved, int):
         return ""
     against = f"; the plan counted on {format_bytes(planned)}" if isinstance(planned, int) else ""
     return (
-        f" On the device tensors had at most {format_bytes(allocated)}, and the allocator held "
+        f" On the device, tensors had at most {format_bytes(allocated)}, and the allocator reserved "
         f"{format_bytes(reserved)} for them{against}."
     )
 
@@ -146,7 +146,7 @@ def on_bytes(findings: Findings) -> str:
         hardware = findings.summary.get("measured_hardware") or {}
         endurance = [ssd["endurance_bytes"] for ssd in hardware.get("ssd", ()) if ssd.get("endurance_bytes")]
         if endurance:
-            text += f": the drives are rated for {sum(endurance) / findings.written_bytes_per_day:.0f} such days"
+            text += f"; the drives are rated for {sum(endurance) / findings.written_bytes_per_day:.0f} such days"
             tokens = findings.mean_of("num_tokens")
             text += f", or {count(sum(endurance) / written * tokens)} tokens" if tokens and written else ""
         text += "."
@@ -154,12 +154,12 @@ def on_bytes(findings: Findings) -> str:
         text += f" It sent {format_bytes(sum(sent.values()))} to other ranks, {_coded(findings)}."
     every = findings.summary.get("commit_every_steps")
     if isinstance(every, int) and every > 1:
-        text += f" By the plan one step of {every} is committed; between commits what lives in RAM is not written."
+        text += f" The plan commits one step of {every}. Records with copies in RAM are written only for commits."
     return text
 
 
 def _coded(findings: Findings) -> str:
-    """Size and error of what was sent in coded form."""
+    """Write the size and error of coded data that was sent."""
     words = [
         f"{name} in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"
         + (f", off by {percent(error)}" if (error := of_lane.get("relative_rms_error")) is not None else "")
@@ -178,14 +178,14 @@ def on_loss(findings: Findings) -> str:
     if norms:
         clipped = statistics.fmean(bool(step.get("is_clipped")) for step in findings.steps)
         how_many = {0.0: "no step was", 1.0: "every step was"}.get(clipped, f"{percent(clipped)} of the steps were")
-        text += f"; the gradient norm was {statistics.median(norms):.3g} in the median, and {how_many} clipped"
+        text += f"; the median gradient norm was {statistics.median(norms):.3g}, and {how_many} clipped"
     return f"{text}."
 
 
 def on_picture(picture: StepPicture) -> str:
     text = f"Step {picture.step:,}, a typical one, took {seconds(picture.step_s)}. Gaps in a row are idle time."
     if picture.ssd_hidden_share is not None:
-        text += f" The device computed during {percent(picture.ssd_hidden_share)} of the time in which the SSDs worked."
+        text += f" The device computed during {percent(picture.ssd_hidden_share)} of the SSDs' busy time."
     return text
 
 
@@ -214,10 +214,10 @@ def warnings(findings: Findings) -> Iterator[str]:
         )
     if findings.later and findings.between_s > _LONG_BETWEEN * _mean_step_s(findings):
         share = percent(findings.between_s / _mean_step_s(findings))
-        yield f"{share} of the time passed between steps: data, logging, saving and evaluating; do these less often."
+        yield f"{share} of the time passed between steps (data, logging, saving, evaluating); do these less often."
     num_redone = sum(step.get("updates") == "redone" for step in findings.steps)
     if num_redone:
-        yield f"{times(num_redone, 'step')} guessed wrong that the norm would not clip, and did the updates over."
+        yield f"{times(num_redone, 'step')} guessed wrongly that the norm would not clip, and repeated the updates."
 
 
 def _mean_step_s(findings: Findings) -> float:

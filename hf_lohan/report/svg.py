@@ -1,4 +1,4 @@
-"""Draws axes, lines and bars as SVG elements. Text, grid and font are styled by classes of `page.html`."""
+"""Draws axes, lines and bars as SVG elements. Classes of `page.html` style text, grid and font."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from html import escape
 
 FULL_WIDTH, HALF_WIDTH = 1030, 500
-"""Pixels. Letters have the same size in wide and narrow charts."""
+"""Widths of charts in pixels. Letters have the same size in wide and narrow charts."""
 _LETTER_WIDTH = 6.4
-"""Approximate width of a letter in the page's 12-pixel font, to place legends."""
+"""Approximate width in pixels of a letter in the page's 12-pixel font, to place legends."""
 
 
 def svg(description: str, width: int, height: int, panels: Sequence[Panel]) -> str:
@@ -29,19 +29,19 @@ class Panel:
         self.parts: list[str] = []
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Pixels of a point; a `y` beyond the axis is moved to its end."""
+        """Return a point in pixels. A `y` beyond the axis is moved to its end."""
         (x_low, x_high), (y_low, y_high) = self._x, self._y
         height = min(1.0, max(0.0, (y - y_low) / ((y_high - y_low) or 1.0)))
         across = (x - x_low) / ((x_high - x_low) or 1.0)
         return self.left + across * (self.right - self.left), self.bottom - height * (self.bottom - self.top)
 
     def text(self, x: float, y: float, words: str, *, anchor: str = "start", css: str = "", color: str = "") -> None:
-        """Add text at (x, y) in pixels, centred vertically."""
+        """Add text at (x, y) in pixels, centered vertically."""
         look = f'text-anchor="{anchor}" class="{css}" style="{f"fill:{color}" if color else ""}"'
         self.parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" {look}>{escape(words)}</text>')
 
     def x_axis(self, label: str, *, whole: bool = False, marks: Sequence[tuple[float, str]] = ()) -> None:
-        """Add grid, figures and label; `marks` are (value, text) in place of round figures."""
+        """Add grid, figures and label. `marks` are (value, text) pairs in place of round figures."""
         low, high = self._x
         for tick, words in marks or [(tick, f"{tick:,.12g}") for tick in ticks(low, high, 8, whole=whole)]:
             at, _ = self.place(tick, 0.0)
@@ -51,7 +51,7 @@ class Panel:
         self.text((self.left + self.right) / 2, self.bottom + 31, label, anchor="middle")
 
     def y_axis(self, label: str) -> None:
-        """Add grid and figures, with the label above."""
+        """Add grid and figures, with the label above them."""
         for tick in ticks(*self._y, max(2, int((self.bottom - self.top) / 30))):
             _, at = self.place(0.0, tick)
             self._grid(self.left, at, self.right, at)
@@ -59,14 +59,14 @@ class Panel:
         self.text(self.left - 6, self.top - 13, label, anchor="end" if len(label) < 7 else "middle")
 
     def rows(self, labels: Sequence[str], row_height: float) -> list[float]:
-        """Add labels at the left, one below the other; return the heights of their middles."""
+        """Add labels at the left, one below the other, and return the heights of their middles in pixels."""
         middles = [self.top + row_height * (row + 0.5) for row in range(len(labels))]
         for label, middle in zip(labels, middles, strict=True):
             self.text(self.left - 6, middle, label, anchor="end", css="strong")
         return middles
 
     def line(self, xs: Sequence[float], ys: Sequence[float], color: str, *, dots: bool = False) -> None:
-        """Add a line through all points; `dots` marks each of them."""
+        """Add a line through all points. `dots` marks each point."""
         places = [self.place(x, y) for x, y in zip(xs, ys, strict=True)]
         self.parts.append(f'<polyline points="{_points(places)}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         if dots or len(places) == 1:
@@ -102,7 +102,7 @@ class Panel:
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """At most about `most` round figures from `low` to `high`."""
+    """Return about `most` or fewer round figures from `low` to `high`."""
     if not high > low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / most))

@@ -267,7 +267,7 @@ def test_another_thread_may_not_read_while_the_model_runs(build_engine: EngineFa
             return hidden.mean() * other.submit(_weight(model, HEAD).norm).result()
 
     twins = _make_twins(build_engine, lambda inner: _ReadsMore(inner, read_elsewhere))
-    with pytest.raises(RuntimeError, match="by another thread"):
+    with pytest.raises(RuntimeError, match="another thread read weights"):
         twins.losses(0)
     twins.model.read = IN_FORWARD["linear"]
     twins.stock.read = IN_FORWARD["linear"]

@@ -107,7 +107,7 @@ def test_a_path_that_cannot_be_used_is_a_line(offload: str, tmp_path: Path) -> N
     [
         (["--offload", "nope"], "'nope' is neither"),
         (["--offload", "bad.yaml"], "did you mean 'cpu_memory'?"),
-        (["--no-measure", "--output", "x.yaml"], "leave --no-measure out"),
+        (["--no-measure", "--output", "x.yaml"], "remove --no-measure"),
     ],
 )
 def test_refusals_are_one_line(
@@ -131,7 +131,7 @@ def test_auto_paths_are_those_of_the_present_directory(tmp_path: Path, monkeypat
 
 
 def test_cells_have_room_for_words_in_80_columns() -> None:
-    advice = "use a GPU; if there is one, install its driver"
+    advice = "use a GPU; if the machine has one, install its driver"
     value = "2.1 GB/s to it, 2.55 GB/s from it"
     console = Console(width=80, record=True, file=StringIO())
     print_tables(Examination((Check("reads and writes mixed", value, Verdict.COULD_BE_BETTER, advice),), None), console)

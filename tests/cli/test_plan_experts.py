@@ -115,8 +115,8 @@ def test_estimate_says_what_experts_cost(tmp_path: Path) -> None:
     expected = 2 * weights / 2**20, 768 * 2 * weights / 2**30
     assert [float(size) for size in sizes.groups()] == pytest.approx(expected, rel=0.02)
     share = 100 * (1 - (1 - 4 / 32) ** 8)
-    assert f"takes 8 tokens to {share:.3g}% of a layer's experts (all from 32 on)" in said
-    assert "One step over these SSDs takes " in said
+    assert f"sends 8 tokens to {share:.3g}% of a layer's experts (32 or more reach all)" in said
+    assert "A step needs these SSDs for at least " in said
 
 
 def test_a_refusal_has_the_numbers(tmp_path: Path) -> None:

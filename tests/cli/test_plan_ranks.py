@@ -48,7 +48,7 @@ def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
         "16,060,522,496",
         "from each node's RAM",
         "exact, as a change",
-        "Tokens a step on all ranks that hide a resource behind computing: ",
+        "Tokens per step of all ranks that hide a resource behind computing: ",
         "network",
     ):
         assert text in printed, text
@@ -126,7 +126,7 @@ def test_the_link_option_overrides_the_rate_of_the_hardware_file(tiny: str, tmp_
     [
         (["--ranks", 0], "the number of ranks is 0; it must be at least 1"),
         (["--nodes", 0], "the number of nodes is 0"),
-        (["--ranks", 3, "--nodes", 2], "3 ranks on 2 nodes; give equally many to each node"),
+        (["--ranks", 3, "--nodes", 2], "3 ranks on 2 nodes; give each node equally many ranks"),
         (["--ranks", 2, "--nodes", 2], "the rate of the link between 2 nodes is unknown; give --link 10Gbit"),
         (["--ranks", 2, "--nodes", 2, "--link", "fast"], "link = 'fast' is not allowed; write a rate such as 2.5Gbit"),
         (["--ranks", 2, "--nodes", 2, "--link", "0Gbit"], "link = '0Gbit' is not allowed"),

@@ -159,8 +159,8 @@ def test_what_breaks_off_leaves_the_old_stores(run: Path) -> None:
         stream.write(bytes([first]))
     assert content_at(run / STORE)[0] == before
     code, said = lohan("reshard", run, "--ranks", 2)
-    assert code == 2 and "was left by a reshard that was interrupted (nothing is committed in" in said
-    assert "delete the folders rank-*-of-2 on each ssd path, and call this again" in said
+    assert code == 2 and "is from an interrupted reshard (nothing is committed in" in said
+    assert "delete the folders rank-*-of-2 on each ssd path, and try again" in said
     with pytest.raises(ValueError, match="holds stores of runs with 1 and 2 ranks") as refused:
         hf_lohan.last_step(run)
     files = "the files manifest.json, commit.safetensors, log.jsonl"
@@ -188,11 +188,11 @@ def test_what_cannot_be_cut_is_refused_in_a_line(run: Path, tmp_path: Path) -> N
         return said
 
     assert "the number of ranks is 0; it must be at least 1" in refused(run, "--ranks", 0)
-    assert "has a store of a run with 1 rank already" in refused(run, "--ranks", 1)
+    assert "already has a store of a run with 1 rank" in refused(run, "--ranks", 1)
     (tmp_path / "empty").mkdir()
     assert "is not the output folder of an offloaded run" in refused(tmp_path / "empty", "--ranks", 2)
     paths = tmp_path / "empty", tmp_path / "other"
-    assert "there is no store in" in refused(*paths, "--ranks", 2)
+    assert "has neither a store nor stores of ranks" in refused(*paths, "--ranks", 2)
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
     assert "stores of runs with 1 and 2 ranks, and only one of them can go on" in refused(run, "--ranks", 3)
     remove_store(run / STORE)

@@ -79,7 +79,7 @@ def test_a_folder_above_a_run_is_told_where_it_is(command: str, run: Path, tmp_p
     deeper.parent.mkdir(parents=True)
     run.rename(deeper)
     code, output = lohan(command, tmp_path, *([tmp_path / "out"] if command == "export" else []))
-    assert code == 2 and output.endswith(f"there is one in '{deeper}'"), output
+    assert code == 2 and output.endswith(f"give '{deeper}', which is one"), output
 
 
 def test_what_a_killed_run_had_swapped_is_no_part_of_the_store(run: Path, tmp_path: Path) -> None:

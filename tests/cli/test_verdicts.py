@@ -162,7 +162,7 @@ def drives(read: float, write: float) -> dict[str, Any]:
         ("reads", drives(5e8, 4e9), BAD, "0.5 GB/s"),
         ("writes", drives(7e9, 1e9), COULD_BE_BETTER, "cache is full"),
         ("writes", drives(7e9, 1e8), BAD, "0.1 GB/s"),
-        ("all paths together", {"ssd_together_read_bytes_per_s": 7e9}, COULD_BE_BETTER, "drives of their own"),
+        ("all paths together", {"ssd_together_read_bytes_per_s": 7e9}, COULD_BE_BETTER, "its own drive"),
         ("all paths together", {"ssd_together_write_bytes_per_s": 4e9}, COULD_BE_BETTER, "4 GB/s written"),
         ("reads and writes mixed", {"ssd_mixed_bytes_per_s": 4e9}, COULD_BE_BETTER, "4 GB/s"),
         (

@@ -94,7 +94,7 @@ def test_who_is_ahead_is_told_and_nothing_is_changed(ahead: RanksOfARun) -> None
     code, output = ahead.verify()
     assert code == 0, output
     assert "rank 0 of 2: commit 2, 1 records" in output and "rank 1 of 2: commit 2, 1 records" in output
-    assert "rank 1 of 2 is ahead with commit 3, which a resume gives up: every checksum is right" in output
+    assert "rank 1 of 2 also has commit 3, which a resume drops: every checksum is right" in output
     assert output.splitlines()[-1] == "all 2 ranks hold commit 2"
     assert {file: file.read_bytes() for file in ahead.folder.rglob("*") if file.is_file()} == before
 
@@ -103,7 +103,7 @@ def test_damage_in_the_commit_that_a_resume_takes_is_found(ahead: RanksOfARun) -
     ahead.flip(1, 2)
     code, output = ahead.verify()
     assert code == 1 and "rank 1 of 2: commit 2, 1 records, 65536 bytes: 1 granules are damaged" in output, output
-    assert "ahead with commit 3, which a resume gives up: every checksum is right" in output
+    assert "also has commit 3, which a resume drops: every checksum is right" in output
     with ahead.open(1) as store:
         store.restore_commit(store.kept_commits[1])
         with pytest.raises(CorruptionError):
@@ -113,7 +113,7 @@ def test_damage_in_the_commit_that_a_resume_takes_is_found(ahead: RanksOfARun) -
 def test_damage_in_a_commit_that_a_resume_gives_up_is_told_and_harms_nothing(ahead: RanksOfARun) -> None:
     ahead.flip(1, 3)
     code, output = ahead.verify()
-    assert code == 0 and "commit 3, which a resume gives up: 1 granules are damaged, which harms no resume" in output
+    assert code == 0 and "commit 3, which a resume drops: 1 granules are damaged, which harms no resume" in output
     with ahead.open(1) as store:
         store.restore_commit(store.kept_commits[1])
         content_of(store)

@@ -54,5 +54,5 @@ def test_one_bit_of_one_weight_is_found(dtype: torch.dtype) -> None:
 
 
 def test_another_model_is_refused() -> None:
-    with pytest.raises(RanksDisagreeError, match=r"rank 0 has \d+ weights and rank 1 \d+; build the same model"):
+    with pytest.raises(RanksDisagreeError, match=r"rank 0 has \d+ weights and rank 1 has \d+; build the same model"):
         check_by_ranks(tiny_model("llama"), tiny_model("gpt2"))

@@ -44,7 +44,7 @@ def test_the_answer_is_given_once_and_begins_as_torch_does() -> None:
     assert said.startswith(OF_TORCH.partition(" If reserved")[0])
     assert "PYTORCH_ALLOC_CONF" not in said
     assert said.count("gpu_memory is 20 GiB") == 1
-    assert said.endswith("No committed step is lost: the next run goes on from it.")
+    assert said.endswith("No committed step is lost; the next run continues from it.")
 
 
 def test_what_libraries_say_begins_so_as_well() -> None:

@@ -156,7 +156,7 @@ def test_a_fused_weight_is_read_and_changed_between_steps(make_twins: TwinsFacto
         weights = [model.get_parameter(FUSED) for model in twins.models]
         with torch.no_grad():
             assert torch.equal(weights[0] * 2, weights[1] * 2)
-        with pytest.raises(RuntimeError, match=r"read it under torch\.no_grad"):
+        with pytest.raises(RuntimeError, match=r"read it in torch\.no_grad"):
             weights[1].sum()
         with torch.no_grad(), hf_lohan.gathered_parameters(weights):
             for weight in weights:

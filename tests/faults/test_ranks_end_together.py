@@ -82,7 +82,7 @@ def test_killed_between_commits_of_records_in_ram(
             assert verify_stores([str(run.run.output_dir)])
         said = capsys.readouterr().out
         with capsys.disabled():
-            print(f"after step {ended.after_step}: {'one rank ahead' if 'is ahead' in said else 'none ahead'}")
+            print(f"after step {ended.after_step}: {'one rank ahead' if 'also has commit' in said else 'none ahead'}")
     run.check_against(undisturbed_in_ram)
 
 

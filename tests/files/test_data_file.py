@@ -81,7 +81,7 @@ def test_einval_without_o_direct_is_an_error(tmp_path: Path) -> None:
 def test_the_end_of_the_file_is_an_error_with_counts(tmp_path: Path) -> None:
     file = DataFile(str(tmp_path / "f"), FileBackend(), create=True)
     file.allocate(8192)
-    with pytest.raises(StorageError, match=r"16384 bytes wanted, 8192 read\).* at byte 8192") as caught:
+    with pytest.raises(StorageError, match=r"ended after 8192 of 16384 bytes .* at byte 8192") as caught:
         file.read(0, [sector_view(mapped_empty(16384))])
     assert (caught.value.path, caught.value.offset) == (file.path, 8192)
     file.close()
@@ -89,7 +89,7 @@ def test_the_end_of_the_file_is_an_error_with_counts(tmp_path: Path) -> None:
 
 def test_a_write_that_moves_nothing_raises(tmp_path: Path) -> None:
     file = DataFile(str(tmp_path / "f"), ShortBackend(0), create=True)
-    with pytest.raises(StorageError, match="ended early"):
+    with pytest.raises(StorageError, match="ended after 0 of 4096 bytes"):
         file.write(0, [sector_view(mapped_empty(4096))])
     file.close()
 

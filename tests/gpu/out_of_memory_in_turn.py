@@ -17,7 +17,7 @@ from trainer_runs import make_trainer
 
 from hf_lohan.testing.models import tiny_model
 
-ANSWERS = ("CUDA out of memory.", "gpu_memory", "the next run goes on from it")
+ANSWERS = ("CUDA out of memory.", "gpu_memory", "the next run continues from it")
 
 
 def trainer_in(folder: Path) -> Any:

@@ -215,7 +215,7 @@ def test_a_loop_says_when_it_overwrites_the_steps_of_an_earlier_one(
             engine.go_back_to_commit()
         ours.run(max_norm=MAX_NORM, stop=1)
         ours.close()
-        assert ("after update 1, is overwritten from here on" in caplog.text) == is_told
+        assert ("(after update 1)" in caplog.text) == is_told
 
 
 def test_frozen_weights_in_the_optimizer_are_told_of(

@@ -127,7 +127,7 @@ def test_a_streamed_model_is_told_its_optimizer(tmp_path: Path) -> None:
         weights.append(ours.weights())
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
     untold = load("untold")
-    with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW.*give that optimizer where"):
+    with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW.*pass SGD when"):
         Prepared(untold, sgd, tmp_path / "unused")
     engine = engine_of(untold)
     assert engine is not None

@@ -165,7 +165,7 @@ def test_what_looks_at_no_value_works(model: Any) -> None:
 
 
 def test_a_compiled_call_is_refused(model: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"by torch\.compile, which cannot follow .*; call the model itself"):
+    with pytest.raises(RuntimeError, match=r"in torch\.compile, which does not support .*; call the model without"):
         torch.compile(model, backend="eager")(**tiny_batch())
     model(**tiny_batch()).loss.backward()
 

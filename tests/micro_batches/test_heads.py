@@ -72,7 +72,7 @@ def test_the_last_layers_output_is_gone_when_its_gradient_is_there() -> None:
 
 def test_without_a_loss(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True)
-    with pytest.raises(RuntimeError, match="no micro-batch gave its loss"):
+    with pytest.raises(RuntimeError, match="no micro-batch passed its loss"):
         twins.engine.run_micro_batches([lambda: twins.model(**tiny_batch()).loss.detach()] * 2)
     train(twins, 0)
     twins.assert_equal()

@@ -114,7 +114,7 @@ def test_weights_that_layers_have_in_common_are_in_one_block_and_stay() -> None:
     assert {part.name for part in shared.slices} == {"parts.0.second.weight", "parts.0.second.bias"}
     assert all(shared in found.needs[layer] for layer in found.layers)
     model.parts[1].first = model.parts[0].first
-    with pytest.raises(DiscoveryError, match=r"^the layers of Whole .* no weights of their own"):
+    with pytest.raises(DiscoveryError, match=r"^the layers of Whole .* no separate weights"):
         discover_blocks(model)
 
 

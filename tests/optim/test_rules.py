@@ -144,14 +144,14 @@ def test_a_parameter_smaller_than_its_rows_and_columns_is_refused() -> None:
     rule = UpdateRule("Adafactor", ("variance",))
     rule.refuse_shape("fine", (2, 2))
     rule.refuse_shape("fine", (7,))
-    with pytest.raises(ValueError, match=r"Adafactor keeps more state of score\.weight, of shape \[1, 64\]"):
+    with pytest.raises(ValueError, match=r"Adafactor has more state for score\.weight \(of shape \[1, 64\]\)"):
         rule.refuse_shape("score.weight", (1, 64))
 
 
 def test_a_rule_as_text() -> None:
     for rule in (UpdateRule("SGD", ()), UpdateRule("RMSprop", ("square_avg", "momentum_buffer"))):
         assert UpdateRule.parse(str(rule)) == rule
-    with pytest.raises(ValueError, match=r"'Sophia\(hessian\)' is unknown to this version"):
+    with pytest.raises(ValueError, match=r"does not know the optimizer 'Sophia\(hessian\)'"):
         UpdateRule.parse("Sophia(hessian)")
 
 
@@ -169,5 +169,5 @@ def test_hyperparameters_that_need_a_missing_record_are_refused() -> None:
 
 
 def test_only_adamw_has_encoded_moments() -> None:
-    with pytest.raises(ValueError, match=r"optimizer_state_dtype=int8 is for the moments of AdamW.*Lion\(exp_avg\)"):
+    with pytest.raises(ValueError, match=r"optimizer_state_dtype=int8 is only for AdamW.*Lion\(exp_avg\)"):
         master_format(torch.float32, "int8", UpdateRule("Lion", ("exp_avg",)))

@@ -48,7 +48,7 @@ def test_the_first_steps_are_left_out() -> None:
 def test_waits_are_described_by_length_and_cause() -> None:
     assert sentences.on_waits(a_run()) == "Compute waited 800 ms a step (20%), nearly all of it for weights."
     idle = a_run().steps[-1] | {"waits_s": {"compute waits": {"weights": 0.001}}}
-    assert "hardly waited" in sentences.on_waits(findings([idle]))
+    assert "waited little" in sentences.on_waits(findings([idle]))
     several = {"weights": 0.5, "activations": 0.4, "the norm": 0.1}
     text = sentences.on_waits(findings([line(1, waits_s={"compute waits": several}, between_s=0.2)]))
     assert "for weights (500 ms), activations (400 ms) and the norm (100 ms)" in text
@@ -74,7 +74,7 @@ def test_a_floor_above_the_steps_is_dropped() -> None:
     floors = {"floor_by_resource_s": {"compute": 30.0}, "predicted_step_s": 33.0}
     text = sentences.on_step_time(a_run(**floors, cpu_load=13.52, num_cpus=2))
     assert "times the floor" not in text
-    assert "There is no floor: the hardware seemed slower when it was measured" in text
+    assert "There is no floor, because the hardware was slower when it was measured" in text
     assert text.endswith("The machine was busy when training began: a load of 13.5 on 2 CPUs.")
     text = sentences.on_step_time(
         a_run(predicted_step_s=3.2, floor_by_resource_s={"ssd": 2.5}, cpu_load=4.0, num_cpus=2)
@@ -111,14 +111,14 @@ def test_warnings() -> None:
     assert "step 3 of 10" in unfinished
     assert skipped.startswith("1 step was skipped") and "step 2" in skipped
     assert between.startswith("38% of the time")
-    assert redone.startswith("1 step guessed wrong")
+    assert redone.startswith("1 step guessed wrongly")
 
 
 def test_loss_and_clipping() -> None:
     steps = [line(1, loss=5.0, grad_norm=2.0, is_clipped=True), line(2), line(3, loss=4.0, grad_norm=None)]
     text = sentences.on_loss(findings(steps))
     assert text == (
-        "The loss went from 5.000 at step 1 to 4.000 at step 3; the gradient norm was 2 in the median, and 33% of the "
+        "The loss went from 5.000 at step 1 to 4.000 at step 3; the median gradient norm was 2, and 33% of the "
         "steps were clipped."
     )
 
@@ -127,6 +127,6 @@ def test_memory_is_compared_with_the_budgets() -> None:
     held = line(1, anon_rss_bytes=3 << 30, cpu_pool_bytes={"states": 1 << 30}, device_slots_bytes=1 << 29)
     run = Findings(RunData(Path("run"), {"cpu_memory": 2 << 30, "gpu_memory": 1 << 30}, {}, (held,), ()))
     text = sentences.on_memory(run)
-    assert "held at most 3 GiB" in text
+    assert "had at most 3 GiB" in text
     assert "1 GiB of it in host buffers and copies (of 2 GiB allowed)" in text
     assert "512 MiB and on the device, in slots for weights, (of 1 GiB allowed)" in text

@@ -48,7 +48,7 @@ def holder(paths: list[StorePath]) -> Iterator[subprocess.Popen[str]]:
 def test_a_store_held_by_another_process_names_it(
     holder: subprocess.Popen[str], paths: list[StorePath], engine: IoEngine
 ) -> None:
-    with pytest.raises(StoreInUseError, match=rf"/a is in use by process {holder.pid}: end that run"):
+    with pytest.raises(StoreInUseError, match=rf"/a is in use by process {holder.pid}; end that run"):
         Store.open(paths, model=None, engine=engine)
 
 

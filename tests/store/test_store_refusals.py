@@ -106,10 +106,10 @@ def test_unusable_paths_are_named(tmp_path: Path, records: Records, model: Model
     with pytest.raises(StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): choose") as caught:
         Store.create([below_a_file], records, model=model, engine=engine)
     assert caught.value.errno == errno.ENOTDIR and "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="no ssd path was given"):
+    with pytest.raises(ValueError, match="there is no ssd path"):
         Store.create([], records, model=model, engine=engine)
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="given twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         twice = [StorePath(str(tmp_path)), StorePath(str(tmp_path / "link"))]
         Store.create(twice, records, model=model, engine=engine)
     with pytest.raises(ValueError, match=r"capacity of .* is -1 bytes"):
@@ -132,7 +132,7 @@ def test_a_directory_without_write_permission_is_named(
 
 def test_a_second_use_is_refused(paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine) -> None:
     with Store.create(paths, records, model=model, engine=engine):
-        with pytest.raises(StoreInUseError, match=rf"/a is in use by process {os.getpid()}: end that run"):
+        with pytest.raises(StoreInUseError, match=rf"/a is in use by process {os.getpid()}; end that run"):
             Store.open(paths, model=model, engine=engine)
         with pytest.raises(StoreInUseError):
             Store.create(paths, records, model=model, engine=engine)
