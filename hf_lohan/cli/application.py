@@ -110,8 +110,8 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
     ask: Annotated[bool, typer.Option("--ask", help="Ask four questions, and write a YAML file instead.")] = False,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="With --ask: the model to train.")] = None,
-    card: Annotated[str | None, typer.Option(metavar="CARD", help="With --ask: its name, 24GB, none or auto.")] = None,
-    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="With --ask: such as 64GB, or auto.")] = None,
+    card: Annotated[str | None, typer.Option(metavar="CARD", help="With --ask: a name, 24GB, none or auto.")] = None,
+    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="With --ask: a size such as 64GB, or auto.")] = None,
     drives: Annotated[
         str | None, typer.Option(metavar="PATHS", help="With --ask: PATH or PATH=SIZE, by commas, or auto.")
     ] = None,

@@ -79,7 +79,7 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
     def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         used.clear()
         result = stock_load(model, state_dict, *args, **kwargs)
-        computed = {_end_of(name) for name, _ in model.named_buffers()}  # by the model: older checkpoints have them
+        computed = {_end_of(name) for name, _ in model.named_buffers()}  # older checkpoints contain them
         unused.update(
             (name, _num_bytes(tensor))
             for name, tensor in state_dict.items()
@@ -107,12 +107,12 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
 
 
 def _end_of(name: str) -> str:
-    """The last two components of a tensor's name."""
+    """Return the last two components of a tensor's name."""
     return ".".join(name.rsplit(".", 2)[-2:])
 
 
 def _num_bytes(source: Any) -> int:
-    """Bytes of a tensor, or of one in a safetensors file that is not read."""
+    """Return the bytes of a tensor, or of an unread tensor in a safetensors file."""
     if isinstance(source, Tensor):
         return source.nbytes
     bits = re.search(r"\d+", source.get_dtype())  # such as BF16, F8_E4M3 and BOOL

@@ -32,7 +32,7 @@ def makes_models(trainer_class: type) -> bool:
 
 
 def is_supervised(trainer_class: type) -> bool:
-    """Whether it is TRL's trainer for supervised fine-tuning."""
+    """Return whether ``trainer_class`` is TRL's trainer for supervised fine-tuning."""
     return any(base.__name__ == "SFTTrainer" for base in trainer_class.__mro__)
 
 

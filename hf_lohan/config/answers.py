@@ -1,4 +1,4 @@
-"""Settings from four answers: a model, a card, RAM and drives. `lohan config --ask` asks for them."""
+"""Makes settings from four answers about model, card, RAM and drives, for which `lohan config --ask` asks."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ _CARDS_GIB = {
     "rtxa5000": 24,
     "rtxa6000": 48,
 }
-"""Memory of the smallest card of each name."""
+"""Memory of each card. If cards of one name differ, it is that of the smallest."""
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|quadro|pcie|sxm\d?|super|ti)\b|[^a-z0-9]")
 _SIZE = re.compile(r"\d+(?:\.\d+)?\s*g(?:i?b)?\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One of the questions, also an option of the command."""
+    """A question, which is also an option of the command."""
 
     name: str
     text: str
     default: str | None
     settings: Callable[[str], dict[str, Any]]
-    """Makes settings of an answer. Raises ConfigError for an answer that is not understood."""
+    """Converts an answer to settings. Raises ConfigError for a wrong answer."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the answers make."""
+    """An offload config and commands that use it."""
 
     yaml: str
-    """The offload config."""
+    """Content of the config file."""
     commands: tuple[str, ...]
-    """Commands that use it: first one that predicts the run, then one that trains."""
+    """A command that predicts the run, and a command that trains."""
 
 
 def _of_model(answer: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _of_drives(answer: str) -> dict[str, Any]:
 
 
 def _bytes_of(size: str) -> int:
-    """The bytes of a size such as 24GB, 24GiB or 24G, as vendors write it."""
+    """Return the bytes of a size such as 24GB, 24GiB or 24G, as vendors write it."""
     number, unit = re.split(r"(?=[gG])", size.strip(), maxsplit=1)
     return parse_bytes(f"{number.strip()}{'GB' if unit.lower() == 'g' else unit}")
 
@@ -130,8 +130,8 @@ def missing_answers(answers: Mapping[str, str | None]) -> list[str]:
 
 
 def use_answers(answers: Mapping[str, str], file: str) -> Answers:
-    """Return the offload config and the commands for ``answers``, by the questions' names. ``file`` will have the
-    config. Raises ConfigError for an answer that is not understood."""
+    """Return the offload config and the commands for ``answers``, by the questions' names. ``file`` is the path for the
+    config. Raises ConfigError for a wrong answer."""
     settings: dict[str, Any] = {}
     for question in QUESTIONS:
         settings |= question.settings(answers[question.name])

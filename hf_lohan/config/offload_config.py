@@ -255,7 +255,7 @@ class OffloadConfig:
 
     @property
     def moment_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
-        """`optimizer_state_dtype`; "auto" is float32."""
+        """Type in which moments are stored. With "auto" it is float32."""
         return "float32" if self.optimizer_state_dtype == AUTO else self.optimizer_state_dtype
 
     def to_dict(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class OffloadConfig:
 
 
 def offload_of_environment() -> str | None:
-    """Return the default of `offload` in the environment, if it has one. Raise ConfigError for a wrong one."""
+    """Return the default of `offload` from the environment, or None. Raises ConfigError for a wrong value."""
     value = os.environ.get(OFFLOAD_VARIABLE)
     if value and value != FITS_OR_NOT:
         try:
