@@ -34,8 +34,8 @@ class ExpertFigures:
 
 
 class FarthestUse:
-    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). Call `note_next_use` after a next
-    use has changed, but not for blocks that were expected at a place that has passed."""
+    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). Call `note_next_use` when a
+    block's next use changes. This is not needed for a use whose place has passed."""
 
     def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
         self._slots = tuple(slots)
