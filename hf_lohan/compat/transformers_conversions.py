@@ -120,6 +120,22 @@ def _num_bytes(source: Any) -> int:
     return num_bits // 8
 
 
+@contextlib.contextmanager
+def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
+    """Have `from_pretrained` load the tensors that ``replace`` returns for a checkpoint's tensors, which are not read
+    yet. Those with a method ``decode(first row, last row, dtype)`` are read by it."""
+    stock = modeling_utils.convert_and_load_state_dict_in_model
+
+    def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return stock(model, replace(state_dict), *args, **kwargs)
+
+    modeling_utils.convert_and_load_state_dict_in_model = load
+    try:
+        yield
+    finally:
+        modeling_utils.convert_and_load_state_dict_in_model = stock
+
+
 class _Unread:
     """A tensor in a checkpoint file, or some of its rows. A call reads and casts it."""
 
@@ -127,6 +143,11 @@ class _Unread:
         self._source, self._device, self._dtype, self._rows = source, device, dtype, rows
 
     def __call__(self) -> Tensor:
+        decode = getattr(self._source, "decode", None)
+        if decode is not None:
+            first, last, _ = (self._rows or slice(None)).indices(self.shape[0])
+            decoded: Tensor = decode(first, last, self._dtype or torch.float32)
+            return decoded.to(self._device)
         tensor: Tensor = self._source[... if self._rows is None else self._rows]
         return tensor.to(device=self._device, dtype=self._dtype)
 

@@ -22,6 +22,7 @@ from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
 from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
+from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
 from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
 from hf_lohan.huggingface.ranks import refuse_generation_of_ranks
 from hf_lohan.planner import KeysAndValues
@@ -84,6 +85,8 @@ def load_for_generation(
     )
     model_config = read_model_config(path)
     model_class = model_class or model_class_of(model_config)
+    quantized = quantized_checkpoint(path, model_config)
+    model_config = model_config if quantized is None else quantized.model_config
     wanted_dtype = load_dtype(path, model_config, dtype)
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, wanted_dtype).requires_grad_(False)
@@ -113,7 +116,8 @@ def load_for_generation(
         else:
             access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
             names = {name: name for name, _ in skeleton.named_parameters()}
-            model = stream_model(path, model_class, model_config, wanted_dtype, access, names).requires_grad_(False)
+            model = stream_model(path, model_class, model_config, wanted_dtype, access, names, quantized)
+            model.requires_grad_(False)
             store_the_rest(model, access, names)
             layout = lay_out_for_this(model)
             if layout.identity.fingerprint != tiers.store.model.fingerprint:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from hf_lohan.checkpoint.model_description import copy_buffers
-from hf_lohan.compat.transformers_conversions import loaded_in_rows
+from hf_lohan.compat.transformers_conversions import loaded_in_rows, tensors_replaced
 from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
@@ -34,6 +34,11 @@ from hf_lohan.huggingface.attachment import (
     settings_given,
 )
 from hf_lohan.huggingface.models.adapters import adapted, adapted_skeleton, check_peft_config
+from hf_lohan.huggingface.models.quantized_checkpoints import (
+    QuantizedCheckpoint,
+    check_dequantizes,
+    quantized_checkpoint,
+)
 from hf_lohan.huggingface.models.saving import dtypes_to_save
 from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself, stream_state_dict
 from hf_lohan.huggingface.models.weightless_model import model_class_of
@@ -47,11 +52,6 @@ from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
 
-_CONVERSIONS = {
-    method: f"from_pretrained(path, dtype='bfloat16', quantization_config={config}(dequantize=True)).save_pretrained()"
-    for method, config in (("fp8", "FineGrainedFP8Config"), ("mxfp4", "Mxfp4Config"))
-}
-"""How transformers makes a bfloat16 checkpoint of a quantized one."""
 _MOST_ROWS_BYTES = 32 << 20
 """Larger weights are read and converted in pieces of at most this size and at most one buffer."""
 
@@ -160,6 +160,10 @@ def from_pretrained(
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
     model_class = model_class or model_class_of(model_config)
+    quantized = quantized_checkpoint(path, model_config)
+    if quantized is not None:
+        model_config = quantized.model_config
+        check_dequantizes(kwargs.pop("quantization_config", None))
     was_float16 = dtype == "auto" and _has_float16(model_config)  # before the skeleton changes the config
     loaded_dtype = load_dtype(path, model_config, dtype)
     working_dtype = torch.bfloat16 if bf16 else None
@@ -190,7 +194,11 @@ def from_pretrained(
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
-        model = stream_model(path, model_class, model_config, loaded_dtype, access, names, casts=bf16, **kwargs)
+        if quantized is not None and bf16 and dtype == "auto":
+            loaded_dtype = torch.float32  # the masters are the products of codes and scales, before they are rounded
+        model = stream_model(
+            path, model_class, model_config, loaded_dtype, access, names, quantized, casts=bf16, **kwargs
+        )
         if not is_trained:
             model.requires_grad_(False)
         check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads are in no checkpoint
@@ -216,14 +224,16 @@ def stream_model(
     dtype: torch.dtype,
     access: ParameterAccess,
     names: Mapping[str, str],
+    quantized: QuantizedCheckpoint | None = None,
     *,
     casts: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint's model on meta, and store its weights under ``names``. With ``casts`` the checkpoint's dtypes
-    may differ from the store's."""
+    """Load a checkpoint's model on meta, and store its weights under ``names``. A ``quantized`` checkpoint is decoded.
+    With ``casts`` the checkpoint's dtypes may differ from the store's."""
     sink = WeightSink(access, names, of_any_dtype=casts)
-    with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink) as unused:
+    decoded = contextlib.nullcontext() if quantized is None else tensors_replaced(quantized.replace_encoded)
+    with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink) as unused, decoded:
         model = model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
     if unused:
         logger.warning(
@@ -347,19 +357,6 @@ def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
     return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
 
-def _refuse_quantized(path: str | Path, model_config: Any) -> None:
-    config = getattr(model_config, "quantization_config", None)
-    if config is None:
-        return
-    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-    method = str(getattr(method, "value", method))
-    raise ValueError(
-        f"{str(path)!r} is a quantized checkpoint ({method}), which cannot be trained; use the original checkpoint in "
-        "bfloat16"
-        + (f", or convert it on a machine with enough RAM: {_CONVERSIONS[method]}" if method in _CONVERSIONS else "")
-    )
-
-
 def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
     """Return the model without weights, in the dtypes in which it is loaded. Call this with meta as torch's default
     device."""
@@ -379,8 +376,7 @@ def _has_float16(model_config: Any) -> bool:
 
 def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
     """Return the dtype in which the checkpoint's weights are loaded. Weights in float16 are loaded in float32, which
-    has their exact values, unless ``dtype`` asks otherwise. Raises ValueError for a quantized checkpoint."""
-    _refuse_quantized(path, model_config)
+    has their exact values, unless ``dtype`` asks otherwise."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto" and _has_float16(model_config):

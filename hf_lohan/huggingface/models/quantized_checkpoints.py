@@ -1,0 +1,318 @@
+"""Quantized checkpoints: which weights their tensors encode, and which checkpoints are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hf_lohan.quantize.encoded_weights import (
+    EncodedWeight,
+    UnreadTensor,
+    decode_fp4,
+    decode_int4,
+    decode_int8,
+    decode_numbers,
+    decode_scales,
+    whole_pieces,
+)
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CHECKED_AT_ONCE_NUMEL = 1 << 22
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_OF_ACTIVATIONS = re.compile(r".*[._](activation_scale|qscale_act|(input|output)_(scale|zero_point|global_scale))")
+_COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+
+Tensors = Mapping[str, UnreadTensor]
+Encoded = dict[str, tuple[EncodedWeight, tuple[str, ...]]]
+"""By name, a weight and the names of the tensors that encode it."""
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """How the weights of a checkpoint are decoded."""
+
+    path: Path
+    model_config: Any
+    """The config of the dequantized model, without `quantization_config`."""
+    _find: Callable[[Tensors], Encoded]
+
+    def replace_encoded(self, tensors: Tensors) -> dict[str, UnreadTensor]:
+        """The checkpoint's tensors, with decoded weights in place of codes and scales. Nothing is read."""
+        encoded = self._find(tensors)
+        used = {name for _, names in encoded.values() for name in names}
+        plain = {
+            name: tensor for name, tensor in tensors.items() if name not in used and not _OF_ACTIVATIONS.fullmatch(name)
+        }
+        return plain | {name: weight for name, (weight, _) in encoded.items()}
+
+    def check(self) -> None:
+        """Raises ValueError if a weight's scales are missing, cut short or not finite. Reads scales alone."""
+        with _opened(self.path) as tensors:
+            for name, (weight, names) in self._find(tensors).items():
+                for index in whole_pieces(weight.scales, _CHECKED_AT_ONCE_NUMEL):
+                    if not decode_scales(weight.scales[index]).isfinite().all():
+                        scales = next(key for key in names if tensors[key] is weight.scales)
+                        raise ValueError(
+                            f"{scales} in {str(self.path)!r} has scales that are not finite, so {name} cannot be "
+                            "decoded; download the checkpoint again"
+                        )
+
+
+def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckpoint | None:
+    """How the checkpoint in a folder is dequantized; None if it is not quantized. Raises ValueError for a format that
+    cannot be dequantized, and for scales that are missing, cut short or not finite, before a weight is read."""
+    settings = quantization_of(model_config)
+    if settings is None:
+        return None
+    method = _method_of(settings)
+    find = _FINDERS.get(method)
+    if find is None:
+        raise ValueError(
+            f"{str(path)!r} is quantized by {method}, which is not dequantized while it streams (as "
+            f"{', '.join(_FINDERS)} are); use the model's original in bfloat16"
+        )
+    checkpoint = QuantizedCheckpoint(Path(path), _without_quantization(model_config), partial(find, settings))
+    checkpoint.check()
+    return checkpoint
+
+
+def check_dequantizes(quantization_config: Any) -> None:
+    """Raises ValueError if the `quantization_config=` of a call asks for quantized weights of such a checkpoint."""
+    if quantization_config is not None and not getattr(quantization_config, "dequantize", False):
+        raise ValueError(
+            f"the checkpoint is quantized, and is dequantized while it streams; leave out "
+            f"quantization_config={type(quantization_config).__name__}(...), or set its dequantize=True"
+        )
+
+
+def quantization_of(model_config: Any) -> dict[str, Any] | None:
+    """The `quantization_config` of a model's config, or of its text model's."""
+    text_config = getattr(model_config, "get_text_config", lambda **_: model_config)(decoder=True)
+    for config in (model_config, text_config):
+        settings = getattr(config, "quantization_config", None)
+        if settings is not None:
+            return dict(settings if isinstance(settings, dict) else settings.to_dict())
+    return None
+
+
+def _method_of(settings: Mapping[str, Any]) -> str:
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    method = settings.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
+def _without_quantization(model_config: Any) -> Any:
+    """A copy of a config, and of the configs in it, without `quantization_config`."""
+    plain = copy.deepcopy(model_config)
+    configs = [plain]
+    for config in configs:
+        vars(config).pop("quantization_config", None)
+        configs.extend(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+    return plain
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Tensors]:
+    """The tensors of all safetensors files of a checkpoint folder, which are not read."""
+    if (path / _ONE_FILE).is_file():
+        files = [_ONE_FILE]
+    elif (path / _INDEX).is_file():
+        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+    else:
+        raise ValueError(
+            f"{str(path)!r} is a quantized checkpoint without {_ONE_FILE} or {_INDEX}, and is dequantized from "
+            "safetensors alone; save it as safetensors"
+        )
+    with contextlib.ExitStack() as stack:
+        tensors: dict[str, UnreadTensor] = {}
+        for name in files:
+            try:
+                file = stack.enter_context(safe_open(path / name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{str(path / name)!r} of a quantized checkpoint is missing or damaged ({error}); download it again"
+                ) from None
+            tensors.update((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - no mapping
+        yield tensors
+
+
+def _scales_of(name: str, candidates: Sequence[str], tensors: Tensors) -> str:
+    """The first of the names that the checkpoint has. Raises ValueError if it has none."""
+    found = next((scales for scales in candidates if scales in tensors), None)
+    if found is None:
+        raise ValueError(
+            f"{name} is quantized, and the checkpoint has no {candidates[0]} with its scales; download the checkpoint "
+            "again, or use the model's original in bfloat16"
+        )
+    return found
+
+
+def _check_scales(
+    name: str, scales: str, tensors: Tensors, allowed: Mapping[tuple[int, ...], tuple[int, int]]
+) -> tuple[int, int]:
+    """What is ``allowed`` for the shape of the scales. Raises ValueError for another shape."""
+    shape = tuple(tensors[scales].get_shape())
+    if shape not in allowed:
+        raise ValueError(
+            f"{scales} has shape {list(shape)}, and the scales of {name} with shape "
+            f"{tensors[name].get_shape()} have {' or '.join(str(list(other)) for other in allowed)}; download the "
+            "checkpoint again"
+        )
+    return allowed[shape]
+
+
+def _matrices(name: str, tensor: UnreadTensor) -> list[int]:
+    """The shape of a weight, [rows, columns] or [experts, rows, columns]. Raises ValueError for another."""
+    shape = tensor.get_shape()
+    if len(shape) not in (2, 3):
+        raise ValueError(
+            f"{name} is quantized and has shape {shape}; weights of two or three dimensions are dequantized"
+        )
+    return shape
+
+
+def _grid(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+# fp8 and mxfp8: float8 numbers in blocks, or one scale for all; experts also as FP4 numbers.
+
+
+def _find_fp8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
+    block = settings.get("weight_block_size", (128, 128))
+    encoded: Encoded = {}
+    for name, tensor in tensors.items():
+        is_fp4 = tensor.get_dtype() == "I8"
+        if not is_fp4 and tensor.get_dtype() not in _FLOAT8 and f"{name}_scale_inv" not in tensors:
+            continue
+        stem = name.removesuffix(".weight")
+        ends = (".weight_scale_inv", ".scale", ".qscale_weight") if stem != name else ("_scale_inv",)
+        scales = _scales_of(name, [stem + end for end in ends], tensors)
+        *experts, rows, columns = _matrices(name, tensor)
+        columns *= 2 if is_fp4 else 1
+        sizes = [(1, 32), (1, 16)] if is_fp4 else [tuple(block), (1, 32)] if block else [(rows, columns), (1, columns)]
+        allowed = {(*experts, *_grid(rows, columns, size)): size for size in reversed(sizes)}
+        if not block:
+            allowed |= dict.fromkeys(((), (1,), tuple(experts)), (rows, columns))
+        size = _check_scales(name, scales, tensors, allowed)
+        shape, decode = torch.Size((*experts, rows, columns)), decode_fp4 if is_fp4 else decode_numbers
+        encoded[name] = EncodedWeight(shape, tensor, tensors[scales], decode, size), (name, scales)
+    return encoded
+
+
+# MXFP4: fused experts of gpt-oss.
+
+
+def _find_mxfp4(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
+    encoded: Encoded = {}
+    for name in {key.removesuffix(end) for end in ("_blocks", "_scales") for key in tensors if key.endswith(end)}:
+        blocks, scales = f"{name}_blocks", f"{name}_scales"
+        _scales_of(blocks, [scales], tensors)
+        if blocks not in tensors or len(tensors[blocks].get_shape()) != 4:
+            raise ValueError(f"{scales} has scales of MXFP4, and the checkpoint has no {blocks} [experts, rows, n, 16]")
+        experts, rows, groups, stored = tensors[blocks].get_shape()
+        size = _check_scales(blocks, scales, tensors, {(experts, rows, groups): (1, stored * 2)})
+        shape = torch.Size((experts, groups * stored * 2, rows))
+        weight = EncodedWeight(shape, tensors[blocks], tensors[scales], decode_fp4, size, is_transposed=True)
+        encoded[name] = weight, (blocks, scales)
+    return encoded
+
+
+# compressed-tensors: float8, int8, and integers of 4 or 8 bits packed into int32.
+
+
+def _find_compressed(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
+    groups = _weight_settings(settings)
+    encoded: Encoded = {}
+    for codes, tensor in tensors.items():
+        name = codes.removesuffix("_packed")
+        is_float = tensor.get_dtype() in _FLOAT8
+        if codes.endswith("zero_point") or not (
+            name.endswith(".weight") and (f"{name}_scale" in tensors or is_float or tensor.get_dtype() in ("I8", "I32"))
+        ):
+            continue
+        scales = _scales_of(codes, [f"{name}_scale"], tensors)
+        rows, columns, decode = _compressed_matrix(codes, tensors)
+        kind = "float" if is_float else "int"
+        sizes = [_compressed_block(group, rows, columns) for group in groups if group.get("type", "int") == kind]
+        allowed: dict[tuple[int, ...], tuple[int, int]] = {}
+        for size in reversed(sizes):
+            allowed[_grid(rows, columns, size)] = size
+            if size == (rows, columns):
+                allowed |= dict.fromkeys(((), (1,)), size)
+        size = _check_scales(codes, scales, tensors, allowed)
+        zero_points = tensors.get(f"{name}_zero_point")
+        if zero_points is not None and size[0] != 1:
+            raise ValueError(f"{name} has zero points for more than one row, which are not dequantized")
+        weight = EncodedWeight(torch.Size((rows, columns)), tensor, tensors[scales], decode, size, zero_points)
+        encoded[name] = weight, (codes, scales, f"{name}_shape", f"{name}_zero_point")
+    return encoded
+
+
+def _compressed_matrix(codes: str, tensors: Tensors) -> tuple[int, int, Callable[[Tensor], Tensor]]:
+    """Rows and columns of a weight, and how its codes are decoded."""
+    tensor, name = tensors[codes], codes.removesuffix("_packed")
+    if tensor.get_dtype() in (*_FLOAT8, "I8") and name == codes and len(tensor.get_shape()) == 2:
+        rows, columns = tensor.get_shape()
+        return rows, columns, decode_numbers
+    shape = tensors.get(f"{name}_shape")
+    if tensor.get_dtype() == "I32" and shape is not None:
+        rows, columns = (int(size) for size in shape[...].tolist())
+        for bits, decode in ((4, decode_int4), (8, decode_int8)):
+            if tensor.get_shape() == [rows, -(-columns * bits // 32)]:
+                return rows, columns, decode
+    raise ValueError(
+        f"{codes} has dtype {tensor.get_dtype()} and shape {tensor.get_shape()}; of compressed-tensors, matrices "
+        "in float8, int8, or 4 or 8 bits packed into int32 are dequantized; use the model's original in bfloat16"
+    )
+
+
+def _compressed_block(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
+    """The rows and columns that share a scale."""
+    match group.get("strategy"):
+        case "group":
+            return 1, group["group_size"]
+        case "block":
+            block_rows, block_columns = group["block_structure"]
+            return block_rows, block_columns
+        case "tensor":
+            return rows, columns
+    return 1, columns
+
+
+def _weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How weights are quantized, by group. Raises ValueError for what is not dequantized."""
+    groups = [group for group in settings.get("config_groups", {}).values() if group.get("weights")]
+    whole, sparsity = settings.get("format", "dense"), (settings.get("sparsity_config") or {}).get("format", "dense")
+    formats = {group.get("format") or whole for group in groups} | {whole, sparsity} - {"mixed-precision"}
+    strategies = {group["weights"].get("strategy") for group in groups}
+    refused = sorted(formats.difference(_COMPRESSED_FORMATS))
+    refused += [f"strategy {name}" for name in strategies - {None, "tensor", "channel", "group", "block"}]
+    refused += ["transform_config"] if settings.get("transform_config") else []
+    if refused:
+        raise ValueError(
+            f"the checkpoint is quantized by compressed-tensors with {refused[0]}, which is not dequantized while it "
+            f"streams (as {', '.join(_COMPRESSED_FORMATS[1:])} are); use the model's original in bfloat16"
+        )
+    return [group["weights"] for group in groups]
+
+
+_FINDERS: Mapping[str, Callable[[Mapping[str, Any], Tensors], Encoded]] = {
+    "fp8": _find_fp8,
+    "mxfp8": _find_fp8,
+    "mxfp4": _find_mxfp4,
+    "compressed-tensors": _find_compressed,
+}

@@ -1,0 +1,331 @@
+"""Quantized checkpoints are dequantized while they stream, or refused before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_folders import KINDS, dequantized, fp8_folder, pack_int32, read_files, write_files, write_quantized
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import hf_lohan
+from hf_lohan.huggingface import engine_of
+from hf_lohan.huggingface.models import loading
+from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
+from hf_lohan.quantize import encoded_weights
+from hf_lohan.quantize.encoded_weights import EncodedWeight, decode_fp4, decode_numbers
+from hf_lohan.testing.models import tiny_model
+
+Load = Callable[..., Any]
+SMALL = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
+
+
+def stored(model: Any) -> dict[str, Tensor]:
+    engine = engine_of(model)
+    assert engine is not None
+    return {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+
+
+def assert_stored(model: Any, stock: Any) -> None:
+    expected, found = dict(stock.named_parameters()), stored(model)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].dtype == weight.dtype, name
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_equal_those_that_transformers_dequantizes(
+    kind: str, dtype: torch.dtype, load_streamed: Load, tmp_path: Path
+) -> None:
+    path = KINDS[kind][0](tmp_path / "quantized")
+    assert_stored(load_streamed(path, dtype=dtype, settings=SMALL), dequantized(path, kind, dtype))
+
+
+@pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])
+def test_masters_are_the_products_and_saved_weights_their_rounding(
+    kind: str, load_streamed: Load, tmp_path: Path
+) -> None:
+    path = KINDS[kind][0](tmp_path / "quantized")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    model = load_streamed(path, bf16=True, settings=SMALL)
+    products, access = dequantized(path, kind), engine_of(model).parameters  # type: ignore[union-attr]
+    for name, weight in products.named_parameters():
+        working = access.read_flat(name, "param")
+        assert working.dtype == torch.bfloat16
+        bits = (working.view(torch.int16).int() << 16) + access.read_flat(name, "master_residual").int()
+        assert torch.equal(bits.view(torch.float32), weight.flatten()), name
+    model.save_pretrained(tmp_path / "saved")
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "saved"), "quantization_config")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, weight in saved.named_parameters():
+        assert torch.equal(weight, products.get_parameter(name).to(torch.bfloat16)), name
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor in RAM that an operation makes, in bytes. Views of mapped files are none."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        taken, made = (
+            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+            for tensors in (_in_ram((args, kwargs)), _in_ram(results))
+        )
+        self.largest = max([self.largest, *(num_bytes for address, num_bytes in made.items() if address not in taken)])
+        return results
+
+
+def _in_ram(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+
+
+@pytest.mark.parametrize("kind", ["mixtral-fp8", "gpt_oss-mxfp4"])
+def test_no_tensor_is_larger_than_an_expert(
+    kind: str, load_streamed: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = KINDS[kind][0](tmp_path / "quantized")
+    monkeypatch.setattr(loading, "_MOST_ROWS_BYTES", 1 << 12)
+    monkeypatch.setattr(encoded_weights, "_DECODED_AT_ONCE_NUMEL", 1 << 10)
+    stream, tracer = loading.stream_model, LargestTensor()
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with tracer:
+            return stream(*args, **kwargs)
+
+    monkeypatch.setattr(loading, "stream_model", traced)
+    shapes = [parameter.shape for parameter in load_streamed(path, settings=SMALL).parameters()]
+    one_expert = max(shape[1:].numel() for shape in shapes if len(shape) == 3) * 4
+    assert one_expert <= tracer.largest < 1.5 * one_expert
+    assert max(shape.numel() for shape in shapes) * 4 >= 4 * one_expert
+
+
+def test_blocks_that_are_cut_at_the_edges(load_streamed: Load, tmp_path: Path) -> None:
+    """Transformers refuses these, or takes smaller blocks."""
+    path = fp8_folder(tmp_path / "quantized", tiny_model("llama"), block=(24, 40))
+    tensors, found = read_files(path), stored(load_streamed(path))
+    for name, scales in tensors.items():
+        if name.endswith("_scale_inv"):
+            codes = tensors[name.removesuffix("_scale_inv")]
+            each = scales.repeat_interleave(24, 0).repeat_interleave(40, 1)[: codes.shape[0], : codes.shape[1]]
+            assert torch.equal(found[name.removesuffix("_scale_inv")], codes.float() * each), name
+
+
+def fp8_weight(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> EncodedWeight:
+    decode = decode_fp4 if codes.dtype == torch.int8 else decode_numbers
+    columns = codes.shape[-1] * (2 if codes.dtype == torch.int8 else 1)
+    return EncodedWeight(torch.Size((*codes.shape[:-1], columns)), _Stored(codes), _Stored(scales), decode, block)
+
+
+class _Stored:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return "I32" if self._tensor.dtype == torch.int32 else "other"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index].clone()
+
+
+@pytest.mark.parametrize("experts", [(), (3,)])
+@pytest.mark.parametrize("scales", ["float32", "bfloat16", "e8m0", "bytes", "one"])
+@pytest.mark.parametrize("codes", ["float8", "fp4"])
+def test_fp8_has_the_bits_of_transformers(
+    codes: str, scales: str, experts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoded_weights, "_DECODED_AT_ONCE_NUMEL", 5 * 64)
+    torch.manual_seed(0)
+    block = (12, 64) if scales == "one" else (1, 32) if codes == "fp4" else (4, 16)
+    numbers = torch.randint(0, 256, (*experts, 12, 32), dtype=torch.uint8).view(torch.int8)
+    if codes == "float8":
+        numbers = torch.randn(*experts, 12, 64).to(torch.float8_e4m3fn)
+    grid = torch.randint(100, 140, (*experts, 12 // block[0], 64 // block[1]), dtype=torch.uint8)
+    if scales in ("float32", "bfloat16", "one"):
+        grid = torch.rand(grid.shape).to(torch.bfloat16 if scales == "bfloat16" else torch.float32)
+    elif scales == "e8m0":
+        grid = grid.view(torch.float8_e8m0fnu)
+    expected = Fp8Dequantize(None)._dequantize_one(numbers, grid, torch.float32)
+    weight = fp8_weight(numbers, grid, block)
+    assert torch.equal(weight[...], expected)
+    for first, last in ((0, 3), (1, 2)) if experts else ((0, 12), (3, 11), (7, 8)):
+        assert torch.equal(weight.decode(first, last, torch.bfloat16), expected[first:last].to(torch.bfloat16))
+
+
+def test_mxfp4_has_the_bits_of_transformers() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 255, 16, 16).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(2, 255, 16).contiguous()  # all but NaN
+    shape = torch.Size((2, 16 * 32, 255))
+    weight = EncodedWeight(shape, _Stored(blocks), _Stored(scales), decode_fp4, (1, 32), is_transposed=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        assert torch.equal(weight.decode(0, 2, dtype), expected)
+        assert torch.equal(weight.decode(1, 2, dtype), expected[1:])
+
+
+def compressed_folder(folder: Path, group: dict[str, Any], packs: str) -> tuple[Path, dict[str, Tensor]]:
+    """A Llama by compressed-tensors, and its products by name. ``packs``: the form of codes and scales."""
+    products: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+
+    def encode(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if "_proj" not in name:
+            return {name: tensor}
+        rows, columns = tensor.shape
+        size = {"tensor": columns, "channel": columns, "group": 32, "block": 40}[group["strategy"]]
+        height = {"tensor": rows, "block": 24}.get(group["strategy"], 1)
+        grid = (-(-rows // height), -(-columns // size))
+        scales = (torch.rand(grid, generator=generator) + 0.5).to(torch.bfloat16)
+        each = scales.float().repeat_interleave(height, 0).repeat_interleave(size, 1)[:rows, :columns]
+        if packs == "float8":
+            codes = tensor.to(torch.float8_e4m3fn)
+            products[name] = codes.float() * each
+            return {name: codes, f"{name}_scale": scales.flatten() if group["strategy"] == "tensor" else scales}
+        bits = group["num_bits"]
+        low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+        numbers = torch.randint(low, high + 1, (rows, columns), generator=generator)
+        encoded = {f"{name}_packed": pack_int32(numbers, bits), f"{name}_scale": scales}
+        encoded[f"{name}_shape"] = torch.tensor([rows, columns])
+        if not group["symmetric"]:
+            zeros = torch.randint(low, high + 1, grid, generator=generator)
+            encoded[f"{name}_zero_point"] = pack_int32(zeros.t(), bits).t()
+            numbers = numbers - zeros.repeat_interleave(size, 1)[:, :columns]
+        products[name] = numbers.float() * each
+        return encoded
+
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if packs == "float8" else "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+    return write_quantized(folder, tiny_model("llama", hidden_size=72), config, encode), products
+
+
+@pytest.mark.parametrize(
+    ("packs", "group"),
+    [
+        ("float8", {"type": "float", "num_bits": 8, "strategy": "tensor"}),
+        ("float8", {"type": "float", "num_bits": 8, "strategy": "channel"}),
+        ("float8", {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [24, 40]}),
+        ("int32", {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}),
+        ("int32", {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}),
+        ("int32", {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": False}),
+    ],
+)
+def test_compressed_tensors(packs: str, group: dict[str, Any], load_streamed: Load, tmp_path: Path) -> None:
+    path, products = compressed_folder(tmp_path / "quantized", group, packs)
+    found = stored(load_streamed(path))
+    assert len(products) == 21
+    for name, product in products.items():
+        assert torch.equal(found[name], product), name
+
+
+def test_a_quantized_checkpoint_generates(open_engines: list[Any], tmp_path: Path) -> None:
+    path, prompt = KINDS["llama-fp8"][0](tmp_path / "quantized"), torch.tensor([[7, 8, 9]])
+    model = hf_lohan.load_for_generation(path, {"ssd": str(tmp_path / "store")}, max_length=8, torch_device="cpu")
+    open_engines.append(engine_of(model))
+    expected = dequantized(path, "llama-fp8").eval().generate(prompt, max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_quantization_config_may_ask_for_what_happens(dequantize: bool, load_streamed: Load, tmp_path: Path) -> None:
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    config = FineGrainedFP8Config(dequantize=dequantize)
+    if dequantize:
+        assert_stored(load_streamed(path, quantization_config=config), dequantized(path, "llama-fp8"))
+    else:
+        with pytest.raises(ValueError, match=r"leave out quantization_config=FineGrainedFP8Config"):
+            load_streamed(path, quantization_config=config)
+
+
+# What is refused, before a weight is read.
+
+
+def refusal(path: Path, load_streamed: Load, tmp_path: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        load_streamed(path)
+    assert not (tmp_path / "store0").exists()
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
+        ({"quant_method": "never_heard_of"}, "never_heard_of"),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "marlin-24"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"format": "nvfp4-pack-quantized", "weights": {"type": "float"}}},
+            },
+            "nvfp4-pack-quantized",
+        ),
+    ],
+)
+def test_other_formats_are_refused_by_name(
+    config: dict[str, Any], named: str, load_streamed: Load, tmp_path: Path
+) -> None:
+    path = write_quantized(tmp_path / "quantized", tiny_model("llama"), config, lambda name, tensor: {name: tensor})
+    assert named in refusal(path, load_streamed, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4", "compressed"])
+@pytest.mark.parametrize("damage", ["missing", "cut short", "not finite"])
+def test_damaged_scales_are_refused(kind: str, damage: str, load_streamed: Load, tmp_path: Path) -> None:
+    path = tmp_path / "quantized"
+    if kind == "compressed":
+        group = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
+        compressed_folder(path, group, "int32")
+    else:
+        KINDS[kind][0](path)
+    tensors = read_files(path)
+    name = sorted(name for name in tensors if "_scale" in name)[3]
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "cut short":
+        tensors[name] = tensors[name][: tensors[name].shape[0] // 2]
+    else:
+        tensors[name].flatten()[3] = 255 if tensors[name].dtype == torch.uint8 else float("nan")
+    write_files(path, tensors)
+    sentence = refusal(path, load_streamed, tmp_path)
+    assert {"missing": "has no", "cut short": "has shape", "not finite": "not finite"}[damage] in sentence
+    assert name in sentence
+
+
+def test_a_file_that_is_cut_short_is_refused(load_streamed: Load, tmp_path: Path) -> None:
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    file = path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model-00002-of-00002.safetensors" in refusal(path, load_streamed, tmp_path)
+
+
+def test_nothing_but_scales_is_read_for_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    monkeypatch.setattr(EncodedWeight, "decode", None)
+    checkpoint = quantized_checkpoint(path, AutoConfig.from_pretrained(path))
+    assert checkpoint is not None
+    assert not hasattr(checkpoint.model_config, "quantization_config")
