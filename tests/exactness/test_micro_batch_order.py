@@ -126,8 +126,8 @@ def model_with_a_hook() -> Any:
 
 
 FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
-    "compute_loss": ({"trainer_class": CustomLoss}, "CustomLoss has a compute_loss of its own"),
-    "training_step": ({"trainer_class": CustomStep}, "CustomStep has a training_step of its own"),
+    "compute_loss": ({"trainer_class": CustomLoss}, "CustomLoss overrides compute_loss"),
+    "training_step": ({"trainer_class": CustomStep}, "CustomStep overrides training_step"),
     "compute_loss_func": ({"compute_loss_func": mean_loss}, "compute_loss_func"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
     "callback": ({"callbacks": [Watch()]}, "Watch has an on_substep_end"),

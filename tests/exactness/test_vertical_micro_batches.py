@@ -106,7 +106,8 @@ def test_what_draws_random_numbers_is_refused(drawn: str, tmp_path: Path) -> Non
     model = tiny_model("opt", **{"dropout": 0.1} if drawn == "dropout" else {})
     trainer = hf_lohan.Trainer(model, args, train_dataset=ROWS, offload=VERTICAL)
     with pytest.raises(
-        ValueError, match=f"vertical_micro_batches: true would draw .*{drawn}.*; set it to false or auto"
+        ValueError,
+        match=f"vertical_micro_batches: true would draw .*{drawn}.*; set vertical_micro_batches to false or auto",
     ):
         trainer.train()
     trainer.offload_engine.close()

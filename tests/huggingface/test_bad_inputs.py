@@ -98,7 +98,7 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 def test_what_is_no_configuration_of_adapters(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="peft_config='lora' is not a configuration of PEFT; give one"):
+    with pytest.raises(ValueError, match="peft_config='lora' is not a configuration of PEFT; give a configuration"):
         hf_lohan.from_pretrained(tmp_path / "model", peft_config="lora", default_ssd_path=tmp_path / "store")
 
 

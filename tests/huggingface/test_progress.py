@@ -168,7 +168,7 @@ def test_training_says_where_it_is(
     said = r"through ([\d.]+) MiB of RAM and ([\d.]+) KiB on the cpu \(limits: 5 MiB and 1 MiB\)"
     used = re.search(said, capsys.readouterr().out)
     assert used is not None and 0 < float(used[1]) <= 5 and 0 < float(used[2]) < 1024
-    assert "step 1/3  planning the first step; a new machine is measured ..." in shown
+    assert "step 1/3  planning the first step (on a new machine this measures the hardware) ..." in shown
     for where in ("forward block 1/5", "forward block 5/5", "backward block 1/5", "backward block 4/5"):
         assert re.search(rf"step 2/3  {where}  SSD [\d.e+-]+ GB/s  ETA \d\d:\d\d", shown), where
     evaluated = shown[shown.index("evaluation batch") :]

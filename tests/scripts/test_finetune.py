@@ -140,7 +140,7 @@ def test_unpacked_rows_train_and_evaluate(checkpoint: Checkpoints, tmp_path: Pat
         (["--text_column", "txet"], "no column 'txet' in the data; did you mean 'text'?"),
         (["--offload", "configs/missing.yaml"], "missing.yaml"),
         (["--offload", "nowhere"], "nowhere"),
-        (["--offload", "lohan", "--optim", "lion_8bit"], "optim='adamw_bnb_8bit'"),
+        (["--offload", "lohan", "--optim", "lion_8bit"], "optim='lion_8bit'"),
         (["--resume", "last"], "nothing to resume: no checkpoint in"),
         (["--resume", "elsewhere"], "'elsewhere' is not a Trainer checkpoint"),
         (["--model_name_or_path", "no/such/folder"], "no/such/folder"),
