@@ -85,7 +85,8 @@ def check_together(model: Any) -> None:
     if drawn is not None:
         raise ValueError(
             f"vertical_micro_batches: true would draw the model's random numbers ({drawn}) in another order than one "
-            f"micro-batch after the other; set vertical_micro_batches to false or auto, or {drawn.partition('=')[0]} to 0"
+            "micro-batch after the other; set vertical_micro_batches to false or auto, or "
+            f"{drawn.partition('=')[0]} to 0"
         )
 
 
