@@ -125,7 +125,7 @@ class RunPlan:
         if self.now.plan.refusal is not None:
             logger.warning("the plan says that this run does not fit: %s", self.now.plan.refusal)
         self._announce("planned")
-        if unreached := [layer.name for layer in self.now.profile.layers if not layer.flops]:
+        if unreached := _layers_without_text(self.now.profile):
             logger.info(
                 "the plan counts text alone: it has neither time nor memory for the %d layers that other inputs reach "
                 "(such as %s), whose activations are recomputed",
@@ -272,6 +272,11 @@ class RunPlan:
         logger.info(message, why, step.step_s, step.bottleneck, *bytes_moved)
 
 
+def _layers_without_text(profile: ModelProfile) -> list[str]:
+    """The layers that a batch of token ids alone does not reach, such as those of a vision tower."""
+    return [layer.name for layer in profile.layers if not layer.flops]
+
+
 def _of_layers(profile: ModelProfile, routing: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
     """The counts of layers whose experts are planned one by one."""
     planned = {block.name: block.experts.num_experts for block in profile.blocks if block.experts is not None}
@@ -301,15 +306,21 @@ def stock_fit(
     memory_bytes: int,
     bytes_per_param: float,
     recomputes: bool,
+    has_text_alone: bool = True,
 ) -> InMemoryFit:
     """Whether the stock Trainer's step with ``model`` fits `memory_bytes` of ``device``. Raises ValueError for a model
-    that cannot be traced."""
+    that cannot be traced. ``has_text_alone``: no batch has images. Otherwise a model with a tower has a ValueError."""
     with hooks_taken_off(model), torch.random.fork_rng(devices=()):
         traced = trace_blocks(
             model,
             batch_size=shape.batch_size,
             sequence_length=shape.sequence_length,
             device=device.torch_device,
+        )
+    if not has_text_alone and (unreached := _layers_without_text(traced.profile)):
+        raise ValueError(
+            f"a plan counts text alone, and batches may have inputs for {len(unreached)} further layers of "
+            f"{type(model).__name__} (such as {unreached[0]})"
         )
     return stock_training_fit(
         traced.profile, memory_bytes, bytes_per_param, recomputes=recomputes, has_allocator=not device.memory_is_host

@@ -189,7 +189,9 @@ OF_CLASS: dict[str, dict[str, Any]] = {
     "Ernie4_5_VLMoeForConditionalGeneration": {
         "text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}
     },
-    "Glm5NextForConditionalGeneration": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0}},
+    "Glm5NextForConditionalGeneration": {
+        "text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "moe_intermediate_size": 32}
+    },
     "Granite4VisionForConditionalGeneration": {
         **_PINPOINTS,
         "downsample_rate": "1/2",

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan import ConfigError
 from hf_lohan.huggingface.trainer import in_memory
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model
 from hf_lohan.wording import format_bytes
 
 ROWS = [{name: value[0].tolist() for name, value in tiny_batch(seed=seed).items()} for seed in range(8)]
@@ -123,6 +123,22 @@ def test_adapters_need_less(free: Any, tmp_path: Path) -> None:
     assert whole != small
     free(1 << 40)
     assert in_memory.choose_place(SFTTrainer, settings, makes_models=True).in_memory
+
+
+def test_images_are_offloaded_and_text_for_a_model_with_a_tower_is_not(free: Any, tmp_path: Path) -> None:
+    tower = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(vision_config=tower, text_config=tiny_config("llama"), image_token_index=255)
+    settings = {"model": transformers.LlavaForConditionalGeneration(config), "args": arguments(tmp_path)}
+    free(1 << 40)
+    images = [{**row, "pixel_values": [[0.0]]} for row in ROWS]
+    text, with_images = (
+        in_memory.choose_place(hf_lohan.Trainer, {**settings, "train_dataset": rows}, makes_models=False)
+        for rows in (ROWS, images)
+    )
+    assert text.in_memory
+    assert not with_images.in_memory and "inputs for 2 further layers of LlavaForCond" in with_images.sentence
 
 
 def test_where_memory_does_not_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,9 @@ from hf_lohan.report.run_data import STORE_FOLDER
 from hf_lohan.wording import format_bytes
 
 _ROWS_AT_ONCE = 10_000
+_COLUMNS_OF_TEXT = frozenset(
+    {"attention_mask", "completion", "input_ids", "labels", "messages", "position_ids", "prompt", "text"}
+)
 _STATE_BYTES = 16
 """Bytes of a float32 weight, its gradient and AdamW's two moments."""
 _AUTOCAST_BYTES = 2
@@ -112,6 +115,7 @@ def _by_plan(model: nn.Module, settings: Mapping[str, Any], args: TrainingArgume
         memory_bytes=device.total_memory_bytes() + held_bytes,
         bytes_per_param=_STATE_BYTES + _AUTOCAST_BYTES * is_mixed(args) + _TEMPORARY_BYTES * (not is_fused),
         recomputes=args.gradient_checkpointing,
+        has_text_alone=_has_text_alone(settings.get("train_dataset")),
     )
     memory = "the free RAM's" if device.memory_is_host else "the device's free"
     numbers = (
@@ -120,6 +124,15 @@ def _by_plan(model: nn.Module, settings: Mapping[str, Any], args: TrainingArgume
     )
     done = "trains this run in memory, with the stock Trainer" if fit.fits else "offloads this run"
     return TrainingPlace(fit.fits, f"offload={FITS_OR_NOT!r} {done}: {numbers}")
+
+
+def _has_text_alone(dataset: Any) -> bool:
+    """Whether a stored dataset has no columns but those of text. Rows that are made when they are read are not read."""
+    if isinstance(dataset, list | tuple):
+        return all(isinstance(row, Mapping) and set(row) <= _COLUMNS_OF_TEXT for row in dataset)
+    datasets = sys.modules.get("datasets")
+    is_stored = datasets is not None and isinstance(dataset, datasets.Dataset)
+    return is_stored and set(dataset.column_names) <= _COLUMNS_OF_TEXT
 
 
 def longest_sequence(model: nn.Module, settings: Mapping[str, Any], args: TrainingArguments) -> int:
