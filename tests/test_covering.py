@@ -1,4 +1,4 @@
-"""Which cases of a test with many parameters run by default."""
+"""The cases that run by default of a test with many parameters."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_all(x): ...
     ],
 )
 def test_other_cases_are_slow(selection: list[str], summary: str, tmp_path: Path) -> None:
-    """A case that is selected by its name runs."""
+    """A case selected by its name runs."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""Files, links and floors that the documents name exist."""
+"""The files, links and floors that the documents name exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = ROOT / "hf_lohan"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} | {path.name for path in PACKAGE.iterdir()}
 OF_A_RUN = re.compile(r"^(store/(model|lohan|manifest|records|log)|lohan/|checkpoint-)")
-"""Files of a run, whose folders have names of rooms."""
+"""Files of a run, whose folders have the names of rooms."""
 OF_OTHERS = "transformers/tests/trainer/test_trainer.py"
 WRITTEN_BY_USERS = {
     "train.py",
@@ -30,7 +30,7 @@ ANCHOR = re.compile(r"[^\w\- ]")
 
 
 def words(document: Path) -> Iterator[str]:
-    """Words in backticks and in code blocks."""
+    """Yield the words in backticks and in code blocks."""
     text = document.read_text(encoding="utf-8")
     blocks = re.findall(r"^```.*?^```", text, flags=re.DOTALL | re.MULTILINE)
     for block in blocks:
@@ -41,7 +41,7 @@ def words(document: Path) -> Iterator[str]:
 
 
 def expanded(name: str) -> list[str]:
-    """ "a/{b,c}.py" -> "a/b.py", "a/c.py"."""
+    """Expand braces: "a/{b,c}.py" gives "a/b.py" and "a/c.py"."""
     match = re.search(r"\{([^{}]*)\}", name)
     if match is None:
         return [name]
@@ -56,7 +56,7 @@ def is_file_of_ours(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
-    """Whether it is a path from the project's or the package's folder, a file name, or a name in a module such as
+    """Return whether `name` is a path within the project or package, a file name, or a name in a module such as
     `files/reflink.clone_range`."""
     name = name.rstrip("/")
     module, _, inside = name.rpartition(".")

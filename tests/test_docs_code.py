@@ -1,4 +1,4 @@
-"""Runs the Python blocks of each page in order, with tiny models."""
+"""The Python blocks of each page run in order, with tiny models."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hf_lohan.testing.models import VOCAB_SIZE, tiny_batch, tiny_model
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n)?^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 BEGINS = re.compile(r"(Trainer|Accelerator)\(")
-"""Blocks that begin a program. Other blocks continue the one before."""
+"""Matches blocks that begin a program. Other blocks continue the block before."""
 CHECKPOINTS = ("models/llama-3-8b", "checkpoints/llama-3-8b", "models/llama-3.1-8b", "models/llama-3.1-70b")
 
 
 def blocks(document: Path) -> list[tuple[bool, str]]:
-    """(whether it runs, code) of each block."""
+    """Return (whether it runs, code) of each block."""
     return [(not match[1], match[2]) for match in BLOCK.finditer(document.read_text(encoding="utf-8"))]
 
 
@@ -38,7 +38,7 @@ DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names that pages expect, in a folder with the checkpoints that they name."""
+    """The variables that pages expect, in a folder with the checkpoints that pages name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
@@ -89,10 +89,10 @@ def test_the_python_of_a_page_runs(
 ) -> None:
     for is_run, code in blocks(document):
         if is_run:
-            if "from_pretrained(" in code:  # the default store belongs to another recipe
+            if "from_pretrained(" in code:  # frees the default store of an earlier recipe
                 close_engines(names)
                 shutil.rmtree("lohan_store", ignore_errors=True)
-            if BEGINS.search(code):  # a new program for accelerate
+            if BEGINS.search(code):  # accelerate must see a new program
                 AcceleratorState._reset_state()
                 GradientState._reset_state()
                 monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)

@@ -1,6 +1,5 @@
-"""The rules of the house, held by reading the source: who may import whom, what may be named where.
-
-`docs/architecture.md` draws the floors; CONTRIBUTING.md says why. A room that does not exist yet is no error.
+"""The rules of the code base, such as which rooms may import each other, checked by reading the source.
+`docs/architecture.md` draws the floors, and CONTRIBUTING.md explains them. A room that does not exist yet is allowed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FLOORS = {
     "huggingface": 11,
     "cli": 12,
 }
-NARROWER = {
+RESTRICTED = {
     "compat": set[str](),
     "config": {"planner", "wording"},
     "planner": {"wording"},
@@ -50,7 +49,7 @@ NARROWER = {
     "quantize": {"planner"},
     "report": {"config", "timeline", "wording"},
 }
-"""Rooms that may use less than all the floors below theirs."""
+"""Rooms that may not use all floors below their own."""
 
 PACKAGES_FLOOR_0_AND_1 = {
     "timeline": set[str](),
@@ -66,7 +65,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "quantize": {"torch"},
     "report": set[str](),
 }
-"""The only packages outside the standard library that the two lowest floors may use."""
+"""The only packages outside the standard library that the lowest floors may use."""
 
 HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "diffusers", "huggingface_hub"}
 HUGGING_FACE_COMPAT = {"transformers_conversions", "transformers_private", "accelerate_private", "trl_private"}
@@ -84,7 +83,7 @@ PRIVATE_NAMES = {
     "_fused_adam_", "_fused_adamw_", "_is_mkldnn_bf16_supported", "_modules", "_opname", "_opt_called", "_parameters",
     "_schema", "_sequence_nr", "_version",
 }  # fmt: skip
-"""Of objects of others, that `compat` alone may name."""
+"""Private names of other libraries, which only `compat` may use."""
 OTHERS_PRIVATE_MODULE = re.compile(r"(torch|transformers|accelerate|trl)\.(\w+\.)*_[a-z]")
 MAX_FILE_LINES = 600
 BANNED_WORDS = re.compile("manager|helper|utils", re.IGNORECASE)
@@ -92,7 +91,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}{)/-])/(?:root|home/\w|Users/\w|work/|opt
 
 
 def source_files(folder: Path = PACKAGE, *, shipped: bool = False) -> list[Path]:
-    """Python files below ``folder``. ``shipped``: without `hf_lohan.testing`, which no wheel contains."""
+    """Return the Python files in `folder`. With `shipped`, leave out `hf_lohan.testing`, which no wheel contains."""
     return sorted(
         path
         for path in folder.rglob("*.py")
@@ -106,13 +105,13 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def room_of(path: Path) -> str:
-    """The room a file lives in; for a module at the top of the package, its own name."""
+    """Return the room of a file. The room of a module at the top of the package is its own name."""
     inside = path.relative_to(PACKAGE).parts
     return inside[0] if len(inside) > 1 else path.stem
 
 
 def imported_modules(path: Path, package: Path = PACKAGE) -> Iterator[str]:
-    """The dotted name of all that ``path`` imports anywhere in it, ``from x import y`` as x.y."""
+    """Yield the dotted names of all imports in a file. `from x import y` gives "x.y"."""
     here = path.relative_to(package.parent).with_suffix("").parts
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -124,7 +123,7 @@ def imported_modules(path: Path, package: Path = PACKAGE) -> Iterator[str]:
 
 
 def imported_rooms(path: Path) -> set[str]:
-    """The rooms that ``path`` uses. What `hf_lohan` itself offers (Trainer, ...) comes from huggingface."""
+    """Return the rooms that a file uses. Names of `hf_lohan` itself, such as Trainer, belong to huggingface."""
     rooms = set()
     for name in imported_modules(path):
         first, _, rest = name.partition(".")
@@ -145,7 +144,7 @@ def allowed_rooms(room: str) -> set[str]:
         return {other for other, floor in FLOORS.items() if floor <= 2}
     if room not in FLOORS:  # a module at the top of the package, such as run.py
         return set(FLOORS)
-    return NARROWER.get(room, {other for other, floor in FLOORS.items() if floor < FLOORS[room]})
+    return RESTRICTED.get(room, {other for other, floor in FLOORS.items() if floor < FLOORS[room]})
 
 
 def report(offences: list[str]) -> None:
@@ -158,7 +157,7 @@ def name_of(path: Path) -> str:
 
 def test_every_room_is_on_a_floor() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert rooms <= {*FLOORS, "testing"}, "give a new room its floor here and in docs/architecture.md"
+    assert rooms <= {*FLOORS, "testing"}, "add the new room to FLOORS and to docs/architecture.md"
 
 
 def test_imports_go_down_only() -> None:
@@ -178,7 +177,7 @@ def test_the_two_lowest_floors_use_few_packages() -> None:
     report(offences)
 
 
-def test_only_huggingface_knows_hugging_face() -> None:
+def test_only_huggingface_imports_hugging_face() -> None:
     offences = []
     for path in source_files():
         found = imported_packages(path) & HUGGING_FACE
@@ -188,16 +187,18 @@ def test_only_huggingface_knows_hugging_face() -> None:
     report(offences)
 
 
-def test_all_that_is_in_huggingface_knows_hugging_face() -> None:
+def test_all_files_in_huggingface_import_hugging_face() -> None:
     offences = []
     for path in source_files(PACKAGE / "huggingface"):
         compat = {name for name in HUGGING_FACE_COMPAT if f"hf_lohan.compat.{name}" in ".".join(imported_modules(path))}
         if path.name != "__init__.py" and not compat and not imported_packages(path) & HUGGING_FACE:
-            offences.append(f"{name_of(path)} names no Hugging Face: it belongs to another room, or to who uses it")
+            offences.append(
+                f"{name_of(path)} imports no library of Hugging Face: move it to another room or to its only user"
+            )
     report(offences)
 
 
-def test_hugging_faces_private_api_is_for_those_who_know_it() -> None:
+def test_only_some_rooms_use_the_private_api_of_hugging_face() -> None:
     offences = []
     for path in source_files():
         used = [name for name in imported_modules(path) if name.split(".")[1:3][-1:] and name.split(".")[1] == "compat"]
@@ -207,7 +208,7 @@ def test_hugging_faces_private_api_is_for_those_who_know_it() -> None:
     report(offences)
 
 
-def test_private_attributes_of_others_are_read_in_compat_alone() -> None:
+def test_only_compat_uses_private_attributes_of_other_libraries() -> None:
     offences = []
     for path in source_files():
         if room_of(path) == "compat":
@@ -241,9 +242,9 @@ def test_only_device_names_torch_cuda() -> None:
     report(offences)
 
 
-def test_conditions_have_a_lock_that_is_entered_itself() -> None:
-    """`Condition.__enter__` and `__exit__` are Python code: an interrupt may end them between taking and letting go,
-    and then nobody ever gets the lock again. A lock's own are not."""
+def test_the_lock_of_a_condition_is_entered_and_not_the_condition() -> None:
+    """An interrupt may stop `Condition.__enter__` and `__exit__`, which are Python code, while they hold the lock,
+    which then stays locked forever. Those of a lock are not Python code."""
     offences = []
     for path in source_files():
         conditions = set()
@@ -258,14 +259,14 @@ def test_conditions_have_a_lock_that_is_entered_itself() -> None:
     report(offences)
 
 
-TORCHS_OWN = {"data", "grad", "requires_grad", "forward"}
-"""Attributes of tensors and modules that are there to be assigned."""
-ANOTHERS = {"config.dtype", "parser.description", "options.module"}
-"""Objects of Hugging Face and argparse, with attributes that classes of ours happen to have, too. At most three."""
+ASSIGNABLE_OF_TORCH = {"data", "grad", "requires_grad", "forward"}
+"""Attributes of tensors and modules that are meant to be assigned."""
+FOREIGN_ATTRIBUTES = {"config.dtype", "parser.description", "options.module"}
+"""Attributes of objects of Hugging Face and argparse that classes of hf_lohan also have. At most three."""
 
 
 def assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
-    """Every ``x.y`` that is assigned to."""
+    """Yield every `x.y` that is assigned to."""
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else []
         targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
@@ -282,7 +283,7 @@ def is_own(attribute: ast.Attribute) -> bool:
 
 
 def declared_attributes(tree: ast.AST) -> set[str]:
-    """What classes say that their objects have."""
+    """Return the attributes that classes declare or assign to themselves."""
     fields = {
         node.target.id
         for class_node in ast.walk(tree)
@@ -293,25 +294,25 @@ def declared_attributes(tree: ast.AST) -> set[str]:
     return fields | {attribute.attr for attribute in assigned_attributes(tree) if is_own(attribute)}
 
 
-def test_no_room_assigns_attributes_of_another_rooms_objects() -> None:
-    """Wiring that one can see: what an object needs is given when it is made, or by a method."""
+def test_no_room_assigns_attributes_of_another_room() -> None:
+    """An object gets everything it needs from its constructor or a method, so that the wiring is visible."""
     declared: dict[str, set[str]] = {}
     for path in source_files():
         declared.setdefault(room_of(path), set()).update(declared_attributes(tree_of(path)))
     offences = []
     for path in source_files():
-        here = declared[room_of(path)] | TORCHS_OWN
+        here = declared[room_of(path)] | ASSIGNABLE_OF_TORCH
         elsewhere = set().union(*(names for room, names in declared.items() if room != room_of(path))) - here
         offences += [
             f"{name_of(path)}:{attribute.lineno}: {ast.unparse(attribute)} = ..."
             for attribute in assigned_attributes(tree_of(path))
             if not is_own(attribute) and attribute.attr in elsewhere
-            if not ast.unparse(attribute).endswith(tuple(ANOTHERS))
+            if not ast.unparse(attribute).endswith(tuple(FOREIGN_ATTRIBUTES))
         ]
     report(offences)
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_room_has_a_docstring_and_all() -> None:
     offences = []
     for init in sorted(PACKAGE.glob("*/__init__.py")):
         module = tree_of(init)
@@ -337,8 +338,8 @@ def test_files_stay_short() -> None:
 MAX_FILES_IN_A_FOLDER = 12
 MAX_FILES_THAT_ASK_FOR_RANKS = 10
 SMALL_FILE_LINES = 100
-ANOTHERS_DOOR = {"run.py", "trl.py"}
-"""Modules that users import or run by name."""
+ENTRY_POINTS = {"run.py", "trl.py"}
+"""Modules that users import or run by name, which need no importer."""
 
 
 def test_folders_have_few_files() -> None:
@@ -347,7 +348,8 @@ def test_folders_have_few_files() -> None:
 
 
 def importers() -> dict[Path, set[Path]]:
-    """For each file, the files that import it. A name that a room offers counts for the file that defines it."""
+    """Return, for each file, the files that import it. An import from a room counts for the file that defines the
+    name."""
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in source_files()}
     defined_in: dict[str, str] = {}
     for module, path in paths.items():
@@ -360,7 +362,7 @@ def importers() -> dict[Path, set[Path]]:
         if path.name == "__init__.py":
             continue
         for name in imported_modules(path):
-            for _ in range(3):  # as deep as rooms go
+            for _ in range(3):  # the depth of re-exports
                 source = defined_in.get(name)
                 name = name if source is None else f"{source}.{name.rpartition('.')[2]}"
             for module in (name, name.rpartition(".")[0]):
@@ -373,14 +375,14 @@ def test_small_files_have_two_importers() -> None:
     offences = []
     for path, users in importers().items():
         num_lines = len(path.read_text(encoding="utf-8").splitlines())
-        is_exempt = path.name in ("__init__.py", "__main__.py", *ANOTHERS_DOOR) or room_of(path) == "testing"
+        is_exempt = path.name in ("__init__.py", "__main__.py", *ENTRY_POINTS) or room_of(path) == "testing"
         if num_lines < SMALL_FILE_LINES and len(users) < 2 and not is_exempt:
             offences.append(f"{name_of(path)} has {num_lines} lines and {len(users)} importers: merge it")
     report(offences)
 
 
 def public_names(path: Path) -> Iterator[str]:
-    """Names that the module defines at its top level, and its classes also where they are private."""
+    """Yield the public names that a module defines at its top level, and all its classes."""
     for node in tree_of(path).body:
         if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and not node.name.startswith("_")):
             yield node.name
@@ -389,7 +391,7 @@ def public_names(path: Path) -> Iterator[str]:
             yield from (t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_"))
 
 
-def test_no_name_stands_for_two_things() -> None:
+def test_no_public_name_is_defined_twice() -> None:
     rooms: dict[str, set[str]] = defaultdict(set)
     for path in source_files(shipped=True):
         for name in public_names(path):
@@ -414,8 +416,8 @@ def conditions(path: Path) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def test_few_files_ask_how_many_ranks_there_are() -> None:
-    """What differs with ranks is chosen where objects are built; the rest calls what it was given."""
+def test_few_files_ask_for_the_number_of_ranks() -> None:
+    """Code for several ranks is chosen where objects are built. Other code calls these objects and need not ask."""
     asking = [
         name_of(path)
         for path in source_files(shipped=True)
@@ -429,7 +431,7 @@ def test_the_documents_stay_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
-def test_names_say_what_a_thing_does() -> None:
+def test_names_have_no_banned_words() -> None:
     offences = []
     for path in (*source_files(), *source_files(ROOT / "scripts"), *source_files(ROOT / "tests")):
         if BANNED_WORDS.search(name_of(path)):
@@ -465,7 +467,7 @@ def test_importing_the_rooms_below_huggingface_is_light() -> None:
     run_python(f"{imports}\n{NOTHING_HEAVY}\n{no_handlers}")
 
 
-READS_UNDER_ANOTHER_PYTHON = """
+PARSE_ALL = """
 import ast, pathlib, sys
 for path in pathlib.Path(sys.argv[1]).rglob("*.py"):
     tree = compile(path.read_text(), str(path), "exec", ast.PyCF_ONLY_AST)
@@ -480,8 +482,8 @@ for path in pathlib.Path(sys.argv[1]).rglob("*.py"):
 
 
 @pytest.mark.parametrize("minor", range(10, 15))
-def test_every_supported_python_reads_the_library(minor: int) -> None:
-    """Its syntax and the names it takes from the standard library, with interpreters on PATH or beside this one."""
+def test_every_supported_python_can_parse_the_library(minor: int) -> None:
+    """Check the syntax and the imports from the standard library, with interpreters on PATH or next to this one."""
     beside = sorted(Path(sys.base_prefix).parent.glob(f"*3.{minor}*/bin/python3.{minor}"))
     for python in filter(None, [shutil.which(f"python3.{minor}"), *map(str, beside)]):
         code = f"import sys; assert sys.version_info[:2] == (3, {minor})"
@@ -489,13 +491,13 @@ def test_every_supported_python_reads_the_library(minor: int) -> None:
             break
     else:
         pytest.skip(f"this machine has no Python 3.{minor}")
-    found = subprocess.run([python, "-c", READS_UNDER_ANOTHER_PYTHON, PACKAGE], capture_output=True, text=True)
+    found = subprocess.run([python, "-c", PARSE_ALL, PACKAGE], capture_output=True, text=True)
     assert found.returncode == 0 and not found.stdout, found.stdout + found.stderr
 
 
-def test_no_file_names_a_place_on_somebodys_machine() -> None:
+def test_no_file_names_a_path_of_a_developer_s_machine() -> None:
     if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: which files belong to the project is not known")
+        pytest.skip("the files of the project are known only in a git checkout")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -524,7 +526,7 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
         ("from hf_lohan import Trainer", {"hf_lohan.Trainer"}),
     ],
 )
-def test_the_reading_of_imports_itself(source: str, modules: set[str], tmp_path: Path) -> None:
+def test_imports_are_found(source: str, modules: set[str], tmp_path: Path) -> None:
     path = tmp_path / "hf_lohan" / "engine" / "engine.py"
     path.parent.mkdir(parents=True)
     path.write_text(source)

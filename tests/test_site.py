@@ -1,4 +1,4 @@
-"""The documents as a site: it builds, its quotes are current, and its commands can be parsed."""
+"""The site of the documents builds, its quotes are current, and its commands can be parsed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMAND = re.compile(r"^(?:\$ )?((?:lohan|accelerate launch|python|bash) [^\n]*)
 
 
 def module(path: Path) -> ModuleType:
-    """Import one of our scripts, once: other tests pickle its classes."""
+    """Import a script once, because other tests pickle its classes."""
     if path.stem in sys.modules:
         return sys.modules[path.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -73,8 +73,8 @@ def test_quoted_plans_and_the_readme_table_are_renewed(from_root: None) -> None:
     renewal = module(ROOT / "scripts" / "development" / "renew_docs.py")
     quoted = [one for document in DOCUMENTS for one in renewal.quoted_plans(document.read_text(encoding="utf-8"))]
     assert len(quoted) >= 6
-    for command, said in quoted:
-        assert renewal.answer(command) == said, f"{command}: run scripts/development/renew_docs.py"
+    for command, expected in quoted:
+        assert renewal.answer(command) == expected, f"{command}: run scripts/development/renew_docs.py"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert renewal.with_table(readme) == readme, "README's table: run scripts/development/renew_docs.py"
 
@@ -84,7 +84,7 @@ def test_quoted_plans_and_the_readme_table_are_renewed(from_root: None) -> None:
 
 @cache
 def sentences() -> tuple[str, ...]:
-    """All strings of the code, with a mark for each inserted value."""
+    """Return all strings of the code, with a mark for each inserted value."""
     found = []
     for path in (ROOT / "hf_lohan").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -108,20 +108,20 @@ def quoted_errors() -> list[str]:
 def test_every_explained_error_exists() -> None:
     assert len(quoted_errors()) > 20
     assert [quoted for quoted in quoted_errors() if not is_said(quoted)] == []
-    assert not is_said("this is said … nowhere")
+    assert not is_said("this is expected … nowhere")
 
 
 # Commands.
 
 
 def plain_blocks(text: str) -> list[str]:
-    """Code blocks without a language."""
+    """Return the code blocks without a language."""
     fences = re.split(r"^```(\w*)\n", text, flags=re.MULTILINE)
     return [inside for opened, inside in zip(fences[1::4], fences[2::4], strict=True) if not opened]
 
 
 def commands() -> list[str]:
-    """The commands of all code blocks, with joined lines and without comments."""
+    """Return the commands of all code blocks, with joined lines and without comments."""
     found: dict[str, None] = {}
     for document in DOCUMENTS:
         for block in plain_blocks(document.read_text(encoding="utf-8") + "\n"):
@@ -149,7 +149,7 @@ def parse_script(script: str, words: list[str]) -> None:
     path = ROOT / script
     if script == "any_script.py":
         return
-    assert path.is_file(), f"there is no {script}"
+    assert path.is_file(), f"{script} does not exist"
     if path.name == "sft.py":
         trl = pytest.importorskip("trl")
         parser: Any = trl.TrlParser((module(path).RunArguments, module(path).SFTArguments, trl.ModelConfig))
@@ -158,7 +158,7 @@ def parse_script(script: str, words: list[str]) -> None:
 
         arguments = module(ROOT / "scripts" / "finetune_arguments.py")
         parser = HfArgumentParser((arguments.ModelArguments, arguments.DataArguments, TrainingArguments))
-    else:  # scripts with few options: look for them in their source
+    else:  # scripts with few options, which are searched in their source
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         text = path.read_text(encoding="utf-8") + (ROOT / "scripts/benchmarks/benchmarking.py").read_text(
             encoding="utf-8"

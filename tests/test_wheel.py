@@ -1,4 +1,4 @@
-"""What the wheel contains, by setuptools' own discovery with the settings of `pyproject.toml`."""
+"""The contents of the wheel, found by setuptools with the settings of `pyproject.toml`."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ default_tests=(
     tests/gpu
     $double
     tests/exactness/test_experts.py
-    tests/exactness/test_against_stock_trainer.py::test_kept_activations
+    tests/exactness/test_against_stock_trainer.py::test_kept_activations_equal_stock
     tests/exactness/test_against_stock_trainer.py::test_schedules_differ_only_in_time
     tests/exactness/test_against_stock_trainer.py::test_dropout_draws_the_same_numbers
     tests/exactness/test_activations.py::test_every_mode_trains_as_stock
-    tests/exactness/test_activations.py::test_a_model_that_is_streamed_in
-    tests/exactness/test_activations.py::test_adapters
+    tests/exactness/test_activations.py::test_a_streamed_model_trains_as_stock
+    tests/exactness/test_activations.py::test_adapters_train_as_stock
 )
 
 is_required=0

@@ -1,4 +1,4 @@
-"""The fixtures of engines and twins."""
+"""Fixtures of engines and twins."""
 
 from engines import build_engine, make_config, make_twins
 from offloaded_models import forget_global_state

@@ -1,4 +1,4 @@
-"""Autograd keeps handles, never weights."""
+"""Autograd saves handles of weights, never the weights."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def nodes_of(loss: Tensor) -> set[Node]:
 
 
 def saved_tensors(node: Node) -> list[Tensor]:
-    """What a node has saved, unpacked."""
+    """Return the unpacked tensors that a node has saved."""
     values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     flat = [v for value in values for v in (value if isinstance(value, tuple | list) else [value])]
     return [value for value in flat if isinstance(value, Tensor)]
 
 
 def poison(engine: OffloadEngine) -> None:
-    """Make whatever still looks at a slot see NaN; the engine itself knows that it must read again."""
+    """Fill all slots with NaN and make the engine forget their contents. Only a leaked view reads the NaNs."""
     ring = engine._ring
-    with ring.lock:  # the prefetching thread may be about to load for the backward, and does when it has the lock
+    with ring.lock:  # the prefetch thread may be waiting for this lock to load for the backward
         assert ring.changed.wait_for(lambda: not any(slot.is_loading for slot in ring._all()), timeout=60)
         ring.forget(engine.layout.blocks)
         for slot in ring._all():
@@ -60,27 +60,27 @@ def test_no_view_of_a_slot_outlives_the_forward(family: str, recompute: bool, ma
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_graph_holds_no_tensor_over_a_slot(
+def test_the_graph_saves_no_tensor_of_a_slot(
     family: str, build_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Handles are unpacked into a decoy here, so every tensor over a slot in the graph was kept as it is."""
+    """Handles unpack into decoys in this test, so a tensor of the graph that lies in a slot was saved directly."""
     packed: list[WatchedTensor | WeightHandle] = []
     decoys: dict[Block, Tensor] = {}
 
-    def noting_hooks(stand_ins: StandIns, block_behind: Any, _fetch: Any, activations: Any) -> Any:
+    def recording_hooks(stand_ins: StandIns, block_behind: Any, _fetch: Any, activations: Any) -> Any:
         def decoy(block: Block, _element: int) -> Tensor:
             return decoys.setdefault(block, torch.zeros(block.numel))
 
         hooks = saved_weight_hooks(stand_ins, block_behind, decoy, activations)
         pack = hooks.pack_hook
 
-        def note(tensor: Tensor) -> WatchedTensor | WeightHandle:
+        def record(tensor: Tensor) -> WatchedTensor | WeightHandle:
             packed.append(pack(tensor))
             return packed[-1]
 
-        return torch.autograd.graph.saved_tensors_hooks(note, hooks.unpack_hook)
+        return torch.autograd.graph.saved_tensors_hooks(record, hooks.unpack_hook)
 
-    monkeypatch.setattr(model_hooks, "saved_weight_hooks", noting_hooks)
+    monkeypatch.setattr(model_hooks, "saved_weight_hooks", recording_hooks)
     engine = build_engine(tiny_model(family).train())
     loss = engine.model(**tiny_batch()).loss
     handles = [saved for saved in packed if isinstance(saved, WeightHandle)]
@@ -93,7 +93,7 @@ def test_the_graph_holds_no_tensor_over_a_slot(
     assert all(engine._ring.block_behind(tensor) is None for tensor in found)
 
 
-def test_a_handle_finds_the_weight_in_whatever_slot_it_is(build_engine: Callable[..., OffloadEngine]) -> None:
+def test_a_handle_finds_its_weight_in_any_slot(build_engine: Callable[..., OffloadEngine]) -> None:
     engine = build_engine(tiny_model("llama").train())
     ring, block = engine._ring, engine.layout.blocks[1]
     slot = engine._prefetcher.acquire(block)

@@ -1,4 +1,4 @@
-"""A weight that is read anywhere, in a forward or out of it, gives the true number, and its gradient is right."""
+"""Reading a weight gives its current value and the right gradient, within and outside a forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeTwins = Callable[..., Twins]
 
 
 class _KeepsWeight(torch.autograd.Function):
-    """As fused heads do: it is given the weight itself, and saves it."""
+    """Takes the weight itself and saves it, as fused heads do."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -90,8 +90,10 @@ IN_FORWARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a layer's": lambda m, h: (h @ _weight(m, LAYER).t()).square().mean(),
     "two blocks'": lambda m, h: (_weight(m, HEAD).sum() * _weight(m, EMBEDDING).mean() * h).mean(),
     "a function that saves it": lambda m, h: _KeepsWeight.apply(_flat(h), _weight(m, HEAD)),
-    "one that saves t()": lambda m, h: _KeepsTransposed.apply(_flat(h), _weight(m, HEAD)).logsumexp(-1).mean(),
-    "one that keeps it": lambda m, h: _KeepsOnItself.apply(_flat(h), _weight(m, HEAD)).logsumexp(-1).mean(),
+    "a function that saves t()": lambda m, h: _KeepsTransposed.apply(_flat(h), _weight(m, HEAD)).logsumexp(-1).mean(),
+    "a function that keeps it as an attribute": lambda m, h: (
+        _KeepsOnItself.apply(_flat(h), _weight(m, HEAD)).logsumexp(-1).mean()
+    ),
     "checkpointed": lambda m, h: checkpoint(
         lambda h: (h @ _weight(m, HEAD).t()).logsumexp(-1).mean(), h, use_reentrant=False
     ),
@@ -111,7 +113,7 @@ OUT_OF_FORWARD: dict[str, Callable[[Any], Tensor]] = {
 
 
 class _ReadsMore(nn.Module):
-    """A causal LM whose loss reads a weight within the forward."""
+    """A causal LM whose forward also reads a weight."""
 
     def __init__(self, inner: nn.Module, read: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ class _ReadsMore(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         hidden = self.inner.model(input_ids=inputs["input_ids"]).last_hidden_state
-        more = self.read(self.inner, hidden)  # its backward comes when that of the rest has begun
+        more = self.read(self.inner, hidden)  # the backward of this term runs in the middle of the model's backward
         output = self.inner(**inputs)
         output.loss = output.loss + 0.1 * more
         return output
@@ -147,8 +149,8 @@ def test_a_read_within_the_forward_is_exact(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("read", OUT_OF_FORWARD.values(), ids=OUT_OF_FORWARD)
-@pytest.mark.parametrize("is_before", [False, True], ids=["behind the forward", "before it"])
-def test_a_penalty_out_of_the_forward_is_exact(
+@pytest.mark.parametrize("is_before", [False, True], ids=["after the forward", "before the forward"])
+def test_a_penalty_outside_the_forward_is_exact(
     read: Callable[[Any], Tensor], is_before: bool, build_engine: EngineFactory
 ) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)
@@ -165,7 +167,7 @@ def test_a_penalty_out_of_the_forward_is_exact(
     twins.assert_equal()
 
 
-def test_a_step_may_consist_of_a_penalty_alone(build_engine: EngineFactory) -> None:
+def test_a_step_with_only_a_penalty_is_exact(build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)
     for seed in range(2):
         for model in twins.models:
@@ -176,7 +178,7 @@ def test_a_step_may_consist_of_a_penalty_alone(build_engine: EngineFactory) -> N
     twins.assert_equal()
 
 
-def test_what_is_read_in_each_forward_is_foreseen(build_engine: EngineFactory) -> None:
+def test_repeated_reads_are_prefetched(build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: _ReadsMore(inner, IN_FORWARD["chunks"]))
     schedule = twins.engine._prefetcher._schedule
     unforeseen = []
@@ -219,7 +221,9 @@ READS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("name", [LAYER, HEAD])
-def test_a_read_out_of_a_forward_is_of_the_last_step(name: str, with_grad: bool, build_engine: EngineFactory) -> None:
+def test_a_read_outside_a_forward_gives_the_weights_of_the_last_step(
+    name: str, with_grad: bool, build_engine: EngineFactory
+) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)
     for seed in range(2):
         twins.backward(seed)
@@ -230,7 +234,7 @@ def test_a_read_out_of_a_forward_is_of_the_last_step(name: str, with_grad: bool,
             assert type(found) is type(expected), what
             same = torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
             assert same, f"{what} gives {found} instead of {expected}"
-    twins.backward(7)  # and nothing of it harms what follows
+    twins.backward(7)  # the reads must not change later steps
     twins.step()
     twins.assert_equal()
 
@@ -245,7 +249,7 @@ def test_a_read_in_an_evaluation_is_exact(build_engine: EngineFactory) -> None:
     twins.assert_equal()
 
 
-def test_a_read_between_a_backward_that_updates_and_its_step_is_refused(build_engine: EngineFactory) -> None:
+def test_a_read_between_an_updating_backward_and_its_step_is_refused(build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: inner, hold_gradients=False)
     twins.backward(0)
     with pytest.raises(RuntimeError, match=r"is new already.*max_grad_norm"):
@@ -254,9 +258,9 @@ def test_a_read_between_a_backward_that_updates_and_its_step_is_refused(build_en
     assert torch.equal(_weight(twins.model, LAYER).norm(), _weight(twins.stock, LAYER).norm())
 
 
-def test_a_weight_that_is_needed_after_it_was_updated_in_backward_is_refused(build_engine: EngineFactory) -> None:
+def test_reading_a_weight_already_updated_in_the_backward_is_refused(build_engine: EngineFactory) -> None:
     wrap = lambda inner: _ReadsMore(inner, IN_FORWARD["detached, in turns"])  # noqa: E731
-    twins = _make_twins(build_engine, wrap, hold_gradients=False, gpu_memory="412KiB")  # one slot for both
+    twins = _make_twins(build_engine, wrap, hold_gradients=False, gpu_memory="412KiB")  # both blocks share one slot
     with pytest.raises(RuntimeError, match=r"is new already.*max_grad_norm"):
         twins.backward(0)
 
@@ -276,7 +280,7 @@ def test_another_thread_may_not_read_while_the_model_runs(build_engine: EngineFa
     twins.assert_equal()
 
 
-def test_a_parameter_of_a_class_of_its_own_is_read_as_well(build_engine: EngineFactory) -> None:
+def test_a_parameter_of_a_subclass_can_be_read(build_engine: EngineFactory) -> None:
     class Special(nn.Parameter):
         pass
 
@@ -310,7 +314,7 @@ _ACTIONS = st.lists(
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-def test_no_mixture_of_reads_writes_and_steps_gives_another_number(
+def test_any_mixture_of_reads_writes_and_steps_is_exact(
     actions: list[tuple[str, str, str | None]], build_engine: EngineFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     wrap = lambda inner: _ReadsMore(inner, IN_FORWARD["linear"])  # noqa: E731
@@ -356,9 +360,7 @@ def _act(twins: Twins, action: str, way: str, name: str | None, seed: int) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gathered_parameters_are_ordinary_and_what_changes_is_stored(
-    dtype: torch.dtype, build_engine: EngineFactory
-) -> None:
+def test_changes_of_gathered_parameters_are_stored(dtype: torch.dtype, build_engine: EngineFactory) -> None:
     model = tiny_model("llama").to(dtype)
     expected = model.lm_head.weight.detach().clone()
     engine = build_engine(model, dtype=dtype)
@@ -372,10 +374,10 @@ def test_gathered_parameters_are_ordinary_and_what_changes_is_stored(
     assert torch.equal(engine.parameters.read_parameter(HEAD), expected)
     assert torch.equal(model.lm_head.weight.clone(), expected)
     bias = model(**tiny_batch()).logits[..., 4]
-    assert bool((bias == 0).all()), "the forward has the new weights"
+    assert bool((bias == 0).all()), "the forward does not use the new weights"
 
 
-def test_a_gathering_that_breaks_changes_nothing(build_engine: EngineFactory) -> None:
+def test_a_failed_gathering_changes_nothing(build_engine: EngineFactory) -> None:
     model = tiny_model("llama")
     engine = build_engine(model)
     before = engine.parameters.read_parameter(HEAD)
@@ -390,7 +392,7 @@ def test_a_gathering_that_breaks_changes_nothing(build_engine: EngineFactory) ->
     assert torch.equal(model.lm_head.weight.clone(), before)
 
 
-def test_training_goes_on_with_what_was_changed(build_engine: EngineFactory) -> None:
+def test_training_continues_with_changed_parameters(build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)
     for seed in range(3):
         for model in twins.models:
@@ -402,7 +404,7 @@ def test_training_goes_on_with_what_was_changed(build_engine: EngineFactory) -> 
     twins.assert_equal()
 
 
-def test_weights_that_change_between_a_forward_and_its_backward_are_refused(build_engine: EngineFactory) -> None:
+def test_changing_weights_between_a_forward_and_its_backward_is_refused(build_engine: EngineFactory) -> None:
     model = tiny_model("llama")
     build_engine(model)
     loss = model(**tiny_batch()).loss
@@ -413,7 +415,7 @@ def test_weights_that_change_between_a_forward_and_its_backward_are_refused(buil
     model(**tiny_batch()).loss.backward()
 
 
-def test_parameters_are_gathered_whole_or_not_at_all(build_engine: EngineFactory) -> None:
+def test_gathered_parameters_are_stored_all_or_none(build_engine: EngineFactory) -> None:
     model = tiny_model("llama")
     engine = build_engine(model)
     before = engine.parameters.read_parameter(EMBEDDING)
@@ -424,7 +426,7 @@ def test_parameters_are_gathered_whole_or_not_at_all(build_engine: EngineFactory
     assert torch.equal(engine.parameters.read_parameter(EMBEDDING), before)
 
 
-def test_parameters_are_gathered_after_a_forward_that_failed(build_engine: EngineFactory) -> None:
+def test_parameters_can_be_gathered_after_a_failed_forward(build_engine: EngineFactory) -> None:
     class Fails(nn.Module):
         def forward(self, *_args: Any, **_kwargs: Any) -> None:
             raise MemoryError
@@ -441,7 +443,7 @@ def test_parameters_are_gathered_after_a_forward_that_failed(build_engine: Engin
     assert not model(**tiny_batch()).logits.any()
 
 
-def test_a_copy_that_was_asked_for_is_one(build_engine: EngineFactory) -> None:
+def test_an_explicit_copy_keeps_its_values(build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)
     copies = [_weight(model, LAYER).detach().to(torch.float32, copy=True) for model in twins.models]
     arrays: list[Any] = []
@@ -456,7 +458,7 @@ def test_a_copy_that_was_asked_for_is_one(build_engine: EngineFactory) -> None:
     assert torch.equal(torch.from_numpy(arrays[0]), first)
 
 
-def test_an_absent_weight_tells_the_strides_that_it_has(build_engine: EngineFactory) -> None:
+def test_an_absent_weight_has_the_strides_of_a_plain_one(build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)
     for see in (lambda w: w, lambda w: w.t(), lambda w: w[3:, ::2], lambda w: w.view(-1, 2).unsqueeze(1)):
         expected, found = (see(_weight(model, LAYER)) for model in twins.models)
@@ -470,7 +472,7 @@ def test_an_absent_weight_tells_the_strides_that_it_has(build_engine: EngineFact
     ids=["leaf", "view", "rows"],
 )
 @pytest.mark.parametrize("name", [HEAD, LAYER])
-def test_a_penalty_behind_a_forward_of_micro_batches_that_run_together(
+def test_a_penalty_after_a_joint_forward_of_micro_batches(
     name: str, read: Callable[[Tensor], Tensor], build_engine: EngineFactory
 ) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)

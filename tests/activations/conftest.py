@@ -1,4 +1,4 @@
-"""Modules beside the tests are theirs to import."""
+"""Make the modules of this folder importable."""
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
-"""A swapper over a scratch file of its own."""
+"""An `ActivationSwapper` with its own scratch file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from come_back import comes_true
+from eventually import becomes_true
 
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
 from hf_lohan.device import BufferPool, CpuDevice, Device, HostStack
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordSpec, StoreLayout
 
-GRANULE_BYTES = GRANULE_NUMEL  # an element is a byte
+GRANULE_BYTES = GRANULE_NUMEL  # one element is one byte
 NUM_BUFFERS = 3
 
 
 class SwapperBench:
-    """`swapper` with ``ram_bytes`` of RAM and ``ssd_granules`` of SSD behind three buffers of two granules each."""
+    """An `ActivationSwapper` with `ram_bytes` of RAM and `ssd_granules` of SSD. It has `num_buffers` staging buffers of
+    two granules each."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class SwapperBench:
             self.swapper.use_ssd(self._files, self.staging, record.numel)
 
     def settle(self) -> None:
-        """Return when nothing is under way."""
+        """Wait until no transfer is running."""
         self.swapper.wait_until_idle()
         if self._files is not None:
             self._files.wait_until_idle()
@@ -60,9 +61,9 @@ class SwapperBench:
         return 0 if spill is None else spill.intervals.in_use
 
     def is_empty(self) -> bool:
-        """Whether every place and every buffer comes back, once nothing is under way."""
+        """Wait for all transfers and return whether all memory and all buffers are free."""
         self.settle()
-        return comes_true(self._is_empty)
+        return becomes_true(self._is_empty)
 
     def _is_empty(self) -> bool:
         buffers_are_back = self.staging is None or self.staging.num_free == self.staging.num_buffers

@@ -1,4 +1,4 @@
-"""A loss whose logits come in chunks: the same loss and gradients, far less memory, and never a wrong logit."""
+"""Computing the logits in chunks gives the same loss and gradients with far less memory, and never a wrong logit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from hf_lohan.planning.tracing.operations import LiveBytes
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 SMALL_CHUNKS = ChunkedLoss(over_bytes=0, chunk_bytes=5 * 256 * 4)
-"""Five tokens each, so that the last one is shorter."""
+"""Chunks of five tokens, so that the last chunk is shorter."""
 
 
 @contextmanager
 def chunked(model: Any, chunked_loss: ChunkedLoss = SMALL_CHUNKS) -> Iterator[Any]:
     head = chunked_head_of(model, chunked_loss)
-    assert head is not None
     detach = head.attach()
     try:
         yield head
@@ -33,7 +32,7 @@ def chunked(model: Any, chunked_loss: ChunkedLoss = SMALL_CHUNKS) -> Iterator[An
 
 
 class Peak(TorchDispatchMode):
-    """What operations hold at the most."""
+    """Measures the peak memory of tensors during operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +45,9 @@ class Peak(TorchDispatchMode):
 
 
 def batch(**more: Any) -> dict[str, Any]:
-    given = tiny_batch(batch_size=3, sequence_length=11)
-    given["labels"][0, :4] = -100
-    return {**given, **more}
+    inputs = tiny_batch(batch_size=3, sequence_length=11)
+    inputs["labels"][0, :4] = -100
+    return {**inputs, **more}
 
 
 def loss_and_gradients(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,7 +71,7 @@ def assert_equal_but_for_rounding(
     assert gradients.keys() == expected.keys()
     largest = max(gradient.norm() for gradient in expected.values())
     for name, gradient in gradients.items():
-        # The true gradient of a key's bias is zero, so what there is of it is noise.
+        # The true gradient of a key's bias is zero, so its computed value is noise.
         assert (gradient - expected[name]).norm() <= 1e-6 * max(expected[name].norm(), 1e-3 * largest), name
 
 
@@ -87,7 +86,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(family: str, num_items: 
 
 
 @pytest.mark.parametrize("architecture", SCALED)
-def test_scaled_and_capped_logits_are_followed(architecture: str) -> None:
+def test_scaled_and_capped_logits_are_supported(architecture: str) -> None:
     torch.manual_seed(0)
     model = model_of(architecture, vocab_size=256).train()
     with chunked(model) as head:
@@ -98,21 +97,21 @@ def test_scaled_and_capped_logits_are_followed(architecture: str) -> None:
 
 
 def watch(head: Any) -> list[str]:
-    """What of pending logits is computed."""
+    """Return a list that collects which results the head computes from pending logits."""
     called: list[str] = []
 
-    def note(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
+    def record(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any) -> Any:
             called.append(name)
             return stock(*args)
 
-        return noted
+        return recorded
 
-    head.compute_loss, head.compute_logits = note("loss", head.compute_loss), note("logits", head.compute_logits)
+    head.compute_loss, head.compute_logits = record("loss", head.compute_loss), record("logits", head.compute_logits)
     return called
 
 
-def test_shifted_labels_another_ignored_label_and_a_frozen_head_are_served() -> None:
+def test_shifted_labels_ignore_index_and_a_frozen_head_are_supported() -> None:
     model = tiny_model("llama")
     labels = batch()["labels"]
     assert_close(model, batch(shift_labels=F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()))
@@ -153,7 +152,7 @@ def test_memory_of_loss_and_backward_does_not_grow_with_the_vocabulary() -> None
     assert_equal_but_for_rounding(loss, gradients, whole_loss, whole)
 
 
-# Logits that somebody reads.
+# Reading logits.
 
 
 def test_small_logits_evaluation_and_forwards_without_labels_are_untouched() -> None:
@@ -170,7 +169,7 @@ def test_small_logits_evaluation_and_forwards_without_labels_are_untouched() -> 
         assert type(outputs.logits) is Tensor and torch.equal(outputs.loss, expected.loss)
 
 
-def test_logits_read_after_a_training_forward_are_the_true_ones_or_refused() -> None:
+def test_reading_logits_after_a_training_forward_is_exact_or_refused() -> None:
     model = tiny_model("llama")
     expected = model(**batch()).logits
     with chunked(model):
@@ -188,8 +187,8 @@ def test_logits_read_after_a_training_forward_are_the_true_ones_or_refused() -> 
         outputs.loss.backward()
 
 
-def test_a_model_that_uses_logits_otherwise_within_its_forward_gets_them() -> None:
-    """A loss with a term for the logits' size, and one token that is made impossible."""
+def test_a_loss_function_may_change_the_logits() -> None:
+    """The loss masks one token and adds a penalty on the size of the logits."""
 
     def loss_function(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
         logits = logits.float()
@@ -206,7 +205,7 @@ def test_a_model_that_uses_logits_otherwise_within_its_forward_gets_them() -> No
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
-def test_logits_that_are_written_to_behind_a_view_are_refused() -> None:
+def test_writing_to_logits_after_a_view_is_refused() -> None:
     def loss_function(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
         flat = logits.view(-1, logits.shape[-1])
         logits[..., 3] = -1e9
@@ -218,7 +217,7 @@ def test_logits_that_are_written_to_behind_a_view_are_refused() -> None:
         model(**batch())
 
 
-def test_smoothed_labels_are_those_of_the_trainer() -> None:
+def test_label_smoothing_equals_that_of_the_trainer() -> None:
     from transformers.trainer_pt_utils import LabelSmoother
 
     model = tiny_model("llama")
@@ -235,7 +234,7 @@ def test_smoothed_labels_are_those_of_the_trainer() -> None:
         Smoothing(0.2, inputs["labels"]).loss(None)
 
 
-def test_a_head_whose_forward_somebody_has_set_keeps_it() -> None:
+def test_a_head_with_a_replaced_forward_keeps_it() -> None:
     model = tiny_model("llama")
     head = model.lm_head
     head.forward = lambda hidden: F.linear(hidden, head.weight) * 0.5
@@ -246,7 +245,7 @@ def test_a_head_whose_forward_somebody_has_set_keeps_it() -> None:
     assert head.forward is wrapped
 
 
-def test_hooks_on_the_head_run_once_and_see_what_the_model_gives_it() -> None:
+def test_hooks_on_the_head_run_once_with_the_model_s_hidden_states() -> None:
     model = tiny_model("llama")
     seen: list[Any] = []
     model.lm_head.register_forward_hook(lambda _, args, output: seen.append((*args, output)))
@@ -258,7 +257,7 @@ def test_hooks_on_the_head_run_once_and_see_what_the_model_gives_it() -> None:
     assert torch.equal(hidden, stock_hidden) and logits.shape == stock.shape
 
 
-def test_logits_are_refused_once_the_head_has_changed() -> None:
+def test_logits_are_refused_after_the_head_has_changed() -> None:
     model = tiny_model("llama")
     with chunked(model), torch.no_grad():
         with torch.enable_grad():

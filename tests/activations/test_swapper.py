@@ -1,4 +1,4 @@
-"""Tensors leave the device and come back bit for bit; their places come back too, whatever becomes of them."""
+"""Swapped tensors come back bit for bit, and their memory becomes free in every case."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_bench(tmp_path: Path) -> Iterator[BenchFactory]:
 
 
 def noise(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Any bits, NaNs among them."""
+    """Return random bits, including NaNs."""
     generator = torch.Generator().manual_seed(seed)
     numel = torch.Size(size).numel() * dtype.itemsize
     values = torch.randint(0, 2 if dtype is torch.bool else 256, (numel,), dtype=torch.uint8, generator=generator)
@@ -62,8 +62,8 @@ FORMS: dict[str, Callable[[], Tensor]] = {
     "permuted": lambda: noise(3, 4, 5, 6).permute(2, 0, 3, 1),
     "channels_last": lambda: noise(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "in_the_middle_of_a_storage": lambda: noise(10, 7)[2:9],
-    "one_is_no_dimension": lambda: noise(6, 1, 5).transpose(0, 1),
-    "a_stride_that_does_not_count": lambda: noise(8).as_strided((1, 8, 1), (999, 1, 7)),
+    "a_dimension_of_size_one": lambda: noise(6, 1, 5).transpose(0, 1),
+    "an_irrelevant_stride": lambda: noise(8).as_strided((1, 8, 1), (999, 1, 7)),
     "scalar": lambda: noise(1)[0],
     "bfloat16": lambda: noise(9, 9, dtype=torch.bfloat16),
     "int64": lambda: noise(9, dtype=torch.int64),
@@ -73,8 +73,8 @@ FORMS: dict[str, Callable[[], Tensor]] = {
     "one_granule": lambda: noise(GRANULE_BYTES // 4),
     "one_byte_more_than_a_granule": lambda: noise(GRANULE_BYTES + 1, dtype=torch.bool),
     "one_buffer": lambda: noise(2 * GRANULE_BYTES // 4),
-    "four_buffers_the_last_of_them_one_byte": lambda: noise(6 * GRANULE_BYTES + 1, dtype=torch.bool),
-    "more_buffers_than_there_are": lambda: noise(11 * GRANULE_BYTES // 4 + 3),
+    "four_buffers_the_last_with_one_byte": lambda: noise(6 * GRANULE_BYTES + 1, dtype=torch.bool),
+    "more_than_all_buffers": lambda: noise(11 * GRANULE_BYTES // 4 + 3),
 }
 
 
@@ -86,7 +86,7 @@ def test_a_tensor_comes_back_bit_for_bit(form: str, place: Placement, make_bench
     assert is_swappable(tensor)
     swapped = bench.swapper.swap_out(tensor, place)
     assert swapped is not None
-    for _ in range(2):  # a graph that is kept is walked again
+    for _ in range(2):  # a retained graph runs its backward again
         again = bench.swapper.swap_in(swapped)
         assert same(again, tensor)
         assert again.data_ptr() != tensor.data_ptr() and again.grad_fn is None
@@ -109,11 +109,11 @@ def test_a_tensor_comes_back_bit_for_bit(form: str, place: Placement, make_bench
     ],
     ids=["empty", "expanded", "with_gaps", "complex", "negative", "sparse", "expanded_parameter"],
 )
-def test_what_is_no_plain_memory_stays(tensor: Tensor) -> None:
+def test_tensors_without_plain_memory_are_not_swappable(tensor: Tensor) -> None:
     assert not is_swappable(tensor)
 
 
-def test_many_tensors_in_reverse_and_in_any_order(make_bench: BenchFactory) -> None:
+def test_many_tensors_come_back_in_any_order(make_bench: BenchFactory) -> None:
     bench = make_bench(ram_bytes=1 << 17, ssd_granules=200)
     for order in (lambda count: reversed(range(count)), range, lambda count: sorted(range(count), key=str)):
         tensors = [noise(1000 + 3000 * (seed % 4), seed=seed) for seed in range(40)]
@@ -125,7 +125,7 @@ def test_many_tensors_in_reverse_and_in_any_order(make_bench: BenchFactory) -> N
         assert bench.is_empty()
 
 
-def test_what_ram_does_not_hold_goes_to_the_ssd_and_then_nowhere(make_bench: BenchFactory) -> None:
+def test_a_full_ram_spills_to_the_ssd_and_a_full_ssd_swaps_nothing(make_bench: BenchFactory) -> None:
     bench = make_bench(ram_bytes=8192, ssd_granules=1)
     tensor = noise(2048)
     swap = bench.swapper.swap_out
@@ -135,19 +135,19 @@ def test_what_ram_does_not_hold_goes_to_the_ssd_and_then_nowhere(make_bench: Ben
     assert swap(tensor, Placement.CPU) is None and swap(tensor, Placement.SSD) is None
     del in_ram
     bench.settle()
-    instead = swap(tensor, Placement.SSD)  # the SSD is full, RAM is not
+    instead = swap(tensor, Placement.SSD)  # the SSD is full, but RAM is not
     assert instead is not None and instead.region is not None
     assert bench.swapper.high_water_bytes >= 8192
 
 
-def test_leaving_is_waited_for_once(make_bench: BenchFactory) -> None:
-    """However many left: the lane runs copies in order."""
+def test_draining_waits_only_for_the_last_copy(make_bench: BenchFactory) -> None:
+    """Only the last copy needs a wait, because the lane runs copies in order."""
     device = AsyncDevice(5, max_delay_s=1e-3)
     bench = make_bench(ram_bytes=1 << 18, device=device)
     outside = [noise(5_000, seed=seed) for seed in range(6)]
     swapped = [bench.swapper.swap_out(tensor, Placement.CPU) for tensor in outside]
     assert None not in swapped
-    bench.swapper.wait_until_idle()  # all events are there
+    bench.swapper.wait_until_idle()  # all events are recorded
     waited: list[int] = []
     for number, one in enumerate(swapped):
         synchronize = one.stored.synchronize
@@ -164,8 +164,8 @@ def test_without_memory_nothing_is_swapped(make_bench: BenchFactory) -> None:
 
 @SWAPPED
 @pytest.mark.parametrize("when", ["at_once", "stored", "expected", "landed"])
-def test_a_tensor_that_nobody_wants_any_more(when: str, place: Placement, make_bench: BenchFactory) -> None:
-    """A loss that is never backwarded: its place is free when no byte is on its way any more."""
+def test_a_dropped_tensor_frees_its_memory(when: str, place: Placement, make_bench: BenchFactory) -> None:
+    """The memory of a dropped tensor, as of a loss without a backward, becomes free once its transfers end."""
     device = AsyncDevice(3, max_delay_s=1e-3)
     bench = make_bench(ram_bytes=1 << 18, ssd_granules=8, device=device, backend=SlowBackend(1e-3))
     for seed in range(8):
@@ -178,7 +178,7 @@ def test_a_tensor_that_nobody_wants_any_more(when: str, place: Placement, make_b
         if when == "landed":
             bench.swapper.swap_in(swapped)
         del swapped
-        after = noise(20_000, seed=100 + seed)  # takes the place as soon as it is free
+        after = noise(20_000, seed=100 + seed)  # uses the memory as soon as it is free
         other = bench.swapper.swap_out(after, place)
         assert other is not None and same(bench.swapper.swap_in(other), after)
         del other
@@ -187,7 +187,7 @@ def test_a_tensor_that_nobody_wants_any_more(when: str, place: Placement, make_b
 
 @pytest.mark.timeout(60)
 def test_a_tensor_dropped_while_it_is_written(make_bench: BenchFactory) -> None:
-    """Its place must not be given to another before the write is over."""
+    """Its region must not be reused before the write ends."""
     backend = GatedBackend()
     bench = make_bench(ssd_granules=1, backend=backend)
     swapped = bench.swapper.swap_out(noise(1000), Placement.SSD)
@@ -202,8 +202,8 @@ def test_a_tensor_dropped_while_it_is_written(make_bench: BenchFactory) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_a_drive_that_fails(call: str, make_bench: BenchFactory) -> None:
-    """Whoever wants the tensor is told, each time; the others come back, and so do places and buffers."""
+def test_a_failing_drive_raises_for_its_tensors_only(call: str, make_bench: BenchFactory) -> None:
+    """Each request for the tensor raises. Other tensors come back, and memory and buffers become free."""
     backend = FaultyBackend(call, NEVER, errno.EIO, sticky=True)
     bench = make_bench(ram_bytes=1 << 18, ssd_granules=40, backend=backend)
     swapper = bench.swapper
@@ -227,14 +227,14 @@ def test_a_drive_that_fails(call: str, make_bench: BenchFactory) -> None:
     backend.fail_on = NEVER
     assert same(swapper.swap_in(good), tensors[0])
     del good, bad, one, in_ram
-    gc.collect()  # an error and its tensor hold each other
+    gc.collect()  # the error and its tensor are a reference cycle
     assert bench.is_empty()
     again = swapper.swap_out(tensors[1], Placement.SSD)
     assert again is not None and same(swapper.swap_in(again), tensors[1])
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_a_flipped_bit_is_noticed(call: str, make_bench: BenchFactory) -> None:
+def test_a_flipped_bit_is_detected(call: str, make_bench: BenchFactory) -> None:
     bench = make_bench(ssd_granules=8, backend=FlippingBackend(call, 2, 12_345))
     swapped = bench.swapper.swap_out(noise(3 * GRANULE_BYTES // 4), Placement.SSD)
     assert swapped is not None
@@ -243,7 +243,7 @@ def test_a_flipped_bit_is_noticed(call: str, make_bench: BenchFactory) -> None:
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2])
-def test_few_buffers_and_a_slow_drive(num_buffers: int, make_bench: BenchFactory) -> None:
+def test_tensors_come_back_with_few_buffers_and_a_slow_drive(num_buffers: int, make_bench: BenchFactory) -> None:
     bench = make_bench(ssd_granules=64, backend=SlowBackend(1e-3), num_buffers=num_buffers)
     tensors = [noise(8 * GRANULE_BYTES // 4 + 1, seed=seed) for seed in range(4)]
     swapped = [bench.swapper.swap_out(tensor, Placement.SSD) for tensor in tensors]
@@ -256,7 +256,7 @@ def test_few_buffers_and_a_slow_drive(num_buffers: int, make_bench: BenchFactory
 
 @pytest.mark.timeout(60)
 @SWAPPED
-def test_asked_for_after_the_end(place: Placement, make_bench: BenchFactory) -> None:
+def test_swapping_in_after_close_is_refused(place: Placement, make_bench: BenchFactory) -> None:
     bench = make_bench(ram_bytes=1 << 16, ssd_granules=4)
     swapped = bench.swapper.swap_out(noise(100), place)
     assert swapped is not None
@@ -266,17 +266,17 @@ def test_asked_for_after_the_end(place: Placement, make_bench: BenchFactory) -> 
 
 
 @SWAPPED
-def test_compute_is_marked_on_the_thread_that_computes(place: Placement, make_bench: BenchFactory) -> None:
-    """It may compute on another stream than the default one, which is a thread's own."""
+def test_compute_events_are_recorded_on_the_computing_thread(place: Placement, make_bench: BenchFactory) -> None:
+    """The current CUDA stream is per thread, so another thread would record on the wrong stream."""
     threads = set()
 
-    class NotingDevice(AsyncDevice):
+    class RecordingDevice(AsyncDevice):
         def record(self, lane: Lane, *tensors: Tensor, **options: Any) -> Event:
             if lane is Lane.COMPUTE:
                 threads.add(threading.current_thread())
             return super().record(lane, *tensors, **options)
 
-    bench = make_bench(ram_bytes=1 << 16, ssd_granules=4, device=NotingDevice())
+    bench = make_bench(ram_bytes=1 << 16, ssd_granules=4, device=RecordingDevice())
     tensor = noise(1000)
     swapped = bench.swapper.swap_out(tensor, place)
     assert swapped is not None

@@ -55,7 +55,7 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def thin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many layers with a quarter of the parameters, so that activations are large."""
+    """56 layers with a quarter of those parameters, so that activations dominate."""
     folder = tmp_path_factory.mktemp("thin")
     tiny_model("llama", num_layers=56, hidden_size=128, intermediate_size=512).save_pretrained(folder)
     return folder
@@ -88,8 +88,8 @@ def test_activations_five_times_the_budgets(thin_checkpoint: Path, idle_bytes: i
     arguments = ("train", thin_checkpoint, tmp_path, cpu_bytes, gpu_bytes, 1.0, "swap", *shape)
     result = run(*arguments, environment=RETURN_FREED_MEMORY)
     print(result, idle_bytes)
-    bytes_a_step = result["swapped_bytes"] / (NUM_STEPS - 1)  # the first one recomputes
-    assert bytes_a_step > 5 * (cpu_bytes + gpu_bytes)
+    bytes_per_step = result["swapped_bytes"] / (NUM_STEPS - 1)  # the first step recomputes
+    assert bytes_per_step > 5 * (cpu_bytes + gpu_bytes)
     assert result["spilled_bytes"] > 0.9 * result["swapped_bytes"]
     assert result["peak_activation_bytes"] <= result["activation_bytes"] < cpu_bytes / 2
     assert result["peak_cpu_pool_bytes"] <= result["cpu_pool_bytes"] <= cpu_bytes - result["activation_bytes"]

@@ -3,7 +3,7 @@
 python train_within_budgets.py idle                                    anonymous memory after the imports alone
 python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
 python train_within_budgets.py merge CHECKPOINT OUT CPU_BYTES GPU_BYTES    adapters, merged and saved
-python train_within_budgets.py resave CHECKPOINT OUT CPU_BYTES GPU_BYTES   as it is
+python train_within_budgets.py resave CHECKPOINT OUT CPU_BYTES GPU_BYTES   loaded and saved unchanged
 python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM [ACTIVATIONS [BATCH LENGTH]]
 """
 
@@ -76,7 +76,6 @@ def main(mode: str, *rest: str) -> dict[str, object]:
         trainer.train()
     peak.stop()
     engine = trainer.offload_engine
-    assert engine is not None
     return {
         "peak_bytes": peak.peak_bytes,
         "peak_cpu_pool_bytes": engine.tiers.peak_cpu_pool_bytes,

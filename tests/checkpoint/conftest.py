@@ -1,4 +1,4 @@
-"""Offloaded models, and the modules beside this file."""
+"""Fixtures of offloaded models. Makes the modules of this folder importable."""
 
 import sys
 from pathlib import Path

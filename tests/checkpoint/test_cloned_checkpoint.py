@@ -1,4 +1,4 @@
-"""States that are cloned out of the store are those that would be copied, and a disk without room is told in time."""
+"""States cloned from the store equal copied states, and a full disk is reported before any write."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hf_lohan.testing.models import tiny_model
 
 
 def clone_by_copying(num_allowed: int, refusal: int = errno.EOPNOTSUPP) -> Callable[[int, int, bytes], int]:
-    """Like the ioctl, but it moves the bytes; refused after some."""
-    asked: list[int] = []
+    """Return a replacement for the clone ioctl that copies bytes. It fails with `refusal` after `num_allowed` calls."""
+    requested: list[int] = []
 
     def ioctl(target_fd: int, request: int, argument: bytes) -> int:
         source_fd, source_offset, num_bytes, target_offset = struct.unpack("=qQQQ", argument)
         assert request == 0x4020940D
         assert source_offset % 4096 == num_bytes % 4096 == target_offset % 4096 == 0
-        asked.append(num_bytes)
-        if len(asked) > num_allowed:
+        requested.append(num_bytes)
+        if len(requested) > num_allowed:
             raise OSError(refusal, os.strerror(refusal))
         os.pwrite(target_fd, os.pread(source_fd, num_bytes, source_offset), target_offset)
         return 0
@@ -41,7 +41,7 @@ def clone_by_copying(num_allowed: int, refusal: int = errno.EOPNOTSUPP) -> Calla
 
 
 def records_in_files(engine: OffloadEngine, folder: Path) -> dict[tuple[str, str], list[tuple[str, Extent]]]:
-    """Each record in two extents of two files, the latter first, as a store over two paths may have it."""
+    """Write each record to two files, as a store of two paths may, and return its extents in reverse order."""
     folder.mkdir()
     extents = {}
     for block in engine.layout.blocks:
@@ -64,7 +64,7 @@ def records_in_files(engine: OffloadEngine, folder: Path) -> dict[tuple[str, str
 @pytest.mark.covering(1)
 @FORMATS
 @pytest.mark.parametrize("num_allowed", [0, 1, 10_000], ids=["refused", "refused_half_way", "cloned"])
-def test_cloned_records_are_the_copied_ones(
+def test_cloned_records_equal_copied_ones(
     num_allowed: int,
     dtype: torch.dtype,
     state_dtype: str,
@@ -98,9 +98,7 @@ def test_cloned_records_are_the_copied_ones(
     assert first == second
 
 
-def test_a_clone_that_fails_for_good_is_an_error(
-    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clone_with_an_io_error_raises(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = offload(tiny_model("llama"))
     extents = records_in_files(engine, tmp_path / "records")
     monkeypatch.setattr(engine.tiers.store, "extents", lambda block, kind: extents[block, kind])
@@ -109,10 +107,10 @@ def test_a_clone_that_fails_for_good_is_an_error(
         save_optimizer_states(engine, tmp_path)
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(
+def test_a_full_disk_is_refused_before_any_write(
     offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For clones too: they take room when the store writes its next version, in the middle of a step."""
+    """Clones need free space too: the store's next version takes it in the middle of a step."""
     engine = offload(tiny_model("llama"))
     needed_bytes = sum(8 * block.state_numel for block in engine.layout.blocks)
     usage = shutil.disk_usage(tmp_path)._replace(free=needed_bytes - 1)
@@ -124,9 +122,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     save_optimizer_states(engine, tmp_path)
 
 
-def test_a_write_that_fails_gives_the_buffers_back(
-    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_returns_the_buffers(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = offload(tiny_model("llama"))
 
     def fail(path: Path, tensors: Any) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of several ranks gets its name when all parts are there, and none where one rank fails."""
+"""A checkpoint of several ranks gets its name once all parts exist, and no name if a rank fails."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAME = "checkpoint-3"
 
 def write_part(links: Links, folder: Path) -> None:
     (folder / NAME).mkdir(exist_ok=True)
-    time.sleep(0.01 * links.ranks.rank)  # rank 0 would be the first to give it its name
+    time.sleep(0.01 * links.ranks.rank)  # without waiting, rank 0 would rename the folder first
     (folder / NAME / f"part-{links.ranks.rank}").write_text(str(links.ranks.rank))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_appears_with_all_parts(seed: int, tmp_path: Path) -> None:
+def test_a_checkpoint_appears_with_all_parts(seed: int, tmp_path: Path) -> None:
     def save(links: Links) -> list[str]:
         with unfinished_together(links, str(tmp_path), NAME) as unfinished:
             write_part(links, unfinished)
@@ -35,7 +35,7 @@ def test_it_appears_with_all_parts(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_where_one_rank_fails_there_is_none(failing: int, tmp_path: Path) -> None:
+def test_no_checkpoint_appears_if_a_rank_fails(failing: int, tmp_path: Path) -> None:
     def save(links: Links) -> None:
         with unfinished_together(links, str(tmp_path), NAME) as unfinished:
             write_part(links, unfinished)
@@ -46,14 +46,14 @@ def test_where_one_rank_fails_there_is_none(failing: int, tmp_path: Path) -> Non
         cause = "the disk of this rank is full"
         if rank == failing:
             assert isinstance(outcome.error, OSError) and cause in str(outcome.error)
-        elif not isinstance(outcome.error, FileNotFoundError):  # rank 0 has removed the folder in which it wrote
+        elif not isinstance(outcome.error, FileNotFoundError):  # rank 0 has removed the folder that this rank writes to
             assert isinstance(outcome.error, RankFailedError) and cause in str(outcome.error)
     assert not (tmp_path / NAME).exists()
-    remove_unfinished(str(tmp_path))  # as the next save does: a rank may write while rank 0 removes
+    remove_unfinished(str(tmp_path))  # as the next save does, because a rank may write while rank 0 removes
     assert not (tmp_path / UNFINISHED_NAME).exists()
 
 
-def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_one_rank_cannot_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_folder, "_SEEN_WITHIN_S", 0.2)
 
     def save(links: Links) -> None:

@@ -1,5 +1,5 @@
-"""Which step several ranks go on from where one of them died between the others' commits: whoever asks is told the
-same, each rank from its own store and all others, and who looks at the run's folder."""
+"""The step that several ranks resume from after one of them died between commits. Each rank and `last_step` give the
+same answer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def store_of(run: Path, rank: int) -> str:
 
 
 def commit(run: Path, num_commits: list[int], engine: IoEngine) -> None:
-    """As two ranks do that train: the first commit is the begin of the run, and each other one a step. Each rank dies
-    when it has made as many as are said of it."""
+    """Commit as two training ranks do. The first commit is the start of the run, each later commit a step. Each rank
+    stops after its number of commits."""
     (run / FOLDER).mkdir(parents=True)
     (run / FOLDER / SETTINGS_NAME).write_text(json.dumps({"ssd": [{"path": store_of(run, 0)}]}))
 
@@ -49,17 +49,17 @@ def commit(run: Path, num_commits: list[int], engine: IoEngine) -> None:
                 facts = {"global_step": number, "is_resumable": number > 0, "durability": store.durability}
                 journal = {"trainer_state.json": b"{}"} if number else {}
                 store.commit({**facts, "output_dir": str(run)}, journal, b'{"step": 1}\n' if number else b"")
-            links.barrier("all are dead")
+            links.barrier("all have stopped")
 
     run_ranks(2, train)
 
 
-def chosen(run: Path, asked: str | bool) -> list[ResumePoint]:
-    """By each rank, as it goes on."""
+def chosen(run: Path, resume: str | bool) -> list[ResumePoint]:
+    """Return the resume point that each rank chooses."""
 
     def choose(links: Links) -> ResumePoint:
         return ResumePoint.choose(
-            asked,
+            resume,
             lambda: [store_of(run, links.ranks.rank)],
             str(run),
             lambda _folder: None,
@@ -71,23 +71,23 @@ def chosen(run: Path, asked: str | bool) -> list[ResumePoint]:
 
 
 @pytest.mark.parametrize("num_commits", [[2, 1], [1, 2], [1, 1]])
-def test_one_that_died_in_its_first_step_has_the_others_begin_anew(
+def test_ranks_begin_anew_if_one_died_in_its_first_step(
     num_commits: list[int], tmp_path: Path, engine: IoEngine
 ) -> None:
-    """Though another has committed that step: a look at one store would find it."""
+    """The other rank has committed that step, so its store alone would resume there."""
     commit(tmp_path / "run", num_commits, engine)
     assert hf_lohan.last_step(tmp_path / "run") is None
-    assert chosen(tmp_path / "run", True) == [ResumePoint(True)] * 2, "nothing but a checkpoint, if there is one"
+    assert chosen(tmp_path / "run", True) == [ResumePoint(True)] * 2, (
+        "without a common step only a checkpoint may be used"
+    )
     with pytest.raises(ValueError, match="no step has been committed"):
         chosen(tmp_path / "run", "last_step")
 
 
 @pytest.mark.parametrize("num_commits", [[3, 2], [2, 3], [2, 2]])
-def test_they_go_on_from_the_newest_step_that_both_have(
-    num_commits: list[int], tmp_path: Path, engine: IoEngine
-) -> None:
+def test_ranks_resume_from_their_newest_common_step(num_commits: list[int], tmp_path: Path, engine: IoEngine) -> None:
     commit(tmp_path / "run", num_commits, engine)
     assert hf_lohan.last_step(tmp_path / "run") == 1
-    for asked in (True, "last_step"):
-        points = chosen(tmp_path / "run", asked)
+    for resume in (True, "last_step"):
+        points = chosen(tmp_path / "run", resume)
         assert [point.commit.facts["global_step"] for point in points if point.commit] == [1, 1]

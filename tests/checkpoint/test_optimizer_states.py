@@ -1,4 +1,4 @@
-"""Optimizer states go to a checkpoint by name and come back into any engine of the same model."""
+"""Optimizer states are saved by name and can be loaded into any engine of the same model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def assert_same(ours: OffloadEngine, theirs: OffloadEngine) -> None:
         assert torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name], name
 
 
-def elsewhere(folder: Path) -> dict[str, Any]:
-    """Other budgets, so other chunks, on two drives."""
+def other_settings(folder: Path) -> dict[str, Any]:
+    """Return settings with other budgets, and so other chunks, and two drives."""
     return {"cpu_memory": "64MiB", "gpu_memory": "8MiB", "ssd": [str(folder / "a"), str(folder / "b")]}
 
 
@@ -40,29 +40,30 @@ def elsewhere(folder: Path) -> dict[str, Any]:
 def test_a_round_trip_into_an_engine_with_other_budgets(
     family: str, dtype: torch.dtype, state_dtype: str, offload: Offload, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"layerdrop": 0.5} if family == "opt" else {}  # so that step counts differ
+    options: dict[str, Any] = {"layerdrop": 0.5} if family == "opt" else {}  # makes the step counts differ
     stored = {"dtype": dtype, "optimizer_state_dtype": state_dtype}
     first = offload(tiny_model(family, **options), **stored, cpu_memory="3MiB", gpu_memory="1MiB")
     train(first, range(3))
     checkpoint = tmp_path / "checkpoint"
     first.model.save_pretrained(checkpoint)  # type: ignore[operator]
     save_optimizer_states(first, checkpoint)
-    second = offload(tiny_model(family, seed=9, **options), **stored, **elsewhere(tmp_path))
+    second = offload(tiny_model(family, seed=9, **options), **stored, **other_settings(tmp_path))
     assert first.layout.plan.chunk_numel != second.layout.plan.chunk_numel
     with torch.no_grad():
-        second.model.eval()(**tiny_batch())  # its slots hold weights that are about to be replaced
+        second.model.eval()(**tiny_batch())  # fills the slots with weights that the load replaces
     reload_weights(second, second.model, checkpoint)
     load_optimizer_states(second, checkpoint)
     assert_same(second, first)
     for engine in (first, second):
-        # Too large to clip: the norm is summed over other chunks, so its last digit may differ.
+        # No clipping: the norm is summed over other chunks, so its last digit may differ.
         train(engine, range(3, 6), max_norm=1e6)
-    if family == "opt" or state_dtype == "float32":  # Mixtral's records are cut otherwise, and moments rounded so.
+    # Mixtral's int8 moments are rounded in groups that depend on the cuts of its records.
+    if family == "opt" or state_dtype == "float32":
         assert_same(second, first)
 
 
 @FORMATS
-def test_files_hold_the_states_where_the_index_says(
+def test_the_index_gives_the_place_of_each_state(
     dtype: torch.dtype, state_dtype: str, offload: Offload, tmp_path: Path
 ) -> None:
     engine = offload(tiny_model("llama"), dtype=dtype, optimizer_state_dtype=state_dtype)
@@ -85,7 +86,7 @@ def test_files_hold_the_states_where_the_index_says(
                 assert torch.equal(states, engine.parameters.read_flat(name, kind))
 
 
-def test_every_record_begins_at_a_block_of_the_file_system(offload: Offload, tmp_path: Path) -> None:
+def test_every_record_is_aligned_to_file_system_blocks(offload: Offload, tmp_path: Path) -> None:
     engine = offload(tiny_model("llama"), dtype=torch.bfloat16, optimizer_state_dtype="int8")
     save_optimizer_states(engine, tmp_path)
     files = sorted((tmp_path / "lohan").glob("*.safetensors"))
@@ -98,7 +99,7 @@ def test_every_record_begins_at_a_block_of_the_file_system(offload: Offload, tmp
         assert all((8 + header_bytes + offset) % 4096 == 0 for place in places for offset in place)
 
 
-def test_frozen_parameters_have_no_states_in_it(offload: Offload, tmp_path: Path) -> None:
+def test_frozen_parameters_have_no_saved_states(offload: Offload, tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.model.embed_tokens.requires_grad_(False)
     save_optimizer_states(offload(model), tmp_path)
@@ -107,10 +108,10 @@ def test_frozen_parameters_have_no_states_in_it(offload: Offload, tmp_path: Path
     assert "lm_head.weight" in index["parameters"]
 
 
-def test_the_file_does_not_know_budgets_or_paths(offload: Offload, tmp_path: Path) -> None:
-    """The same states from other chunks and two drives are the same bytes."""
+def test_files_do_not_depend_on_budgets_or_paths(offload: Offload, tmp_path: Path) -> None:
+    """States from other chunks and two drives give the same bytes."""
     folders = [tmp_path / "first", tmp_path / "second"]
-    for folder, settings in zip(folders, ({"cpu_memory": "3MiB"}, elsewhere(tmp_path)), strict=True):
+    for folder, settings in zip(folders, ({"cpu_memory": "3MiB"}, other_settings(tmp_path)), strict=True):
         engine = offload(tiny_model("llama"), **settings)
         train(engine, range(2))
         save_optimizer_states(engine, folder)

@@ -1,4 +1,4 @@
-"""Optimizer states that are not this model's, or not whole, are refused and change nothing."""
+"""Incomplete optimizer states, and those of another model, are refused and change nothing."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_states_of_another_working_dtype_are_refused(offload: Offload, tmp_path:
         (lambda index: index["parameters"][NORM].update(file="none"), "none' is missing or damaged"),
         (lambda index: index.update(optimizer_state_dtype="int8"), "=int8, and this run has float32"),
     ],
-    ids=["newer_format", "older_format", "file_outside", "negative", "no_shape", "behind_the_end", "no_file", "dtype"],
+    ids=["newer_format", "older_format", "file_outside", "negative", "no_shape", "after_the_end", "no_file", "dtype"],
 )
-def test_an_index_that_is_not_ours_is_refused(
+def test_an_unreadable_index_is_refused(
     change: Callable[[dict[str, Any]], None], message: str, offload: Offload, tmp_path: Path
 ) -> None:
     engine = offload(tiny_model("llama"))
@@ -66,7 +66,7 @@ def test_an_index_that_is_not_ours_is_refused(
         load_optimizer_states(engine, tmp_path)
 
 
-def test_files_that_are_not_whole_are_refused_and_change_nothing(offload: Offload, tmp_path: Path) -> None:
+def test_incomplete_files_are_refused_and_change_nothing(offload: Offload, tmp_path: Path) -> None:
     engine = offload(tiny_model("llama"))
     save_optimizer_states(engine, tmp_path)
     train(engine, range(1))
@@ -82,7 +82,7 @@ def test_files_that_are_not_whole_are_refused_and_change_nothing(offload: Offloa
 
 
 def test_states_of_other_shapes_are_refused_and_change_nothing(offload: Offload, tmp_path: Path) -> None:
-    """The same names, as two sizes of one family have them."""
+    """Two sizes of one family have the same parameter names."""
     save_optimizer_states(offload(tiny_model("llama", hidden_size=32)), tmp_path)
     engine = offload(tiny_model("llama"))
     train(engine, range(1))

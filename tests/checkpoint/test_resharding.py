@@ -1,4 +1,4 @@
-"""A step that is copied for another number of ranks is the same to the bit; damage is not passed on."""
+"""A step copied for another number of ranks keeps every bit, and damaged records are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
 GRANULE = 2048
 UNITS = {"a": [3 * GRANULE, 5 * GRANULE, 2 * GRANULE], "b": [4 * GRANULE, GRANULE]}
 FROZEN = {"a": 0, "b": 3 * GRANULE}
-"""Elements behind those that are trained."""
+"""The number of frozen elements after the trained ones."""
 KINDS = {"param": "bfloat16", "master_residual": "int16", "exp_avg": "float32"}
 
 
@@ -32,7 +32,7 @@ def engine() -> Iterator[IoEngine]:
 
 
 def records_of(rank: int, num_ranks: int) -> tuple[RecordSpec, ...]:
-    """As `model.stored_form` makes them, of blocks with weights of which some are frozen."""
+    """Return the records that `model.stored_form` gives for blocks with some frozen weights."""
     records = []
     for block, units in UNITS.items():
         trained = sum(units)
@@ -59,7 +59,7 @@ def make_stores(root: Path, num_ranks: int, engine: IoEngine, held: ExitStack) -
 
 
 def whole(stores: Sequence[Store]) -> dict[tuple[str, str], bytes]:
-    """Each block's records, whoever has their parts."""
+    """Return the whole records, joined from the parts of all stores."""
     parts: dict[tuple[str, str], dict[int, bytes]] = {}
     for store in stores:
         content = content_of(store)
@@ -76,7 +76,7 @@ def write_all(stores: Sequence[Store], random: Random) -> None:
         store.commit()
 
 
-def test_through_any_number_of_ranks_and_back(tmp_path: Path, engine: IoEngine) -> None:
+def test_records_survive_resharding_to_any_number_of_ranks_and_back(tmp_path: Path, engine: IoEngine) -> None:
     with ExitStack() as held:
         stores = make_stores(tmp_path / "first", 2, engine, held)
         write_all(stores, Random(5))
@@ -93,7 +93,7 @@ def test_through_any_number_of_ranks_and_back(tmp_path: Path, engine: IoEngine) 
         assert [content_of(store) for store in stores] == of_each
 
 
-def test_a_wrong_byte_ends_it(tmp_path: Path, engine: IoEngine) -> None:
+def test_a_wrong_byte_is_refused(tmp_path: Path, engine: IoEngine) -> None:
     with ExitStack() as held:
         write_all(make_stores(tmp_path / "first", 2, engine, held), Random(5))
     file = tmp_path / "first" / "0" / "rank-1-of-2" / "records-0.bin"
@@ -109,7 +109,7 @@ def test_a_wrong_byte_ends_it(tmp_path: Path, engine: IoEngine) -> None:
         assert not (tmp_path / "one" / "0" / "rank-0-of-1" / COMMIT_NAME).exists()
 
 
-def test_a_part_that_is_nowhere_is_named(tmp_path: Path, engine: IoEngine) -> None:
+def test_a_missing_part_is_named(tmp_path: Path, engine: IoEngine) -> None:
     with ExitStack() as held:
         old = make_stores(tmp_path / "first", 3, engine, held)
         write_all(old, Random(5))
@@ -118,13 +118,12 @@ def test_a_part_that_is_nowhere_is_named(tmp_path: Path, engine: IoEngine) -> No
             sum(copy_records(old[:2], new))
 
 
-def test_commits_are_counted_on(tmp_path: Path, engine: IoEngine) -> None:
+def test_commit_numbers_continue(tmp_path: Path, engine: IoEngine) -> None:
     with ExitStack() as held:
         (store,) = make_stores(tmp_path, 1, engine, held)
         store.agree_on_commits(ImmediateAgreement("run", keeps_previous=True))
         store.count_commits_from(17)
         write_all([store], Random(1))
-        assert store.committed is not None
         assert (store.committed.number, store.committed.group_id) == (17, "run")
         write_all([store], Random(2))
         assert [commit.number for commit in store.kept_commits] == [18, 17]
@@ -137,18 +136,18 @@ JOURNALS_OF_TWO = [
 ]
 
 
-def test_each_rank_finds_its_random_numbers_by_its_name() -> None:
+def test_each_rank_finds_its_random_state_by_rank() -> None:
     assert journal_of_rank([JOURNAL_OF_ONE], 0, 1) == JOURNAL_OF_ONE
     assert journal_of_rank([JOURNAL_OF_ONE], 0, 2) == JOURNALS_OF_TWO[0] | {"rng_state_0.pth": b"random"}
     assert [journal_of_rank(JOURNALS_OF_TWO, rank, 4) for rank in (0, 1)] == JOURNALS_OF_TWO
     assert journal_of_rank(JOURNALS_OF_TWO, 0, 1) == JOURNAL_OF_ONE | {"rng_state.pth": b"0"}
 
 
-def test_a_rank_that_was_not_there_has_none_but_draws_the_epoch_as_all_do() -> None:
+def test_a_new_rank_gets_only_the_random_state_of_the_epoch() -> None:
     assert journal_of_rank(JOURNALS_OF_TWO, 2, 4) == {"trainer_state.json": b"state", "epoch_rng_state_2.pth": b"epoch"}
 
 
-def test_updates_are_counted_by_whoever_makes_them() -> None:
+def test_update_counts_are_joined_over_ranks() -> None:
     facts = [
         {"global_step": 7, "num_updates": {"a": 7, "b": 0}},
         {"global_step": 7, "num_updates": {"a": 0, "b": 6, "c": 7}},

@@ -1,4 +1,4 @@
-"""Files written piece by piece are what the safetensors library reads, and would have written."""
+"""Files written piece by piece can be read by the safetensors library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spec(name: str, values: Tensor, *sizes: int) -> TensorSpec:
     return TensorSpec(name, values.dtype, values.numel(), values.split(list(sizes)) if sizes else [values])
 
 
-def test_every_dtype_and_odd_sizes_come_back(tmp_path: Path) -> None:
+def test_every_dtype_and_odd_sizes_are_read_back(tmp_path: Path) -> None:
     values = {
         f"{dtype}.{numel}": torch.randint(-128, 128, (numel,)).to(dtype) for dtype in DTYPES for numel in (1, 3, 1000)
     }
@@ -46,8 +46,8 @@ def test_pieces_are_joined_in_order(sizes: tuple[int, ...], tmp_path: Path) -> N
     assert torch.equal(loaded["first"], values + 5) and torch.equal(loaded["last"], values - 5)
 
 
-def test_each_piece_is_read_only_when_its_turn_comes(tmp_path: Path) -> None:
-    """One buffer serves all pieces, as in the store's reader."""
+def test_pieces_are_read_lazily(tmp_path: Path) -> None:
+    """All pieces share one buffer, as in the store's reader."""
     buffer = torch.empty(4)
     alive: list[str] = []
 
@@ -66,18 +66,18 @@ def test_each_piece_is_read_only_when_its_turn_comes(tmp_path: Path) -> None:
     assert loaded["b"].tolist() == [10 + value for value in expected]
 
 
-def test_parts_that_are_not_contiguous(tmp_path: Path) -> None:
+def test_a_strided_tensor_is_written(tmp_path: Path) -> None:
     values = torch.arange(20.0)[::2]
     path = tmp_path / "file.safetensors"
     write_safetensors(path, [spec("strided", values)])
     assert torch.equal(load_file(path)["strided"], values)
 
 
-def test_the_header_is_what_loaders_expect(tmp_path: Path) -> None:
+def test_the_header_is_aligned_and_readable(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     write_safetensors(path, [spec('näme with "quotes"', torch.ones(5))])
     header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
-    assert (8 + header_bytes) % 4096 == 0  # the data start at a block of the file system
+    assert (8 + header_bytes) % 4096 == 0  # data are aligned to file system blocks
     assert path.stat().st_size == 8 + header_bytes + 20
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -85,7 +85,7 @@ def test_the_header_is_what_loaders_expect(tmp_path: Path) -> None:
         assert file.get_slice('näme with "quotes"')[2:4].tolist() == [1.0, 1.0]
 
 
-def test_a_file_of_nothing(tmp_path: Path) -> None:
+def test_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     write_safetensors(path, [])
     assert load_file(path) == {}
@@ -94,8 +94,8 @@ def test_a_file_of_nothing(tmp_path: Path) -> None:
 # Cloning.
 
 
-def test_a_clone_stands_in_for_the_pieces(tmp_path: Path) -> None:
-    """Between tensors that are written, also where it goes beyond the end of the file so far."""
+def test_a_clone_replaces_the_pieces(tmp_path: Path) -> None:
+    """Clones lie between written tensors, and may extend the file."""
     path = tmp_path / "file.safetensors"
     values = torch.arange(3000.0)
     places: list[int] = []
@@ -105,11 +105,11 @@ def test_a_clone_stands_in_for_the_pieces(tmp_path: Path) -> None:
         os.pwrite(fd, values.numpy().tobytes(), offset)
         return True
 
-    def unwanted() -> Iterator[Tensor]:
+    def never_read() -> Iterator[Tensor]:
         raise AssertionError("the pieces of a cloned tensor were read")
         yield
 
-    cloned = [TensorSpec(name, torch.float32, 3000, unwanted(), clone) for name in ("second", "last")]
+    cloned = [TensorSpec(name, torch.float32, 3000, never_read(), clone) for name in ("second", "last")]
     write_safetensors(path, [spec("first", values + 1), cloned[0], spec("third", values + 3), cloned[1]])
     loaded = load_file(path)
     assert places == [4096 + 12_000, 4096 + 36_000]
@@ -117,7 +117,7 @@ def test_a_clone_stands_in_for_the_pieces(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], values + difference)
 
 
-def test_pieces_replace_what_half_a_clone_left(tmp_path: Path) -> None:
+def test_pieces_overwrite_an_incomplete_clone(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     values = torch.arange(3000.0)
 
@@ -139,12 +139,12 @@ def test_pieces_that_do_not_add_up_are_refused(numel: int, tmp_path: Path) -> No
         write_safetensors(tmp_path / "file.safetensors", [wrong, spec("next", torch.ones(3))])
 
 
-def test_a_full_disk_is_named_with_numbers(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_with_bytes(tmp_path: Path) -> None:
     def pieces() -> Iterator[Tensor]:
         yield torch.ones(5)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     path = tmp_path / "file.safetensors"
-    told = rf"cannot write {path} \(No space left on device\): the file needs 4,136 bytes and [\d,]+ are left"
-    with pytest.raises(StorageError, match=told):
+    message = rf"cannot write {path} \(No space left on device\): the file needs 4,136 bytes and [\d,]+ are left"
+    with pytest.raises(StorageError, match=message):
         write_safetensors(path, [TensorSpec("full", torch.float32, 10, pieces())])

@@ -1,4 +1,4 @@
-"""Each rank saves the states that it has. Together they are a checkpoint, that any number of ranks goes on from."""
+"""Each rank saves its own states. Together they form a checkpoint that any number of ranks can load."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hf_lohan.testing.thread_ranks import run_ranks
 
 
 def save_by_ranks(engine: OffloadEngine, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks would, each of which has what `rank_ranges` gives it of an engine that has it all."""
+    """Save the states of one engine as several ranks would, each with its own range."""
     for block in engine.layout.blocks:
         block.cut_for_ranks(num_ranks)
     one_at_a_time, write_states = threading.Lock(), optimizer_states._write_states
 
     def write(*args: Any) -> None:
-        with one_at_a_time:  # they share the buffers of one engine
+        with one_at_a_time:  # the ranks share the buffers of one engine
             write_states(*args)
 
     monkeypatch.setattr(optimizer_states, "_write_states", write)
@@ -55,7 +55,7 @@ def save_by_ranks(engine: OffloadEngine, num_ranks: int, folder: Path, monkeypat
 @FORMATS
 @pytest.mark.parametrize("num_ranks", [2, 5])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_what_ranks_saved_is_what_one_has(
+def test_states_saved_by_ranks_equal_those_of_one_engine(
     family: str,
     num_ranks: int,
     dtype: torch.dtype,
@@ -79,7 +79,7 @@ def test_what_ranks_saved_is_what_one_has(
         assert torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name], name
 
 
-def test_each_file_is_one_ranks(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_belongs_to_one_rank(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = offload(tiny_model("llama"))
     train(engine, range(1))
     save_by_ranks(engine, 2, tmp_path, monkeypatch)
@@ -93,10 +93,10 @@ def test_each_file_is_one_ranks(offload: Offload, tmp_path: Path, monkeypatch: p
     sizes = [
         sum((tmp_path / "lohan" / name).stat().st_size for name in files if f"-{rank}of2" in name) for rank in (0, 1)
     ]
-    assert min(sizes) > 0.2 * sum(sizes), "no rank has it all"
+    assert min(sizes) > 0.2 * sum(sizes), "one rank has nearly all states"
 
 
-def test_a_part_that_is_missing_is_told(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_part_is_refused(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = offload(tiny_model("llama"))
     train(engine, range(1))
     save_by_ranks(engine, 2, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""A checkpoint folder: whole, or not there."""
+"""A checkpoint folder is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ WHOLE = {"sub/state": "new", "weights": "new"}
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Two whole checkpoints."""
+    """A folder with two complete checkpoints."""
     for step in (2, 4):
         write(tmp_path / "run" / f"checkpoint-{step}", f"old {step}")
     return tmp_path / "run"
 
 
-def test_it_appears_when_it_is_whole(run_dir: Path) -> None:
+def test_a_checkpoint_appears_when_complete(run_dir: Path) -> None:
     with unfinished_checkpoint(str(run_dir), "checkpoint-6") as unfinished:
         write(unfinished / "checkpoint-6")
         assert get_last_checkpoint(str(run_dir)) == str(run_dir / "checkpoint-4")
@@ -53,13 +53,13 @@ def test_it_appears_when_it_is_whole(run_dir: Path) -> None:
     assert sorted(os.listdir(run_dir)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
-def test_the_runs_folder_is_made(tmp_path: Path) -> None:
+def test_the_folder_of_the_run_is_created(tmp_path: Path) -> None:
     with unfinished_checkpoint(str(tmp_path / "a" / "b"), "checkpoint-1") as unfinished:
         write(unfinished / "checkpoint-1")
     assert content(tmp_path / "a" / "b" / "checkpoint-1") == WHOLE
 
 
-def test_a_checkpoint_of_that_name_is_replaced(run_dir: Path) -> None:
+def test_a_checkpoint_of_the_same_name_is_replaced(run_dir: Path) -> None:
     (run_dir / "checkpoint-4" / "checkpoint-is-incomplete.txt").write_text("left over")
     with unfinished_checkpoint(str(run_dir), "checkpoint-4") as unfinished:
         write(unfinished / "checkpoint-4")
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_that_name_is_replaced(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), OSError(errno.EIO, "disk")])
 @pytest.mark.parametrize("name", ["checkpoint-4", "checkpoint-6"])
-def test_a_failure_leaves_all_as_it_was(name: str, error: BaseException, run_dir: Path) -> None:
+def test_a_failed_save_changes_nothing(name: str, error: BaseException, run_dir: Path) -> None:
     before = content(run_dir)
     with pytest.raises(type(error)), unfinished_checkpoint(str(run_dir), name) as unfinished:
         write(unfinished / name)
@@ -79,8 +79,8 @@ def test_a_failure_leaves_all_as_it_was(name: str, error: BaseException, run_dir
 
 
 @pytest.mark.parametrize("at_call", [0, 1])
-def test_a_rename_that_fails_leaves_all_as_it_was(at_call: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moving the old one aside, and giving the new one its name."""
+def test_a_failed_rename_changes_nothing(at_call: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rename moves the old checkpoint aside, the second names the new checkpoint."""
     before = content(run_dir)
     outcomes = [OSError(errno.EIO, "disk") if call == at_call else None for call in range(2)]
     real = os.rename
@@ -96,7 +96,7 @@ def test_a_rename_that_fails_leaves_all_as_it_was(at_call: int, run_dir: Path, m
     assert content(run_dir) == before
 
 
-def test_all_is_on_the_medium_before_it_gets_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_synced_before_the_rename(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -145,7 +145,7 @@ def save_and_die(run_dir: Path, name: str, num_renames: int | None) -> None:
     [("checkpoint-6", None), ("checkpoint-4", None), ("checkpoint-6", 0), ("checkpoint-4", 0), ("checkpoint-4", 1)],
     ids=["writing", "writing_again", "before_naming", "before_moving_aside", "between_the_renames"],
 )
-def test_a_killed_save_leaves_the_checkpoints_before_it(name: str, num_renames: int | None, run_dir: Path) -> None:
+def test_a_killed_save_keeps_earlier_checkpoints(name: str, num_renames: int | None, run_dir: Path) -> None:
     before = content(run_dir)
     child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(run_dir, name, num_renames))
     child.start()
@@ -159,7 +159,7 @@ def test_a_killed_save_leaves_the_checkpoints_before_it(name: str, num_renames: 
     assert sorted(os.listdir(run_dir)) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_the_next_save_removes_what_a_killed_one_left(run_dir: Path) -> None:
+def test_a_save_removes_the_remains_of_a_killed_save(run_dir: Path) -> None:
     write(run_dir / UNFINISHED_NAME / "checkpoint-6", "half")
     (run_dir / UNFINISHED_NAME / "checkpoint-6" / "stray").touch()
     with unfinished_checkpoint(str(run_dir), "checkpoint-6") as unfinished:
@@ -168,7 +168,7 @@ def test_the_next_save_removes_what_a_killed_one_left(run_dir: Path) -> None:
     assert not (run_dir / UNFINISHED_NAME).exists()
 
 
-def test_what_is_written_elsewhere_is_told(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_written_elsewhere_is_logged(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     with unfinished_checkpoint(str(run_dir), "checkpoint-6"):
         pass
     assert "was written directly, so a crash" in caplog.text
@@ -199,7 +199,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ],
     ids=["python", "torch", "safetensors"],
 )
-def test_a_full_disk_is_named_with_numbers(save: Callable[[torch.Tensor, Path], None], small_disk: Path) -> None:
+def test_a_full_disk_is_named_with_bytes(save: Callable[[torch.Tensor, Path], None], small_disk: Path) -> None:
     write(small_disk / "checkpoint-2", "old")
     message = ""
     try:
@@ -207,7 +207,7 @@ def test_a_full_disk_is_named_with_numbers(save: Callable[[torch.Tensor, Path], 
             (unfinished / "checkpoint-4").mkdir()
             (unfinished / "checkpoint-4" / "first").write_bytes(bytes(100_000))
             save(torch.ones(100_000), unfinished / "checkpoint-4" / "second")
-    except StorageError as error:  # not `pytest.raises`, which keeps torch's writer, and so its file, alive
+    except StorageError as error:  # `pytest.raises` would keep torch's writer and its open file alive
         assert error.errno == errno.ENOSPC
         message = str(error)
     expected = (

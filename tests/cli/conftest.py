@@ -1,4 +1,4 @@
-"""Models to plan for, and the modules beside this file."""
+"""Import fixtures of models for plans, and make the modules beside this file importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models and machines to plan for, and `lohan plan` for them."""
+"""Models and machines for plans, and functions that run `lohan plan`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planned(model: str, *options: object, **keywords: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def equal_requests_planned_once() -> Iterator[None]:
-    """A test that prints one plan twice, as JSON and as tables, computes it once."""
+    """Compute each plan once, for tests that print a plan as JSON and as tables."""
     once = functools.cache(plan_run)
     with mock.patch.object(plan_report, "plan_run", once), mock.patch.object(plan_changes, "plan_run", once):
         yield
@@ -78,7 +78,7 @@ def model_13b(tmp_path: Path) -> str:
 
 
 def hardware_file(path: Path, machine: Path = PAPER, **changes: Any) -> str:
-    """A machine, the paper's by default, with some of its keys changed; a mapping changes only its own keys."""
+    """Write a machine file, by default the paper's, with changes. A mapping changes only the keys it names."""
     values = yaml.safe_load(machine.read_text())
     for key, value in changes.items():
         values[key] = {**values[key], **value} if isinstance(value, dict) else value
@@ -87,5 +87,5 @@ def hardware_file(path: Path, machine: Path = PAPER, **changes: Any) -> str:
 
 
 def drives(num: int, **changes: Any) -> list[dict[str, Any]]:
-    """The drives of a hardware file: `num` of the paper's, with some keys changed."""
+    """Return the drives of a hardware file: `num` of the paper's, with some changed keys."""
     return [{**yaml.safe_load(PAPER.read_text())["ssd"][0], "count": num, **changes}]

@@ -1,4 +1,4 @@
-"""The `lohan` command: what it prints, what it refuses, and how little it imports."""
+"""The `lohan` command prints its settings, refuses bad input in one line and imports little."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def test_help_names_the_commands() -> None:
     assert result.exit_code == 0
     assert "launch" in result.stdout
     assert "config" in result.stdout
-    assert "..." not in result.stdout.split("Commands:")[1], "sentences are whole"
+    assert "..." not in result.stdout.split("Commands:")[1], "no sentence is cut"
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_config_prints_what_this_machine_makes_of_it() -> None:
+def test_config_prints_the_settings_of_this_machine() -> None:
     result = runner.invoke(app, ["config"])
     assert result.exit_code == 0
     settings = yaml.safe_load(result.stdout)
-    assert settings["ssd"] == "auto", "its folder belongs to a run's output directory"
+    assert settings["ssd"] == "auto", "its folder is in a run's output directory"
     assert "output directory" in result.stdout
     assert settings["cpu_threads"] == usable_cpus()
     assert OffloadConfig.load({**settings, "ssd": "somewhere"}).is_resolved
 
 
-def test_config_keeps_what_the_user_said(tmp_path: Path) -> None:
+def test_config_keeps_settings_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"cpu_memory: 1GiB\nssd: {{path: {tmp_path}, capacity: 2GiB}}\n")
     result = runner.invoke(app, ["config", "--offload", str(path), "--json"])
@@ -57,7 +57,7 @@ def test_config_keeps_what_the_user_said(tmp_path: Path) -> None:
     assert OffloadConfig.load(settings).is_resolved
 
 
-def test_the_yaml_is_a_config_file(tmp_path: Path) -> None:
+def test_the_printed_yaml_is_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     path.write_text(runner.invoke(app, ["config"]).stdout)
     again = runner.invoke(app, ["config", "--offload", str(path)])
@@ -126,7 +126,7 @@ def test_refusals_are_one_line_on_stderr(
     assert result.stdout == ""
 
 
-def test_launch_passes_everything_on_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_passes_all_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     import hf_lohan.huggingface.launch as launching
 
     received: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""`lohan doctor`: what it prints and writes, what it refuses, and that no drive it cannot use ends it."""
+"""`lohan doctor` prints checks, writes a profile even if a drive is unusable, and refuses bad input in one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = MeasuringEffort(
 
 @pytest.fixture
 def offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A config file with a path of its own; measuring takes milliseconds and is cached beside it."""
+    """A config file with its own path. Measurements take milliseconds and are cached next to it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(doctor, "EFFORT", TINY)
     monkeypatch.setattr(doctor, "SHAPES", (MatrixShape(64, 32, 16),))
@@ -45,7 +45,7 @@ def run(*arguments: str) -> Any:
     return runner.invoke(app, ["doctor", *arguments])
 
 
-def test_the_tables(offload: str, tmp_path: Path) -> None:
+def test_the_tables_have_all_checks(offload: str, tmp_path: Path) -> None:
     result = run("--offload", offload)
     assert result.exit_code == 0, result.stderr
     for words in ("this machine", str(tmp_path / "store"), "O_DIRECT", "optimizer", "checks: "):
@@ -69,7 +69,7 @@ def test_without_measuring_there_are_no_rates(offload: str, tmp_path: Path) -> N
     assert not (tmp_path / "cache").exists()
 
 
-def test_it_measures_once_and_again_when_asked(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_once_and_again_with_no_cache(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     measured = doctor.cached_hardware
 
@@ -90,7 +90,7 @@ def test_the_profile_is_written_for_plans(offload: str, tmp_path: Path) -> None:
     assert read_hardware(tmp_path / "machine.yaml").ssd[0].path == str(tmp_path / "store")
 
 
-def test_a_path_that_cannot_be_used_is_a_line(offload: str, tmp_path: Path) -> None:
+def test_an_unusable_path_is_one_check(offload: str, tmp_path: Path) -> None:
     Path(offload).write_text("ssd: /proc/nowhere\n")
     found = json.loads(run("--offload", offload, "--json").stdout)
     assert found["hardware"] is None
@@ -123,24 +123,24 @@ def test_refusals_are_one_line(
     assert result.stderr.count("\n") == 1
 
 
-def test_auto_paths_are_those_of_the_present_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_paths_are_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     subjects = {check.subject for check in examine("lohan", measure=False).checks}
     assert subjects == {"", str(tmp_path / "_lohan" / "store")}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cells_have_room_for_words_in_80_columns() -> None:
+def test_words_fit_into_cells_in_80_columns() -> None:
     advice = "use a GPU; if the machine has one, install its driver"
     value = "2.1 GB/s to it, 2.55 GB/s from it"
     console = Console(width=80, record=True, file=StringIO())
     print_tables(Examination((Check("reads and writes mixed", value, Verdict.COULD_BE_BETTER, advice),), None), console)
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert f"reads and writes mixed   could be better   {value}" in lines
-    assert sum(line in f"{advice} " and len(line) > 8 for line in lines) == 2, "the advice takes two lines"
+    assert sum(line in f"{advice} " and len(line) > 8 for line in lines) == 2, "the advice needs two lines"
 
 
-def test_brackets_in_paths_are_no_markup() -> None:
+def test_brackets_in_paths_are_printed() -> None:
     checks = (Check("[bold]name", "[/red]", Verdict.BAD, "[x]", "/mnt/[1]"),)
     console = Console(width=100, record=True, file=StringIO())
     print_tables(Examination(checks, None), console)

@@ -1,4 +1,4 @@
-"""`lohan generate` prints what the model in memory says, and how near to its bound it came."""
+"""`lohan generate` prints the text of the model in memory, and its speed relative to the bound."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def generate(checkpoint: Path, folder: Path, *options: str, gpu_memory: str = "1
     ],
     ids=["greedy", "sampled", "beams"],
 )
-def test_the_text_is_that_of_the_model_in_memory(
+def test_the_text_equals_that_of_the_model_in_memory(
     options: list[str], settings: dict[str, object], checkpoint: Path, tmp_path: Path
 ) -> None:
     result = generate(checkpoint, tmp_path, *options)
@@ -63,19 +63,19 @@ def test_the_text_is_that_of_the_model_in_memory(
     assert "8 further tokens at" in result.stderr
 
 
-def test_what_is_read_and_what_bounds_it_is_said(checkpoint: Path, tmp_path: Path) -> None:
+def test_read_bytes_and_the_bound_are_printed(checkpoint: Path, tmp_path: Path) -> None:
     config = tmp_path / "lohan.yaml"
     config.write_text("resident_records: none\n")
     result = generate(checkpoint, tmp_path, "--config", str(config), gpu_memory="850KiB")
     assert result.exit_code == 0, result.output
     read, missing = re.findall(r"(\d+(?:\.\d+)? KiB)", result.stderr)[:2]
     read_kib, missing_kib = (float(size.split()[0]) for size in (read, missing))
-    # At most what was read ahead in the end is more; where loads come late, the ring may have two layers still.
+    # The last prefetch may add reads. If loads are late, the ring may still have two layers.
     assert -2 <= (read_kib - missing_kib) / LAYER_KIB <= 3 / 8
     assert re.search(r"reached \d+(\.\d+)?% of it", result.stderr)
 
 
-def test_a_budget_that_cannot_hold_the_asked_length_is_refused_before_anything_is_stored(
+def test_a_budget_too_small_for_the_length_is_refused_before_anything_is_stored(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     result = generate(checkpoint, tmp_path, gpu_memory="1MiB", tokens=4000)
@@ -84,7 +84,7 @@ def test_a_budget_that_cannot_hold_the_asked_length_is_refused_before_anything_i
     assert not (tmp_path / "store").exists()
 
 
-def test_a_folder_without_a_tokenizer_says_what_is_missing(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_a_tokenizer_names_it(checkpoint: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
     for folder, message in (
@@ -104,13 +104,13 @@ def test_a_folder_without_a_tokenizer_says_what_is_missing(checkpoint: Path, tmp
         (["--num-beams", "0"], "num_beams=0 must both be at least 1"),
     ],
 )
-def test_bad_values_are_one_line(options: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_values_are_refused_in_one_line(options: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
     result = generate(checkpoint, tmp_path, *options)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert message in result.stderr
 
 
-def test_the_bound_is_the_missing_bytes_over_the_drives_rate() -> None:
+def test_the_bound_is_the_missing_bytes_over_the_rate_of_the_drive() -> None:
     figures = GenerationFigures(
         num_prompt_tokens=5,
         num_passes=11,

@@ -1,4 +1,4 @@
-"""`lohan plan` and `lohan estimate`: their output, their refusals, and the table of the LoHan paper."""
+"""`lohan plan` and `lohan estimate` print plans, predict the LoHan paper's table and refuse bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ KEYS = {
 def test_predictions_match_the_table_of_the_paper(model_13b: str, tmp_path: Path) -> None:
     """LoHan keeps all state on the SSDs.
 
-    The logits of this batch need a device of 80 GB. `gpu_memory` leaves as much for kept activations as 24 GB would.
+    The logits of this batch need a device of 80 GB. With this `gpu_memory`, kept activations get the room that they
+    have on 24 GB.
     """
     all_on_ssd = tmp_path / "lohan.yaml"
     all_on_ssd.write_text("resident_records: none\nactivations: auto\ngpu_memory: 11GB\n")
@@ -75,7 +76,7 @@ def test_json_has_all_figures(model_13b: str) -> None:
     assert values["ssd_read_bytes_per_step"] >= 0, "everything fits in RAM"
     assert 0 < sum(values["tier_bytes"]["gpu"].values()) <= 24e9
     assert sum(values["tier_bytes"]["cpu"].values()) <= 768e9 * 0.6
-    assert values["model_flops"] == pytest.approx(6 * 12.85e9 * 16 * 1024, rel=0.05), "6 a weight and token"
+    assert values["model_flops"] == pytest.approx(6 * 12.85e9 * 16 * 1024, rel=0.05), "6 FLOPs per weight and token"
 
 
 def test_tables_name_the_bottleneck_and_the_nearest_changes(model_13b: str) -> None:
@@ -97,7 +98,7 @@ def test_tables_name_the_bottleneck_and_the_nearest_changes(model_13b: str) -> N
     assert "fits without offloading" not in result.stdout
 
 
-def test_a_model_that_fits_without_offloading(tiny: str) -> None:
+def test_a_model_that_fits_without_offloading_is_reported(tiny: str) -> None:
     result = plan(tiny, "--hardware", PAPER, batch_size=1, seq_len=16, with_changes=True)
     assert "It fits without offloading" in result.stdout
     assert planned(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)["fits_without_offloading"] is True
@@ -134,7 +135,7 @@ def test_only_adapters_are_written(tiny: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path) -> None:
-    """They move as many bytes as one batch of their total size, with a smaller working set."""
+    """They move the bytes of one batch of their total size, with a smaller working set."""
     OPTConfig.from_pretrained(model_13b, dropout=0.0).save_pretrained(model_13b)
     offload = tmp_path / "vertical.yaml"
     offload.write_text("vertical_micro_batches: true\nresident_records: none\n")
@@ -154,7 +155,7 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
 
 
 @pytest.mark.usefixtures("equal_requests_planned_once")
-def test_accumulated_micro_batches_run_together_where_that_is_shorter() -> None:
+def test_accumulated_micro_batches_run_together_if_that_is_faster() -> None:
     options = ("--hardware", DESKTOP, "--gradient-accumulation-steps", 32)
     values = planned(LLAMA_8B, *options, batch_size=16)
     assert values["fits"] and values["num_together"] == 32 and values["num_micro_batches"] == 1
@@ -214,7 +215,7 @@ def test_smaller_state_dtypes_shrink_the_store_and_the_step(model_13b: str, tmp_
     assert values["int8"]["step_s"] < values["bfloat16"]["step_s"] < values["float32"]["step_s"]
 
 
-def test_durability_is_checkpoint_where_two_versions_of_the_state_do_not_fit(model_13b: str, tmp_path: Path) -> None:
+def test_durability_is_checkpoint_if_two_versions_of_the_state_do_not_fit(model_13b: str, tmp_path: Path) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="250GB"))
     assert planned(model_13b, "--hardware", PAPER)["durability"] == "step"
     assert planned(model_13b, "--hardware", hardware)["durability"] == "checkpoint"
@@ -286,14 +287,13 @@ def test_the_plotted_minimum_is_the_plan_and_labels_do_not_overlap(monkeypatch: 
     step, *_, dot = figure.axes[0].lines
     assert dot.get_ydata()[0] == pytest.approx(min(step.get_ydata()), rel=1e-6)
     legend = figure.axes[0].get_legend()
-    assert legend is not None
     labels = [*figure.axes[0].texts, *legend.get_texts(), *figure.axes[1].texts]
     boxes = [figure.axes[0].bbox, *(label.get_window_extent() for label in labels)]
     assert not [one for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
 @pytest.mark.parametrize("bound_by", ["link", "cpu"])
-def test_bars_fit_in_80_columns_beside_the_longest_bottlenecks(tiny: str, bound_by: str) -> None:
+def test_bars_fit_in_80_columns_next_to_the_longest_bottlenecks(tiny: str, bound_by: str) -> None:
     run = plan_request.plan_run(PlanRequest(model=tiny, batch_size=1, sequence_length=16, hardware=str(DESKTOP)))
     phases = {"forward_bottleneck": bound_by, "backward_bottleneck": bound_by}
     bound = replace(run, plan=replace(run.plan, prediction=replace(run.plan.prediction, **phases)))
@@ -329,7 +329,7 @@ def test_estimate_prints_at_most_12_lines(model_13b: str) -> None:
     assert len(result.stdout.splitlines()) <= 12
 
 
-def test_estimate_takes_as_many_tokens_as_the_model_has_positions(tmp_path: Path) -> None:
+def test_estimate_uses_the_number_of_positions_of_the_model(tmp_path: Path) -> None:
     tiny_config("opt").save_pretrained(tmp_path / "short")
     result = runner.invoke(app, ["estimate", str(tmp_path / "short"), "--hardware", str(PAPER), "--json"])
     assert json.loads(result.stdout)["num_tokens"] == 8 * 128
@@ -373,7 +373,7 @@ def test_estimate_refuses_a_store_that_does_not_fit(model_13b: str, tmp_path: Pa
         ),
     ],
 )
-def test_very_large_models(config: Any, active_params: float, tmp_path: Path) -> None:
+def test_very_large_models_are_planned(config: Any, active_params: float, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     hardware = hardware_file(tmp_path / "hardware.yaml", device={"memory_bytes": "80GB"})
     values = planned(str(tmp_path), "--hardware", hardware, batch_size=1, seq_len=512)

@@ -1,4 +1,4 @@
-"""Large mixtures of experts, planned in seconds: their bytes are those of their config, whatever the machine."""
+"""Large mixtures of experts are planned in seconds, with the bytes of their configs on any machine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from hf_lohan.testing.models import tiny_config
 DESKTOP = CONFIGS / "hardware" / "rtx4090_desktop.yaml"
 GB, WITHIN = 1e9, 0.1
 MOST_S = 120.0
-"""On a machine that does ten other things; alone it is seconds."""
+"""The limit on a busy machine. Alone, planning takes seconds."""
 
-# In GB: an expert's weights and states, all experts of a layer, the rest of a layer, two such and eight experts, the
-# traffic of a step, and the store with two homes. Billions of parameters: all, those that work on a token.
+# In billions: all parameters, and active ones per token. In GB: the weights of an expert, its weights and states, all
+# experts of a layer, the rest of a layer, two such rests with eight experts, the traffic of a step, and the store with
+# two homes.
 EXPECTED: dict[str, tuple[float, ...]] = {
     "Qwen3-30B-A3B": (30.5, 3.4, 0.0094, 0.057, 1.21, 0.038, 0.15, 790, 730),
     "gpt-oss-20b": (20.9, 4.2, 0.0498, 0.299, 1.59, 0.053, 0.50, 540, 500),
@@ -68,7 +69,7 @@ def planned_run(tmp_path: Path, name: str) -> PlannedRun:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_of_large_mixtures(tmp_path: Path, name: str) -> None:
+def test_planned_bytes_of_large_mixtures(tmp_path: Path, name: str) -> None:
     began_s = time.perf_counter()
     run = planned_run(tmp_path, name)
     assert time.perf_counter() - began_s < MOST_S
@@ -92,34 +93,34 @@ def test_bytes_of_large_mixtures(tmp_path: Path, name: str) -> None:
     )
     assert measured == pytest.approx(EXPECTED[name], rel=WITHIN)
 
-    # 2048 tokens go to all experts, whose slots take less than a quarter of the device's memory.
+    # 2048 tokens use all experts. The slots of experts need less than a quarter of the device's memory.
     num_experts, num_chosen = (getattr(profile.experts[0], field) for field in ("num_experts", "num_chosen"))
     left_out = num_experts * (1 - num_chosen / num_experts) ** 2048
     assert experts.num_experts - experts.hits_per_micro_batch == pytest.approx(left_out * experts.num_layers, abs=1e-6)
     slots = plan.pools.num_slots[SizeClass.EXPERT]
     assert slots >= 8 and slots * plan.pools.slot_bytes[SizeClass.EXPERT] <= run.hardware.device.memory_bytes / 4
-    # Each is loaded once in forward and once in backward, but for those that the turn finds in their slots: making the
-    # output of all of a layer's experts again, which would load them a third time, is the worst trade there is.
+    # Each expert is loaded once in forward and once in backward, except those that backward finds in slots. Outputs of
+    # experts are not recomputed, because that would load all experts a third time.
     assert experts.loads_per_step == pytest.approx(2 * experts.num_experts - slots, rel=0.01)
 
 
-def test_estimate_says_what_experts_cost(tmp_path: Path) -> None:
+def test_estimate_prints_the_costs_of_experts(tmp_path: Path) -> None:
     path = saved_config(tmp_path, "gpt-oss-20b")
     words = ["--hardware", str(DESKTOP), "--offload", settings_file(tmp_path), "--seq-len", "8", "--batch-size", "1"]
     result = runner.invoke(app, ["estimate", path, *words])
     assert result.exit_code == 0, result.stderr
-    said = result.stdout
-    sizes = re.search(r"768 experts of ([\d.]+) MiB in 24 layers stream one by one, ([\d.]+) GiB in all", said)
-    assert sizes is not None, said
+    printed = result.stdout
+    sizes = re.search(r"768 experts of ([\d.]+) MiB in 24 layers stream one by one, ([\d.]+) GiB in all", printed)
+    assert sizes is not None, printed
     weights = 3 * 2880 * 2880 + 3 * 2880
     expected = 2 * weights / 2**20, 768 * 2 * weights / 2**30
     assert [float(size) for size in sizes.groups()] == pytest.approx(expected, rel=0.02)
     share = 100 * (1 - (1 - 4 / 32) ** 8)
-    assert f"sends 8 tokens to {share:.3g}% of a layer's experts (32 or more reach all)" in said
-    assert "A step needs these SSDs for at least " in said
+    assert f"sends 8 tokens to {share:.3g}% of a layer's experts (32 or more reach all)" in printed
+    assert "A step needs these SSDs for at least " in printed
 
 
-def test_a_refusal_has_the_numbers(tmp_path: Path) -> None:
+def test_a_refusal_of_a_large_mixture_has_numbers(tmp_path: Path) -> None:
     """A store of 2.6 TB on a drive of 2 TB."""
     path, settings = saved_config(tmp_path, "gpt-oss-20b"), settings_file(tmp_path)
     hardware = hardware_file(tmp_path / "hardware.yaml", DESKTOP, ssd=drives(1, capacity_bytes="100GB"))
@@ -129,7 +130,9 @@ def test_a_refusal_has_the_numbers(tmp_path: Path) -> None:
 
 
 def lines_run(tmp_path: Path, num_experts: int) -> Counter[str]:
-    """Of our functions, by planning for a model of 2 layers. A loop in one line counts each time it goes round."""
+    """Count the lines that each of our functions runs while it plans a model of 2 layers. A loop in one line counts
+    each iteration.
+    """
     config = tiny_config("qwen3_moe", num_layers=2, num_experts=num_experts, moe_intermediate_size=8)
     config.save_pretrained(tmp_path / str(num_experts))
     request = PlanRequest(
@@ -155,7 +158,6 @@ def lines_run(tmp_path: Path, num_experts: int) -> Counter[str]:
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-    assert run.plan.prediction.experts is not None
     assert run.plan.prediction.experts.num_experts == 2 * num_experts
     return num_lines
 

@@ -1,4 +1,4 @@
-"""`lohan plan` and `lohan estimate` for several ranks."""
+"""`lohan plan` and `lohan estimate` plan several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_PARAMS = 8_030_261_248
 
 
 @pytest.mark.usefixtures("equal_requests_planned_once")
-def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
+def test_four_ranks_on_two_nodes_are_planned(tmp_path: Path) -> None:
     roomy = hardware_file(tmp_path / "roomy.yaml", DESKTOP, cpu={"memory_bytes": "160GB"})
     options = ("--ranks", 4, "--nodes", 2, "--link", "2.5Gbit", "--gradient-accumulation-steps", 4)
     values = planned(LLAMA_8B, "--hardware", roomy, *options, batch_size=8)
@@ -26,7 +26,7 @@ def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
         "collectives": {"forward": "delta", "backward": "ram", "gradients": "exact"},
     }
     assert values["num_tokens"] == 4 * 4 * 8 * 1024
-    assert (values["num_together"], values["num_micro_batches"]) == (4, 1), "together without being asked for"
+    assert (values["num_together"], values["num_micro_batches"]) == (4, 1), "micro-batches run together by default"
     assert values["ranks"]["bytes_by_collective"] == {
         "forward_weights": NUM_PARAMS // 2 * 1170 // 8000 + 1,
         "backward_weights": 0,
@@ -56,7 +56,7 @@ def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def llama_of_4_layers(tmp_path: Path) -> str:
-    """Layers as large as those of LLAMA_8B, planned in an eighth of the time."""
+    """A model with the layers of LLAMA_8B, planned in an eighth of the time."""
     config = AutoConfig.from_pretrained(LLAMA_8B, num_hidden_layers=4)
     config.save_pretrained(tmp_path / "4_layers")
     return str(tmp_path / "4_layers")
@@ -87,7 +87,7 @@ def test_the_option_overrides_the_collectives_of_the_settings(llama_of_4_layers:
 
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_ranks_of_one_node_share_its_drive(model_13b: str) -> None:
-    """The paper's 13B model on its machine with one drive: the drive is the bottleneck, however many ranks share it."""
+    """The drive is the bottleneck of the paper's 13B model with one drive, however many ranks share it."""
     arguments = (model_13b, "--hardware", PAPER, "--paper")
     one, four = (planned(*arguments, "--ranks", ranks) for ranks in (1, 4))
     assert "cluster" not in one and "ranks" not in one
@@ -102,7 +102,7 @@ def test_ranks_of_one_node_share_its_drive(model_13b: str) -> None:
     assert "on each of 4 ranks of one node" in printed and "sends" not in printed
 
 
-def test_each_node_reads_and_writes_its_half_of_the_records(model_13b: str) -> None:
+def test_each_of_two_nodes_reads_and_writes_half_of_the_records(model_13b: str) -> None:
     arguments = (model_13b, "--hardware", PAPER, "--paper")
     one = planned(*arguments)
     options = ("--ranks", 2, "--nodes", 2, "--link", "100Gbit", "--collectives", "backward=world,forward=exact")

@@ -1,4 +1,4 @@
-"""`lohan report`: what it refuses, and what it makes of runs that have left little."""
+"""`lohan report` makes a page from complete and incomplete runs, and refuses other folders in one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLD_SUMMARY = {
     "hardware": {"kind": "cpu", "name": "a CPU", "num_cpus": 2},
     "config": {"cpu_memory": 1 << 30, "ssd": [{"path": "store", "capacity": "auto"}]},
 }
-"""Of a run that wrote no steps."""
+"""The summary of an old run that wrote no steps."""
 
 
 def write_run(folder: Path, *, summary: Any = None, steps: str | None = None) -> Path:
@@ -74,7 +74,7 @@ def test_an_old_run_has_a_smaller_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [".", "lohan"])
-def test_a_run_that_left_only_steps_is_shown(tmp_path: Path, given: str) -> None:
+def test_a_run_that_wrote_only_steps_has_a_page(tmp_path: Path, given: str) -> None:
     lines = [{"step": number, "step_s": 2.0, "loss": 3.0 / number} for number in (1, 2, 2, 3)]
     run = write_run(tmp_path / "run", steps="".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "st')
     result = runner.invoke(app, ["report", str(run / given), "--output", str(tmp_path / "page.html")])
@@ -85,14 +85,14 @@ def test_a_run_that_left_only_steps_is_shown(tmp_path: Path, given: str) -> None
     assert "it is at step 3, or it was stopped there" in page
 
 
-def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_refused_in_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
     result = runner.invoke(app, ["report", str(run), "--output", str(tmp_path / "missing" / "page.html")])
     assert result.exit_code == 2
     assert "missing" in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_charts_need_nothing_that_is_not_installed(tmp_path: Path) -> None:
+def test_charts_need_no_matplotlib(tmp_path: Path) -> None:
     line = {
         "step_s": 2.0,
         "busy_s": {"compute": 1.5, "ssd read": 1.0},
@@ -110,7 +110,7 @@ def test_charts_need_nothing_that_is_not_installed(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code = f"""
 import sys
-sys.modules["matplotlib"] = None  # importing it fails, as after a plain install
+sys.modules["matplotlib"] = None  # importing it fails, as without the extra
 from hf_lohan.report import write_report
 write_report({str(run)!r}, {str(page)!r})
 """
@@ -140,18 +140,18 @@ write_report({str(run)!r}, {str(page)!r})
         ("config.json", b"\xff"),
     ],
 )
-def test_a_foreign_file_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_foreign_file_is_refused_in_one_line(tmp_path: Path, name: str, content: bytes) -> None:
     run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
     (run / "lohan" / name).write_bytes(content)
     result = runner.invoke(app, ["report", str(run)])
     if content.startswith(b"\xff\xfe"):
-        assert result.exit_code == 0, "a line that is no step is left out"
+        assert result.exit_code == 0, "lines that are no steps are left out"
         return
     assert result.exit_code == 2, result.output
     assert name in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_nobody_else_may_write_the_page(tmp_path: Path) -> None:
+def test_other_users_may_not_write_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
     before = os.umask(0)
     try:
@@ -170,12 +170,12 @@ def test_nobody_else_may_write_the_page(tmp_path: Path) -> None:
         (-0.5, 2600.0, [0, 500, 1000, 1500, 2000, 2500]),
     ],
 )
-def test_figures_on_an_axis_are_round(low: float, high: float, expected: list[float]) -> None:
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high, 6, whole=low % 1 != 0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["report.html", "report.html.new"])
-def test_no_link_leads_the_page_over_another_file(name: str, tmp_path: Path) -> None:
+def test_a_link_does_not_redirect_the_page(name: str, tmp_path: Path) -> None:
     run, other = write_run(tmp_path / "run", summary=OLD_SUMMARY), tmp_path / "mine"
     other.write_text("notes")
     (run / "lohan" / name).symlink_to(other)

@@ -1,4 +1,4 @@
-"""`lohan reshard` on what a real run left: cut for several ranks and joined again, it goes on to the bit."""
+"""`lohan reshard` splits the store of a real run for several ranks and joins it again; the run resumes to the bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from short_runs import StopsAfter
+from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -24,16 +25,8 @@ STORE = Path("_lohan") / "store"
 NUM_STEPS = 4
 
 
-class Stops(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step == self._step
-
-
 def train(folder: Path, last_step: int, resume: str | None = None) -> list[dict[str, float]]:
-    """The log of a run of `NUM_STEPS` that is stopped behind `last_step`."""
+    """Train until `last_step` of `NUM_STEPS` and return the log."""
     rows = tiny_batch(seed=3)["input_ids"].tolist() * 4
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -50,7 +43,7 @@ def train(folder: Path, last_step: int, resume: str | None = None) -> list[dict[
         arguments,
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
         offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1},
-        callbacks=[Stops(last_step)],
+        callbacks=[StopsAfter(last_step)],
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.offload_engine.close()
@@ -59,7 +52,7 @@ def train(folder: Path, last_step: int, resume: str | None = None) -> list[dict[
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a run that was stopped behind its second step."""
+    """The output folder of a run that was stopped after its second step."""
     folder = tmp_path_factory.mktemp("run")
     train(folder, 2)
     return folder
@@ -67,7 +60,7 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(stopped_run: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be cut."""
+    """A copy of the stopped run."""
     return Path(shutil.copytree(stopped_run, tmp_path / "run"))
 
 
@@ -77,7 +70,7 @@ def lohan(*args: object) -> tuple[int, str]:
 
 
 def remove_store(folder: Path) -> None:
-    """Of the only rank, from among those of others."""
+    """Remove the store of the single rank, and keep the stores of several ranks."""
     for path in folder.iterdir():
         if not path.name.startswith("rank-"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -92,11 +85,11 @@ def content_at(folder: Path) -> tuple[dict[tuple[str, str], bytes], Any]:
         engine.close()
 
 
-def test_from_one_rank_to_four_to_two_to_one(run: Path, tmp_path: Path) -> None:
+def test_a_store_is_cut_for_four_ranks_and_joined_again(run: Path, tmp_path: Path) -> None:
     before, commit = content_at(run / STORE)
-    code, said = lohan("reshard", run, "--ranks", 4)
-    assert code == 0, said
-    assert said.startswith("step 2 of 1 rank is in ") and "rank-3-of-4" in said
+    code, output = lohan("reshard", run, "--ranks", 4)
+    assert code == 0, output
+    assert output.startswith("step 2 of 1 rank is in ") and "rank-3-of-4" in output
     remove_store(run / STORE)
     whole_bytes = sum(map(len, before.values()))
     parts = [content_at(run / STORE / f"rank-{rank}-of-4") for rank in range(4)]
@@ -108,15 +101,15 @@ def test_from_one_rank_to_four_to_two_to_one(run: Path, tmp_path: Path) -> None:
         assert (f"rng_state_{rank}.pth" in own.journal) == (rank == 0) and own.facts == commit.facts
         assert "trainer_state.json" in own.journal and "optimizer.pt" in own.journal
     assert lohan("verify", run / STORE / "rank-2-of-4")[0] == 0
-    code, said = lohan("verify", run)
-    assert code == 0 and "rank 3 of 4: commit" in said and f"all 4 ranks hold commit {commit.number}" in said
+    code, output = lohan("verify", run)
+    assert code == 0 and "rank 3 of 4: commit" in output and f"all 4 ranks hold commit {commit.number}" in output
     assert hf_lohan.last_step(run) == 2
-    code, said = lohan("export", run, tmp_path / "out")
-    assert code == 2 and "merge them with lohan reshard" in said
+    code, output = lohan("export", run, tmp_path / "out")
+    assert code == 2 and "merge them with lohan reshard" in output
 
     for num_ranks in (2, 1):
-        code, said = lohan("reshard", run, "--ranks", num_ranks, "--remove-old")
-        assert code == 0 and "stays" not in said, said
+        code, output = lohan("reshard", run, "--ranks", num_ranks, "--remove-old")
+        assert code == 0 and "stays" not in output, output
         assert len(list((run / STORE).glob("rank-*"))) == (num_ranks if num_ranks > 1 else 0)
     after, again = content_at(run / STORE)
     assert after == before
@@ -124,7 +117,7 @@ def test_from_one_rank_to_four_to_two_to_one(run: Path, tmp_path: Path) -> None:
     assert lohan("export", run, tmp_path / "out") == (0, f"wrote {tmp_path / 'out'} (step 2)\n")
 
 
-def test_a_run_goes_on_from_there_to_the_bit(run: Path, tmp_path: Path) -> None:
+def test_a_resharded_run_resumes_to_the_bit(run: Path, tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", NUM_STEPS)
     assert lohan("reshard", run, "--ranks", 2, "--remove-old")[0] == 0
     assert lohan("reshard", run, "--ranks", 1, "--remove-old")[0] == 0
@@ -132,7 +125,7 @@ def test_a_run_goes_on_from_there_to_the_bit(run: Path, tmp_path: Path) -> None:
     assert content_at(run / STORE)[0] == content_at(tmp_path / "straight" / STORE)[0]
 
 
-def test_the_cut_is_that_of_the_model(run: Path) -> None:
+def test_shards_have_the_records_of_a_run_with_these_ranks(run: Path) -> None:
     lohan("reshard", run, "--ranks", 3)
     engine = IoEngine(2, 1 << 20, 1 << 22)
     with Store.open([StorePath(str(run / STORE))], model=None, engine=engine) as store:
@@ -146,21 +139,21 @@ def test_the_cut_is_that_of_the_model(run: Path) -> None:
     engine.close()
 
 
-def test_what_breaks_off_leaves_the_old_stores(run: Path) -> None:
+def test_an_interrupted_reshard_keeps_the_old_stores(run: Path) -> None:
     before, commit = content_at(run / STORE)
     file = run / STORE / f"records-{int(commit.home[0])}.bin"
     with file.open("r+b") as stream:
         first = stream.read(1)[0]
         stream.seek(0)
         stream.write(bytes([first ^ 1]))
-    code, said = lohan("reshard", run, "--ranks", 2)
-    assert code == 2 and "records-" in said
+    code, output = lohan("reshard", run, "--ranks", 2)
+    assert code == 2 and "records-" in output
     with file.open("r+b") as stream:
         stream.write(bytes([first]))
     assert content_at(run / STORE)[0] == before
-    code, said = lohan("reshard", run, "--ranks", 2)
-    assert code == 2 and "is from an interrupted reshard (nothing is committed in" in said
-    assert "delete the folders rank-*-of-2 on each ssd path, and try again" in said
+    code, output = lohan("reshard", run, "--ranks", 2)
+    assert code == 2 and "is from an interrupted reshard (nothing is committed in" in output
+    assert "delete the folders rank-*-of-2 on each ssd path, and try again" in output
     with pytest.raises(ValueError, match="holds stores of runs with 1 and 2 ranks") as refused:
         hf_lohan.last_step(run)
     files = "the files manifest.json, commit.safetensors, log.jsonl"
@@ -171,21 +164,23 @@ def test_what_breaks_off_leaves_the_old_stores(run: Path) -> None:
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
 
 
-def test_what_stays_is_told_with_its_files(run: Path) -> None:
-    code, said = lohan("reshard", run, "--ranks", 2)
-    assert code == 0 and "on each ssd path, delete the files manifest.json, " in said
-    assert "to continue with 2 ranks (--remove-old does this), or the folders rank-*-of-2 to continue as before" in said
-    code, said = lohan("verify", run)
-    assert code == 2 and "2 ranks is complete, with step 2, and consists of the folders rank-*-of-2" in said, said
+def test_remaining_stores_are_named_with_their_files(run: Path) -> None:
+    code, output = lohan("reshard", run, "--ranks", 2)
+    assert code == 0 and "on each ssd path, delete the files manifest.json, " in output
+    assert (
+        "to continue with 2 ranks (--remove-old does this), or the folders rank-*-of-2 to continue as before" in output
+    )
+    code, output = lohan("verify", run)
+    assert code == 2 and "2 ranks is complete, with step 2, and consists of the folders rank-*-of-2" in output, output
     remove_store(run / STORE)
     assert hf_lohan.last_step(run) == 2
 
 
-def test_what_cannot_be_cut_is_refused_in_a_line(run: Path, tmp_path: Path) -> None:
+def test_bad_input_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
     def refused(*args: object) -> str:
-        code, said = lohan("reshard", *args)
-        assert code == 2, said
-        return said
+        code, output = lohan("reshard", *args)
+        assert code == 2, output
+        return output
 
     assert "the number of ranks is 0; it must be at least 1" in refused(run, "--ranks", 0)
     assert "already has a store of a run with 1 rank" in refused(run, "--ranks", 1)

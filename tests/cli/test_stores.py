@@ -1,4 +1,4 @@
-"""`lohan export` and `lohan verify`, on what a real run left."""
+"""`lohan export` and `lohan verify` on the store of a real run."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished_run: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be harmed."""
+    """A copy of the finished run, which tests may damage."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 def lohan(*args: object) -> tuple[int, str]:
-    """Exit status, and what was printed: the last line alone where that is an error (a bar may stand before it)."""
+    """Return the exit status and stdout, or the last line of stderr if the command failed."""
     result = CliRunner().invoke(app, [str(arg) for arg in args])
     return result.exit_code, result.stderr.splitlines()[-1] if result.exit_code == 2 else result.stdout
 
@@ -57,14 +57,16 @@ def flip(file: Path, offset: int) -> None:
         stream.write(bytes([byte ^ 8]))
 
 
-def test_a_good_store(run: Path) -> None:
+def test_a_good_store_is_verified(run: Path) -> None:
     for what in (run, run / STORE):
         code, output = lohan("verify", what)
         assert code == 0 and "every checksum is right" in output, output
 
 
 @pytest.mark.parametrize("inside", [".", "lohan", "_lohan", "_lohan/store"])
-def test_any_folder_of_a_run_will_do(inside: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_accept_any_folder_of_a_run(
+    inside: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run / inside)
     for folder in (run / inside, Path()):
         assert lohan("verify", folder)[0] == 0
@@ -74,7 +76,7 @@ def test_any_folder_of_a_run_will_do(inside: str, run: Path, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("command", ["export", "report", "verify"])
-def test_a_folder_above_a_run_is_told_where_it_is(command: str, run: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_parent_folder_names_the_run(command: str, run: Path, tmp_path: Path) -> None:
     deeper = tmp_path / "runs" / "of" / "today"
     deeper.parent.mkdir(parents=True)
     run.rename(deeper)
@@ -82,7 +84,7 @@ def test_a_folder_above_a_run_is_told_where_it_is(command: str, run: Path, tmp_p
     assert code == 2 and output.endswith(f"give '{deeper}', which is one"), output
 
 
-def test_what_a_killed_run_had_swapped_is_no_part_of_the_store(run: Path, tmp_path: Path) -> None:
+def test_scratch_files_of_a_killed_run_are_ignored(run: Path, tmp_path: Path) -> None:
     for name in ("activations.bin", "gradients.bin"):
         (run / STORE / name).write_bytes(b"\xff" * 8192)
     code, output = lohan("verify", run)
@@ -91,7 +93,7 @@ def test_what_a_killed_run_had_swapped_is_no_part_of_the_store(run: Path, tmp_pa
 
 
 def test_each_flipped_bit_is_found(run: Path) -> None:
-    """Two steps: what was committed last is in the first home (loading), then the second, then the first again."""
+    """The three commits (loading and two steps) are in the first home, the second, and the first again."""
     files = [run / STORE / name for name in ("records-0.bin", "records-1.bin")]
     for file in files:
         for offset in range(5000, file.stat().st_size, file.stat().st_size // 3):
@@ -104,7 +106,7 @@ def test_each_flipped_bit_is_found(run: Path) -> None:
         assert str(run / STORE) in complaint and " at byte " in complaint and "model." in complaint
 
 
-def test_export_makes_a_plain_model(run: Path, tmp_path: Path) -> None:
+def test_an_export_is_loaded_by_transformers(run: Path, tmp_path: Path) -> None:
     code, output = lohan("export", run, tmp_path / "out")
     assert (code, output) == (0, f"wrote {tmp_path / 'out'} (step 2)\n")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -120,7 +122,7 @@ def test_export_refuses_damaged_weights(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["export", "verify"])
-def test_what_is_no_run_is_refused_in_one_line(command: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused_in_one_line(command: str, tmp_path: Path) -> None:
     code, output = lohan(command, tmp_path, *([tmp_path / "out"] if command == "export" else []))
     assert code == 2 and "is not the output folder of an offloaded run" in output
 
@@ -133,7 +135,7 @@ def test_a_folder_in_use_is_not_overwritten(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "added_tokens.json"])
-def test_export_takes_what_the_commit_names_and_nothing_beside_it(name: str, run: Path, tmp_path: Path) -> None:
+def test_export_copies_only_files_that_the_commit_names(name: str, run: Path, tmp_path: Path) -> None:
     (model,) = (run / STORE).glob("model-*")
     named = (model / name).exists()
     if not named:

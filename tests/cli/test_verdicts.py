@@ -1,4 +1,4 @@
-"""Every verdict, on made-up facts."""
+"""Every verdict on invented facts."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ HARDWARE = HardwareProfile(
 
 def check_named(checks: list[Check], name: str) -> Check:
     [found] = [check for check in checks if check.name == name]
-    assert bool(found.advice) == (found.verdict in (COULD_BE_BETTER, BAD)), "advice where there is something to do"
+    assert bool(found.advice) == (found.verdict in (COULD_BE_BETTER, BAD)), "only bad verdicts have advice"
     return found
 
 
-def test_where_all_is_well_nothing_is_advised() -> None:
+def test_good_facts_give_no_advice() -> None:
     checks = [*machine_checks(MACHINE), *path_checks(PATH), *rate_checks(HARDWARE, "bfloat16")]
     assert {check.verdict for check in checks} == {GOOD}
     assert not any(check.advice for check in checks)
@@ -101,7 +101,7 @@ def test_where_all_is_well_nothing_is_advised() -> None:
         ("system", {"is_wsl": True}, COULD_BE_BETTER, "WSL"),
     ],
 )
-def test_the_machine(name: str, changes: dict[str, Any], verdict: Verdict, words: str) -> None:
+def test_verdicts_on_the_machine(name: str, changes: dict[str, Any], verdict: Verdict, words: str) -> None:
     check = check_named(machine_checks(replace(MACHINE, **changes)), name)
     assert check.verdict is verdict
     assert words in f"{check.value} {check.advice}"
@@ -130,14 +130,14 @@ def test_the_machine(name: str, changes: dict[str, Any], verdict: Verdict, words
         ("reflinks", {"can_reflink": False}, COULD_BE_BETTER, "XFS or Btrfs"),
     ],
 )
-def test_a_path(name: str, changes: dict[str, Any], verdict: Verdict, words: str) -> None:
+def test_verdicts_on_a_path(name: str, changes: dict[str, Any], verdict: Verdict, words: str) -> None:
     check = check_named(path_checks(replace(PATH, **changes)), name)
     assert check.verdict is verdict
     assert words in f"{check.value} {check.advice}"
     assert check.subject == PATH.path
 
 
-def test_nothing_more_is_said_of_a_path_that_cannot_be_written() -> None:
+def test_an_unwritable_path_has_a_single_check() -> None:
     assert len(path_checks(replace(PATH, problem="Read-only file system"))) == 1
 
 
@@ -179,25 +179,25 @@ def drives(read: float, write: float) -> dict[str, Any]:
         ),
     ],
 )
-def test_rates(name: str, changes: dict[str, Any], verdict: Verdict, words: str) -> None:
+def test_verdicts_on_rates(name: str, changes: dict[str, Any], verdict: Verdict, words: str) -> None:
     check = check_named(rate_checks(replace(HARDWARE, **changes), "bfloat16"), name)
     assert check.verdict is verdict
     assert words in f"{check.value} {check.advice}"
 
 
-def test_the_cpus_own_memory_is_no_link() -> None:
+def test_the_memory_of_a_cpu_is_no_link() -> None:
     on_cpu = replace(HARDWARE, device=replace(HARDWARE.device, shares_cpu=True), h2d_bytes_per_s=1e9)
     names = {check.name for check in rate_checks(on_cpu, "float32")}
     assert "copies to the device" in names
     assert "host to device" not in names
 
 
-def test_rates_of_a_path_are_told_with_it() -> None:
+def test_rates_of_a_path_have_the_path_as_subject() -> None:
     subjects = [check.subject for check in rate_checks(HARDWARE, "bfloat16") if check.name in ("reads", "writes")]
     assert subjects == ["/mnt/a", "/mnt/a", "/mnt/b", "/mnt/b"]
 
 
-def test_what_was_not_measured_is_not_judged() -> None:
+def test_unmeasured_rates_have_no_verdict() -> None:
     least = replace(HARDWARE, duplex_bytes_per_s=None, ssd_mixed_bytes_per_s=None, ssd=HARDWARE.ssd[:1])
     names = {check.name for check in rate_checks(least, "bfloat16")}
     assert not names & {"both ways at once", "reads and writes mixed", "all paths together"}

@@ -1,4 +1,4 @@
-"""`lohan verify` of several ranks, one of which may be a commit ahead of the others when a run is killed."""
+"""`lohan verify` checks the stores of several ranks. After a kill, one rank may be a commit ahead of the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine() -> Iterator[IoEngine]:
 
 
 class RanksOfARun:
-    """The stores of two ranks with one block cut over them, under a run's output folder."""
+    """The stores of two ranks, with a block that is cut between them, in a run's output folder."""
 
     def __init__(self, folder: Path, engine: IoEngine) -> None:
         self.folder, self.random, self.engine = folder, Random(5), engine
@@ -56,7 +56,7 @@ class RanksOfARun:
         return Store.open([StorePath(str(self.folder_of(rank)))], model=None, engine=self.engine)
 
     def commit(self, *ranks: int, is_resumable: bool = False) -> None:
-        """One more step of these, without a journal."""
+        """Commit one more step on these ranks, without a journal."""
         for rank in ranks:
             with self.open(rank) as store:
                 store.agree_on_commits(ImmediateAgreement("run", keeps_previous=True))
@@ -66,7 +66,7 @@ class RanksOfARun:
                 store.commit({"global_step": number, "is_resumable": is_resumable, "durability": "step"}, {}, b"{}\n")
 
     def flip(self, rank: int, commit: int) -> None:
-        """A bit of what a commit wrote: commits 1, 3, ... are in the first home."""
+        """Flip a bit that this commit wrote. Commits 1, 3, ... are in the first home."""
         with (self.folder_of(rank) / f"records-{1 - commit % 2}.bin").open("r+b") as stream:
             stream.seek(100)
             byte = stream.read(1)[0]
@@ -81,7 +81,7 @@ class RanksOfARun:
 
 @pytest.fixture
 def ahead(tmp_path: Path, engine: IoEngine) -> RanksOfARun:
-    """Both hold commit 2, and rank 1 has commit 3 as well."""
+    """Both ranks have commit 2, and rank 1 also has commit 3."""
     run = RanksOfARun(tmp_path, engine)
     run.commit(0, 1)
     run.commit(0, 1)
@@ -89,7 +89,7 @@ def ahead(tmp_path: Path, engine: IoEngine) -> RanksOfARun:
     return run
 
 
-def test_who_is_ahead_is_told_and_nothing_is_changed(ahead: RanksOfARun) -> None:
+def test_a_rank_that_is_ahead_is_named_and_nothing_changes(ahead: RanksOfARun) -> None:
     before = {file: file.read_bytes() for file in ahead.folder.rglob("*") if file.is_file()}
     code, output = ahead.verify()
     assert code == 0, output
@@ -99,7 +99,7 @@ def test_who_is_ahead_is_told_and_nothing_is_changed(ahead: RanksOfARun) -> None
     assert {file: file.read_bytes() for file in ahead.folder.rglob("*") if file.is_file()} == before
 
 
-def test_damage_in_the_commit_that_a_resume_takes_is_found(ahead: RanksOfARun) -> None:
+def test_damage_in_the_commit_of_a_resume_is_found(ahead: RanksOfARun) -> None:
     ahead.flip(1, 2)
     code, output = ahead.verify()
     assert code == 1 and "rank 1 of 2: commit 2, 1 records, 65536 bytes: 1 granules are damaged" in output, output
@@ -110,7 +110,7 @@ def test_damage_in_the_commit_that_a_resume_takes_is_found(ahead: RanksOfARun) -
             content_of(store)
 
 
-def test_damage_in_a_commit_that_a_resume_gives_up_is_told_and_harms_nothing(ahead: RanksOfARun) -> None:
+def test_damage_in_a_commit_that_a_resume_drops_is_named_and_harmless(ahead: RanksOfARun) -> None:
     ahead.flip(1, 3)
     code, output = ahead.verify()
     assert code == 0 and "commit 3, which a resume drops: 1 granules are damaged, which harms no resume" in output
@@ -119,9 +119,7 @@ def test_damage_in_a_commit_that_a_resume_gives_up_is_told_and_harms_nothing(ahe
         content_of(store)
 
 
-def test_a_damaged_commit_before_the_last_one_counts_as_not_held(
-    ahead: RanksOfARun, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_previous_commit_is_ignored(ahead: RanksOfARun, caplog: pytest.LogCaptureFixture) -> None:
     ahead.commit(0)
     (ahead.folder_of(0) / PREVIOUS_NAME).write_bytes(b"nothing of the kind")
     with caplog.at_level(logging.WARNING):
@@ -130,14 +128,14 @@ def test_a_damaged_commit_before_the_last_one_counts_as_not_held(
     assert "is ignored: no valid commit in" in caplog.text and PREVIOUS_NAME in caplog.text
     with ahead.open(0) as store:
         assert [commit.number for commit in store.kept_commits] == [3]
-    ahead.commit(0, 1)  # it goes on, over the damage
+    ahead.commit(0, 1)  # the next commit replaces the damaged file
     assert ahead.verify()[1].splitlines()[-1] == "all 2 ranks hold commit 4"
     ahead.commit(0, 1, is_resumable=True)
     (ahead.folder_of(1) / PREVIOUS_NAME).write_bytes(b"")
     assert hf_lohan.last_step(ahead.folder) == 5
 
 
-def test_without_a_common_commit_each_is_read_at_its_own(ahead: RanksOfARun) -> None:
+def test_without_a_common_commit_each_rank_is_verified_at_its_own(ahead: RanksOfARun) -> None:
     ahead.commit(1)
     code, output = ahead.verify()
     assert code == 1 and "there is no commit that all ranks hold" in output, output
@@ -147,7 +145,7 @@ def test_without_a_common_commit_each_is_read_at_its_own(ahead: RanksOfARun) -> 
 @pytest.mark.parametrize("is_swapped", [True, False])
 @pytest.mark.parametrize("says_rank", [True, False])
 def test_folders_that_were_swapped_or_copied_are_refused(is_swapped: bool, says_rank: bool, ahead: RanksOfARun) -> None:
-    if not says_rank:  # as versions of hf_lohan made them that did not
+    if not says_rank:  # older versions wrote no rank
         for rank in range(2):
             folder = str(ahead.folder_of(rank))
             for commit in reversed(kept_commits([folder])):

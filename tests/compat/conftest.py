@@ -1,4 +1,4 @@
-"""Global state is forgotten after each test."""
+"""The fixture that resets global state after each test."""
 
 from offloaded_models import forget_global_state
 

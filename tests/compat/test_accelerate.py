@@ -18,7 +18,7 @@ def test_prepared_models_are_listed_and_marked_ones_are_skipped() -> None:
     assert not private.is_prepared(model)
     private.mark_prepared(model)
     assert accelerator.prepare_model(model) is model and model.forward == forward
-    assert private.is_prepared(model), "Accelerator does not look at _is_accelerate_prepared"
+    assert private.is_prepared(model), "Accelerator no longer reads _is_accelerate_prepared"
     assert private.prepared_models(accelerator) == [model], "Accelerator._models moved"
 
 
@@ -33,7 +33,7 @@ def test_accelerator_and_optimizer_can_change_their_class() -> None:
     optimizer = accelerator.prepare_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     private.become(accelerator, Ours)
     private.become(optimizer, OurOptimizer)
-    assert (accelerator.answer, optimizer.answer) == (42, 43), "accelerate's classes have slots now"
+    assert (accelerator.answer, optimizer.answer) == (42, 43), "accelerate's classes now have slots"
 
 
 def test_launch_has_our_options() -> None:
@@ -45,4 +45,4 @@ def test_launch_has_our_options() -> None:
     assert options.keys() >= expected, "accelerate launch has other options"
     assert isinstance(private.default_config_file, str) and callable(private.load_config_from_file)
     assert callable(private.launch_command)
-    assert launch.launch_command is private.launch_command, "TRL's programs look it up where we replace it"
+    assert launch.launch_command is private.launch_command, "TRL's programs no longer call the launcher that we replace"

@@ -54,7 +54,7 @@ def test_muon_equals_its_parts() -> None:
     update = private.newton_schulz(parameter.grad.bfloat16(), *settings)
     adjusted = private.adjusted_muon_lr(0.1, None, parameter.shape)
     expected = torch.zeros(8, 4).add_(update, alpha=-adjusted)
-    assert torch.equal(parameter, expected), "torch.optim.Muon computes otherwise"
+    assert torch.equal(parameter, expected), "torch.optim.Muon computes another update"
 
 
 def test_the_default_group_has_a_store() -> None:
@@ -73,7 +73,7 @@ def test_the_timeout_of_collectives_can_be_set(monkeypatch: pytest.MonkeyPatch) 
     try:
         private.set_collectives_timeout(7.5)
         backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-        assert backend.options._timeout.total_seconds() == 7.5, "collectives wait as long as before"
+        assert backend.options._timeout.total_seconds() == 7.5, "the timeout of collectives did not change"
     finally:
         torch.distributed.destroy_process_group()
 
@@ -84,14 +84,14 @@ def test_a_marked_optimizer_causes_no_scheduler_warning() -> None:
     private.mark_optimizer_stepped(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scheduler.step()  # else schedulers ask something else than optimizer._opt_called
+        scheduler.step()  # a warning means that schedulers no longer read optimizer._opt_called
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the flags of x86 alone")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads CPU flags of x86")
 def test_fast_bfloat16_matches_the_cpu_flags() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
     is_fast = {"avx512bw", "avx512vl", "avx512dq"} <= flags or "avx_ne_convert" in flags
-    assert private.cpu_has_bfloat16_units() is is_fast, "torch.ops.mkldnn._is_mkldnn_bf16_supported says something else"
+    assert private.cpu_has_bfloat16_units() is is_fast, "_is_mkldnn_bf16_supported disagrees with the CPU flags"
 
 
 def test_tensor_versions_count_writes() -> None:
@@ -103,7 +103,7 @@ def test_tensor_versions_count_writes() -> None:
 
 def test_storages_have_ids() -> None:
     tensor = torch.zeros(4)
-    assert private.storage_id(tensor) == private.storage_id(tensor[1:]), "aliases have storages of their own"
+    assert private.storage_id(tensor) == private.storage_id(tensor[1:]), "aliases have different storage ids"
     assert private.storage_id(tensor) != private.storage_id(tensor.clone()), "UntypedStorage._cdata is not unique"
     assert private.StorageWeakRef(tensor.untyped_storage()) == private.StorageWeakRef(tensor[1:].untyped_storage())
 
@@ -129,14 +129,14 @@ def test_operations_have_a_name_and_a_schema() -> None:
     operation = torch.ops.aten.add_.Tensor
     assert isinstance(operation, private.OpOverload)
     assert private.operation_name(operation) == "add_", "OpOverload._opname moved"
-    assert private.schema_of(operation).is_mutable, "OpOverload._schema says nothing of writes"
+    assert private.schema_of(operation).is_mutable, "OpOverload._schema does not tell which operations write"
     assert [a.name for a in private.schema_of(operation).arguments][:2] == ["self", "other"]
 
 
 def test_fake_tensors_do_not_compute() -> None:
     with private.FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.zeros(3, 4))
-    assert isinstance(fake @ fake.t(), private.FakeTensor), "FakeTensorMode computes something"
+    assert isinstance(fake @ fake.t(), private.FakeTensor), "FakeTensorMode returns real tensors"
 
 
 def test_subclasses_and_modes_can_be_bypassed() -> None:
@@ -151,9 +151,9 @@ def test_subclasses_and_modes_can_be_bypassed() -> None:
 
     tensor = torch.zeros(2)
     with private.without_torch_function():
-        assert tensor.as_subclass(Loud).sum() == 0, "torch._C.DisableTorchFunctionSubclass does not"
+        assert tensor.as_subclass(Loud).sum() == 0, "torch._C.DisableTorchFunctionSubclass has no effect"
     with Mode(), private.without_modes():
-        tensor.sum()  # else torch._C._DisableTorchDispatch does not
+        tensor.sum()  # raises if torch._C._DisableTorchDispatch has no effect
 
 
 def test_a_callback_runs_at_the_end_of_a_backward() -> None:
@@ -204,7 +204,7 @@ def test_hooks_can_be_disabled_and_restored() -> None:
 
 
 def test_the_class_of_a_parameter_can_be_changed_and_restored() -> None:
-    """Absent parameters rely on it."""
+    """Absent parameters rely on this."""
     value = nn.Parameter(torch.ones(3))
 
     class Other(nn.Parameter):
@@ -214,7 +214,7 @@ def test_the_class_of_a_parameter_can_be_changed_and_restored() -> None:
     assert isinstance(value, Other) and value.grad is None
     value.__class__ = nn.Parameter  # type: ignore[assignment]
     checkpoint(lambda x: x * value, torch.ones(3), use_reentrant=False).sum().backward()
-    assert value.grad is not None, "Tensor.__class__ cannot be set and set back"
+    assert value.grad is not None, "Tensor.__class__ cannot be changed and restored"
 
 
 def test_allocator_settings_are_replaced() -> None:

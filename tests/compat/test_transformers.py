@@ -40,26 +40,26 @@ OVERRIDDEN = {
     "evaluation_loop": "def ",
     "training_step": "def _run_epoch",
 }
-"""Methods of Trainer that the mixins override or call, and where upstream calls them ("def ": anywhere)."""
+"""Methods of Trainer that the mixins override or call, each with the method that calls it ("def ": any method)."""
 
 
 @pytest.mark.parametrize(("name", "caller"), OVERRIDDEN.items())
 def test_trainer_calls_the_overridden_methods(name: str, caller: str) -> None:
-    assert hasattr(Trainer, name), f"Trainer.{name} is gone, so our override is never called"
+    assert hasattr(Trainer, name), f"Trainer.{name} no longer exists, so our override is never called"
     where: Any = Trainer if caller == "def " else getattr(Trainer, caller.removeprefix("def "))
-    assert f"self.{name}(" in inspect.getsource(where), f"Trainer.{name} is not called where it was ({caller})"
+    assert f"self.{name}(" in inspect.getsource(where), f"Trainer.{name} is no longer called in {caller!r}"
 
 
 def test_run_epoch_gets_its_position_by_name() -> None:
     source = inspect.getsource(Trainer._inner_training_loop)
     for name in ("epoch", "epochs_trained", "steps_trained_in_current_epoch"):
-        assert f" {name}={name}," in source, f"Trainer._run_epoch is not given {name} by name"
+        assert f" {name}={name}," in source, f"Trainer._run_epoch no longer gets {name} as a keyword"
     source = inspect.getsource(Trainer._run_epoch)
     assert source.index("self._load_rng_state(") < source.index("iter(train_dataloader)")
 
 
 @pytest.mark.parametrize("name", [name for name in OVERRIDDEN if hasattr(OffloadTrainerMixin, name)])
-def test_overriding_methods_take_what_upstreams_take(name: str) -> None:
+def test_overriding_methods_have_the_arguments_of_trainer(name: str) -> None:
     ours, stock = (list(inspect.signature(getattr(owner, name)).parameters) for owner in (OffloadTrainerMixin, Trainer))
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in
                    inspect.signature(getattr(OffloadTrainerMixin, name)).parameters.values())  # fmt: skip
@@ -68,7 +68,7 @@ def test_overriding_methods_take_what_upstreams_take(name: str) -> None:
     assert variadic or "kwargs" in ours or ours == stock, f"Trainer.{name} takes {stock} now"
 
 
-def a_trainer(folder: Path) -> Trainer:
+def make_trainer(folder: Path) -> Trainer:
     rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
     args = TrainingArguments(
         str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
@@ -76,18 +76,18 @@ def a_trainer(folder: Path) -> Trainer:
     return Trainer(tiny_model("llama"), args, train_dataset=rows)
 
 
-def test_what_trainer_adds_up_between_logs_can_be_told_and_restored(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path)
+def test_the_loss_sums_of_trainer_can_be_read_and_restored(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
     trainer.train()
     sums = private.log_sums(trainer)
-    assert set(sums) == set(private.LOG_SUMS), "resumed runs would log other losses: Trainer adds up under other names"
+    assert set(sums) == set(private.LOG_SUMS), "Trainer has renamed its loss sums: resumed runs log other losses"
     trainer._total_loss_scalar = 0.0
     private.restore_log_sums(trainer, {**sums, "_tr_loss": 2.0, "_globalstep_last_logged": 1.0})
     assert (float(trainer._tr_loss), trainer._globalstep_last_logged, trainer._total_loss_scalar) == (2.0, 1, -2.0)
-    assert isinstance(trainer._globalstep_last_logged, int), "Trainer counts steps in another type"
+    assert isinstance(trainer._globalstep_last_logged, int), "Trainer.global_step is no longer an int"
 
 
-def test_a_trainer_without_these_sums_is_an_error_not_a_run_with_other_logs() -> None:
+def test_missing_loss_sums_raise() -> None:
     with pytest.raises(AttributeError):
         private.log_sums(object())  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def test_the_number_of_gpus_can_be_limited(tmp_path: Path) -> None:
     assert args.n_gpu == 0
     args._n_gpu = 4
     private.use_one_gpu(args)
-    assert args.n_gpu == 1, "TrainingArguments._n_gpu is not what n_gpu says"
+    assert args.n_gpu == 1, "TrainingArguments.n_gpu no longer returns _n_gpu"
 
 
 def test_the_cache_is_found_among_outputs_and_arguments() -> None:
@@ -108,13 +108,13 @@ def test_the_cache_is_found_among_outputs_and_arguments() -> None:
     )
     ids = tiny_batch()["input_ids"]
     cache = private.cache_among(model(input_ids=ids, use_cache=True))
-    assert cache is not None and cache.get_seq_length() == ids.shape[1], "a forward's output names its cache otherwise"
+    assert cache is not None and cache.get_seq_length() == ids.shape[1], "the output's cache has another name"
     assert private.cache_among(model(input_ids=ids, use_cache=False)) is None
     model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False, use_cache=True)
-    assert passed[-1] is not None, "generate() passes the cache under a name that is not in CACHE_NAMES"
+    assert passed[-1] is not None, "generate() passes the cache by a name that is not in CACHE_NAMES"
 
 
-def test_layers_are_run_by_whom_we_say() -> None:
+def test_layers_run_through_our_function() -> None:
     model: Any = tiny_model("llama").train()
     ran: list[Any] = []
 
@@ -131,7 +131,7 @@ def test_layers_are_run_by_whom_we_say() -> None:
     )
 
 
-def test_reentrant_checkpointing_is_seen() -> None:
+def test_reentrant_checkpointing_is_detected() -> None:
     model: Any = tiny_model("llama").train()
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
@@ -147,14 +147,14 @@ def test_reentrant_checkpointing_is_seen() -> None:
 
 
 def test_trainer_uploads_through_the_shared_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    patterns: list[Any] = []
     api = transformers.trainer.hf_api()
-    monkeypatch.setattr(api, "upload_folder", lambda **kwargs: asked.append(kwargs["ignore_patterns"]))
+    monkeypatch.setattr(api, "upload_folder", lambda **kwargs: patterns.append(kwargs["ignore_patterns"]))
     with private.uploads_without(["ours", tmp_path / "elsewhere", tmp_path / "run" / "store"], str(tmp_path / "run")):
         transformers.trainer.hf_api().upload_folder(folder_path=str(tmp_path / "run"), ignore_patterns=["_*"])
         transformers.trainer.hf_api().upload_folder(folder_path=str(tmp_path), ignore_patterns=None)
     transformers.trainer.hf_api().upload_folder(folder_path=str(tmp_path / "run"), ignore_patterns=["_*"])
-    assert asked == [["_*", "ours/*", "store/*"], None, ["_*"]]
+    assert patterns == [["_*", "ours/*", "store/*"], None, ["_*"]]
     for name in ("push_to_hub", "_push_from_checkpoint"):
         source = inspect.getsource(getattr(Trainer, name))
         assert "hf_api().upload_folder(" in source and "folder_path=" in source, f"Trainer.{name} uploads otherwise"
@@ -178,7 +178,7 @@ def test_loaded_parameters_are_marked(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     finally:
         hook.remove()
-    assert any(seen), "parameters are registered without _is_hf_initialized: a streamed load would take none"
+    assert any(seen), "parameters are registered without _is_hf_initialized, so a streamed load would take none"
     parameter = nn.Parameter(torch.zeros(1))
     private.mark_loaded(parameter)
     assert private.is_loaded(parameter)
@@ -191,7 +191,7 @@ def test_grouped_experts_are_detected() -> None:
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_one_expert_equals_a_group_of_one(is_transposed: bool, has_bias: bool) -> None:
-    """In float32, which has no grouped kernel: forward and backward under autocast."""
+    """Forward and backward with autocast, in float32, which has no grouped kernel."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> torch.Tensor:
@@ -221,4 +221,4 @@ def test_layers_have_the_expected_base_class() -> None:
 
 
 def test_trackers_have_the_expected_names() -> None:
-    assert INTEGRATION_TO_CALLBACK.keys() >= set(TRACKERS) - {"trackio"}, "trackers would not get lohan/ figures"
+    assert INTEGRATION_TO_CALLBACK.keys() >= set(TRACKERS) - {"trackio"}, "some trackers get no lohan/ metrics"

@@ -1,4 +1,4 @@
-"""The parts of transformers' loading and saving that our conversion by rows relies on."""
+"""The parts of transformers' loading and saving that row-wise conversion relies on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_lohan.testing.models import tiny_model
 def test_reading_ahead_can_be_disabled() -> None:
     source = inspect.getsource(core_model_loading.convert_and_load_state_dict_in_model)
     assert "HF_DEACTIVATE_ASYNC_LOAD" in source, "a streamed load would have the whole checkpoint in RAM"
-    assert "spawn_materialize(" in source, "checkpoints' tensors are read elsewhere: none would come in rows"
+    assert "spawn_materialize(" in source, "another function reads checkpoints, so no tensor comes in rows"
     with conversions.loaded_in_rows(lambda *_: False, 1):
         assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"
     assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
@@ -44,7 +44,7 @@ def test_weights_are_loaded_in_rows(tmp_path: Path) -> None:
     with conversions.loaded_in_rows(take, 3000):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     large = {name for name, p in model.named_parameters() if p.nbytes > 3000}
-    assert rows.keys() == large, "transformers' conversions run elsewhere: weights are loaded whole"
+    assert rows.keys() == large, "another function runs transformers' conversions, so weights are loaded whole"
     for name, parameter in loaded.named_parameters():
         assert (parameter.device.type == "meta") == (name in large)
         assert torch.equal(torch.cat(rows[name]) if name in large else parameter, model.get_parameter(name)), name
@@ -81,8 +81,8 @@ def test_our_function_writes_the_files(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, state_dict=forms, max_shard_size="100KB")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, tensor in again.state_dict().items():
-        assert torch.equal(tensor, weights[name]), "save_pretrained writes files or un-fuses experts in another way"
-    assert made, "experts are un-fused elsewhere: nobody would know of which weights a file's tensors are"
+        assert torch.equal(tensor, weights[name]), "save_pretrained writes files or splits experts differently"
+    assert made, "another function splits fused experts, so the weights of a file's tensors are unknown"
 
 
 def test_patches_are_removed(tmp_path: Path) -> None:

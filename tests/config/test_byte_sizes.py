@@ -1,4 +1,4 @@
-"""Sizes in and out."""
+"""Parsing and formatting of byte sizes."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def test_format_bytes(num_bytes: int, text: str) -> None:
 
 
 @given(st.integers(min_value=0, max_value=2**60))
-def test_what_is_printed_reads_back_within_the_printed_digits(num_bytes: int) -> None:
+def test_a_formatted_size_parses_back_within_its_digits(num_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.0051 * num_bytes + 1

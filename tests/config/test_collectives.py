@@ -1,4 +1,4 @@
-"""The settings of runs with several ranks: every spelling, every refusal."""
+"""The settings of runs with several ranks: accepted and refused values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_lohan.config import Collectives, ConfigError, OffloadConfig
 
 
 @pytest.mark.parametrize(
-    ("said", "means"),
+    ("setting", "expected"),
     [
         ("exact", Collectives()),
         ("quantized", Collectives(forward="int8", backward="node", gradients="int4")),
@@ -23,9 +23,9 @@ from hf_lohan.config import Collectives, ConfigError, OffloadConfig
         (Collectives(forward="int8"), Collectives(forward="int8")),
     ],
 )
-def test_every_spelling_means_the_same_after_a_round_trip(said: Any, means: Collectives) -> None:
-    config = OffloadConfig.load(collectives=said)
-    assert config.collectives == means
+def test_every_spelling_survives_a_round_trip(setting: Any, expected: Collectives) -> None:
+    config = OffloadConfig.load(collectives=setting)
+    assert config.collectives == expected
     assert OffloadConfig.load(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -43,7 +43,7 @@ def test_the_default_rounds_nothing() -> None:
         ("quantized", False),
     ],
 )
-def test_what_rounds_is_known(setting: Any, is_exact: bool) -> None:
+def test_rounding_settings_are_not_exact(setting: Any, is_exact: bool) -> None:
     assert OffloadConfig.load(collectives=setting).collectives.is_exact is is_exact
 
 
@@ -60,7 +60,7 @@ def test_what_rounds_is_known(setting: Any, is_exact: bool) -> None:
         ({"gradient": "int4"}, "did you mean 'gradients'"),
     ],
 )
-def test_other_values_are_quoted(value: Any, message: str) -> None:
+def test_a_refused_value_is_quoted(value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.load(collectives=value)
     assert message in str(caught.value)

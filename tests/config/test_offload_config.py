@@ -1,4 +1,4 @@
-"""Every spelling of a config, every refusal, and what "auto" becomes."""
+"""Accepted and refused configs, and the values that replace "auto"."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("source", [None, "lohan", {}, {"lohan": None}, {"lohan": {}}])
-def test_nothing_said_is_all_automatic(source: Any) -> None:
+def test_an_empty_config_is_all_automatic(source: Any) -> None:
     config = OffloadConfig.load(source)
     assert config == OffloadConfig()
     assert (config.activations, config.schedule) == ("auto", "optimized")
@@ -95,7 +95,7 @@ def test_a_misspelt_key_names_the_right_one(misspelt: str, right: str, tmp_path:
     assert refusal(path).startswith(str(path))
 
 
-def test_a_key_like_no_other_lists_what_is_known() -> None:
+def test_an_unknown_key_lists_the_known_keys() -> None:
     assert "Known: gpu_memory, cpu_memory, ssd" in refusal({"zzz": 1})
     assert "True" in refusal({True: 1})
 
@@ -126,7 +126,7 @@ def test_a_key_like_no_other_lists_what_is_known() -> None:
         ("ssd", [{"path": None}], "{path, capacity}"),
     ],
 )
-def test_a_bad_value_is_quoted_with_what_is_allowed(setting: str, value: Any, allowed: str) -> None:
+def test_a_bad_value_is_quoted_with_the_allowed_values(setting: str, value: Any, allowed: str) -> None:
     message = refusal({setting: value})
     assert message.startswith(setting) and allowed in message
     assert repr(value) in message or setting == "ssd"
@@ -134,7 +134,7 @@ def test_a_bad_value_is_quoted_with_what_is_allowed(setting: str, value: Any, al
         OffloadConfig(**{setting: value})
 
 
-def test_sources_that_are_none(tmp_path: Path) -> None:
+def test_unreadable_sources_are_refused(tmp_path: Path) -> None:
     assert "neither 'lohan'" in refusal("lohann")
     assert "cannot read" in refusal("missing.yaml")
     assert "cannot read" in refusal(tmp_path)
@@ -163,13 +163,13 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         ("ssd: [/data/a/store, /data/b, /data/a]", "ssd: '/data/a/store' lies in '/data/a'; name directories"),
     ],
 )  # fmt: skip
-def test_a_file_that_means_something_else_than_it_says_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_values_that_are_easily_misread_are_refused(text: str, message: str, tmp_path: Path) -> None:
     found = refusal(write(tmp_path / "a.yaml", text))
     assert re.search(message, found) and str(tmp_path / "a.yaml") in found and len(found) < 400
 
 
 def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
-    """Opening it would wait for who writes to it."""
+    """Opening a pipe would wait for a writer."""
     os.mkfifo(tmp_path / "a.yaml")
     assert "is a pipe or a device" in refusal(tmp_path / "a.yaml")
     assert OffloadConfig.load({"ssd": ["/data/a", "/data/ab"]}).ssd != "auto"
@@ -215,9 +215,9 @@ def test_io_threads_follow_the_cpus(num_cpus: int, io_threads: int) -> None:
     assert OffloadConfig().resolve(**{**MACHINE, "num_cpus": num_cpus}).io_threads == io_threads
 
 
-def test_resolve_keeps_what_was_said(tmp_path: Path) -> None:
-    said = OffloadConfig.load(cpu_memory="1GiB", ssd=str(tmp_path), io_threads=1, cpu_threads=3, schedule="serial")
-    config = said.resolve(**MACHINE)
+def test_resolve_keeps_explicit_settings(tmp_path: Path) -> None:
+    explicit = OffloadConfig.load(cpu_memory="1GiB", ssd=str(tmp_path), io_threads=1, cpu_threads=3, schedule="serial")
+    config = explicit.resolve(**MACHINE)
     assert (config.cpu_memory, config.io_threads, config.cpu_threads, config.schedule) == (
         GIB,
         1,
@@ -236,17 +236,17 @@ def test_round_trips(tmp_path: Path) -> None:
         assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
 
 
-def test_a_config_does_not_change() -> None:
+def test_a_config_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         OffloadConfig().io_threads = 4  # type: ignore[misc]
 
 
-def test_the_page_about_settings_names_each_with_its_default() -> None:
+def test_the_settings_page_lists_every_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
     for name, default in OffloadConfig().to_dict().items():
         assert re.search(rf"^\| \[`{name}`\]\(#{name}\) \| .* \| `{re.escape(str(default))}` \|$", page, re.MULTILINE)
 
 
-def test_the_misspelling_shown_in_the_docs_is_what_is_printed() -> None:
+def test_the_error_shown_in_the_docs_is_the_real_one() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert f"hf_lohan.config.values.ConfigError: {refusal({'cpu_memroy': '32GiB'})}" in page

@@ -1,4 +1,4 @@
-"""Build the CUDA double for this interpreter's torch, and install it where torch looks for CUDA.
+"""Build the CUDA double for this interpreter's torch and install it in place of the CUDA libraries.
 
     python tests/cuda_double/build.py [--cuda-include FOLDER]
 
@@ -58,7 +58,7 @@ ANSWERS = {
     "ncclGetLastError": 'return (long)"stub";',
     "ncclGetVersion": "*(int*)a = 23007; return 0;",
     "nvmlDeviceGetComputeRunningProcesses": "*(unsigned*)b = 0; return 0;",
-    "nvmlDeviceGetGpuFabricInfoV": "return 0;",  # leaves the state at "none"
+    "nvmlDeviceGetGpuFabricInfoV": "return 0;",  # the state stays "none"
     "nvmlDeviceGetHandleByPciBusId_v2": "*(void**)b = (void*)0x1000; return 0;",
     "nvmlDeviceGetNvLinkRemoteDeviceType": "return 3;",
     "nvmlDeviceGetNvLinkRemotePciInfo_v2": "return 3;",

@@ -63,7 +63,7 @@ def counts() -> dict[str, int]:
 
 
 def reset() -> None:
-    """Reset all counts except violations, so that no test hides another one's."""
+    """Reset all counts except violations, so that one test cannot hide the violations of another."""
     _runtime().cuda_double_reset_counts()
 
 
@@ -78,7 +78,7 @@ def drain() -> None:
 
 
 def fail_allocation(number: int) -> None:
-    """Have the `number`-th device allocation from now on fail, and the caching allocator's retry of it. 0: none fails.
+    """Make the `number`-th device allocation from now on fail, and the caching allocator's retry. 0 disables this.
 
     `counts()["device allocations"]` is the number of allocations. The caching allocator makes few; with
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it makes more.
@@ -117,8 +117,8 @@ class Callers:
             step()
         print(callers)
 
-    `found` counts them by (call, thread name, Python frames in files whose path contains `inside`, innermost first), or
-    all frames if none is inside. `bytes` has the same keys. Use one object at a time.
+    `found` counts them by (call, thread name, Python frames in files whose path contains `inside`, innermost first). If
+    no such frame exists, the key has all frames. `bytes` has the same keys. Use one object at a time.
     """
 
     def __init__(self, *prefixes: str, inside: str = "hf_lohan", depth: int = 3) -> None:

@@ -1,4 +1,4 @@
-"""The double finds planted faults, and reports none in correct programs. Each runs in a process with its own device."""
+"""The double finds planted faults and reports none in correct programs. Each program runs in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 NEEDED = "needs the CUDA double: bash scripts/development/cuda_double.sh"
 cuda_double = pytest.importorskip("cuda_double", reason=NEEDED)
-if not hasattr(cuda_double, "summarize"):  # the folder of this name
+if not hasattr(cuda_double, "summarize"):  # imported the folder of this name
     pytest.skip(NEEDED, allow_module_level=True)
 
 FINDS_RACES = {"CUDA_DOUBLE_RACES": "1", "CUDA_DOUBLE_POISON": "1"}
@@ -51,7 +51,7 @@ def program(tmp_path: Path) -> Program:
 
 COPY_AND_USE = """
 device, host, side = torch.zeros(1 << 16, device="cuda"), torch.ones(1 << 16).pin_memory(), torch.cuda.Stream()
-device + 1  # the first call of an operation takes longer than a late copy
+device + 1  # warms up: the first call of an operation takes longer than a late copy
 torch.cuda.synchronize()
 with torch.cuda.stream(side):
     device.copy_(host, non_blocking=True)
@@ -94,17 +94,17 @@ torch.cuda.synchronize()
 """
 
 
-def test_memory_that_is_freed_while_a_stream_uses_it(program: Program) -> None:
+def test_freeing_memory_while_a_stream_uses_it_is_a_race(program: Program) -> None:
     _, wrong = program.run(FREE_WHILE_USED.format(keep=""), **FINDS_RACES)
     assert 'race: "poison" on stream 0 writes what "aten::mul.Tensor" on stream 1 reads' in wrong
 
 
-def test_memory_that_is_recorded_for_the_stream_is_no_race(program: Program) -> None:
+def test_freeing_memory_recorded_for_the_stream_is_no_race(program: Program) -> None:
     _, wrong = program.run(FREE_WHILE_USED.format(keep="freed.record_stream(side)"), **FINDS_RACES)
     assert not wrong
 
 
-def test_a_read_of_freed_memory(program: Program) -> None:
+def test_a_read_of_freed_memory_is_reported(program: Program) -> None:
     code = """
 torch.zeros(1 << 18, device="cuda")  # freed at once
 again = torch.empty(1 << 18, device="cuda")
@@ -115,7 +115,7 @@ print((again * 1).isnan().all().item())
     assert 'poison read: "aten::mul.Tensor"' in wrong
 
 
-def test_pinned_memory_that_is_unregistered_while_a_copy_uses_it(program: Program) -> None:
+def test_unregistering_pinned_memory_during_a_copy_is_reported(program: Program) -> None:
     code = """
 import mmap
 host = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
@@ -130,7 +130,7 @@ torch.cuda.synchronize()
     assert 'cudaHostUnregister while "copy h2d" uses the memory' in wrong
 
 
-def test_callers_that_make_the_host_wait(program: Program) -> None:
+def test_callers_that_block_the_host_are_counted(program: Program) -> None:
     """Only `.item()` waits here."""
     code = """
 numbers = torch.ones(1000, device="cuda")
@@ -206,8 +206,8 @@ print(sum(not torch.equal(dropped, found[0]) for dropped in found))
     assert not wrong
 
 
-def test_work_belongs_to_the_device_that_its_tensors_are_on(program: Program) -> None:
-    """Whichever device is current; the default streams of all devices have the same handle."""
+def test_work_runs_on_the_device_of_its_tensors(program: Program) -> None:
+    """The current device does not matter. The default streams of all devices have the same handle."""
     code = """
 first = torch.ones(4, device="cuda:1")
 joined = torch.cat([first, first + 1])
@@ -239,7 +239,7 @@ with cuda_double.device_memory(13 << 30):
 
 @pytest.mark.parametrize("late", ["0", "1"], ids=["at_once", "late"])
 def test_refused_pinning(program: Program, late: str) -> None:
-    """As in CUDA, the next launch reports the error unless it is cleared."""
+    """As in CUDA, the next launch reports the error unless the error is cleared."""
     code = """
 import mmap
 memory = torch.frombuffer(mmap.mmap(-1, 8 << 20), dtype=torch.uint8)
@@ -285,13 +285,13 @@ except RuntimeError as error: print("invalid device" in str(error))
 
 
 def test_kernels_can_be_left_out(program: Program) -> None:
-    """Then torch's own CUDA code runs, with CUDA's exact allocations and meaningless numbers."""
+    """Without kernels, torch's own CUDA code runs, with CUDA's exact allocations and meaningless numbers."""
     code = """
 a = torch.empty(64, 64, device="cuda")
 (a @ a).relu()
 torch.cuda.synchronize()
 print(any(name.startswith("launched without effect") for name in cuda_double.counts()))
-torch.zeros(2, device="cuda").cpu()  # a task: a copy
+torch.zeros(2, device="cuda").cpu()  # a copy counts as a task
 """
     output, wrong = program.run(code, CUDA_DOUBLE_COMPUTE="0")
     assert output.strip() == "True"

@@ -49,7 +49,7 @@ def test_a_size_below_one_byte_is_refused(num_bytes: int) -> None:
 def test_a_container_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
     monkeypatch.setattr(host_memory, "_CGROUP_FILES", ((str(limit), str(used)),))
-    of_the_machine = available_host_memory_bytes()  # no such files
+    of_the_machine = available_host_memory_bytes()  # the files do not exist yet
     assert of_the_machine > 1 << 20
     used.write_text("700\n")
     limit.write_text("max\n")

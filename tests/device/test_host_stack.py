@@ -22,7 +22,7 @@ CAPACITY = 64
     actions=st.lists(st.one_of(st.integers(1, 30), st.integers(-9, -1)), max_size=60),
 )
 def test_intervals_never_overlap_and_can_be_allocated_again(granularity: int, actions: list[int]) -> None:
-    """A positive action allocates so many units, a negative one frees any interval."""
+    """A positive action allocates this many units, and a negative action frees some interval."""
     stack = IntervalStack(CAPACITY, granularity)
     allocated: dict[int, int] = {}
     high_water = 0
@@ -58,7 +58,8 @@ def test_an_empty_interval_is_refused(length: int) -> None:
 
 
 class Owned:
-    """Frees its interval in its destructor, like a swapped tensor. It is a cycle, so only the collector ends it."""
+    """Frees its interval in its destructor, like a swapped tensor. It is a reference cycle, so only the collector
+    deletes it."""
 
     def __init__(self, stack: IntervalStack, start: int) -> None:
         self.stack, self.start, self.itself = stack, start, self
@@ -111,16 +112,13 @@ def test_bytes_of_a_host_stack_do_not_overlap() -> None:
     stack = HostStack(CpuDevice(), 10 * CACHE_LINE_BYTES)
     allocated = [stack.push(num_bytes) for num_bytes in (1, CACHE_LINE_BYTES, CACHE_LINE_BYTES + 1)]
     for number, place in enumerate(allocated):
-        assert place is not None
         place[1].fill_(number + 1)
     for number, place in enumerate(allocated):
-        assert place is not None
         assert place[1].data_ptr() % CACHE_LINE_BYTES == 0
         assert torch.all(place[1] == number + 1)
     assert stack.bytes_in_use == stack.high_water_bytes == 4 * CACHE_LINE_BYTES
     assert stack.push(7 * CACHE_LINE_BYTES) is None
     for place in reversed(allocated):
-        assert place is not None
         stack.free(place[0])
     assert stack.bytes_in_use == 0
 
@@ -181,13 +179,12 @@ class CountingEvent(Event):
 
 
 def test_memory_at_the_top_waits_for_the_last_copy_from_freed_memory() -> None:
-    """In whatever order it was freed. A finished copy is not waited for again."""
+    """The order of the frees does not matter, and a finished copy is not waited for again."""
     stack = HostStack(CpuDevice(), 10 * CACHE_LINE_BYTES)
     events = [CountingEvent() for _ in range(3)]
     allocated = [stack.push(CACHE_LINE_BYTES) for _ in events]
     for number in (1, 2, 0):
         place = allocated[number]
-        assert place is not None
         stack.free(place[0], HostRead(number, events[number]))
     assert [event.num_waits for event in events] == [0, 0, 0]
     copied_to = stack.push(CACHE_LINE_BYTES)  # the device orders its copies itself
@@ -202,7 +199,6 @@ def test_earlier_copies_are_forgotten() -> None:
     stack = HostStack(CpuDevice(), CACHE_LINE_BYTES)
     for number in range(100):
         place = stack.push(1)
-        assert place is not None
         stack.free(place[0], HostRead(number, CountingEvent()))
     assert len(stack._reads) <= 2
 
@@ -212,7 +208,6 @@ def test_memory_is_replaced_only_while_none_is_allocated() -> None:
     stack.reallocate(2 * CACHE_LINE_BYTES)
     assert stack.num_bytes == 2 * CACHE_LINE_BYTES
     top = stack.push_top(1)
-    assert top is not None
     with pytest.raises(AssertionError):
         stack.reallocate(CACHE_LINE_BYTES)
     top.release()

@@ -1,4 +1,6 @@
-"""Three layers of whatever function, under `ActivationTiers` or in plain torch, without weights that move."""
+"""A model of three layers with any forward function, run with `ActivationTiers` or in plain torch. Weights stay in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class Layer(nn.Module):
 
 
 class LayeredModel(nn.Module):
-    """Three layers under `tiers`, or in plain torch."""
+    """Three layers that run with `tiers`, or in plain torch if it is None."""
 
     def __init__(self, function: Forward, between: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -64,8 +66,8 @@ class LayeredModel(nn.Module):
         found = [leaf.grad, *(parameter.grad for parameter in self.parameters())]
         return [loss.detach(), *(gradient for gradient in found if gradient is not None)]
 
-    def run_under_tiers(self, place: Placement, device: Device | None = None, *more_operations: str) -> None:
-        """Put what the layers leave there; `close` it in the end."""
+    def use_tiers(self, place: Placement, device: Device | None = None, *more_operations: str) -> None:
+        """Put the activations of all layers in `place`. Call `close` at the end."""
         names = {layer: str(number) for number, layer in enumerate(self.layers)}
         device = device or CpuDevice()
         ram = HostStack(device)

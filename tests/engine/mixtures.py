@@ -1,4 +1,4 @@
-"""What may become of a layer's activations, drawn at random."""
+"""Draw placements of activations at random."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ EVERYWHERE = tuple(Placement)
 def random_mixture(
     trace: Mapping[str, LayerTrace], seed: int, places: Sequence[Placement] = EVERYWHERE
 ) -> ActivationPlacements:
-    """One of ``places`` for each operation of each layer, also those that no recomputation would run."""
+    """Draw one of `places` for each operation of each layer, also for operations that recomputation would not run."""
     draw = random.Random(seed)
     return {name: {what: draw.choice(places) for what in (INPUT, *layer.operations)} for name, layer in trace.items()}
 
 
 def all_in(trace: Mapping[str, LayerTrace], place: Placement) -> ActivationPlacements:
-    """Everything in one place."""
     return random_mixture(trace, 0, [place])

@@ -1,4 +1,4 @@
-"""Whatever happens between a forward and its backward: places come back, memory is freed, the next step is right."""
+"""After any fault between a forward and its backward, all memory and SSD space is free and the next step is right."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import errno
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from engines import PlannedError
 from mixtures import all_in, random_mixture
 from torch import Tensor
 
@@ -25,12 +26,12 @@ from hf_lohan.testing.storage_doubles import SlowBackend
 TwinsFactory = Callable[..., Any]
 ROOM = {"cpu_memory": "16MiB", "gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
 SWAPPED = pytest.mark.parametrize("place", [Placement.CPU, Placement.SSD, Placement.GPU])
-KEPT_BY_NOBODY = (LayerFrame, SwappedTensor)
+FREED_WITH_GRAPH = (LayerFrame, SwappedTensor)
 
 
 @pytest.fixture
 def make_swapping(make_twins: TwinsFactory) -> TwinsFactory:
-    """Twins after one step, whose activations all go to one place; None mixes places at random."""
+    """Make twins, train one step and put all activations in one place. None mixes places at random."""
 
     def make(place: Placement | None, **settings: Any) -> Any:
         twins = make_twins(settings.pop("family", "llama"), recompute=True, **{**ROOM, **settings})
@@ -42,69 +43,60 @@ def make_swapping(make_twins: TwinsFactory) -> TwinsFactory:
     return make
 
 
-def places_in_use(engine: Any) -> int:
+def bytes_in_use(engine: Any) -> int:
     swapper = engine.activations.swapper
     swapper.wait_until_idle()
     on_ssd = swapper._spill
     return int(swapper._ram.bytes_in_use + (on_ssd.intervals.in_use if on_ssd is not None else 0))
 
 
-def left_behind() -> list[Any]:
-    """What should have gone with the graph, without the collector's help."""
-    return [thing for thing in gc.get_objects() if type(thing) in KEPT_BY_NOBODY]
+def leaked() -> list[Any]:
+    """Return objects that should have been freed with the graph, without the garbage collector."""
+    return [thing for thing in gc.get_objects() if type(thing) in FREED_WITH_GRAPH]
 
 
 def is_plain(thing: Any) -> bool:
     return type(thing) is Tensor and thing.layout is torch.strided
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Reference counts must do."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @SWAPPED
-def test_a_loss_that_is_never_backwarded(place: Placement, make_swapping: TwinsFactory, no_collector: None) -> None:
+def test_a_loss_without_a_backward_leaks_nothing(
+    place: Placement, make_swapping: TwinsFactory, no_collector: None
+) -> None:
     twins = make_swapping(place)
     for seed in range(3):
         loss = twins.model(**tiny_batch(seed=seed)).loss
-        assert (places_in_use(twins.engine) > 0) is (place is not Placement.GPU)
-        assert left_behind()
+        assert (bytes_in_use(twins.engine) > 0) is (place is not Placement.GPU)
+        assert leaked()
         del loss
-        assert places_in_use(twins.engine) == 0
-        assert left_behind() == []
+        assert bytes_in_use(twins.engine) == 0
+        assert leaked() == []
     twins.train(2, first_seed=300, max_norm=0.5)
     twins.assert_equal()
 
 
-def test_thirty_steps_leave_nothing(make_swapping: TwinsFactory, no_collector: None) -> None:
+def test_thirty_steps_leak_nothing(make_swapping: TwinsFactory, no_collector: None) -> None:
     twins = make_swapping(None, family="qwen3_moe")
     memory = twins.engine.planned_memory
     held_bytes: list[int] = []
     for number in range(30):
         memory.set_placements(random_mixture(memory.trace, number % 3))
         twins.model(**tiny_batch(seed=number)).loss.backward()
-        assert places_in_use(twins.engine) == 0
-        if number % 6 == 5:  # looking at all objects takes its time
-            assert left_behind() == []
+        assert bytes_in_use(twins.engine) == 0
+        if number % 6 == 5:  # listing all objects is slow
+            assert leaked() == []
         twins.optimizer.step()
         twins.optimizer.zero_grad()
         if number % 6 == 5:
             twins.engine.wait_for_updates()
             held_bytes.append(sum(thing.nbytes for thing in gc.get_objects() if is_plain(thing)))
-    # Reads ahead are under way at any time. A leak would be of 24 steps.
+    # Prefetched blocks may differ between the two samples. A leak would be of 24 steps.
     bytes_of_a_step = sum(sum(layer.sizes().values()) for layer in memory.trace.values())
     assert held_bytes[-1] - held_bytes[0] < 3 * bytes_of_a_step
 
 
 @pytest.mark.parametrize("place", [Placement.SSD, None])
-def test_two_forwards_and_one_backward(place: Placement | None, make_swapping: TwinsFactory) -> None:
+def test_two_forwards_and_one_backward_equal_stock(place: Placement | None, make_swapping: TwinsFactory) -> None:
     twins = make_swapping(place)
     first, second = twins.losses(5), twins.losses(6)
     for one, other in zip(first, second, strict=True):
@@ -119,7 +111,7 @@ def test_two_forwards_and_one_backward(place: Placement | None, make_swapping: T
 
 
 @pytest.mark.parametrize("place", [Placement.GPU, Placement.SSD, None])
-def test_a_graph_that_is_walked_twice(place: Placement | None, make_swapping: TwinsFactory) -> None:
+def test_two_backwards_through_one_graph_equal_stock(place: Placement | None, make_swapping: TwinsFactory) -> None:
     twins = make_swapping(place)
     for loss in twins.losses(5):
         loss.backward(retain_graph=True)
@@ -129,13 +121,9 @@ def test_a_graph_that_is_walked_twice(place: Placement | None, make_swapping: Tw
     twins.assert_equal()
 
 
-class PlannedError(Exception):
-    """Raised on purpose."""
-
-
 @pytest.mark.parametrize("error", [PlannedError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["forward", "backward", "recomputation"])
-def test_a_step_that_breaks_in_the_middle(when: str, error: type[BaseException], make_swapping: TwinsFactory) -> None:
+def test_an_error_in_a_step_leaks_nothing(when: str, error: type[BaseException], make_swapping: TwinsFactory) -> None:
     twins = make_swapping(None)
     module = twins.model.model.layers[1].self_attn
     calls = 0
@@ -160,13 +148,13 @@ def test_a_step_that_breaks_in_the_middle(when: str, error: type[BaseException],
         hook.remove()
     twins.train(2, first_seed=300, max_norm=0.5)
     twins.assert_equal()
-    gc.collect()  # an exception holds the frames that it went through
-    assert places_in_use(twins.engine) == 0
-    assert left_behind() == []
+    gc.collect()  # an exception has references to its frames
+    assert bytes_in_use(twins.engine) == 0
+    assert leaked() == []
 
 
-def test_evaluation_between_steps(make_swapping: TwinsFactory) -> None:
-    """In evaluation mode, in training mode without gradients, and between a forward and its backward."""
+def test_evaluation_within_a_step_equals_stock(make_swapping: TwinsFactory) -> None:
+    """Evaluate between a forward and its backward, in evaluation mode and in training mode without gradients."""
     twins = make_swapping(None)
     for seed in range(2):
         losses = twins.losses(seed)
@@ -189,7 +177,7 @@ def test_evaluation_between_steps(make_swapping: TwinsFactory) -> None:
 
 
 def test_a_first_step_without_gradients_keeps_watching(make_twins: TwinsFactory) -> None:
-    """Under no_grad, or with a loss that is dropped, there is nothing to decide by."""
+    """A forward under `no_grad`, or one whose loss is dropped, does not decide placements."""
     twins = make_twins("llama", recompute=True, **ROOM)
     with torch.no_grad():
         twins.losses(1)
@@ -203,7 +191,7 @@ def test_a_first_step_without_gradients_keeps_watching(make_twins: TwinsFactory)
 
 
 class ActivationFaults(FileBackend):
-    """While armed, what is read from or written to the activations' file fails, or has a bit flipped."""
+    """While armed, reads or writes of the activations' file fail, or reads have a flipped bit."""
 
     def __init__(self, call: str, fault: str) -> None:
         self.call, self.fault = call, fault
@@ -234,7 +222,7 @@ class ActivationFaults(FileBackend):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("call", "fault"), [("write", "eio"), ("read", "eio"), ("read", "flip")])
 @pytest.mark.parametrize("hold_gradients", [True, False])
-def test_a_drive_that_fails_under_the_activations(
+def test_training_continues_after_a_failure_of_the_activations_file(
     call: str, fault: str, hold_gradients: bool, make_swapping: TwinsFactory, tmp_path: Any
 ) -> None:
     backend = ActivationFaults(call, fault)
@@ -249,14 +237,14 @@ def test_a_drive_that_fails_under_the_activations(
     twins.assert_equal()
 
 
-def test_a_slow_drive(make_swapping: TwinsFactory) -> None:
+def test_a_slow_drive_changes_no_number(make_swapping: TwinsFactory) -> None:
     twins = make_swapping(Placement.SSD, backend=SlowBackend(2e-3))
     twins.train(2, first_seed=300, max_norm=0.5)
     twins.assert_equal()
 
 
 def test_few_layers_have_activations_on_the_device(make_twins: TwinsFactory) -> None:
-    """However slow the drive: two that leave and one that computes; and in backward one, and the one below it."""
+    """At most three layers have activations on the device, however slow the drive is."""
     factory = partial(tiny_model, "llama", num_layers=10)
     twins = make_twins(model_factory=factory, recompute=True, backend=SlowBackend(5e-3), **ROOM)
     twins.train(1)
@@ -282,8 +270,8 @@ def _is_here(swapped: SwappedTensor) -> bool:
     return swapped.source is not None or swapped.landed is not None
 
 
-def test_after_the_end(make_swapping: TwinsFactory, caplog: pytest.LogCaptureFixture) -> None:
-    """A backward over a closed engine says so; it does not wait for a thread that is gone."""
+def test_a_backward_after_close_raises(make_swapping: TwinsFactory, caplog: pytest.LogCaptureFixture) -> None:
+    """It raises at once and does not wait for an ended thread."""
     twins = make_swapping(Placement.CPU)
     loss = twins.model(**tiny_batch()).loss
     with caplog.at_level(logging.ERROR):

@@ -1,4 +1,4 @@
-"""A model that writes to its activations in place: exact, or an error that says so, and never a wrong number."""
+"""If a model writes to its activations in place, training is exact or raises an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ModelFactory = Callable[..., LayeredModel]
 
 @pytest.fixture
 def make_model() -> Iterator[ModelFactory]:
-    """Of a function and of what happens between its layers; under tiers if there is a place."""
+    """Make a model of a layer function and a function between layers. With a `place`, it runs with tiers."""
     made: list[LayeredModel] = []
 
     def make(
@@ -35,7 +35,7 @@ def make_model() -> Iterator[ModelFactory]:
     ) -> LayeredModel:
         made.append(LayeredModel(function, between))
         if place is not None:
-            made[-1].run_under_tiers(place, device)
+            made[-1].use_tiers(place, device)
         return made[-1]
 
     yield make
@@ -61,7 +61,7 @@ def view_of_output_changed(layer: Layer, hidden: Tensor) -> Tensor:
 
 
 def changed_between_anchors(layer: Layer, hidden: Tensor) -> Tensor:
-    """The one output is stored while the other is made, and both are written to."""
+    """One output is stored while the other is computed, and both are changed."""
     first, second = layer.up(hidden), layer.down(hidden)
     first.add_(second.detach())
     second.add_(first.detach())
@@ -81,7 +81,7 @@ def input_changed(layer: Layer, hidden: Tensor) -> Tensor:
 
 
 def returns_an_anchor(layer: Layer, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """That it needs in backward, though autograd did not save it."""
+    """Backward needs the returned anchor, although autograd did not save it."""
     inner = layer.up(hidden)
     return inner, layer.down(torch.relu(inner))
 
@@ -97,22 +97,26 @@ INSIDE = (output_changed, view_of_output_changed, changed_between_anchors, chang
 @pytest.mark.parametrize("function", [plain, *INSIDE])
 @PLACES
 @pytest.mark.parametrize("num_backwards", [1, 2])
-def test_inside_a_layer(function: Forward, place: Placement, num_backwards: int, make_model: ModelFactory) -> None:
+def test_changes_inside_a_layer_equal_stock(
+    function: Forward, place: Placement, num_backwards: int, make_model: ModelFactory
+) -> None:
     stock = make_model(function, None).gradients(num_backwards)
     assert all_equal(make_model(function, place).gradients(num_backwards), stock)
 
 
 @pytest.mark.parametrize("function", INSIDE)
 @pytest.mark.parametrize("seed", range(3))
-def test_inside_a_layer_while_it_is_copied(function: Forward, seed: int, make_model: ModelFactory) -> None:
+def test_changes_inside_a_layer_during_a_copy_equal_stock(
+    function: Forward, seed: int, make_model: ModelFactory
+) -> None:
     device = AsyncDevice(seed, max_delay_s=5e-3)
     stock = make_model(function, None).gradients()
     assert all_equal(make_model(function, SWAPPED, device=device).gradients(), stock)
     assert device.num_races == 0
 
 
-def test_a_layer_that_changes_its_input(make_model: ModelFactory) -> None:
-    """Recomputation from an input that is not what it was: torch refuses, and so do we, or had it in safety."""
+def test_a_changed_input_is_exact_if_swapped_and_refused_if_kept(make_model: ModelFactory) -> None:
+    """A kept input has changed before the recomputation. A swapped input was copied before the change."""
     stock = make_model(input_changed, None).gradients()
     assert all_equal(make_model(input_changed, SWAPPED).gradients(), stock)
     with pytest.raises(RuntimeError, match="in place"):
@@ -131,7 +135,7 @@ def changes_a_view_of_the_output(after: tuple[Tensor, Tensor], _before: Tensor) 
 @pytest.mark.parametrize("between", [changes_the_output, changes_a_view_of_the_output])
 @pytest.mark.parametrize("function", [returns_an_anchor, returns_a_view_of_an_anchor])
 @pytest.mark.parametrize("device_kind", ["cpu", "async"])
-def test_outside_where_a_layer_gave_away_what_it_swapped(
+def test_changes_of_a_swapped_output_equal_stock(
     function: Forward, between: Callable[..., Tensor], device_kind: str, make_model: ModelFactory
 ) -> None:
     stock = make_model(function, None, between=between).gradients()
@@ -140,16 +144,14 @@ def test_outside_where_a_layer_gave_away_what_it_swapped(
 
 
 @pytest.mark.parametrize("between", [changes_the_output, changes_a_view_of_the_output])
-def test_outside_where_a_layer_gave_away_what_it_keeps(
-    between: Callable[..., Tensor], make_model: ModelFactory
-) -> None:
+def test_changes_of_a_kept_output_are_refused(between: Callable[..., Tensor], make_model: ModelFactory) -> None:
     with pytest.raises(RuntimeError, match="changed in place outside its layer"):
         make_model(returns_an_anchor, Placement.GPU, between=between).gradients()
 
 
 @PLACES
-def test_outside_a_layer_its_input(place: Placement, make_model: ModelFactory) -> None:
-    """As under torch's own checkpointing, which sees it in backward."""
+def test_changes_of_the_input_after_the_layer_are_refused(place: Placement, make_model: ModelFactory) -> None:
+    """Torch's checkpointing refuses this in backward, too."""
 
     def changes_the_input(after: Tensor, before: Tensor) -> Tensor:
         with torch.no_grad():
@@ -160,8 +162,8 @@ def test_outside_a_layer_its_input(place: Placement, make_model: ModelFactory) -
         make_model(plain, place, between=changes_the_input).gradients()
 
 
-def test_a_tensor_of_no_layer_that_backward_needs(make_model: ModelFactory) -> None:
-    """Hooks on saved tensors turn autograd's own watch off."""
+def test_changes_of_a_saved_tensor_outside_layers_are_refused(make_model: ModelFactory) -> None:
+    """Autograd does not check versions of tensors that have saved-tensor hooks, so the engine must."""
 
     def changes_what_exp_saved(after: Tensor, _before: Tensor) -> Tensor:
         powers = after.exp()

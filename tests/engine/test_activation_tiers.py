@@ -1,4 +1,4 @@
-"""Wherever activations wait for backward, and whatever is made again: every number is that of torch in memory."""
+"""Wherever activations wait for backward, and whatever is recomputed, all numbers equal torch in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_dropout(family: str, attention: str = "sdpa") -> Any:
 
 
 def train(twins: Any, seed: int, **shape: int) -> None:
-    """One step with equal random numbers, of which no backward may use any."""
+    """Train one step with equal random numbers. No backward may use any of them."""
     losses = twins.losses(seed, rng_seed=seed, **shape)
     for loss in losses:
         before = torch.get_rng_state()
@@ -49,7 +49,7 @@ ATTENTION = [(family, "sdpa") for family in FAMILIES] + [("opt", "eager"), ("gpt
 
 
 @pytest.mark.parametrize(("family", "attention"), ATTENTION)
-def test_every_place_and_ten_random_mixtures(family: str, attention: str, make_twins: TwinsFactory) -> None:
+def test_every_place_and_random_mixtures_equal_stock(family: str, attention: str, make_twins: TwinsFactory) -> None:
     twins = make_twins(model_factory=partial(with_dropout, family, attention), recompute=True, **ROOM)
     memory, swapper = twins.engine.planned_memory, twins.engine.activations.swapper
     train(twins, 0)
@@ -67,7 +67,7 @@ def test_every_place_and_ten_random_mixtures(family: str, attention: str, make_t
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "keep", "auto"])
-def test_every_mode(mode: str, make_twins: TwinsFactory) -> None:
+def test_every_mode_equals_stock(mode: str, make_twins: TwinsFactory) -> None:
     settings = {**ROOM, "activations": mode}
     twins = make_twins(model_factory=partial(with_dropout, "opt"), recompute=mode != "keep", **settings)
     for seed in range(3):
@@ -88,7 +88,7 @@ class AnchorCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_waits_is_not_made_again(make_twins: TwinsFactory) -> None:
+def test_stored_activations_are_not_recomputed(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True, **ROOM)
     memory = twins.engine.planned_memory
     train(twins, 0)
@@ -106,13 +106,13 @@ def test_what_waits_is_not_made_again(make_twins: TwinsFactory) -> None:
 
 
 def two_dropouts(layer: Layer, hidden: Tensor) -> Tensor:
-    """Attention on a GPU draws its dropout itself; here is an operation that does so everywhere."""
+    """Attention on a GPU draws its own dropout. `native_dropout` does so on every device."""
     kept, _ = torch.native_dropout(layer.up(hidden), 0.4, True)
     return hidden + layer.down(torch.nn.functional.dropout(torch.tanh(kept), 0.3))
 
 
 @pytest.mark.parametrize("place", [Placement.RECOMPUTE, Placement.GPU, Placement.CPU])
-def test_random_numbers_go_on_behind_an_operation_that_drew_some(
+def test_recomputation_skips_the_random_numbers_of_stored_operations(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = torch.ops.aten.native_dropout.default
@@ -123,7 +123,7 @@ def test_random_numbers_go_on_behind_an_operation_that_drew_some(
     for under_tiers in (False, True):
         model = LayeredModel(two_dropouts, between=lambda after, _before: after)
         if under_tiers:
-            model.run_under_tiers(place, None, "aten.native_dropout#0")
+            model.use_tiers(place, None, "aten.native_dropout#0")
         torch.manual_seed(5)
         outcomes.append([*model.gradients(num_backwards=2), torch.get_rng_state()])
         model.close()

@@ -1,4 +1,4 @@
-"""Every family trains as it does in memory: wherever it reads a weight, the weight is there."""
+"""Every family trains as in memory, wherever it reads its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from architectures import ARCHITECTURES, model_of
 
 
-def test_layers_with_weights_in_common_train_as_in_memory(make_twins: Callable[..., Any]) -> None:
+def test_layers_with_shared_weights_train_as_in_memory(make_twins: Callable[..., Any]) -> None:
     def model() -> Any:
         torch.manual_seed(0)
         made = model_of("llama")

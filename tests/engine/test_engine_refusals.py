@@ -1,15 +1,13 @@
-"""What the engine refuses, and says why: what would train on other numbers than the loop means."""
+"""The engine refuses calls that would train on other numbers than the loop intends, and gives the reason."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from engines import EngineFactory, TwinsFactory
+from engines import HELD_OR_ACTIVE, EngineFactory, TwinsFactory
 
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
-
-HELD_OR_ACTIVE = pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
 
 
 def test_a_layer_called_outside_its_model_is_refused(make_twins: TwinsFactory) -> None:
@@ -17,14 +15,14 @@ def test_a_layer_called_outside_its_model_is_refused(make_twins: TwinsFactory) -
     ids = tiny_batch()["input_ids"]
     with pytest.raises(RuntimeError, match="outside its model's forward"):
         twins.model.model(ids)
-    with torch.no_grad():  # nothing is saved then
+    with torch.no_grad():  # nothing is saved for backward
         hidden = [model.model(ids).last_hidden_state for model in twins.models]
     assert torch.equal(hidden[0], hidden[1])
     twins.train(2)
     twins.assert_equal()
 
 
-def test_a_second_gradient_is_refused_where_the_first_has_been_applied(build_engine: EngineFactory) -> None:
+def test_a_second_forward_is_refused_after_the_first_gradient_was_applied(build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
     engine = build_engine(model, hold_gradients=False)
     OffloadAdamW(model.parameters(), engine=engine)
@@ -33,7 +31,7 @@ def test_a_second_gradient_is_refused_where_the_first_has_been_applied(build_eng
         model(**tiny_batch(seed=2))
 
 
-def test_a_second_backward_is_refused_where_the_first_has_been_applied(build_engine: EngineFactory) -> None:
+def test_a_second_backward_is_refused_after_the_first_gradient_was_applied(build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
     engine = build_engine(model, hold_gradients=False)
     OffloadAdamW(model.parameters(), engine=engine)
@@ -45,8 +43,8 @@ def test_a_second_backward_is_refused_where_the_first_has_been_applied(build_eng
         engine.wait_for_updates()
 
 
-def test_accumulation_is_refused_where_no_gradient_is_kept(build_engine: EngineFactory) -> None:
-    """All buffers in which gradients arrive would be taken before backward is over, and it would wait for ever."""
+def test_accumulation_is_refused_if_gradients_are_not_held(build_engine: EngineFactory) -> None:
+    """Backward would fill all gradient buffers and wait forever."""
     model = tiny_model("llama").train()
     engine = build_engine(model, hold_gradients=False)
     optimizer = OffloadAdamW(model.parameters(), engine=engine)
@@ -56,7 +54,7 @@ def test_accumulation_is_refused_where_no_gradient_is_kept(build_engine: EngineF
     engine.announce_backward(is_final=True)
     model(**tiny_batch(seed=2)).loss.backward()
     optimizer.step()
-    engine.wait_for_updates()  # the pipeline's thread counts
+    engine.wait_for_updates()  # the pipeline's thread counts the steps
     assert engine.step_counts[engine.parameter_slices[0]] == 1
 
 
@@ -77,8 +75,8 @@ def test_parameters_that_are_not_in_the_store_are_refused(build_engine: EngineFa
         OffloadAdamW([*model.parameters(), foreign], engine=engine)
 
 
-def test_a_parameter_that_was_frozen_and_is_thawed_is_refused_before_the_forward(build_engine: EngineFactory) -> None:
-    """It may be in a group, as under torch, but has no states."""
+def test_a_parameter_that_was_frozen_when_offloaded_cannot_be_thawed(build_engine: EngineFactory) -> None:
+    """It may be in a param group as in torch, but has no states."""
     model = tiny_model("llama").train()
     model.lm_head.requires_grad_(False)
     engine = build_engine(model)
@@ -96,7 +94,7 @@ def test_a_parameter_that_was_frozen_and_is_thawed_is_refused_before_the_forward
     optimizer.step()
 
 
-def test_a_group_whose_parameters_have_no_states_is_refused_where_it_is_added(build_engine: EngineFactory) -> None:
+def test_adding_a_group_of_parameters_without_states_is_refused(build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
     model.lm_head.requires_grad_(False)
     optimizer = OffloadAdamW([p for p in model.parameters() if p.requires_grad], engine=build_engine(model))
@@ -106,7 +104,7 @@ def test_a_group_whose_parameters_have_no_states_is_refused_where_it_is_added(bu
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_parameter_that_was_taken_out_of_its_group_is_refused_unless_it_is_frozen(
+def test_a_parameter_removed_from_its_group_is_refused_unless_frozen(
     build_engine: EngineFactory,
 ) -> None:
     model = tiny_model("llama").train()
@@ -124,7 +122,7 @@ def test_a_parameter_that_was_taken_out_of_its_group_is_refused_unless_it_is_fro
 
 
 @pytest.mark.parametrize("change", [{"maximize": True}, {"amsgrad": True}])
-def test_settings_that_no_rule_has_are_refused_at_the_step_and_when_they_are_loaded(
+def test_unsupported_settings_are_refused_in_step_and_load_state_dict(
     change: dict[str, bool], build_engine: EngineFactory
 ) -> None:
     model = tiny_model("llama").train()
@@ -142,7 +140,7 @@ def test_settings_that_no_rule_has_are_refused_at_the_step_and_when_they_are_loa
     optimizer.step()
 
 
-def test_hyperparameters_that_change_behind_updates_in_backward_are_refused(build_engine: EngineFactory) -> None:
+def test_hyperparameters_that_change_after_updates_in_backward_are_refused(build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
     optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model, hold_gradients=False))
     model(**tiny_batch()).loss.backward()
@@ -152,7 +150,7 @@ def test_hyperparameters_that_change_behind_updates_in_backward_are_refused(buil
 
 
 def test_hyperparameters_may_change_between_forward_and_backward(build_engine: EngineFactory) -> None:
-    """Updates in backward have the new values, as torch's in step()."""
+    """Updates in backward use the new values, as torch does in `step()`."""
     model = tiny_model("llama").train()
     optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model, hold_gradients=False))
     loss = model(**tiny_batch()).loss
@@ -162,10 +160,8 @@ def test_hyperparameters_may_change_between_forward_and_backward(build_engine: E
 
 
 @HELD_OR_ACTIVE
-def test_a_step_without_new_gradients_is_refused_unless_they_were_forgotten(
-    hold_gradients: bool, build_engine: EngineFactory
-) -> None:
-    """torch would apply the same ones again."""
+def test_a_second_step_with_the_same_gradients_is_refused(hold_gradients: bool, build_engine: EngineFactory) -> None:
+    """Torch would apply the same gradients again."""
     model = tiny_model("llama").train()
     engine = build_engine(model, hold_gradients=hold_gradients)
     optimizer = OffloadAdamW(model.parameters(), engine=engine)
@@ -186,7 +182,7 @@ def test_a_step_without_new_gradients_is_refused_unless_they_were_forgotten(
 
 
 @HELD_OR_ACTIVE
-def test_a_loop_may_forget_gradients_by_setting_them_to_none(hold_gradients: bool, build_engine: EngineFactory) -> None:
+def test_a_loop_may_drop_gradients_by_setting_them_to_none(hold_gradients: bool, build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
     engine = build_engine(model, hold_gradients=hold_gradients)
     optimizer = OffloadAdamW(model.parameters(), engine=engine)
@@ -200,7 +196,7 @@ def test_a_loop_may_forget_gradients_by_setting_them_to_none(hold_gradients: boo
         for parameter in model.parameters():
             parameter.grad = None
     if hold_gradients:
-        assert norm == skipped  # of one backward, not of two
+        assert norm == skipped  # the norm of one backward, not of two
     engine.wait_for_updates()
     assert set(engine.step_counts.values()) == {2}
 
@@ -216,10 +212,10 @@ def test_a_step_without_some_of_its_gradients_is_refused(build_engine: EngineFac
     optimizer.step()
 
 
-def test_a_backward_behind_a_clip_is_refused(make_twins: TwinsFactory) -> None:
+def test_a_backward_after_clipping_is_refused(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     twins.backward(1)
-    twins.clip(float("inf"))  # measures
+    twins.clip(float("inf"))  # only measures the norm
     twins.backward(2)
     twins.clip(0.5)
     with pytest.raises(RuntimeError, match=r"after clip_grad_norm_ to 0\.5 .* `if accelerator\.sync_gradients:`"):
@@ -229,7 +225,7 @@ def test_a_backward_behind_a_clip_is_refused(make_twins: TwinsFactory) -> None:
     twins.assert_equal()
 
 
-def test_a_second_clip_to_a_smaller_norm_is_refused_and_one_to_a_larger_changes_nothing(
+def test_clipping_again_is_refused_for_a_smaller_norm_and_ignored_for_a_larger_one(
     make_twins: TwinsFactory,
 ) -> None:
     twins = make_twins("llama")
@@ -245,7 +241,7 @@ def test_a_second_clip_to_a_smaller_norm_is_refused_and_one_to_a_larger_changes_
     twins.assert_equal()
 
 
-def test_clipping_that_came_too_late_is_refused(make_twins: TwinsFactory) -> None:
+def test_clipping_after_updates_in_backward_is_refused(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", hold_gradients=False)
     twins.backward(1)
     with pytest.raises(ValueError, match=r"clipping to 0\.5 .*max_grad_norm=0"):

@@ -1,4 +1,4 @@
-"""Ranks that build different models are refused, by the first weight that differs."""
+"""Ranks that build different models are refused with the name of the first weight that differs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_lohan.testing.thread_ranks import run_ranks
 
 
 def check_by_ranks(*models: nn.Module) -> None:
-    """Has each rank check its model."""
+    """Let each rank check its model."""
     run_ranks(len(models), lambda links: check_equal_weights(models[links.ranks.rank].named_parameters(), links))
 
 

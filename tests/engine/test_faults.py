@@ -1,4 +1,4 @@
-"""After an exception, whoever raised it, training goes on as if the broken step had never been tried."""
+"""After any exception, training continues as if the failed step had never begun."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import PlannedError
 from torch import Tensor, nn
 
 from hf_lohan.files import StorageError
@@ -29,12 +30,8 @@ PLACES = {
 PLACE = pytest.mark.parametrize("place", PLACES)
 
 
-class PlannedError(Exception):
-    """Raised on purpose."""
-
-
 @contextmanager
-def forward_breaks_at(module: nn.Module) -> Iterator[None]:
+def forward_fails_at(module: nn.Module) -> Iterator[None]:
     def raise_planned(*_: Any) -> None:
         raise PlannedError
 
@@ -45,8 +42,8 @@ def forward_breaks_at(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def backward_breaks_at(module: nn.Module) -> Iterator[None]:
-    """When the gradient of the module's output arrives."""
+def backward_fails_at(module: nn.Module) -> Iterator[None]:
+    """Raise when the gradient of the module's output arrives."""
 
     def raise_planned(_gradient: Tensor) -> None:
         raise PlannedError
@@ -66,23 +63,24 @@ def backward_breaks_at(module: nn.Module) -> Iterator[None]:
 @PLACE
 @RECOMPUTE
 @pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
-def test_a_forward_that_breaks(place: str, recompute: bool, hold_gradients: bool, make_twins: TwinsFactory) -> None:
+def test_a_failed_forward_changes_nothing(
+    place: str, recompute: bool, hold_gradients: bool, make_twins: TwinsFactory
+) -> None:
     twins = make_twins("llama", recompute=recompute, hold_gradients=hold_gradients)
     twins.train(1)
     for _ in range(2):
-        with forward_breaks_at(PLACES[place](twins.model)):
+        with forward_fails_at(PLACES[place](twins.model)):
             twins.model(**tiny_batch(seed=77))
     twins.train(2, first_seed=300)
     twins.assert_equal()
 
 
 @PLACE
-def test_a_forward_that_breaks_leaves_earlier_gradients_of_its_step(place: str, make_twins: TwinsFactory) -> None:
-    """As in torch: what earlier backwards have accumulated is still there."""
+def test_a_failed_forward_keeps_earlier_gradients_of_its_step(place: str, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     twins.train(1)
     twins.backward(5, scale=0.5)
-    with forward_breaks_at(PLACES[place](twins.model)):
+    with forward_fails_at(PLACES[place](twins.model)):
         twins.model(**tiny_batch(seed=77))
     twins.backward(6, scale=0.5)
     twins.clip(0.5)
@@ -91,10 +89,10 @@ def test_a_forward_that_breaks_leaves_earlier_gradients_of_its_step(place: str, 
 
 
 @PLACE
-def test_an_evaluation_that_breaks(place: str, make_twins: TwinsFactory) -> None:
+def test_a_failed_evaluation_changes_nothing(place: str, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     twins.train(1)
-    with torch.no_grad(), forward_breaks_at(PLACES[place](twins.model)):
+    with torch.no_grad(), forward_fails_at(PLACES[place](twins.model)):
         twins.model(**tiny_batch(seed=77))
     with torch.no_grad():
         twins.losses(8)
@@ -105,49 +103,49 @@ def test_an_evaluation_that_breaks(place: str, make_twins: TwinsFactory) -> None
 @pytest.mark.covering(1)
 @RECOMPUTE
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "embedding"])
-def test_a_backward_that_breaks_is_a_step_that_never_was(
+def test_a_failed_backward_drops_its_step(
     place: str, recompute: bool, make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     twins = make_twins("llama", recompute=recompute)
     twins.train(1)
     for _ in range(2):
-        with backward_breaks_at(PLACES[place](twins.model)):
+        with backward_fails_at(PLACES[place](twins.model)):
             twins.model(**tiny_batch(seed=77)).loss.backward()
     with caplog.at_level(logging.WARNING):
         twins.train(2, first_seed=300, max_norm=0.5)
-    if place != "head":  # there nothing had arrived yet
+    if place != "head":  # no gradient arrives before the head's
         assert "gradients are dropped" in caplog.text
     twins.assert_equal()
 
 
-def test_a_backward_that_breaks_and_zero_grad_before_the_next(make_twins: TwinsFactory) -> None:
-    """What a careful loop does in its `except`."""
+def test_zero_grad_after_a_failed_backward_changes_nothing(make_twins: TwinsFactory) -> None:
+    """A careful loop calls `zero_grad` in its `except`."""
     twins = make_twins("llama")
     twins.train(1)
-    with backward_breaks_at(twins.model.model.layers[1].mlp):
+    with backward_fails_at(twins.model.model.layers[1].mlp):
         twins.model(**tiny_batch(seed=77)).loss.backward()
     twins.optimizer.zero_grad()
     twins.train(2, first_seed=300, max_norm=0.5)
     twins.assert_equal()
 
 
-def test_a_backward_that_breaks_takes_the_whole_step_with_it(make_twins: TwinsFactory) -> None:
-    """Also the gradients of the step's earlier backwards: half of a sum would be a wrong number."""
+def test_a_failed_backward_drops_earlier_gradients_of_its_step(make_twins: TwinsFactory) -> None:
+    """Half of a sum would be a wrong number."""
     twins = make_twins("llama")
     twins.train(1)
     twins.model(**tiny_batch(seed=5)).loss.backward()
-    with backward_breaks_at(twins.model.model.layers[0].mlp):
+    with backward_fails_at(twins.model.model.layers[0].mlp):
         twins.model(**tiny_batch(seed=77)).loss.backward()
     twins.train(2, first_seed=300, max_norm=0.5)
     twins.assert_equal()
 
 
-def test_updates_in_backward_that_a_break_cannot_undo_are_told(
+def test_updates_in_backward_that_cannot_be_undone_are_logged(
     make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
     twins.train(1)
-    with backward_breaks_at(twins.model.model.layers[0].mlp):
+    with backward_fails_at(twins.model.model.layers[0].mlp):
         twins.model(**tiny_batch(seed=77)).loss.backward()
     with caplog.at_level(logging.WARNING):
         loss = twins.model(**tiny_batch(seed=78)).loss
@@ -156,7 +154,7 @@ def test_updates_in_backward_that_a_break_cannot_undo_are_told(
     twins.optimizer.step()
     twins.engine.wait_for_updates()
     counts = {part.name: count for part, count in twins.engine.step_counts.items()}
-    assert counts["lm_head.weight"] == 3  # the broken step's update counts
+    assert counts["lm_head.weight"] == 3  # the update of the failed step counts
     assert counts["model.layers.0.self_attn.q_proj.weight"] == 2
     assert torch.isfinite(loss)
 
@@ -171,10 +169,10 @@ def test_updates_in_backward_are_undone_with_their_step(
     twins = make_twins("llama", hold_gradients=False, recompute=recompute, schedule=schedule)
     twins.train(1)
     for _ in range(2):
-        with backward_breaks_at(PLACES[place](twins.model)):
+        with backward_fails_at(PLACES[place](twins.model)):
             twins.model(**tiny_batch(seed=77)).loss.backward()
     with caplog.at_level(logging.WARNING), torch.no_grad():
-        twins.losses(8)  # sees what the broken step found
+        twins.losses(8)  # the evaluation uses the weights from before the failed step
     assert "gradients are dropped" in caplog.text
     assert "updated in it already" not in caplog.text
     assert twins.engine.undone_update_s > 0
@@ -185,11 +183,11 @@ def test_updates_in_backward_are_undone_with_their_step(
 
 @pytest.mark.parametrize("when", ["before_forward", "before_backward", "before_evaluation"])
 @RECOMPUTE
-def test_a_drive_that_fails_for_a_while_to_read(when: str, recompute: bool, make_twins: TwinsFactory) -> None:
+def test_training_continues_after_reads_fail_for_a_while(when: str, recompute: bool, make_twins: TwinsFactory) -> None:
     backend = FaultyBackend("read", NEVER, errno.EIO, sticky=True)
     twins = make_twins("llama", recompute=recompute, backend=backend, gpu_memory="600KiB")
     twins.train(1)
-    twins.engine.wait_for_updates()  # an update that fails is another matter
+    twins.engine.wait_for_updates()  # a failed update would stop the run
     for _ in range(2):
         with pytest.raises(StorageError) as failed, torch.set_grad_enabled(when != "before_evaluation"):
             if when == "before_backward":
@@ -218,17 +216,18 @@ def test_a_drive_that_fails_in_the_update_stops_the_step(call: str, make_twins: 
         twins.engine.wait_for_updates()
     assert failed.value.errno == errno.EIO
     backend.fail_on = NEVER
-    with pytest.raises(StorageError):  # half a step is no state to train on from
+    with pytest.raises(StorageError):  # after half an update the run cannot continue
         twins.model(**tiny_batch(seed=78)).loss.backward()
         twins.optimizer.step()
         twins.engine.wait_for_updates()
 
 
 def test_a_block_whose_update_could_not_be_written_is_not_read(make_twins: TwinsFactory) -> None:
-    """The very last write of a step fails; an evaluation must not take the old weights for the new ones. It may have
-    the new ones from RAM: then whoever wants them from the store is told."""
+    """The last write of a step fails. An evaluation must not use the old weights. It may use the new ones from RAM, and
+    then a read from the store raises.
+    """
     backend = FaultyBackend("write", NEVER, errno.EIO)
-    # Nothing is spilled and nothing is written twice: all writes are updates, and all steps have as many.
+    # Nothing is spilled or written twice, so all writes are updates and each step has the same number of writes.
     twins = make_twins("llama", cpu_memory="64MiB", clip="defer", backend=backend)
     twins.train(1)
     twins.engine.wait_for_updates()
@@ -240,5 +239,5 @@ def test_a_block_whose_update_could_not_be_written_is_not_read(make_twins: Twins
     backend.fail_on = backend.calls["write"] + num_writes
     with pytest.raises(StorageError), torch.no_grad():
         twins.step()
-        twins.losses(6)  # which are those of stock torch after the same step, if there are any
+        twins.losses(6)  # these equal stock torch after the same step, if they are returned
         twins.engine.wait_for_updates()

@@ -1,4 +1,4 @@
-"""At the interpreter's end an engine that nobody closed finishes its updates and commits the last step."""
+"""When the interpreter exits, an open engine finishes its updates and commits the last step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ trained = [train(folder, norm) for folder, norm in zip(sys.argv[1:], (0.0, 1e-3)
 
 
 def test_the_last_step_of_a_script_that_closes_nothing_is_committed(tmp_path: Path) -> None:
-    """Two engines: one updates in backward, and one has gradients held for clipping when the script ends."""
+    """When the script ends, one engine updates in backward and the other holds gradients for clipping."""
     folders = [str(tmp_path / name) for name in ("unclipped", "clipped")]
     subprocess.run([sys.executable, "-c", SCRIPT, *folders], check=True, timeout=120)
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Models whose blocks are many large granules train as those of small ones do."""
+"""Large granules change no number."""
 
 from __future__ import annotations
 

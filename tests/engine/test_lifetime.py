@@ -30,7 +30,7 @@ TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "io_t
 
 
 def train_one(folder: Path, *, num_steps: int = 1, activations: str = "recompute", **settings: Any) -> None:
-    """Train a model of its own for a few steps, and close nothing."""
+    """Train a new model for a few steps without closing its engine."""
     model = tiny_model("llama").train()
     config = OffloadConfig.load({**TIGHT, "ssd": str(folder), "activations": activations, **settings})
     engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder)
@@ -45,7 +45,7 @@ def train_one(folder: Path, *, num_steps: int = 1, activations: str = "recompute
 def collect() -> None:
     gc.collect()
     wait_until_closed()
-    gc.collect()  # objects of a closed engine, which may close another one
+    gc.collect()  # freed objects of a closed engine may close another engine
     wait_until_closed()
 
 
@@ -56,8 +56,8 @@ def resources() -> tuple[set[str], int, int]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
-def test_engines_that_nobody_closed_go_with_their_models(tmp_path: Path) -> None:
-    train_one(tmp_path / "first")  # makes what there is once a process
+def test_engines_close_with_their_models(tmp_path: Path) -> None:
+    train_one(tmp_path / "first")  # creates what exists once per process
     collect()
     before = resources()
     for number in range(6):
@@ -68,7 +68,7 @@ def test_engines_that_nobody_closed_go_with_their_models(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_planning_keeps_no_model(family: str, tmp_path: Path) -> None:
-    """A plan's trace is kept for later models of the same kind; its graphs must not keep the traced model alive."""
+    """The trace of a plan is cached for models of the same kind. The cache must not keep the traced model alive."""
     model = tiny_model(family).train()
     config = OffloadConfig.load({"cpu_memory": "64MiB", "gpu_memory": "16MiB", "ssd": str(tmp_path)})
     engine = offload_model(model, config, torch_device="cpu", default_ssd_path=tmp_path)
@@ -78,7 +78,7 @@ def test_planning_keeps_no_model(family: str, tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     plan = run_plan_of(engine)
-    assert plan is not None and plan.first is not None, "it was not planned"
+    assert plan is not None and plan.first is not None, "the model was not planned"
     engine.wait_for_updates()
     dropped = weakref.ref(engine)
     del model, engine, optimizer, plan
@@ -112,7 +112,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("run", [with_trainer, with_accelerator])
-def test_an_engine_goes_with_the_trainer_or_accelerator(run: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_an_engine_closes_with_its_trainer_or_accelerator(run: Callable[[Path], Any], tmp_path: Path) -> None:
     engine = weakref.ref(run(tmp_path))
     collect()
     assert engine() is None
@@ -132,7 +132,7 @@ def test_the_store_of_a_dropped_model_can_be_used_at_once(tmp_path: Path) -> Non
         gc.collect()
 
 
-def test_an_optimizer_says_that_its_model_is_gone(tmp_path: Path) -> None:
+def test_an_optimizer_of_a_deleted_model_raises(tmp_path: Path) -> None:
     model = tiny_model("llama").train()
     config = OffloadConfig.load({**TIGHT, "ssd": str(tmp_path)})
     optimizer = OffloadAdamW(
@@ -144,7 +144,7 @@ def test_an_optimizer_says_that_its_model_is_gone(tmp_path: Path) -> None:
         optimizer.step()
 
 
-def test_a_weight_says_that_its_model_is_gone(tmp_path: Path) -> None:
+def test_a_weight_of_a_deleted_model_raises(tmp_path: Path) -> None:
     model = tiny_model("llama")
     offload_model(model, OffloadConfig.load(TIGHT), torch_device="cpu", default_ssd_path=tmp_path)
     weight = model.lm_head.weight
@@ -156,11 +156,11 @@ def test_a_weight_says_that_its_model_is_gone(tmp_path: Path) -> None:
             read()
 
 
-# Children.
+# Forked children.
 
 
 def error_in_child(action: Callable[[], object]) -> str:
-    """The error that ``action`` raises in a forked child; "" if it raises none."""
+    """Return the error that `action` raises in a forked child, or "" if it raises none."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -222,7 +222,7 @@ config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_thr
 engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder)
 optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
 model(**tiny_batch(seed=0)).loss.backward()
-optimizer.step()  # updates run under the next forward
+optimizer.step()  # updates run during the next forward
 optimizer.zero_grad()
 child = os.fork()
 if child == 0:
@@ -233,7 +233,7 @@ optimizer.step()
 """
 
 
-def test_a_child_that_forks_while_updates_run_ends_and_closes_nothing(tmp_path: Path) -> None:
+def test_a_child_forked_during_updates_exits_and_closes_nothing(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FORKING_SCRIPT, str(tmp_path)], check=True, timeout=120)
     commit = last_commit([str(tmp_path)])
     assert commit is not None and set(commit.facts["num_updates"].values()) == {2}

@@ -1,4 +1,4 @@
-"""Every optimizer over the store gives the weights and states of torch's own, to the bit."""
+"""Every offloaded optimizer gives the weights and states of the torch optimizer, to the bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_held_summed_and_clipped_gradients(make: Callable[[Any], torch.optim.Optimizer], make_twins: Any) -> None:
+def test_held_summed_and_clipped_gradients_equal_stock(
+    make: Callable[[Any], torch.optim.Optimizer], make_twins: Any
+) -> None:
     twins = make_twins(optimizer=make)
     for step in range(3):
         twins.engine.announce_backward(is_final=False)
@@ -36,14 +38,14 @@ def test_held_summed_and_clipped_gradients(make: Callable[[Any], torch.optim.Opt
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_updates_in_backward(make: Callable[[Any], torch.optim.Optimizer], make_twins: Any) -> None:
+def test_updates_in_backward_equal_stock(make: Callable[[Any], torch.optim.Optimizer], make_twins: Any) -> None:
     twins = make_twins(optimizer=make, hold_gradients=False)
     twins.train(3)
     twins.assert_equal()
 
 
 @pytest.mark.parametrize("max_norm", [0.3, 100.0], ids=["redone", "accepted"])
-def test_updates_on_a_guess(max_norm: float, make_twins: Any) -> None:
+def test_speculative_updates_equal_stock(max_norm: float, make_twins: Any) -> None:
     twins = make_twins(optimizer=OPTIMIZERS["SGD-nesterov"], clip="speculate")
     twins.train(4, max_norm=max_norm)
     assert twins.engine.clip_history.num_speculated >= 3
@@ -51,8 +53,8 @@ def test_updates_on_a_guess(max_norm: float, make_twins: Any) -> None:
     twins.assert_equal()
 
 
-def test_exact_masters_of_bfloat16_weights_go_with_any_optimizer(build_engine: Any) -> None:
-    """The float32 masters go where float32 weights go that are given the gradients of bfloat16 ones."""
+def test_exact_masters_of_bfloat16_weights_work_with_any_optimizer(build_engine: Any) -> None:
+    """The masters equal float32 weights that are trained with the gradients of a bfloat16 model."""
     model, masters = tiny_model("llama").bfloat16().train(), tiny_model("llama").train()
     masters.load_state_dict(model.state_dict())
     working = tiny_model("llama").bfloat16().train()
@@ -81,7 +83,7 @@ def test_exact_masters_of_bfloat16_weights_go_with_any_optimizer(build_engine: A
         assert low.dtype == torch.bfloat16
 
 
-def test_another_optimizer_than_the_store_was_made_for_is_refused(build_engine: Any) -> None:
+def test_another_optimizer_than_that_of_the_store_is_refused(build_engine: Any) -> None:
     model = tiny_model("llama")
     engine = build_engine(model)
     with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW\(exp_avg, exp_avg_sq\); pass SGD when"):
@@ -95,7 +97,7 @@ def muon_and_adamw(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optim
     return torch.optim.Muon(ordered, lr=0.02), torch.optim.AdamW(rest, lr=1e-3, fused=True)
 
 
-def test_fifty_steps_of_muon_and_adamw(build_engine: Any) -> None:
+def test_fifty_steps_of_muon_and_adamw_equal_stock(build_engine: Any) -> None:
     stock, model = tiny_model("llama").train(), tiny_model("llama").train()
     theirs, own = muon_and_adamw(stock), muon_and_adamw(model)
     engine = build_engine(model, rules=rules_of(own), cpu_memory="4MiB")
@@ -119,7 +121,7 @@ def test_fifty_steps_of_muon_and_adamw(build_engine: Any) -> None:
             assert access.state_kinds(name) == ("exp_avg", "exp_avg_sq"), name
 
 
-def test_optimizers_out_of_step_are_refused(build_engine: Any) -> None:
+def test_muon_and_adamw_must_step_together(build_engine: Any) -> None:
     model = tiny_model("llama").train()
     engine = build_engine(model, rules=rules_of(own := muon_and_adamw(model)), cpu_memory="4MiB")
     _, (muon, adamw) = take_over_together(own, engine)

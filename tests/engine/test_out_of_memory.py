@@ -1,4 +1,4 @@
-"""What is written into errors of a device without memory, and into which."""
+"""The engine adds its advice to errors of a device without memory, and to no others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_TORCH = (
         (ValueError("CUDA error: out of memory"), False),
     ],
 )
-def test_errors_without_memory_are_told_from_others(error: Exception, is_one: bool) -> None:
+def test_only_out_of_memory_errors_get_the_advice(error: Exception, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
     said = str(error)
     with pytest.raises(type(error)) as raised, OutOfMemoryAdvice(OffloadConfig(gpu_memory=20 << 30)).added_to_errors():
@@ -34,8 +34,8 @@ def test_errors_without_memory_are_told_from_others(error: Exception, is_one: bo
     assert raised.value is error and (str(error) != said) is is_one
 
 
-def test_the_answer_is_given_once_and_begins_as_torch_does() -> None:
-    """accelerate finds a smaller batch by an error with one argument that begins so."""
+def test_the_advice_is_added_once_and_keeps_the_words_of_torch() -> None:
+    """Accelerate looks for a smaller batch if an error has one argument with this beginning."""
     answer = OutOfMemoryAdvice(OffloadConfig(gpu_memory=20 << 30))
     error = torch.OutOfMemoryError(OF_TORCH)
     with pytest.raises(torch.OutOfMemoryError), answer.added_to_errors(), answer.added_to_errors():
@@ -47,7 +47,7 @@ def test_the_answer_is_given_once_and_begins_as_torch_does() -> None:
     assert said.endswith("No committed step is lost; the next run continues from it.")
 
 
-def test_what_libraries_say_begins_so_as_well() -> None:
+def test_errors_of_cuda_libraries_get_the_words_of_torch() -> None:
     error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     OutOfMemoryAdvice(OffloadConfig()).add_to(error)
     assert str(error).startswith("CUDA out of memory. CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
@@ -58,9 +58,9 @@ def test_what_libraries_say_begins_so_as_well() -> None:
     [
         (OF_TORCH, 3 << 19),
         ("Tried to allocate 2.00 GiB.", 2 << 30),
-        ("Tried to allocate 512 bytes", 0),  # next to nothing
+        ("Tried to allocate 512 bytes", 0),  # too few to count
         ("out of memory", 0),
     ],
 )
-def test_how_much_was_missing(said: str, expected: int) -> None:
+def test_the_missing_bytes_are_read_from_the_error(said: str, expected: int) -> None:
     assert missing_bytes(said) == expected

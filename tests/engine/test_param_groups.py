@@ -1,4 +1,4 @@
-"""Param groups that change between steps, and weights that are frozen and thawed, train as under torch."""
+"""Param groups that change between steps, and weights that are frozen and thawed, train as in torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EngineFactory, TwinsFactory
+from engines import HELD_OR_ACTIVE, EngineFactory, TwinsFactory
 
 from hf_lohan.huggingface.optimizers import rules_of, take_over, take_over_together
 from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import tiny_batch, tiny_model
-
-HELD_OR_ACTIVE = pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
 
 
 def freeze(models: tuple[Any, Any], *prefixes: str, thaw: bool = False) -> None:
@@ -23,10 +21,10 @@ def freeze(models: tuple[Any, Any], *prefixes: str, thaw: bool = False) -> None:
 
 
 @HELD_OR_ACTIVE
-def test_what_is_frozen_after_the_model_was_offloaded_can_be_thawed(
-    hold_gradients: bool, make_twins: TwinsFactory
-) -> None:
-    """Gradual unfreezing: a layer's first step is its first with a gradient, and what is frozen again keeps its own."""
+def test_weights_frozen_after_offloading_can_be_thawed(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    """With gradual unfreezing, a layer's first step is its first one with a gradient. Weights that are frozen again
+    keep their states.
+    """
     twins = make_twins("llama", hold_gradients=hold_gradients, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
     max_norm = 0.5 if hold_gradients else 0.0
     freeze(twins.models, "model.embed", "model.layers")
@@ -42,7 +40,7 @@ def test_what_is_frozen_after_the_model_was_offloaded_can_be_thawed(
 
 
 @HELD_OR_ACTIVE
-def test_experts_that_stream_and_may_be_late_can_be_frozen(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+def test_lazy_streamed_experts_can_be_frozen(hold_gradients: bool, make_twins: TwinsFactory) -> None:
     settings: dict[str, Any] = {"experts": "streamed", "lazy_experts": True, "cpu_memory": "6MiB"}
     adamw = {"optimizer": lambda params: torch.optim.AdamW(params, fused=True)}
     twins = make_twins("qwen3_moe", hold_gradients=hold_gradients, **settings, **adamw)
@@ -55,7 +53,7 @@ def test_experts_that_stream_and_may_be_late_can_be_frozen(hold_gradients: bool,
 
 
 def test_thawed_parameters_are_added_to_the_optimizer_with_its_defaults(make_twins: TwinsFactory) -> None:
-    """As Lightning's `BaseFinetuning` does it. The head is the optimizer's from the start."""
+    """Lightning's `BaseFinetuning` does this. The optimizer has the head from the start."""
     models = [tiny_model("llama").train() for _ in range(2)]
     made = iter(models)
     twins = make_twins(model_factory=lambda: next(made))
@@ -64,7 +62,7 @@ def test_thawed_parameters_are_added_to_the_optimizer_with_its_defaults(make_twi
     twins.stock_optimizer, twins.optimizer = optimizers[0], take_over(optimizers[1], twins.engine)
     twins.train(2)
     freeze(twins.models, "model.layers.1", thaw=True)
-    for optimizer, model in zip(optimizers, models, strict=True):  # the caller's own, that was taken over
+    for optimizer, model in zip(optimizers, models, strict=True):  # the caller's optimizer
         optimizer.add_param_group({"params": list(model.model.layers[1].parameters())})
     twins.train(2, first_seed=200, max_norm=0.5)
     assert [group["lr"] for group in twins.optimizer.param_groups] == [3e-3, 3e-3]
@@ -72,10 +70,10 @@ def test_thawed_parameters_are_added_to_the_optimizer_with_its_defaults(make_twi
 
 
 @HELD_OR_ACTIVE
-def test_parameters_move_to_another_group(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+def test_parameters_may_move_to_another_group(hold_gradients: bool, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", hold_gradients=hold_gradients)
     twins.train(1)
-    for optimizer in (twins.stock_optimizer, twins.optimizer):  # one stays where it is
+    for optimizer in (twins.stock_optimizer, twins.optimizer):  # one group keeps the rest
         first = optimizer.param_groups[0]
         moved = [first["params"].pop() for _ in range(3)]
         optimizer.add_param_group({"params": moved, "lr": 0.0, "weight_decay": 0.0})
@@ -99,8 +97,8 @@ def test_a_group_may_change_between_backward_and_its_step(make_twins: TwinsFacto
     twins.assert_equal()
 
 
-def test_groups_of_optimizers_that_step_together(build_engine: EngineFactory) -> None:
-    """Each adds with its own defaults, and with its own rule."""
+def test_muon_and_adamw_may_get_new_groups(build_engine: EngineFactory) -> None:
+    """A new group has the defaults and the rule of its own optimizer."""
     models = [tiny_model("llama").train() for _ in range(2)]
     optimizers = []
     for model in models:

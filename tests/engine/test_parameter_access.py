@@ -1,4 +1,4 @@
-"""Single parameters and their states go in and come out, whole, through a few small buffers."""
+"""Parameters and their states are written and read whole through a few small buffers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hf_lohan.testing.models import tiny_model
 
 EngineFactory = Callable[..., OffloadEngine]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-LARGE = "model.embed_tokens.weight"  # several pieces of a pool's buffer
+LARGE = "model.embed_tokens.weight"  # larger than a buffer of the pool
 SMALL = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.fixture
 def open_access(build_engine: EngineFactory) -> Callable[..., tuple[ParameterAccess, dict[str, Tensor]]]:
-    """A drained model's access, and the weights it had."""
+    """Drain a model. Return its access and its weights."""
 
     def build(dtype: torch.dtype = torch.float32) -> tuple[ParameterAccess, dict[str, Tensor]]:
         model = tiny_model("llama", vocab_size=1500)
@@ -33,7 +33,7 @@ def open_access(build_engine: EngineFactory) -> Callable[..., tuple[ParameterAcc
 
 
 @DTYPES
-def test_what_was_drained_is_in_the_store(dtype: torch.dtype, open_access: Callable[..., Any]) -> None:
+def test_drained_weights_are_in_the_store(dtype: torch.dtype, open_access: Callable[..., Any]) -> None:
     access, weights = open_access(dtype)
     for name, weight in weights.items():
         stored = access.read_parameter(name)
@@ -61,7 +61,7 @@ def test_a_weight_of_any_float_type_can_be_written(
     assert float(difference.max()) <= ties_rounded_up
 
 
-def test_neighbours_are_not_touched(open_access: Callable[..., Any]) -> None:
+def test_writing_a_parameter_leaves_its_neighbours(open_access: Callable[..., Any]) -> None:
     access, weights = open_access()
     access.write_parameter(SMALL, torch.full_like(weights[SMALL], 5.0))
     access.write_parameter("model.layers.1.self_attn.q_proj.weight", torch.full((64, 64), 6.0))
@@ -115,15 +115,15 @@ def test_some_elements_of_a_weight_are_written_and_read(
     assert torch.equal(access.read_parameter(SMALL), weights[SMALL].to(dtype))
 
 
-def test_elements_that_a_weight_does_not_have_are_refused(open_access: Callable[..., Any]) -> None:
+def test_elements_outside_a_weight_are_refused(open_access: Callable[..., Any]) -> None:
     access, _ = open_access()
     with pytest.raises(ValueError, match=r"embed_tokens\.weight has 96000 elements, so elements 95999 to 96001"):
         access.write_elements(LARGE, 95999, torch.zeros(2))
 
 
-def test_buffers_come_back_also_from_a_reader_that_stops(open_access: Callable[..., Any]) -> None:
+def test_a_reader_that_stops_returns_its_buffers(open_access: Callable[..., Any]) -> None:
     access, weights = open_access()
-    for _ in range(20):  # more often than there are buffers
+    for _ in range(20):  # more often than the pool has buffers
         pieces = access.read_pieces(LARGE, "param")
         next(pieces)
         pieces.close()

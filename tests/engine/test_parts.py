@@ -1,4 +1,4 @@
-"""A parameter may lie in several blocks, each with a part of it: a split made by hand, as experts will make theirs."""
+"""A parameter may be split into parts in several blocks, as fused experts are. Here the split is made by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OpenStored = Callable[..., Any]
 
 
 def split(blocks: list[Block], *edges: int) -> list[Block]:
-    """The same blocks, the embedding's cut at these elements."""
+    """Return the same blocks with the embedding cut at these elements."""
     whole = next(block for block in blocks if block.slices[0].name == NAME)
     parameter = {NAME: whole.slices[0].parameter}
     parts = [
@@ -46,7 +46,9 @@ def split(blocks: list[Block], *edges: int) -> list[Block]:
 
 @pytest.fixture
 def open_stored(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """What loading and saving see of an engine, over a model that was drained into split blocks."""
+    """Return a function that drains a model into split blocks and returns the parts of an engine that loading and
+    saving use.
+    """
     opened: list[Any] = []
     numbers = itertools.count()
 
@@ -92,7 +94,7 @@ def states_of(stored: Any) -> dict[str, Tensor]:
 
 
 @DTYPES
-def test_weights_and_states_of_parts_are_those_of_the_whole(dtype: torch.dtype, open_stored: OpenStored) -> None:
+def test_weights_and_states_of_parts_equal_those_of_the_whole(dtype: torch.dtype, open_stored: OpenStored) -> None:
     expected: dict[str, Tensor] = {}
     for edges in ((), (32 * 700,), (GRANULE_NUMEL, 32 * 1999)):
         stored = open_stored(*edges, dtype=dtype)
@@ -115,7 +117,7 @@ def test_weights_and_states_of_parts_are_those_of_the_whole(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 @DTYPES
-def test_a_checkpoint_knows_parts_by_name_and_range(
+def test_a_checkpoint_of_one_split_loads_into_another(
     dtype: torch.dtype, moments: str, open_stored: OpenStored, tmp_path: Path
 ) -> None:
     splits = [(), (32 * 700,), (GRANULE_NUMEL, 32 * 1999)]
@@ -143,7 +145,7 @@ def test_a_checkpoint_knows_parts_by_name_and_range(
         load_optimizer_states(other, folder)
 
 
-def test_another_split_is_another_store(open_stored: OpenStored) -> None:
+def test_another_split_has_another_fingerprint(open_stored: OpenStored) -> None:
     fingerprints = {
         open_stored(*edges, dtype=torch.float32).layout.identity.fingerprint for edges in ((), (32 * 700,), (32 * 701,))
     }
@@ -180,7 +182,7 @@ def test_each_part_sends_its_slice_of_the_gradient() -> None:
     torch.testing.assert_close(norms.total(), torch.linalg.vector_norm(gradient))
 
 
-def test_no_block_shows_a_part(open_stored: OpenStored) -> None:
+def test_a_slot_cannot_show_a_part(open_stored: OpenStored) -> None:
     layout = open_stored(32 * 700, dtype=torch.float32).layout
     ring = SlotRing(CpuDevice(), layout.plan)
     part = next(block for block in layout.blocks if block.slices[0].name == NAME)

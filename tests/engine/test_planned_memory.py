@@ -1,4 +1,4 @@
-"""The memory for swapped activations: within its budget, and what does not fit is recomputed."""
+"""Swapped activations stay within their budget, and those that do not fit are recomputed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 TwinsFactory = Callable[..., Any]
 ROOM = {"gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
 TIGHT = {**ROOM, "cpu_memory": "4MiB", "resident_records": "none"}
-"""A quarter of it is for activations, of which the longest batches below leave more."""
+"""Activations get a quarter of RAM, which is too small for the longest batches below."""
 SHAPES = [(2, 16), (2, 64), (1, 7), (8, 64), (2, 16), (8, 128), (3, 33)]
 
 
 def held_bytes(engine: OffloadEngine) -> int:
-    """Host memory that was taken for activations."""
+    """Return the host memory that is allocated for activations."""
     staging = engine.planned_memory._staging
     return engine.activations.swapper.ram_bytes + (staging.num_buffers * staging.buffer_bytes if staging else 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_batches_of_any_shape(family: str, make_twins: TwinsFactory) -> None:
-    """Decided by the first one; what is larger goes where there is room, or is made again."""
+def test_batches_of_any_shape_equal_stock(family: str, make_twins: TwinsFactory) -> None:
+    """The first batch decides placements. Larger activations are swapped if they fit, or recomputed."""
     twins = make_twins(family, recompute=True, **TIGHT)
     swapper = twins.engine.activations.swapper
     shares = []
@@ -44,14 +44,13 @@ def test_batches_of_any_shape(family: str, make_twins: TwinsFactory) -> None:
         twins.step()
         shares.append((swapper.swapped_bytes - before) / (batch_size * sequence_length))
     twins.assert_equal()
-    assert shares[0] == 0  # watched
+    assert shares[0] == 0  # the first step is only watched
     assert shares[4] > 0
-    assert shares[5] < shares[4] / 2  # had no room
+    assert shares[5] < shares[4] / 2  # most did not fit
     assert swapper.high_water_bytes <= held_bytes(twins.engine) <= twins.engine.layout.activation_bytes
 
 
-def test_ram_then_ssd(make_twins: TwinsFactory) -> None:
-    """What RAM does not hold of the first batch goes to the SSD, and all of it is swapped."""
+def test_activations_that_do_not_fit_in_ram_go_to_the_ssd(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True, **TIGHT)
     shape = {"batch_size": 8, "sequence_length": 64}
     for seed in range(3):
@@ -67,7 +66,7 @@ def test_ram_then_ssd(make_twins: TwinsFactory) -> None:
     assert swapper.high_water_bytes <= held_bytes(twins.engine) <= twins.engine.layout.activation_bytes
 
 
-def test_an_ssd_without_room(
+def test_a_full_ssd_changes_no_number(
     make_twins: TwinsFactory, build_engine: Callable[..., OffloadEngine], tmp_path: Path, caplog: Any
 ) -> None:
     probe = build_engine(tiny_model("llama"), **{**TIGHT, "ssd": str(tmp_path / "probe")})
@@ -83,10 +82,10 @@ def test_an_ssd_without_room(
     twins.train(2, first_seed=300, max_norm=0.5)
     twins.assert_equal()
     swapper = twins.engine.activations.swapper
-    assert swapper.ssd_bytes == swapper.spilled_bytes == 0 < swapper.swapped_bytes  # RAM took what it could
+    assert swapper.ssd_bytes == swapper.spilled_bytes == 0 < swapper.swapped_bytes  # only RAM was used
 
 
-def test_buffers_that_no_granule_fits_in(make_twins: TwinsFactory, caplog: Any) -> None:
+def test_buffers_smaller_than_a_granule_change_no_number(make_twins: TwinsFactory, caplog: Any) -> None:
     twins = make_twins("llama", recompute=True, **TIGHT)
     memory = twins.engine.planned_memory
     memory.layout = replace(twins.engine.layout, activation_bytes=100_000)
@@ -97,8 +96,9 @@ def test_buffers_that_no_granule_fits_in(make_twins: TwinsFactory, caplog: Any) 
     assert 0 < held_bytes(twins.engine) <= 100_000
 
 
-def test_the_scratch_file_of_a_killed_run(build_engine: Callable[..., OffloadEngine], tmp_path: Path) -> None:
-    """The next to open the store removes it."""
+def test_opening_a_store_removes_the_scratch_file_of_a_killed_run(
+    build_engine: Callable[..., OffloadEngine], tmp_path: Path
+) -> None:
     left = tmp_path / "store" / "activations.bin"
     build_engine(tiny_model("llama"), **TIGHT).close()
     left.write_bytes(bytes(4096))
@@ -107,11 +107,11 @@ def test_the_scratch_file_of_a_killed_run(build_engine: Callable[..., OffloadEng
     engine.close()
 
 
-def test_the_scratch_file_goes_with_the_run(make_twins: TwinsFactory, tmp_path: Path) -> None:
+def test_the_scratch_file_is_created_when_needed_and_removed_by_close(make_twins: TwinsFactory, tmp_path: Path) -> None:
     twins = make_twins("llama", recompute=True, **TIGHT)
     twins.train(1)
     memory = twins.engine.planned_memory
-    assert not (tmp_path / "store" / "activations.bin").exists()  # as long as nothing needs it
+    assert not (tmp_path / "store" / "activations.bin").exists()
     memory.set_placements(all_in(memory.trace, Placement.SSD))
     loss = twins.model(**tiny_batch()).loss
     assert (tmp_path / "store" / "activations.bin").stat().st_size >= twins.engine.activations.swapper.ssd_bytes
@@ -131,7 +131,7 @@ TRACE = {
 SIZES = {name: layer.sizes() for name, layer in TRACE.items()}
 
 
-def test_everything_swapped_what_is_needed_first_in_ram() -> None:
+def test_activations_that_are_needed_first_are_swapped_to_ram() -> None:
     placements = swap_everything(SIZES, 160)
     assert placements == {
         "second": {INPUT: Placement.CPU, "aten.mm#0": Placement.CPU},

@@ -1,4 +1,4 @@
-"""Swapped activations and held gradients take from the same RAM, the ones as the others leave it."""
+"""Swapped activations and held gradients share the same RAM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from clip_norms import CLIPS, LETS_THROUGH
+from engines import PlannedError
 from torch import Tensor
 
 from hf_lohan.activations.tiers import placed_bytes
@@ -63,7 +64,7 @@ class CountingFiles(FileBackend):
 
 
 class Sharing:
-    """Twins whose activations lie in RAM, which also has more or less room for gradients."""
+    """Twins whose activations are swapped to RAM that gradients share."""
 
     def __init__(self, make_twins: TwinsFactory, room: dict[str, Any], **settings: Any) -> None:
         self.files = CountingFiles()
@@ -76,7 +77,7 @@ class Sharing:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of gradients that have no buffers."""
+        """The bytes of gradients without buffers of their own."""
         return sum(record.num_bytes for record in self.engine.layout.spill_records())
 
     def backward(self, *, is_final: bool = True, **shape: int) -> None:
@@ -90,20 +91,20 @@ class Sharing:
         self.twins.step()
 
     def spilled_bytes(self) -> int:
-        """Of gradients that went to the SSD since this was asked last."""
-        self.engine.wait_for_updates()  # they have come back, so they had been written
+        """Return the bytes of gradients that went to the SSD since the last call."""
+        self.engine.wait_for_updates()  # by now all spilled gradients were written and read
         num_bytes, self.files.written["gradients.bin"] = self.files.written["gradients.bin"], 0
         return num_bytes
 
-    def assert_no_activation_went_elsewhere(self, num_steps: int) -> None:
-        """In so many steps of equal batches: gradients left the room for them that they had before."""
+    def assert_activations_had_their_room(self, num_steps: int) -> None:
+        """Check that gradients took no room from activations in `num_steps` equal batches."""
         in_ram, on_ssd = placed_bytes(self.engine.planned_memory.sizes, self.engine.activations._placements)
         swapper = self.engine.activations.swapper
         assert swapper.swapped_bytes == num_steps * (in_ram + on_ssd)
         assert swapper.spilled_bytes == num_steps * on_ssd
 
     def assert_equal(self) -> None:
-        """To the bit, and nothing is left in the RAM that was shared."""
+        """Check that weights equal to the bit and that the shared RAM is empty."""
         self.twins.assert_equal()
         self.engine.activations.swapper.wait_until_idle()
         assert (self.ram.bytes_in_use, self.ram.top_bytes_in_use) == (0, 0)
@@ -117,7 +118,7 @@ class Sharing:
 def test_fewer_gradients_go_to_the_ssd(
     room: dict[str, Any], clip: str, max_norm: float, make_twins: TwinsFactory
 ) -> None:
-    """Before, in the step that is watched, there is no such RAM: all that have no buffers are spilled."""
+    """In the first step there is no shared RAM yet, so all gradients without buffers are spilled."""
     sharing = Sharing(make_twins, room, clip=clip)
     sharing.step(max_norm)
     before_bytes = sharing.spilled_bytes()
@@ -128,16 +129,16 @@ def test_fewer_gradients_go_to_the_ssd(
     engine, ram_bytes = sharing.engine, sharing.ram.num_bytes
     assert before_bytes == sharing.fixed_bytes
     in_ram, _ = placed_bytes(engine.planned_memory.sizes, engine.activations._placements)
-    assert before_bytes + in_ram > ram_bytes > in_ram > 0  # they never fit beside each other
+    assert before_bytes + in_ram > ram_bytes > in_ram > 0  # together they do not fit
     if room is ALL_FIT:
         assert spilled_bytes == 0
     else:
         assert 0 < spilled_bytes <= before_bytes - ram_bytes + 2 * engine.layout.plan.buffer_bytes
-    sharing.assert_no_activation_went_elsewhere(NUM_STEPS)
+    sharing.assert_activations_had_their_room(NUM_STEPS)
 
 
 @BOTH
-def test_as_many_are_held_as_the_plan_counts(room: dict[str, Any], make_twins: TwinsFactory) -> None:
+def test_the_planned_number_of_gradients_is_held(room: dict[str, Any], make_twins: TwinsFactory) -> None:
     sharing = Sharing(make_twins, room)
     for _ in range(2):
         sharing.spilled_bytes()
@@ -156,10 +157,10 @@ def test_as_many_are_held_as_the_plan_counts(room: dict[str, Any], make_twins: T
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 @pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "unannounced"])
 @BOTH
-def test_sums_share_it_once_they_are_whole(
+def test_summed_gradients_use_the_shared_ram_after_the_last_backward(
     room: dict[str, Any], is_announced: bool, clip: str, make_twins: TwinsFactory
 ) -> None:
-    """Of several backwards only the last may leave gradients there; one that nobody announces may be the last."""
+    """Only the last of several backwards may put gradients there. A backward that is not announced may be the last."""
     sharing = Sharing(make_twins, room, clip=clip)
     sharing.step(CLIPS)
     sharing.spilled_bytes()
@@ -180,8 +181,8 @@ SHAPES = [(1, 64), (2, 64), (1, 16), (3, 64), (1, 7), (1, 64), (4, 64), (1, 64)]
 
 
 @BOTH
-def test_batches_of_any_shape(room: dict[str, Any], make_twins: TwinsFactory) -> None:
-    """Activations that find no room, since a larger batch follows a smaller one, go to the SSD or are made again."""
+def test_batches_of_any_shape_equal_stock(room: dict[str, Any], make_twins: TwinsFactory) -> None:
+    """Activations of a larger batch that find no room go to the SSD or are recomputed."""
     sharing = Sharing(make_twins, room)
     for batch_size, sequence_length in SHAPES:
         sharing.step(CLIPS, batch_size=batch_size, sequence_length=sequence_length)
@@ -189,7 +190,7 @@ def test_batches_of_any_shape(room: dict[str, Any], make_twins: TwinsFactory) ->
 
 
 SEEDS = [pytest.param(seed, marks=[] if seed in (0, 1, 5, 6) else pytest.mark.slow) for seed in range(10)]
-"""The quick ones: each room with each way to clip."""
+"""The quick seeds cover each room with each way to clip."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -200,19 +201,19 @@ def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
         sharing.step([CLIPS, LETS_THROUGH][number % 2])
     sharing.assert_equal()
     assert device.num_races == 0
-    sharing.assert_no_activation_went_elsewhere(NUM_STEPS - 1)
+    sharing.assert_activations_had_their_room(NUM_STEPS - 1)
     assert 0 < sharing.spilled_bytes() < NUM_STEPS * sharing.fixed_bytes
 
 
 class LateGradients(CpuDevice):
-    """What leaves the device takes long: the worker is behind, and activations leave before gradients come."""
+    """Copies to the host are slow, so activations leave the device before gradients arrive."""
 
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
         return LateEvent() if lane is Lane.D2H else super().record(lane, *tensors, reads=reads)
 
 
 class LateEvent(Event):
-    """Who waits for it waits a while, if it is not the computing thread."""
+    """The gradient thread waits a while for this event, the computing thread does not."""
 
     def synchronize(self) -> None:
         if threading.current_thread().name == "lohan-gradients":
@@ -222,10 +223,8 @@ class LateEvent(Event):
         return True
 
 
-def test_gradients_that_come_late_leave_the_room_that_activations_will_need(
-    make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is free by then was not when the forward was at their block, and will not be when the next one is."""
+def test_late_gradients_leave_room_for_activations(make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAM that is free when a late gradient arrives may be needed by the next forward."""
     sharing = Sharing(make_twins, FEW_FIT, device=LateGradients())
     move = HeldGradients._move_to_shared_ram
     used_together: list[int] = []
@@ -248,13 +247,15 @@ def test_gradients_that_come_late_leave_the_room_that_activations_will_need(
         sharing.step(CLIPS, sequence_length=40)
     sharing.assert_equal()
     assert used_together and max(used_together) <= sharing.ram.num_bytes
-    assert any(was_free)  # else they did not come late
-    sharing.assert_no_activation_went_elsewhere(NUM_STEPS - 1)
+    assert any(was_free)  # some gradients did arrive late
+    sharing.assert_activations_had_their_room(NUM_STEPS - 1)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "widened"])
-def test_gradients_of_bfloat16_weights(keeps: bool, build_engine: EngineFactory, tmp_path: Path) -> None:
-    """As without other RAM for gradients, with activations recomputed."""
+def test_gradients_of_bfloat16_weights_equal_those_without_shared_ram(
+    keeps: bool, build_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """The reference recomputes activations, so it has no shared RAM."""
 
     def weights(activations: str) -> tuple[dict[str, Tensor], OffloadEngine]:
         model = tiny_model("llama", num_layers=10).train()
@@ -282,32 +283,17 @@ def test_gradients_of_bfloat16_weights(keeps: bool, build_engine: EngineFactory,
         assert torch.equal(weight, recomputing[name]), name
 
 
-# What goes wrong.
-
-
-class PlannedError(Exception):
-    """Raised on purpose."""
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Reference counts must do."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+# Faults.
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [PlannedError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["forward", "backward", "clip", "step"])
 @BOTH
-def test_a_step_that_breaks_in_the_middle(
+def test_an_error_in_a_step_frees_the_shared_ram(
     room: dict[str, Any], when: str, error: type[BaseException], make_twins: TwinsFactory
 ) -> None:
-    """While gradients of the step before lie there, or its own."""
+    """The shared RAM has gradients of the previous or the current step when the error is raised."""
     sharing = Sharing(make_twins, room)
     for _ in range(2):
         sharing.step(CLIPS)
@@ -340,7 +326,7 @@ def test_a_step_that_breaks_in_the_middle(
                 with pytest.raises(error):
                     engine.step()
         twins.optimizer.zero_grad()
-    gc.collect()  # an exception holds the frames that it went through
+    gc.collect()  # an exception has references to its frames
     engine.wait_for_updates()
     engine.activations.swapper.wait_until_idle()
     assert (sharing.ram.bytes_in_use, sharing.ram.top_bytes_in_use) == (0, 0)
@@ -351,8 +337,8 @@ def test_a_step_that_breaks_in_the_middle(
     assert sharing.spilled_bytes() < 2 * sharing.fixed_bytes
 
 
-def test_losses_that_are_dropped(make_twins: TwinsFactory, no_collector: None) -> None:
-    """While their activations are on their way out, gradients of the step before are applied."""
+def test_dropped_losses_change_no_number(make_twins: TwinsFactory, no_collector: None) -> None:
+    """Gradients of the previous step are applied while activations of the dropped loss leave the device."""
     sharing = Sharing(make_twins, ALL_FIT, device=AsyncDevice(1))
     for _ in range(3):
         sharing.step(CLIPS)
@@ -361,8 +347,8 @@ def test_losses_that_are_dropped(make_twins: TwinsFactory, no_collector: None) -
     sharing.assert_equal()
 
 
-def test_a_drive_that_fails_under_the_gradients(make_twins: TwinsFactory) -> None:
-    """Whoever waits is told, and closing the engine waits for nothing."""
+def test_a_failure_of_the_gradients_file_is_raised(make_twins: TwinsFactory) -> None:
+    """Every waiting thread gets the error, and `close` does not wait."""
     sharing = Sharing(make_twins, FEW_FIT)
     for _ in range(2):
         sharing.step(CLIPS)
@@ -373,8 +359,8 @@ def test_a_drive_that_fails_under_the_gradients(make_twins: TwinsFactory) -> Non
     sharing.engine.close()
 
 
-def test_what_is_recomputed_leaves_all_of_it(make_twins: TwinsFactory) -> None:
-    """Placements that swap nothing, as a plan may have them."""
+def test_gradients_get_all_shared_ram_if_nothing_is_swapped(make_twins: TwinsFactory) -> None:
+    """A plan may swap nothing."""
     sharing = Sharing(make_twins, ALL_FIT)
     sharing.step(CLIPS)
     sharing.spilled_bytes()

@@ -1,4 +1,4 @@
-"""Steps that last: what a store holds after its engine is gone, whatever was still on its way."""
+"""A closed store has the last committed step, whatever was in progress."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODE = pytest.mark.parametrize("mode", MODES)
 
 @contextmanager
 def reopened(twins: Any, folder: Path) -> Iterator[Store]:
-    """The store as another process would find it."""
+    """Open the store as another process would."""
     twins.engine.close()
     io = IoEngine(2, 1 << 20, 1 << 22)
     try:
@@ -45,7 +45,7 @@ def reopened(twins: Any, folder: Path) -> Iterator[Store]:
 
 
 def state_of(twins: Any) -> dict[str, Any]:
-    """The stock twin's weights, moments and step counts, by parameter."""
+    """Return the stock twin's weights, moments and step counts by parameter."""
     states = {}
     for name, parameter in twins.stock.named_parameters():
         state = twins.stock_optimizer.state.get(parameter, {})
@@ -61,7 +61,6 @@ def assert_holds(store: Store, twins: Any, state: dict[str, Any]) -> None:
     layout = twins.engine.layout
     pool = BufferPool(CpuDevice(), name="reopened", num_buffers=2, buffer_bytes=1 << 18)
     access = ParameterAccess(store, layout.blocks, pool)
-    assert store.committed is not None
     for name, kinds in state.items():
         assert store.committed.facts["num_updates"][name] == kinds["step"], name
         for kind in ("param", "exp_avg", "exp_avg_sq"):
@@ -76,19 +75,18 @@ def train(twins: Any, num_steps: int, *, first_seed: int = 100) -> None:
 @pytest.mark.covering(1)
 @MODE
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_a_store_that_is_opened_again_holds_the_last_step(
+def test_a_reopened_store_has_the_last_step(
     num_steps: int, mode: str, make_twins: TwinsFactory, tmp_path: Path
 ) -> None:
-    """The engine is closed while the last updates and their commit are on their way."""
+    """The engine is closed while the last updates and their commit run."""
     twins = make_twins("llama", backend=SlowBackend(2e-4), **MODES[mode])
     train(twins, num_steps)
     with reopened(twins, tmp_path) as store:
-        assert store.committed is not None
-        assert store.committed.number == num_steps + 1  # the first holds what was loaded
+        assert store.committed.number == num_steps + 1  # the first commit has the loaded weights
         assert_holds(store, twins, state_of(twins))
 
 
-def test_guesses_right_and_wrong_are_committed_alike(make_twins: TwinsFactory, tmp_path: Path) -> None:
+def test_right_and_wrong_guesses_are_committed(make_twins: TwinsFactory, tmp_path: Path) -> None:
     twins = make_twins("opt", clip="speculate", cpu_memory="2MiB")
     train_clipping(twins, NORMS["some_steps_clip"])
     with reopened(twins, tmp_path) as store:
@@ -105,7 +103,7 @@ def test_a_step_in_progress_is_not_committed(mode: str, make_twins: TwinsFactory
         assert_holds(store, twins, state)
 
 
-def test_a_commit_between_backward_and_step_holds_no_guess(make_twins: TwinsFactory, tmp_path: Path) -> None:
+def test_a_commit_between_backward_and_step_has_no_guess(make_twins: TwinsFactory, tmp_path: Path) -> None:
     twins = make_twins("llama", clip="speculate")
     train(twins, 2)
     state = state_of(twins)
@@ -148,10 +146,10 @@ def test_a_store_with_one_version_is_torn_when_closed_in_a_step(make_twins: Twin
         pass
 
 
-def test_one_version_that_lives_in_ram_is_not_torn_when_closed_in_a_step(
+def test_a_store_with_one_version_in_ram_is_not_torn_when_closed_in_a_step(
     make_twins: TwinsFactory, tmp_path: Path
 ) -> None:
-    """Nothing was written over what is committed."""
+    """The step wrote only to RAM."""
     twins = make_twins("llama", durability="checkpoint", hold_gradients=False)
     train(twins, 2)
     twins.model(**tiny_batch(seed=5)).loss.backward()
@@ -160,8 +158,10 @@ def test_one_version_that_lives_in_ram_is_not_torn_when_closed_in_a_step(
 
 
 @MODE
-def test_parameters_that_some_steps_do_not_touch(mode: str, make_twins: TwinsFactory, tmp_path: Path) -> None:
-    """Whole layers and single parameters; where each version lies differs from granule to granule then."""
+def test_a_reopened_store_has_parameters_that_skipped_steps(
+    mode: str, make_twins: TwinsFactory, tmp_path: Path
+) -> None:
+    """Whole layers and single parameters skip steps, so the home of the last version differs between granules."""
     twins = make_twins(model_factory=partial(tiny_model, "opt", layerdrop=0.6), **MODES[mode])
     single = "model.decoder.layers.1.fc1.weight"
     for step in range(8):
@@ -183,7 +183,7 @@ def test_parameters_that_some_steps_do_not_touch(mode: str, make_twins: TwinsFac
 @pytest.mark.covering(1)
 @MODE
 @pytest.mark.parametrize("is_in_step", [False, True], ids=["between_steps", "between_backward_and_step"])
-def test_going_back_to_the_last_commit(mode: str, is_in_step: bool, make_twins: TwinsFactory) -> None:
+def test_going_back_restores_the_last_commit(mode: str, is_in_step: bool, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", backend=SlowBackend(2e-4), **MODES[mode])
     twins.engine.commits.leave_to_journal()
     train(twins, 2)
@@ -201,21 +201,21 @@ def test_going_back_to_the_last_commit(mode: str, is_in_step: bool, make_twins: 
     twins.assert_equal()
 
 
-def test_there_is_nothing_to_go_back_to_before_the_first_commit(make_twins: TwinsFactory) -> None:
+def test_going_back_before_the_first_commit_is_refused(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     with pytest.raises(ValueError, match="nothing is committed"):
         twins.engine.go_back_to_commit()
 
 
-def test_several_steps_to_a_commit(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    """Without a commit of the step before, a guess could not be undone, so there is none."""
+def test_several_steps_per_commit_are_not_speculated(make_twins: TwinsFactory, tmp_path: Path) -> None:
+    """A guess can be undone only if the previous step was committed."""
     twins = make_twins("llama", clip="speculate")
     twins.engine.commits.leave_to_journal()
     for first_seed in (100, 200):
         train(twins, 2, first_seed=first_seed)
         twins.engine.commits.request()
         state = state_of(twins)
-    assert twins.engine.clip_history.num_speculated == 1  # that behind the first commit
+    assert twins.engine.clip_history.num_speculated == 1  # the step after the first commit
     train(twins, 1, first_seed=300)
     twins.assert_equal()
     with reopened(twins, tmp_path) as store:
@@ -228,7 +228,7 @@ def test_several_steps_to_a_commit(make_twins: TwinsFactory, tmp_path: Path) -> 
 @pytest.mark.covering(1)
 @MODE
 @pytest.mark.parametrize("cause", ["full_disk", "failing_drive", "no_commit_file"])
-def test_a_commit_that_fails_is_told_and_leaves_the_last_one(
+def test_a_failed_commit_raises_and_leaves_the_last_one(
     cause: str, mode: str, make_twins: TwinsFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error_code = errno.EIO if cause == "failing_drive" else errno.ENOSPC
@@ -251,12 +251,11 @@ def test_a_commit_that_fails_is_told_and_leaves_the_last_one(
         twins.optimizer.step()
         twins.engine.wait_for_updates()
     for _ in range(2):
-        with pytest.raises(expected):  # and it is told again: no step after it can last
+        with pytest.raises(expected):  # later steps raise again, because they could not be committed
             twins.model(**tiny_batch(seed=6)).loss.backward()
             twins.optimizer.step()
     monkeypatch.undo()
     backend.fail_on = NEVER
     with reopened(twins, tmp_path) as store:
-        assert store.committed is not None
         assert store.committed.number == 3
         assert_holds(store, twins, state)

@@ -12,14 +12,14 @@ from hf_lohan.testing.models import tiny_model
 
 
 def without_mlps(model: Any) -> Any:
-    """Replace all MLPs by zeros: their weights get no gradient, so every layer's chunk stays incomplete."""
+    """Replace all MLPs by zeros. Their weights get no gradient, so the chunks of all layers stay incomplete."""
     for layer in model.model.layers:
         layer.mlp.forward = torch.zeros_like
     return model
 
 
 @pytest.mark.parametrize("max_norm", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-def test_more_layers_may_be_incomplete_than_there_are_buffers(
+def test_more_chunks_may_be_incomplete_than_the_pool_has_buffers(
     build_engine: EngineFactory, max_norm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_lohan.updates.arrival._LOOK_S", 0.02)

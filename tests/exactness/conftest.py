@@ -1,4 +1,4 @@
-"""Make the modules beside this file importable. To run this folder on the asynchronous double:
+"""Make the modules beside this file importable. To run these tests on the asynchronous device double:
 
 LOHAN_TEST_ASYNC_SEED=7 python -m pytest tests/exactness
 """
@@ -18,7 +18,7 @@ ASYNC_SEED = os.environ.get("LOHAN_TEST_ASYNC_SEED")
 
 @pytest.fixture(autouse=True)
 def async_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine that Trainer builds runs on the double, if a seed is set."""
+    """If a seed is set, every engine that Trainer builds runs on the double."""
     if ASYNC_SEED is None:
         return
     from hf_lohan.huggingface import attachment

@@ -1,4 +1,4 @@
-"""Runs that are interrupted, compared with runs that are not."""
+"""Compare interrupted runs with uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 COMMIT_EACH_STEP = {**SMALL_BUDGETS, "commit_every": 1}
-"""On a busy machine `auto` may commit more rarely."""
+"""With `auto`, a busy machine may commit less often."""
 
 
 class InterruptAfter(TrainerCallback):
-    """Within the step after `step`, raise an exception of class `action`, or call `action`."""
+    """Raises an exception of class `action`, or calls `action`, within the step that follows `step`."""
 
     def __init__(self, step: int, action: Any = KeyboardInterrupt) -> None:
         self.step = step
         self.action = action
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.gradient_accumulation_steps == 1:  # else between two micro-batches
+        if args.gradient_accumulation_steps == 1:  # with accumulation, it interrupts between two micro-batches
             self.on_substep_end(args, state, control)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ class InterruptAfter(TrainerCallback):
 
 
 def make_trainer(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Any:
-    """Make a Trainer over a tiny model; ``settings`` are its arguments, "offload", "family", "model" and "rows"."""
+    """Make a Trainer for a tiny model. `settings` are TrainingArguments, or "offload", "family", "model" and "rows"."""
     offload = settings.pop("offload", {})
     family = settings.pop("family", "opt")
     rows = settings.pop("rows", dataset())

@@ -1,4 +1,4 @@
-"""Wherever activations are stored, losses, norms and weights equal those of the stock Trainer to the bit."""
+"""Losses, norms and weights equal those of the stock Trainer to the bit, wherever activations are stored."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def model_of(family: str) -> Any:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Make batches of different lengths, the longest not first."""
+    """Make batches of different lengths. The longest is not the first."""
     length = 7 + rows[0]["input_ids"][0] % 25
     return {key: torch.tensor([row[key][:length] for row in rows]) for key in rows[0]}
 
 
 class Mixes(TrainerCallback):
-    """After each step, draw another placement for each operation of each layer."""
+    """Draws a new placement for each operation of each layer after each step."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -90,7 +90,7 @@ def test_every_mode_trains_as_stock(family: str, setting: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("checkpointing", [{}, CHECKPOINTING], ids=["engine_recomputes", "trainer_checkpoints"])
-def test_a_model_that_is_streamed_in(checkpointing: dict[str, Any], tmp_path: Path) -> None:
+def test_a_streamed_model_trains_as_stock(checkpointing: dict[str, Any], tmp_path: Path) -> None:
     """The engine exists before Trainer enables checkpointing."""
     model_of("llama").save_pretrained(tmp_path / "checkpoint")
     stock = train_stock(model_of("llama").from_pretrained(tmp_path / "checkpoint"), tmp_path / "stock", **checkpointing)
@@ -99,14 +99,14 @@ def test_a_model_that_is_streamed_in(checkpointing: dict[str, Any], tmp_path: Pa
     assert swapped_bytes > 0
 
 
-def test_bfloat16_is_the_same_wherever_activations_are(tmp_path: Path) -> None:
+def test_the_placement_of_activations_does_not_change_bfloat16_training(tmp_path: Path) -> None:
     settings = {"bf16": True, "gradient_accumulation_steps": 2}
     recomputed, _ = train_offloaded(model_of("llama"), tmp_path / "recompute", "recompute", **settings)
     for mode in ("swap", "mixed", "keep"):
         assert_same_bits(train_offloaded(model_of("llama"), tmp_path / mode, mode, **settings)[0], recomputed)
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_adapters_train_as_stock(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted() -> Any:

@@ -41,7 +41,7 @@ def test_schedules_differ_only_in_time(schedule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_kept_activations(max_grad_norm: float, tmp_path: Path) -> None:
+def test_kept_activations_equal_stock(max_grad_norm: float, tmp_path: Path) -> None:
     stock = train_stock("mixtral", tmp_path / "stock", {}, max_grad_norm=max_grad_norm)
     offload = {**trajectories.SMALL_BUDGETS, "activations": "keep"}
     assert_equal(train_offloaded("mixtral", tmp_path / "ours", {}, offload=offload, max_grad_norm=max_grad_norm), stock)
@@ -53,14 +53,14 @@ def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
     assert_equal(train_offloaded("opt", tmp_path / "ours", dropout, max_steps=20), stock)
 
 
-def test_router_loss_of_experts(tmp_path: Path) -> None:
+def test_the_router_loss_equals_stock(tmp_path: Path) -> None:
     router = {"output_router_logits": True}
     stock = train_stock("qwen3_moe", tmp_path / "stock", router)
     assert_equal(train_offloaded("qwen3_moe", tmp_path / "ours", router), stock)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_embedding_of_more_chunks_than_there_are_buffers(max_grad_norm: float, tmp_path: Path) -> None:
+def test_an_embedding_with_more_chunks_than_buffers_equals_stock(max_grad_norm: float, tmp_path: Path) -> None:
     wide = {"vocab_size": 40_000}
     stock = train_stock("llama", tmp_path / "stock", wide, max_steps=3, max_grad_norm=max_grad_norm)
     offload = {"cpu_memory": "4MiB", "gpu_memory": "32MiB"}

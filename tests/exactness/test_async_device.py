@@ -1,4 +1,4 @@
-"""The engine's waits are sufficient and necessary, as a device shows whose copies run late."""
+"""The engine's waits are sufficient and necessary. A device double that delays copies shows both."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import open_engine, resolved
 from torch import Tensor
 
-from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.optim import OffloadAdamW
@@ -25,23 +25,26 @@ from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_SEEDS = 20
 NUM_QUICK_SEEDS = 2
-"""Of each family and mode. Tests with other seeds are slow."""
+"""These seeds of each family and mode run by default. Tests with other seeds are slow."""
 NUM_STEPS = 4
 DELAYS_S = (1e-3, 5e-3, 2e-2, 8e-2, 0.32)
-"""The longest delays of copies. The first shows most races, the last shows all of them on a busy machine, too."""
+"""The maximum delays of copies. The shortest shows most races. The longest shows all of them, even on a busy machine.
+"""
 MODES: dict[str, dict[str, Any]] = {
     "held": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
     "in_backward": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
     "swap": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
     "lent": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
 }
-"""In "lent" there is one more slot, so updates in backward borrow the weights from the slot that backward uses."""
+"""The mode "lent" has one more slot, so updates in backward borrow weights from the slot that backward uses."""
+SMALL: dict[str, Any] = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "experts": "with_layer"}
 BOUND_MEMORY = ("drain",)
-"""Without these waits the numbers are right, but the forward does not wait for activations to leave the device."""
+"""These waits only limit memory. Without them the forward does not wait until activations have left the device."""
 SHOWN_APART = ("_free_copied", "push_top")
-"""Waits that these runs hardly need, because a buffer is rarely reused in time. Other tests show them:
-tests/updates/test_handover.py reuses a buffer at once, and in tests/device/test_host_stack.py a copy still runs while
-compute writes."""
+"""These runs rarely need these waits, because a buffer is rarely reused while a copy still runs. Other tests need them:
+tests/updates/test_handover.py reuses a buffer at once, and in tests/device/test_host_stack.py compute writes while a
+copy still runs.
+"""
 Outcome = dict[str, Tensor]
 
 
@@ -62,7 +65,7 @@ def train(
 
 
 def swap_here_and_there(memory: PlannedMemory) -> None:
-    """Swap in turn to RAM and to the SSD. The last layer, which is needed at once, goes to RAM."""
+    """Swap to RAM and to the SSD in turn. The last layer is needed first, so it goes to RAM."""
     places = itertools.cycle([Placement.CPU, Placement.SSD])
     mixture = {name: {what: next(places) for what in layer.sizes()} for name, layer in memory.trace.items()}
     last = list(mixture)[-1]
@@ -71,7 +74,7 @@ def swap_here_and_there(memory: PlannedMemory) -> None:
 
 @pytest.fixture(scope="module")
 def references() -> dict[tuple[str, str], Outcome]:
-    """The weights of every family and mode, trained by torch in memory."""
+    """Return the weights of every family and mode after training with torch in memory."""
     outcomes = {}
     for family in FAMILIES:
         for mode, settings in MODES.items():
@@ -101,15 +104,10 @@ def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[
     """Offload a tiny model with as few slots and buffers as possible."""
     settings = MODES[mode]
     model = _model(family, recompute=settings["recompute"])
-    config = OffloadConfig.load(
-        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "ssd": str(folder), "io_threads": 2, "experts": "with_layer"},
-        prefetch_blocks=2 if mode == "lent" else 1,
-        activations="swap" if mode == "swap" else "recompute",
-    ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder))
+    prefetch_blocks, activations = 2 if mode == "lent" else 1, "swap" if mode == "swap" else "recompute"
+    config = resolved(folder, **SMALL, prefetch_blocks=prefetch_blocks, activations=activations)
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=settings["max_norm"] > 0)
-    tiers = open_tiers(layout, config, device)
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
-    engine = OffloadEngine(model, layout, tiers, config)
+    engine = open_engine(model, layout, config, device)
     if mode == "swap":
         enable_recompute(model, engine)
     try:
@@ -173,7 +171,7 @@ def test_late_copies_change_no_bit(
 
 @pytest.mark.slow
 def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_path: Path) -> None:
-    """Without any one of its waits, the engine gives a wrong weight, a NaN or an error."""
+    """If the engine skips any single wait, it gives a wrong weight, a NaN or an error."""
     needless: list[WaitSite] = []
     for mode in MODES:
         watching = AsyncDevice(0)
@@ -191,7 +189,7 @@ def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_pa
 def goes_wrong_without(
     site: WaitSite, mode: str, attempt: int, references: dict[tuple[str, str], Outcome], folder: Path
 ) -> bool:
-    """Return whether a run shows that the wait is missing. Later attempts delay copies more and show more races."""
+    """Return whether a run without this wait goes wrong. Later attempts delay copies more and show more races."""
     device = AsyncDevice(attempt, max_delay_s=DELAYS_S[attempt], ignored=frozenset([site]))
     try:
         return not same(run("llama", mode, device, folder), references["llama", mode])

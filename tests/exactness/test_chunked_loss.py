@@ -1,4 +1,4 @@
-"""With `chunked_loss: true` training differs from that with whole logits only by the order of sums."""
+"""Training with `chunked_loss: true` differs from training with whole logits only in the order of sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 CHUNKED = {**SMALL_BUDGETS, "chunked_loss": True}
 RELATIVE = 1e-5
-"""For losses and norms. AdamW amplifies the rounding of gradients, so weights differ between steps."""
+"""The tolerance of losses. Norms and weights have larger ones, because AdamW amplifies the rounding of gradients."""
 
 
 def assert_nearly_equal(ours: Trajectory, stock: Trajectory) -> None:
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the second has a tied head
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2 has a tied head
 def test_equals_whole_logits_up_to_rounding(family: str, case: str, tmp_path: Path) -> None:
     settings = {"max_steps": 4, **CASES[case]}
     offload = {**CHUNKED, "cpu_memory": "6MiB", "vertical_micro_batches": "together" in case}
@@ -74,7 +74,7 @@ def test_logits_of_a_finished_step_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunked", [True, "auto"])
-def test_a_head_with_a_custom_forward_keeps_it_or_is_refused(chunked: Any, tmp_path: Path) -> None:
+def test_a_custom_forward_of_the_head_is_kept_or_refused(chunked: Any, tmp_path: Path) -> None:
     model = tiny_model("llama")
     head = model.lm_head
     head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight) * 0.5
@@ -90,7 +90,7 @@ def test_a_head_with_a_custom_forward_keeps_it_or_is_refused(chunked: Any, tmp_p
     hf_lohan.engine_of(model).close()
 
 
-def test_adapters_beside_a_frozen_head_train_alike(tmp_path: Path) -> None:
+def test_adapters_with_a_frozen_head_train_as_stock(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted() -> Any:
@@ -110,7 +110,7 @@ def test_adapters_beside_a_frozen_head_train_alike(tmp_path: Path) -> None:
     ours.offload_engine.close()
 
 
-def test_evaluation_and_reading_in_training_give_true_logits(tmp_path: Path) -> None:
+def test_logits_read_in_evaluation_and_training_are_exact(tmp_path: Path) -> None:
     read: list[Any] = []
 
     class Reading(hf_lohan.Trainer):

@@ -15,6 +15,7 @@ from trajectories import (
     SMALL_BUDGETS,
     arguments,
     assert_equal,
+    assert_same_tensors,
     dataset,
     logged,
     stored_weights,
@@ -46,7 +47,7 @@ def test_equals_the_stock_trainer(family: str, which: str, clip: str, tmp_path: 
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.3, 1.38])
-def test_with_accumulation_and_dropout(max_grad_norm: float, tmp_path: Path) -> None:
+def test_accumulation_and_dropout_equal_stock(max_grad_norm: float, tmp_path: Path) -> None:
     settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
     stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, **settings)
     offload = {**SMALL_BUDGETS, "clip": "speculate"}
@@ -68,7 +69,7 @@ def test_the_summary_counts_speculated_and_redone_steps(tmp_path: Path) -> None:
     trainer.train()
     clipped = sum(norm > CLIPS_SOME_STEPS["llama"] for norm in logged(trainer)[1])
     summary = summary_in(tmp_path)
-    # The first step can be undone, too: Trainer commits the loaded weights before it.
+    # Trainer commits the loaded weights before the first step, so that step can be undone, too.
     assert summary["num_speculated_steps"] == NUM_STEPS
     assert summary["num_redone_steps"] == clipped
     assert summary["undone_update_s"] > 0
@@ -90,7 +91,7 @@ class Poisoned(StockTrainer):
 
 
 class PoisonedOffloaded(OffloadTrainerMixin, Poisoned):
-    """`Poisoned`, offloaded."""
+    """`Poisoned` with offloading."""
 
 
 def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
@@ -124,14 +125,13 @@ def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_pa
             loss = super().training_step(model, inputs, *args, **kwargs)
             if self.state.global_step in {0, 3, 4}:
                 for parameter in model.parameters():
-                    parameter.grad = None  # torch's AdamW then skips it, states and all
+                    parameter.grad = None  # torch's AdamW then changes neither the parameter nor its states
                 self.lr_scheduler.last_epoch -= 1  # the scheduler does not advance either
             return loss
 
     stock = Skips(tiny_model("llama"), arguments(tmp_path / "stock", max_steps=8, **settings), train_dataset=dataset())
     stock.train()
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(skipping.final[name], parameter), name
+    assert_same_tensors(skipping.final, dict(stock.model.named_parameters()))
 
 
 def test_too_many_poisoned_steps_end_the_run_and_harm_nothing(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_too_many_poisoned_steps_end_the_run_and_harm_nothing(tmp_path: Path) ->
     resumed = PoisonedOffloaded(
         tiny_model("llama"), arguments(tmp_path / "run", max_steps=8), train_dataset=dataset(), offload=SMALL_BUDGETS
     )
-    resumed.train(resume_from_checkpoint="last_step")  # the data are good again
+    resumed.train(resume_from_checkpoint="last_step")  # this trainer has no poisoned steps
     assert resumed.state.global_step == 8
     assert all(torch.isfinite(weight).all() for weight in stored_weights(resumed).values())
     resumed.offload_engine.close()

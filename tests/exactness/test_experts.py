@@ -21,7 +21,9 @@ from hf_lohan.planner import SizeClass
 NUM_STEPS = 3
 UNCLIPPED: dict[str, Any] = {"max_steps": NUM_STEPS, "max_grad_norm": 0.0, "weight_decay": 0.1}
 QUICK_FAMILIES = ("gpt_oss", "qwen2_moe", "deepseek_v3", "phimoe")
-"""Transposed and interleaved with biases; shared experts; a router by groups; a router that draws."""
+"""One family for each kind: transposed and interleaved weights with biases, shared experts, a router with groups, and a
+router that draws random numbers.
+"""
 
 
 @pytest.mark.covering(1)
@@ -49,8 +51,8 @@ def test_every_family_trains_as_stock(family: str, activations: str, slots: str,
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
-def test_clipped_by_our_norms_the_stock_trainer_is_equal(clip: str, tmp_path: Path) -> None:
-    """The norm of the first step equals that of stock up to rounding; later weights differ by what that changes."""
+def test_the_stock_trainer_equals_ours_if_it_clips_by_our_norms(clip: str, tmp_path: Path) -> None:
+    """The first norm equals the stock norm up to rounding. Later weights would differ, so stock clips by our norms."""
     settings: dict[str, Any] = {"max_steps": NUM_STEPS, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
     trainer = hf_lohan.Trainer(
         expert_model("mixtral"),

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "max_steps": 3,
     "max_grad_norm": 0.5,
     "weight_decay": 0.1,
-    "adam_epsilon": 1e-6,  # the gradient of a key's bias is rounding noise, which a smaller one would blow up
+    "adam_epsilon": 1e-6,  # the gradient of a key bias is rounding noise, and a smaller epsilon would amplify it
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interrupted_runs import SETTINGS, InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
+from short_runs import StopsAfter
 from trajectories import arguments, dataset
 from transformers import TrainerCallback
 
@@ -24,7 +25,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
-def test_interrupted_several_times(clip: str, tmp_path: Path, uninterrupted: Any) -> None:
+def test_a_run_interrupted_several_times_equals_an_uninterrupted_run(
+    clip: str, tmp_path: Path, uninterrupted: Any
+) -> None:
     """Runs have dropout, accumulation and a schedule, and log every third step."""
     settings = {"offload": {"clip": clip}}
     resume = None
@@ -38,14 +41,14 @@ def test_interrupted_several_times(clip: str, tmp_path: Path, uninterrupted: Any
 
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
-def test_an_interrupt_within_step(
+def test_an_interrupted_step_is_committed_whole_or_not_at_all(
     clip: str, tmp_path: Path, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupted step is committed whole or not at all, and its held gradients are dropped."""
+    """Held gradients of a step that is not committed are dropped."""
     from hf_lohan.threads import WorkThread
 
     breaks = InterruptAfter(-1)
-    # With other activations planning calls the thread, too, between steps.
+    # With other activations, planning also calls the thread between steps.
     trainer = make_trainer(tmp_path / "run", breaks, offload={"clip": clip, "activations": "recompute"})
     stock_call = WorkThread.call
     num_calls = when = 0
@@ -54,7 +57,7 @@ def test_an_interrupt_within_step(
         nonlocal num_calls
         num_calls += 1
         if num_calls == when:
-            thread.submit(command)  # it runs, but the caller does not wait
+            thread.submit(command)  # the command runs, but the caller does not wait for it
             raise KeyboardInterrupt
         return stock_call(thread, command)
 
@@ -77,7 +80,7 @@ def lora_model() -> Any:
 
 
 def half_frozen_model() -> Any:
-    """Some frozen parameters share a granule with trained ones, and a granule has one home."""
+    """Make a model in which some frozen parameters share a granule, and so a home, with trained ones."""
     model = tiny_model("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" not in name and "mlp" not in name)
@@ -85,7 +88,7 @@ def half_frozen_model() -> Any:
 
 
 def runs_of(make_model: Callable[[], Any], folder: Path) -> Callable[..., Any]:
-    """Return a function that makes a trainer of the model for a named folder."""
+    """Return a function that makes a trainer for the model in a named folder."""
 
     def run(name: str, *callbacks: TrainerCallback) -> Any:
         return hf_lohan.Trainer(
@@ -100,7 +103,7 @@ def runs_of(make_model: Callable[[], Any], folder: Path) -> Callable[..., Any]:
 
 
 def assert_resumes(run: Callable[..., Any], between: Callable[[], None] = lambda: None) -> None:
-    """A run that is interrupted and resumes from its last step equals an uninterrupted one."""
+    """Check that an interrupted and resumed run equals an uninterrupted one. Call `between` before the run resumes."""
     whole = run("whole")
     whole.train()
     broken = run("run", InterruptAfter(5))
@@ -111,20 +114,20 @@ def assert_resumes(run: Callable[..., Any], between: Callable[[], None] = lambda
 
 
 @pytest.mark.parametrize("make_model", [lora_model, half_frozen_model])
-def test_with_frozen_weights(make_model: Any, tmp_path: Path) -> None:
+def test_a_run_with_frozen_weights_resumes(make_model: Any, tmp_path: Path) -> None:
     run = runs_of(make_model, tmp_path)
 
     def evaluate() -> None:
         evaluated = run("run")
-        evaluated.evaluate(dataset(2))  # loads the frozen weights over themselves
+        evaluated.evaluate(dataset(2))  # this loads the frozen weights again
         evaluated.offload_engine.close()
         assert hf_lohan.last_step(tmp_path / "run") == 5
 
     assert_resumes(run, evaluate)
 
 
-def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
-    """Resume in the same process, as in a notebook."""
+def test_the_same_trainer_resumes(tmp_path: Path, uninterrupted: Any) -> None:
+    """This is what a notebook does."""
     breaks = InterruptAfter(4)
     trainer = make_trainer(tmp_path / "run", breaks)
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +136,7 @@ def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
     assert_same(train_to_end(trainer, "last_step"), uninterrupted)
 
 
-def test_a_model_given_by_path(tmp_path: Path) -> None:
+def test_a_run_from_a_model_path_resumes(tmp_path: Path) -> None:
     """Loading the model again does not lose the committed steps."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
     assert_resumes(runs_of(lambda: str(tmp_path / "model"), tmp_path))
@@ -156,7 +159,6 @@ def test_true_resumes_from_the_newer_of_step_and_checkpoint(tmp_path: Path, unin
     interrupt(trainer)
     resumed = make_trainer(tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed._resume_point.commit is not None
     assert resumed._resume_point.commit.facts["global_step"] == 5
     assert_same(outcome_of(resumed), uninterrupted)
     elsewhere = make_trainer(tmp_path / "run", **settings, offload={"ssd": str(tmp_path / "other_drive")})
@@ -168,18 +170,16 @@ def test_true_resumes_from_the_newer_of_step_and_checkpoint(tmp_path: Path, unin
 
 
 class EndsAtSave(TrainerCallback):
-    """Ends the run between a checkpoint and the commit of its step."""
+    """Ends the run after a checkpoint and before the commit of its step."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
 
 def test_a_loaded_checkpoint_is_committed_as_the_last_step(tmp_path: Path, uninterrupted: Any) -> None:
-    """A run ends when its checkpoint is newer than its last step, resumes, and ends again before another step."""
-    settings = {
-        "save_strategy": "steps",
-        "save_steps": 3,
-    }  # as often as it logs: a checkpoint does not keep the sums between two logs
+    """A run ends with a checkpoint that is newer than its last step, resumes, and ends again before another step."""
+    # The run logs when it saves, because a checkpoint does not keep the losses summed since the last log.
+    settings = {"save_strategy": "steps", "save_steps": 3}
     trainer = make_trainer(tmp_path / "run", EndsAtSave(), **settings)
     interrupt(trainer)
     assert hf_lohan.last_step(tmp_path / "run") == 2
@@ -192,7 +192,7 @@ def test_a_loaded_checkpoint_is_committed_as_the_last_step(tmp_path: Path, unint
 
 
 class RunsOutOfMemory(TrainerCallback):
-    """Raises once, some steps after a resume, and keeps the first weight of each attempt."""
+    """Raises once after some steps, and keeps the first weight of each attempt."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -268,11 +268,7 @@ def test_persistent_buffers_are_committed_with_the_step(tmp_path: Path) -> None:
             offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
         )
 
-    class Stops(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 3
-
-    first = trainer(Stops())
+    first = trainer(StopsAfter(3))
     train_to_end(first)
     second = trainer()
     second.train(resume_from_checkpoint="last_step")

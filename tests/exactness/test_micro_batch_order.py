@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from trajectories import arguments, dataset, logged, stored_weights
+from trajectories import arguments, assert_same_tensors, dataset, logged, stored_weights
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
@@ -27,7 +26,7 @@ REASON = "vertical_micro_batches: auto runs micro-batches one after the other: "
 
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Set the bandwidth of the drive, in bytes per second, that measurements find."""
+    """Return a function that sets the measured bandwidth of the drive, in bytes per second."""
 
     def measured(bytes_per_s: float) -> None:
         hardware = HardwareProfile.from_mapping(
@@ -63,7 +62,7 @@ def ran_together(trainer: Any) -> bool:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_on_a_slow_drive_they_run_together_and_equal_stock(
+def test_micro_batches_run_together_on_a_slow_drive_and_equal_stock(
     max_grad_norm: float, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     drive(SLOW)
@@ -76,12 +75,11 @@ def test_on_a_slow_drive_they_run_together_and_equal_stock(
     assert ran_together(trainer)
     assert "its micro-batches together (one after the other: " in caplog.text and REASON not in caplog.text
     assert logged(trainer)[1:] == logged(stock)[1:]
-    weights = stored_weights(trainer)
+    assert_same_tensors(stored_weights(trainer), dict(stock_model.named_parameters()))
     trainer.offload_engine.close()
-    assert all(torch.equal(weights[name], parameter) for name, parameter in stock_model.named_parameters())
 
 
-def test_on_a_fast_drive_they_run_one_after_the_other(drive: Any, tmp_path: Path) -> None:
+def test_micro_batches_run_one_after_the_other_on_a_fast_drive(drive: Any, tmp_path: Path) -> None:
     drive(FAST)
     trainer = trained(tmp_path)
     assert not ran_together(trainer)
@@ -89,7 +87,7 @@ def test_on_a_fast_drive_they_run_one_after_the_other(drive: Any, tmp_path: Path
 
 
 def test_another_number_of_micro_batches_is_planned_anew(drive: Any, tmp_path: Path) -> None:
-    """The same trainer trains again with one micro-batch a step."""
+    """The same trainer trains again with one micro-batch per step."""
     drive(SLOW)
     trainer = trained(tmp_path)
     engine = trainer.offload_engine
@@ -138,7 +136,7 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_the_reason_against_it_is_logged_once(
+def test_the_reason_against_running_together_is_logged_once(
     name: str, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     drive(SLOW)

@@ -1,5 +1,6 @@
-"""With moments in bfloat16 or int8, training stays close to that with float32 moments. Its bits depend on the seed, the
-steps and the dtype only: not on budgets, threads, schedules, speculation, copies in RAM or interruptions."""
+"""Training with bfloat16 or int8 moments stays close to training with float32 moments. Its bits depend only on the
+seed, the steps and the dtype. Budgets, threads, schedules, speculation, copies in RAM and interruptions change no bit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 DTYPES = ("bfloat16", "int8")
 SETTINGS: dict[str, Any] = {"logging_steps": 1, "max_grad_norm": 2.1, "weight_decay": 0.1}
-"""Some of the steps clip."""
+"""Some steps clip with this `max_grad_norm`."""
 
 
 def trainer_with(folder: Path, dtype: str, *callbacks: TrainerCallback, **settings: Any) -> Any:
@@ -64,7 +65,7 @@ def losses_of_repeated_batch(folder: Path, dtype: str, working_dtype: torch.dtyp
 @pytest.mark.slow
 @pytest.mark.parametrize("working_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_losses_are_close_to_those_with_float32_moments(working_dtype: torch.dtype, tmp_path: Path) -> None:
-    """The loss falls from 5.5 to less than 0.2. Rounding changes it by a hundredth of that on the way."""
+    """The loss falls from 5.5 to less than 0.2. On the way, rounding changes it by less than 0.1."""
     exact = losses_of_repeated_batch(tmp_path / "exact", "float32", working_dtype)
     assert exact[0] > 5 and exact[-1] < 0.2
     for dtype, tolerance in (("bfloat16", 0.05), ("int8", 0.1)):
@@ -98,7 +99,9 @@ def test_budgets_and_schedules_change_no_bit(
 
 
 @pytest.mark.parametrize(("dtype", "clip"), [("bfloat16", "speculate"), ("int8", "defer")])
-def test_resuming_from_the_last_step(dtype: str, clip: str, undisturbed_runs: dict[str, Any], tmp_path: Path) -> None:
+def test_resuming_from_the_last_step_changes_no_bit(
+    dtype: str, clip: str, undisturbed_runs: dict[str, Any], tmp_path: Path
+) -> None:
     resume = None
     for step in (2, 5):
         trainer = trainer_with(tmp_path, dtype, InterruptAfter(step), offload={"clip": clip})
@@ -109,7 +112,9 @@ def test_resuming_from_the_last_step(dtype: str, clip: str, undisturbed_runs: di
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
-def test_resuming_from_a_checkpoint_elsewhere(dtype: str, undisturbed_runs: dict[str, Any], tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_elsewhere_changes_no_bit(
+    dtype: str, undisturbed_runs: dict[str, Any], tmp_path: Path
+) -> None:
     """The resumed run has other budgets and two drives."""
     settings = {"save_strategy": "steps", "save_steps": 4}
     assert_same(run_with(tmp_path / "run", dtype, **settings), undisturbed_runs[dtype])
@@ -148,7 +153,7 @@ def test_an_old_index_without_a_dtype_means_float32(tmp_path: Path) -> None:
 
 
 def frozen_and_tied(family: str) -> Any:
-    """Blocks have frozen weights after the trained ones, and records are padded at the end."""
+    """Make a model with frozen weights after the trained ones in a block, and with padded records."""
     model = tiny_model(family, hidden_size=48)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" not in name)
@@ -158,7 +163,7 @@ def frozen_and_tied(family: str) -> Any:
 @pytest.mark.parametrize(
     ("dtype", "family"), [pytest.param("bfloat16", "opt", marks=pytest.mark.slow), ("int8", "mixtral")]
 )
-def test_verify_export_and_last_step_of_a_model_with_frozen_weights(dtype: str, family: str, tmp_path: Path) -> None:
+def test_a_model_with_frozen_weights_resumes_verifies_and_exports(dtype: str, family: str, tmp_path: Path) -> None:
     def trained(folder: str, resume: Any = None, *callbacks: TrainerCallback) -> Any:
         trainer = trainer_with(tmp_path / folder, dtype, *callbacks, model=frozen_and_tied(family), max_steps=4)
         return interrupt(trainer) if callbacks else train_to_end(trainer, resume)

@@ -1,4 +1,4 @@
-"""Other optimizers than AdamW equal stock to the bit, also when a run is interrupted or resumed."""
+"""Optimizers other than AdamW equal stock to the bit, also in interrupted and resumed runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
+from short_runs import StopsAfter
 from trajectories import (
     SMALL_BUDGETS,
     arguments,
@@ -19,7 +20,7 @@ from trajectories import (
     train_offloaded,
     train_stock,
 )
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
@@ -37,7 +38,7 @@ NUM_STEPS = 4
 
 
 @pytest.mark.parametrize("settings", BY_ARGUMENTS.values(), ids=BY_ARGUMENTS.keys())
-def test_an_optimizer_that_the_arguments_name(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_an_optimizer_named_by_the_arguments_equals_stock(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"max_steps": NUM_STEPS, "lr_scheduler_type": "cosine", **settings}
     stock = train_stock("llama", tmp_path / "stock", {}, **settings)
     assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, **settings), stock, norms=False)
@@ -80,25 +81,13 @@ def test_an_8_bit_adamw_with_other_settings_is_refused(offload: dict[str, Any], 
         hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=dataset(), offload=offload)
 
 
-def test_an_8_bit_adamw_over_a_model_that_was_streamed_exactly_is_refused(tmp_path: Path) -> None:
+def test_an_8_bit_adamw_for_a_model_streamed_with_exact_moments_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     offload = {**SMALL_BUDGETS, "ssd": str(tmp_path / "store")}
     model = hf_lohan.from_pretrained(tmp_path / "model", offload=offload, torch_device="cpu")
     with pytest.raises(ValueError, match=r"offloaded with exact moments.*'optimizer_state_dtype': 'int8'"):
         hf_lohan.Trainer(model, arguments(tmp_path, optim="adamw_8bit"), train_dataset=dataset())
-    engine = hf_lohan.engine_of(model)
-    assert engine is not None
-    engine.close()
-
-
-class Stops(TrainerCallback):
-    """Ends a run when it has taken some steps."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self._step
+    hf_lohan.engine_of(model).close()
 
 
 def trainer_over(folder: Path, model: Any = None, **settings: Any) -> Any:
@@ -126,17 +115,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", slow_but(("none", "rows and columns"), LAYOUTS))
-def test_going_on_changes_no_bit(layout: str, tmp_path: Path) -> None:
+def test_resuming_changes_no_bit(layout: str, tmp_path: Path) -> None:
     """Resume from the last step and from a checkpoint, with each layout of optimizer states."""
     settings = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 2, **LAYOUTS[layout]}
     undisturbed = weights_after(trainer_over(tmp_path / "undisturbed", **settings))
-    weights_after(trainer_over(tmp_path / "run", callbacks=[Stops(3)], **settings))
+    weights_after(trainer_over(tmp_path / "run", callbacks=[StopsAfter(3)], **settings))
     for resume in ("last_step", str(tmp_path / "run" / "checkpoint-2")):
         resumed = weights_after(trainer_over(tmp_path / "run", **settings), resume)
         assert_same_tensors(resumed, undisturbed)
 
 
-def test_another_optimizer_over_a_store_or_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_store_or_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     sgd = {**BY_ARGUMENTS["sgd"], "save_strategy": "steps", "save_steps": 2}
     weights_after(trainer_over(tmp_path / "run", **sgd))
     with pytest.raises(ForeignStoreError, match=r"states of SGD\(momentum_buffer\), this run has AdamW.*set that"):
@@ -147,14 +136,14 @@ def test_another_optimizer_over_a_store_or_a_checkpoint_is_refused_by_name(tmp_p
     other.offload_engine.close()
 
 
-def test_what_was_trained_is_exported(tmp_path: Path) -> None:
+def test_an_export_has_the_trained_weights(tmp_path: Path) -> None:
     trained = weights_after(trainer_over(tmp_path / "run", **BY_ARGUMENTS["rmsprop"]))
     assert export_model(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
     assert_same_tensors(trained, exported)
 
 
-def own_optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
+def user_optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "momentum": 0.9}, {"params": vectors, "lr": 0.01}]
@@ -162,18 +151,18 @@ def own_optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 
 
-def test_the_callers_optimizer_and_scheduler(tmp_path: Path) -> None:
+def test_the_callers_optimizer_and_scheduler_equal_stock(tmp_path: Path) -> None:
     stock_model, model = tiny_model("llama"), tiny_model("llama")
     args = arguments(tmp_path / "stock", max_steps=NUM_STEPS)
-    stock = StockTrainer(stock_model, args, train_dataset=dataset(), optimizers=own_optimizer(stock_model))
+    stock = StockTrainer(stock_model, args, train_dataset=dataset(), optimizers=user_optimizer(stock_model))
     stock.train()
-    ours = trainer_over(tmp_path / "ours", model, optimizers=own_optimizer(model))
+    ours = trainer_over(tmp_path / "ours", model, optimizers=user_optimizer(model))
     weights = weights_after(ours)
     assert logged(ours)[2] == logged(stock)[2] and len(set(logged(ours)[2])) > 1
     assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
-def test_an_optimizer_without_a_scheduler_gets_that_of_the_arguments(tmp_path: Path) -> None:
+def test_an_optimizer_without_a_scheduler_gets_the_one_of_the_arguments(tmp_path: Path) -> None:
     settings = {"learning_rate": 0.1, "lr_scheduler_type": "linear", "warmup_steps": 2}
     stock_model, model = tiny_model("llama"), tiny_model("llama")
     args = arguments(tmp_path / "stock", max_steps=NUM_STEPS, **settings)
@@ -185,7 +174,7 @@ def test_an_optimizer_without_a_scheduler_gets_that_of_the_arguments(tmp_path: P
     assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
-def test_a_class_and_its_arguments_over_a_model_that_is_streamed(tmp_path: Path) -> None:
+def test_an_optimizer_class_over_a_streamed_model_equals_stock(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     given = (torch.optim.RMSprop, {"lr": 1e-3, "centered": True})
     stock_model = tiny_model("llama")
@@ -199,7 +188,7 @@ def test_a_class_and_its_arguments_over_a_model_that_is_streamed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("clip", [0.0, 2.0], ids=["in_backward", "clipped"])
-def test_muon_for_matrices_and_adamw_for_the_rest(clip: float, tmp_path: Path) -> None:
+def test_muon_for_matrices_and_adamw_for_the_rest_equal_torch(clip: float, tmp_path: Path) -> None:
     settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": clip}
     stock_model = tiny_model("llama").train()
     matrices = hidden_matrices(stock_model)
@@ -228,8 +217,8 @@ def test_muon_for_matrices_and_adamw_for_the_rest(clip: float, tmp_path: Path) -
     assert_same_tensors(weights, dict(stock_model.named_parameters()))
 
 
-def test_muon_by_the_configuration(tmp_path: Path) -> None:
-    """Flags of scripts cannot name Muon; it gets the learning rate and weight decay of AdamW."""
+def test_the_muon_setting_equals_the_muon_class(tmp_path: Path) -> None:
+    """Command-line flags cannot name Muon, so a setting does. Muon gets AdamW's learning rate and weight decay."""
     settings = {"learning_rate": 1e-3, "weight_decay": 0.1}
     given = (torch.optim.Muon, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"})
     named = weights_after(trainer_over(tmp_path / "named", optimizer_cls_and_kwargs=given, **settings))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import resolved
 from torch import nn
 from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights
 
@@ -126,7 +127,7 @@ def test_a_plan_counts_the_flops_of_paced_layers() -> None:
     models = tiny_model("llama"), paced_model(None)
     true, paced = (trace_blocks(model, batch_size=2, sequence_length=16).profile.layers for model in models)
     assert [layer.flops for layer in paced] == [layer.flops for layer in true]
-    for layer in paced:  # each product can be kept, too
+    for layer in paced:  # a plan can keep the output of each product
         assert {operation.name for operation in layer.operations} >= {f"lohan_paced.mm#{number}" for number in range(7)}
 
 
@@ -173,10 +174,8 @@ def test_a_linear_layer_with_a_bias_is_refused() -> None:
         pace_layers([nn.Sequential(nn.Linear(4, 4))], None)
 
 
-def test_it_is_measured_as_a_device_that_does_not_share_the_cpu(tmp_path: Path) -> None:
-    config = OffloadConfig.load({**SMALL_BUDGETS, "ssd": str(tmp_path)}).resolve(
-        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
-    )
+def test_the_paced_device_is_measured_as_one_that_does_not_share_the_cpu(tmp_path: Path) -> None:
+    config = resolved(tmp_path, **SMALL_BUDGETS)
     effort = MeasuringEffort(budget_s=0.1, scratch_bytes=1 << 20)
     shapes = [MatrixShape(8, 8, 8)]
     for device, has_its_own_cores in ((make_device(), True), (CpuDevice(), False)):

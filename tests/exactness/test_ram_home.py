@@ -1,4 +1,4 @@
-"""With copies of records in RAM between commits, numbers equal stock, and the SSD traffic is as planned."""
+"""If RAM holds records between commits, numbers equal stock and the SSD traffic is as planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trajectories import arguments, assert_equal, dataset, stored_weights, train_offloaded, train_stock
+from trajectories import (
+    arguments,
+    assert_equal,
+    assert_same_bits,
+    assert_same_tensors,
+    dataset,
+    stored_weights,
+    train_offloaded,
+    train_stock,
+)
 from transformers import TrainerCallback
 
 import hf_lohan
@@ -62,8 +71,7 @@ def test_the_commit_interval_changes_no_bit(settings: dict[str, Any], offload: d
         )
         for every in (1, 4)
     )
-    assert (seldom.losses, seldom.norms) == (each.losses, each.norms)
-    assert all(torch.equal(seldom.weights[name], weight) for name, weight in each.weights.items())
+    assert_same_bits(seldom, each)
 
 
 class Evaluates(TrainerCallback):
@@ -83,7 +91,9 @@ class Evaluates(TrainerCallback):
 
 
 @pytest.mark.parametrize("offload", [ALL_IN_RAM, SOME_IN_RAM], ids=["all", "some"])
-def test_checkpoints_evaluation_and_changed_weights(offload: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoints_evaluation_and_changed_weights_equal_those_of_each_step(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
     """Reads and writes between two commits see the last step."""
     found = []
     for every in (1, 4):
@@ -103,10 +113,10 @@ def test_checkpoints_evaluation_and_changed_weights(offload: dict[str, Any], tmp
         trainer.offload_engine.close()
         saved = load_file(folder / "checkpoint-6" / "model.safetensors")
         found.append((callback.losses, weights, saved))
-    (losses, weights, saved), (other_losses, other_weights, other_saved) = found
-    assert other_losses == losses
-    assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
-    assert all(torch.equal(other_saved[name], weight) for name, weight in saved.items())
+    each, seldom = found
+    assert seldom[0] == each[0]
+    assert_same_tensors(seldom[1], each[1])
+    assert_same_tensors(seldom[2], each[2])
 
 
 def trained_bytes(folder: Path, num_steps: int, **offload: Any) -> tuple[int, int, int]:
@@ -127,10 +137,10 @@ def trained_bytes(folder: Path, num_steps: int, **offload: Any) -> tuple[int, in
 
 @pytest.mark.parametrize("num_steps", [pytest.param(8, marks=pytest.mark.slow), 6])
 def test_only_committed_steps_are_written(num_steps: int, tmp_path: Path) -> None:
-    """Besides the loaded weights: each step, or every fourth step and the last."""
+    """A run writes the loaded weights, then each step, or every fourth step and the last."""
     _, loaded_bytes, _ = trained_bytes(tmp_path / "loaded", 1, commit_every=4)
     read_bytes, each_bytes, version_bytes = trained_bytes(tmp_path / "each", num_steps, commit_every=1)
-    loaded_bytes -= version_bytes  # its only step is the last
+    loaded_bytes -= version_bytes  # this run also wrote its only step, because the last step is always committed
     assert each_bytes - loaded_bytes == num_steps * version_bytes
     seldom = trained_bytes(tmp_path / "seldom", num_steps, commit_every=4)
     assert seldom[0] == read_bytes

@@ -26,7 +26,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 @pytest.fixture
 def keep_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Keep copies of a random part of the records, whatever the budget is."""
+    """Return a function that makes plans keep copies of random records, whatever the budget is."""
 
     def keep(seed: int, fraction: float = 0.5) -> None:
         random = Random(seed)
@@ -54,7 +54,7 @@ def test_equals_the_stock_trainer(family: str, clip: str, keep_some: Callable[..
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.38])
-def test_with_accumulation_and_dropout(
+def test_accumulation_and_dropout_equal_stock(
     max_grad_norm: float, durability: str, keep_some: Callable[..., None], tmp_path: Path
 ) -> None:
     settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2}
@@ -66,7 +66,7 @@ def test_with_accumulation_and_dropout(
 
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_resuming_from_the_last_step(clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
-    """Resume in the same engine, whose copies are ahead of the commit, and in new ones with copies of other records."""
+    """Resume in the same engine, whose copies are newer than the commit, and in new engines that copy other records."""
     whole = make_trainer(tmp_path / "whole", offload={"resident_records": "none"})
     expected = train_to_end(whole)
     resume = None
@@ -95,7 +95,7 @@ def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **off
 
 
 def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num_backwards: int) -> None:
-    """Train some steps, then wait until the next blocks are prefetched as far as there is room."""
+    """Train some steps. Then wait until as many of the next blocks are prefetched as fit."""
     model: Any = engine.model
     for step in range(num_steps):
         for number in range(num_backwards):
@@ -111,7 +111,7 @@ def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num
         )
 
 
-def trained(engine: OffloadEngine) -> OffloadAdamW:
+def optimizer_of(engine: OffloadEngine) -> OffloadAdamW:
     parameters = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     return OffloadAdamW(parameters, lr=1e-3, engine=engine)
 
@@ -120,10 +120,10 @@ def trained(engine: OffloadEngine) -> OffloadAdamW:
 @pytest.mark.parametrize("schedule", ["naive", "optimized"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "norms-only"])
 @pytest.mark.parametrize("num_backwards", [1, 3])
-def test_a_step_reads_what_the_planner_says(
+def test_a_step_reads_the_planned_bytes(
     num_backwards: int, frozen: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Updates hand weights over when there is time, which only saves reads."""
+    """Updates may hand weights over to slots, so the optimized schedule may read less."""
     read: Counter[tuple[str, str]] = Counter()
     real_read = Store.read
 
@@ -135,7 +135,7 @@ def test_a_step_reads_what_the_planner_says(
         tmp_path, hold_gradients=num_backwards > 1, frozen=frozen, resident_records="none", schedule=schedule
     )
     monkeypatch.setattr(Store, "read", counted)
-    optimizer = trained(engine)
+    optimizer = optimizer_of(engine)
     steps(engine, optimizer, 2, num_backwards=num_backwards)
     read.clear()
     steps(engine, optimizer, 3, num_backwards=num_backwards)
@@ -170,7 +170,7 @@ def test_copies_save_exactly_the_reads_of_their_records(
             # With this schedule updates hand no weights over, so all reads come from the store.
             engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, schedule="naive")
             engine.planned_memory.allocate_copies()
-        optimizer = trained(engine)
+        optimizer = optimizer_of(engine)
         steps(engine, optimizer, 2, num_backwards=1)
         before = engine.tiers.io.read_bytes, engine.tiers.io.write_bytes
         steps(engine, optimizer, 3, num_backwards=1)
@@ -186,7 +186,7 @@ def test_nothing_is_read_if_all_records_fit(tmp_path: Path) -> None:
     engine = an_engine(tmp_path, hold_gradients=True, cpu_memory="64MiB")
     assert len(engine.layout.resident_records) == len(engine.layout.records)
     assert engine.layout.cpu_bytes <= 64 << 20
-    optimizer = trained(engine)
+    optimizer = optimizer_of(engine)
     steps(engine, optimizer, 2, num_backwards=1)
     before = engine.tiers.io.read_bytes
     steps(engine, optimizer, 3, num_backwards=1)

@@ -72,25 +72,18 @@ def test_saved_model_is_an_ordinary_one(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_checkpoint_path_as_model(family: str, tmp_path: Path) -> None:
-    """A model that is streamed from disk trains as one that was in memory."""
+def test_a_streamed_model_trains_as_one_in_memory(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path / "start", max_shard_size="200KB")
     streamed = make(family, tmp_path / "a", model=str(tmp_path / "start"), save_strategy="no")
     assert_same_bits(finish(streamed), finish(make(family, tmp_path / "b", save_strategy="no")))
 
 
-def test_best_model_is_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", [{}, {"experts": "streamed"}], ids=["whole", "streamed"])
+def test_the_best_model_is_loaded_at_the_end(offload: dict[str, str], tmp_path: Path) -> None:
     """The learning rate ruins the model, so the first checkpoint is the best. Its experts are loaded too."""
-    trainer = make(
-        "mixtral",
-        tmp_path,
-        learning_rate=0.5,
-        max_steps=4,
-        save_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-    )
+    best_by_loss = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    settings = {"offload": {**SMALL_BUDGETS, **offload}, "learning_rate": 0.5, "max_steps": 4, "save_steps": 1}
+    trainer = make("mixtral", tmp_path, **settings, **best_by_loss)
     trainer.train()
     best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     assert_same_tensors(stored_weights(trainer), dict(best.named_parameters()))
@@ -100,10 +93,11 @@ def test_best_model_is_the_best(tmp_path: Path) -> None:
 
 
 def test_bfloat16_weights_keep_exact_masters(tmp_path: Path) -> None:
-    """bf16=True from float32 weights: master and residual together are the float32 weights, step by step as AdamW on
-    float32 masters with gradients of the bfloat16 model."""
+    """With `bf16=True`, a weight and its residual together are the float32 master. After each step the master equals
+    AdamW on float32 weights with the gradients of a bfloat16 model.
+    """
     reference = tiny_model("llama").train()
-    # Not `.to()`: rotary buffers stay float32, as `from_pretrained` leaves them.
+    # `.to()` would also convert the rotary buffers, which `from_pretrained` leaves in float32.
     for parameter in reference.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     masters = {name: p.detach().clone() for name, p in tiny_model("llama").named_parameters()}
@@ -135,7 +129,7 @@ def test_bfloat16_weights_keep_exact_masters(tmp_path: Path) -> None:
 
 
 def trainer_batches(folder: Path) -> list[dict[str, Tensor]]:
-    """The batches that a run with these arguments sees, from the stock Trainer."""
+    """Return the batches of a stock Trainer with the same arguments."""
     from transformers import Trainer
 
     seen: list[dict[str, Tensor]] = []

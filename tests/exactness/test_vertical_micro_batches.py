@@ -1,4 +1,4 @@
-"""All micro-batches of a step pass a block before the next block; the result equals stock accumulation."""
+"""Each block runs all micro-batches of a step before the next block, and the result equals stock accumulation."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
 }
 NUM_ROWS = 14
-"""Seven micro-batches, so the last step of each epoch has fewer than the others."""
+"""These rows make seven micro-batches, so the last step of each epoch has fewer than the others."""
 SHORT: dict[str, Any] = {"num_rows": NUM_ROWS, "max_steps": NUM_STEPS}
 ROWS = dataset(NUM_ROWS)
 
 
 def assert_same(ours: Trajectory, stock: Trajectory) -> None:
-    """Only the logged losses may differ: here the losses of a step are summed before they join those of other steps."""
+    """Only logged losses may differ, because the losses of a step are summed before they are added to the total."""
     assert ours.losses == pytest.approx(stock.losses, rel=0, abs=LOSS_TOLERANCE)
     assert_same_bits(replace(ours, losses=stock.losses), stock)
 
@@ -59,7 +59,7 @@ def test_equals_stock_accumulation(family: str, accumulated: int, tmp_path: Path
 
 
 def test_the_norm_of_parameters_larger_than_a_chunk(tmp_path: Path) -> None:
-    """One micro-batch after the other, the norm is that of the chunks, which is an ulp off at times."""
+    """Micro-batches that run one after the other sum the norm by chunks, and it is sometimes an ulp off."""
     settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}
     stock = train_stock("llama", tmp_path / "stock", {"vocab_size": 40_000}, **SHORT, **settings)
     offload = {**VERTICAL, "cpu_memory": "4MiB", "gpu_memory": "32MiB"}
@@ -75,14 +75,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS.keys())
-def test_what_upstream_does_with_a_micro_batch(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_label_smoothing_and_checkpointing_equal_stock(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4, **settings}
     stock = train_stock("opt", tmp_path / "stock", {}, **SHORT, **settings)
     assert_same(train_offloaded("opt", tmp_path / "ours", {}, offload=VERTICAL, **SHORT, **settings), stock)
 
 
 @pytest.mark.parametrize("activations", ["swap", "keep", "auto"])
-def test_activations(activations: str, tmp_path: Path) -> None:
+def test_kept_and_swapped_activations_equal_stock(activations: str, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": 4}
     stock = train_stock("llama", tmp_path / "stock", {}, **SHORT, **settings)
     offload = {**VERTICAL, "activations": activations}
@@ -98,8 +98,8 @@ def test_bfloat16_gradients_are_summed_in_float32(family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("drawn", ["dropout", "neftune_noise_alpha"])
-def test_what_draws_random_numbers_is_refused(drawn: str, tmp_path: Path) -> None:
-    """They would be drawn layer by layer, so a micro-batch would get other numbers than in stock."""
+def test_settings_that_draw_random_numbers_are_refused(drawn: str, tmp_path: Path) -> None:
+    """Random numbers would be drawn layer by layer, so a micro-batch would get other numbers than in stock."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
     settings |= {"neftune_noise_alpha": 5.0} if drawn == "neftune_noise_alpha" else {}
     args = arguments(tmp_path, max_steps=1, **settings)
@@ -113,7 +113,7 @@ def test_what_draws_random_numbers_is_refused(drawn: str, tmp_path: Path) -> Non
     trainer.offload_engine.close()
 
 
-def test_a_streamed_model_whose_updates_run_in_backward(tmp_path: Path) -> None:
+def test_a_streamed_model_with_updates_in_backward_equals_stock(tmp_path: Path) -> None:
     """Gradients are not held, although micro-batches are accumulated."""
     settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
     stock = train_stock("llama", tmp_path / "stock", {}, **SHORT, **settings)
@@ -128,7 +128,7 @@ def test_a_streamed_model_whose_updates_run_in_backward(tmp_path: Path) -> None:
     assert not trainer.offload_engine.layout.holds_gradients
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_adapters_train_as_stock(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     settings = {"gradient_accumulation_steps": 4, "max_steps": NUM_STEPS}
     trajectories = []
@@ -141,8 +141,8 @@ def test_adapters(tmp_path: Path) -> None:
     assert_same(trajectories[1], trajectories[0])
 
 
-class Stops(TrainerCallback):
-    """End the epoch in the middle of a step, once."""
+class EndsEpoch(TrainerCallback):
+    """Ends the epoch in the middle of a step, once."""
 
     num_substeps = 0
 
@@ -151,11 +151,11 @@ class Stops(TrainerCallback):
         control.should_epoch_stop = self.num_substeps == 2
 
 
-def test_an_epoch_that_is_left_in_the_middle_of_a_step(tmp_path: Path) -> None:
+def test_an_epoch_that_ends_in_the_middle_of_a_step_equals_stock(tmp_path: Path) -> None:
     """Stock keeps the gradients of that step, and the next step adds to them."""
     args = {"max_steps": 2, "gradient_accumulation_steps": 4}
-    options: dict[str, Any] = {"train_dataset": ROWS, "callbacks": [Stops()]}
+    options: dict[str, Any] = {"train_dataset": ROWS, "callbacks": [EndsEpoch()]}
     stock = finish(StockTrainer(tiny_model("llama"), arguments(tmp_path / "stock", **args), **options))
-    options["callbacks"] = [Stops()]
+    options["callbacks"] = [EndsEpoch()]
     ours = hf_lohan.Trainer(tiny_model("llama"), arguments(tmp_path / "ours", **args), **options, offload=VERTICAL)
     assert_same_tensors(finish(ours).weights, stock.weights)

@@ -1,4 +1,4 @@
-"""From which steps a run may resume: not from those of other runs, and not from overwritten or torn ones."""
+"""A run resumes only from its own steps, and not from overwritten or torn ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import hf_lohan
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
-def test_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
+def test_resuming_without_a_committed_step_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run")
     with pytest.raises(ValueError, match="no step has been committed in"):
         trainer.train(resume_from_checkpoint="last_step")
@@ -81,7 +81,7 @@ def test_subclasses_may_log_tensors_and_save_differently(tmp_path: Path) -> None
 
 
 def test_a_new_run_discards_the_steps_of_the_old_one(tmp_path: Path) -> None:
-    """It discards them when it begins to train, not when it loads."""
+    """A new run discards old steps when it begins to train, not when it loads."""
     old = make_trainer(tmp_path / "run", max_steps=2)
     train_to_end(old)
     new = make_trainer(tmp_path / "run", InterruptAfter(0))
@@ -91,7 +91,7 @@ def test_a_new_run_discards_the_steps_of_the_old_one(tmp_path: Path) -> None:
     assert hf_lohan.last_step(tmp_path / "run") is None
 
 
-def test_a_torn_single_version_store_names_the_checkpoint(tmp_path: Path) -> None:
+def test_the_error_of_a_torn_single_version_store_names_the_checkpoint(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "offload": {"durability": "checkpoint"}}
     trainer = make_trainer(tmp_path / "run", InterruptAfter(3), **settings)
     interrupt(trainer)
@@ -108,7 +108,7 @@ def test_a_torn_single_version_store_names_the_checkpoint(tmp_path: Path) -> Non
     export_model(tmp_path / "run", tmp_path / "out")  # a finished run leaves its store whole
 
 
-def test_a_moved_run_is_found(tmp_path: Path) -> None:
+def test_a_moved_run_resumes(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", max_steps=2)
     train_to_end(trainer)
     (tmp_path / "run").rename(tmp_path / "moved")

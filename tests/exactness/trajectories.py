@@ -23,7 +23,7 @@ SMALL_BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
 """Two or three blocks fit on the device. The host cannot hold all gradients, so some are spilled."""
 
 CLIPS_SOME_STEPS = {"llama": 3.1, "opt": 2.1, "mixtral": 2.9}
-"""A `max_grad_norm` for which some of the 8 steps of a cosine schedule clip."""
+"""With this `max_grad_norm`, some of the 8 steps of a cosine schedule clip."""
 
 LOSS_TOLERANCE = 1e-6
 NORM_RELATIVE_TOLERANCE = 1e-6
@@ -88,7 +88,7 @@ def train_stock(
     num_rows: int = 96,
     **settings: Any,
 ) -> Trajectory:
-    """Train with the stock Trainer. Equal arguments give equal runs, so each is run once a process."""
+    """Train with the stock Trainer. Equal arguments give equal runs, so each run is made once per process."""
     key = repr((family, sorted(model_overrides.items()), make_model.__name__, num_rows, sorted(settings.items())))
     if key not in _stock_trajectories:
         model = make_model(family, **model_overrides)

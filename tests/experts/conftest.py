@@ -1,4 +1,4 @@
-"""The fixtures of engines and twins, and the modules beside this file."""
+"""Import the fixtures of engines and twins, and make the modules beside this file importable."""
 
 from __future__ import annotations
 

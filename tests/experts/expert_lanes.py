@@ -1,4 +1,4 @@
-"""Experts in slots of a real ring, brought by the loader's own thread from a source that counts."""
+"""Experts in slots of a real ring, which the loader's thread loads from a source that counts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from slot_plans import plan_of_slots
 from torch import nn
 
 from hf_lohan.device import CpuDevice
 from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import PoolPlan, SizeClass
+from hf_lohan.planner import SizeClass
 from hf_lohan.updates import DeliveryListener
 from hf_lohan.weights import Slot, SlotRing
 
 NUMEL = 512
-NO_SLOTS = dict.fromkeys(SizeClass, 0)
 
 
 @dataclass
 class CountingSource:
-    """Fills slots with the block's number; counts loads; is as slow as it is told to be."""
+    """Fills slots with the block's number after `delay_s`, and counts loads."""
 
     delay_s: Callable[[], float] = lambda: 0.0
     loads: list[str] = field(default_factory=list)
@@ -59,26 +59,16 @@ class ExpertLane:
 
     def __init__(self, num_layers: int, num_experts: int, num_slots: int, source: CountingSource | None = None) -> None:
         self.layers = [[_block(f"{layer}.{e}") for e in range(num_experts)] for layer in range(num_layers)]
-        plan = PoolPlan(
-            chunk_numel=NUMEL,
-            num_staging_buffers=0,
-            num_state_buffers=0,
-            num_gradient_buffers=0,
-            num_arrival_buffers=0,
-            gradients_per_buffer=1,
-            num_recall_buffers=0,
-            held_blocks=(),
-            spilled_blocks=(),
-            slot_bytes={**NO_SLOTS, SizeClass.EXPERT: 4 * self.layers[0][0].numel},
-            num_slots={**NO_SLOTS, SizeClass.EXPERT: num_slots},
-        )
+        expert_bytes = 4 * self.layers[0][0].numel
+        plan = plan_of_slots({SizeClass.EXPERT: num_slots}, {SizeClass.EXPERT: expert_bytes}, chunk_numel=NUMEL)
         self.ring = SlotRing(CpuDevice(), plan)
         self.source = source or CountingSource()
         self.loader = ExpertLoader(self.ring, self.source, self.layers)
 
     def call(self, layer: int, experts: Sequence[int], call: Call = Call.FORWARD, *, at_once: int = 1) -> list[str]:
-        """What an operation does: it computes with its experts as they come, ``at_once`` of them pinned at a time.
-        Returns the order. Raises AssertionError where a weight is another's."""
+        """Acquire the experts of an operation as they arrive, with `at_once` of them pinned. Return their order. Raises
+        AssertionError if an expert has the weights of another.
+        """
         self.loader.route(layer, experts, num_rows=len(experts), call=call)
         order: list[str] = []
         while len(order) < len(experts):
@@ -92,14 +82,14 @@ class ExpertLane:
         return order
 
     def until_idle(self) -> None:
-        """Wait until the loading thread has nothing that it could do."""
+        """Wait until the loader's thread has nothing to do."""
         for _ in range(2000):
             with self.ring.lock:
                 loading = any(slot.is_loading for slot in self.ring.slots[SizeClass.EXPERT])
                 if not loading and self.loader.find_load() is None:
                     return
             time.sleep(0.005)
-        raise AssertionError("it is still loading after 10 s")
+        raise AssertionError("the thread still loads after 10 s")
 
 
 def _block(name: str) -> Block:

@@ -1,4 +1,4 @@
-"""Experts that come at once: what the schedule and the choice of slots do, without a thread or a store."""
+"""Experts that load at once, to test the schedule and the choice of slots without a thread or a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_lohan.weights import Slot, SlotRing
 
 @dataclass(eq=False)
 class NamedBlock:
-    """As much of a `Block` as a schedule knows."""
+    """The parts of a `Block` that a schedule uses."""
 
     name: str
     param_bytes: int = 100
@@ -23,7 +23,7 @@ class NamedBlock:
 
 @dataclass(eq=False)
 class OneSlot:
-    """As much of a `Slot`."""
+    """The parts of a `Slot` that the choice of slots uses."""
 
     block: NamedBlock | None = None
     num_pins: int = 0
@@ -37,7 +37,7 @@ class OneSlot:
 
 @dataclass
 class Slots:
-    """As much of a `SlotRing`: one set of slots, whatever the class."""
+    """The parts of a `SlotRing` that the choice of slots uses, with one set of slots."""
 
     num: int
     num_forgets: int = 0
@@ -67,8 +67,9 @@ class Slots:
 
 
 class Lane:
-    """Loads whatever can be loaded whenever something was said; a call computes with one expert at a time, with one
-    that is here if there is one."""
+    """Loads all that can be loaded after every change. A call computes with one expert at a time, and prefers experts
+    that are here.
+    """
 
     def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
         self.layers = [[NamedBlock(f"{layer}.{e}") for e in range(num_experts)] for layer in range(num_layers)]
@@ -92,7 +93,7 @@ class Lane:
         self.load_all()
 
     def call(self, layer: int, experts: Iterable[int] | None, call: Call = Call.FORWARD, *, num_rows: int = 0) -> None:
-        """The layer's experts, each with 10 rows if all are given."""
+        """Compute with these experts of a layer, or with all of them and 10 rows each."""
         listed = None if experts is None else list(experts)
         rows = num_rows or (10 * len(self.layers[layer]) if listed is None else len(listed))
         self.schedule.route(layer, listed, num_rows=rows, call=call)
@@ -113,7 +114,7 @@ class Lane:
         self.load_all()
 
     def training_pass(self, experts: Sequence[Iterable[int] | None]) -> None:
-        """Of one micro-batch; ``experts`` of each layer."""
+        """Run a training pass of one micro-batch. `experts` has the experts of each layer."""
         self.begin(is_training=True)
         for layer, listed in enumerate(experts):
             self.call(layer, listed)

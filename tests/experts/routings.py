@@ -1,4 +1,4 @@
-"""Which experts passes use, by chances as routers have them."""
+"""Random experts for passes, with the chances of a router."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NUM_EXPERTS, NUM_CHOSEN = 128, 8
 
 
 def routed(num_passes: int, num_tokens: int, skew: float, *, seed: int = 0) -> list[list[int]]:
-    """For each pass the experts that tokens choose, 8 of 128 each, by chances that fall as rank ** -skew."""
+    """Return the experts of each pass. Each token chooses 8 of 128 experts with chances that fall as rank ** -skew."""
     rng = np.random.default_rng(seed)
     chances = np.arange(1, NUM_EXPERTS + 1) ** -float(skew)
     logs = np.log(chances / chances.sum())

@@ -1,4 +1,4 @@
-"""Hit rates of caches of experts over passes, as routing makes them, and which expert each policy replaces."""
+"""Each cache policy has the expected hit rates for random routing, and replaces the right expert."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hit_rate(policy: CachePolicy[int], passes: Sequence[Sequence[int]]) -> float
 
 
 def changing(num_tokens: int) -> list[list[int]]:
-    """400 tokens of skewed routing that prefers other experts every so many tokens."""
+    """Return 400 tokens of skewed routing. Every `num_tokens` tokens it prefers other experts."""
     return [experts for seed in range(400 // num_tokens) for experts in routed(num_tokens, 1, 1.0, seed=seed)]
 
 
@@ -47,8 +47,9 @@ def changing(num_tokens: int) -> list[list[int]]:
 def test_hit_rates_with_room_for_an_eighth_a_quarter_and_half(
     passes: list[list[int]], by_use: Sequence[float], by_frequency: Sequence[float]
 ) -> None:
-    """Counting is better wherever tokens prefer the same experts for a while. Where that changes every 10 tokens,
-    the last use says more."""
+    """Counting is better if tokens prefer the same experts for a while. If that changes every 10 tokens, the last use
+    is better.
+    """
     for capacity, last, counted in zip((16, 32, 64), by_use, by_frequency, strict=True):
         assert hit_rate(LeastRecentlyUsed(capacity), passes) == pytest.approx(last, abs=0.03)
         assert hit_rate(FrequencyWithAdmission(capacity), passes) == pytest.approx(counted, abs=0.03)
@@ -59,7 +60,7 @@ def test_uses_of_experts_that_are_not_kept_count_and_a_single_use_replaces_nothi
     assert policy.use("a").is_kept and policy.use("a").is_hit
     assert not policy.use("b").is_kept and not policy.use("b").is_kept, "not more often than a"
     assert policy.use("b").victim == "a"
-    assert not policy.use("a").is_kept, "as often, which is not more often"
+    assert not policy.use("a").is_kept, "used as often, but not more often"
     assert policy.use("a").victim == "b"
 
 

@@ -1,4 +1,4 @@
-"""Experts that come one by one: weights, moments and losses of stock, to the bit."""
+"""With streamed experts, weights, moments and losses equal stock to the bit."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_gradients_of_several_backwards_are_summed(make_twins: TwinsFactory, fam
 
 
 @pytest.mark.parametrize("hold_gradients", [True, False])
-def test_together_micro_batches_sum_as_in_turn(make_twins: TwinsFactory, hold_gradients: bool) -> None:
-    """On the host, or, where it holds no gradients, on the device."""
+def test_joint_micro_batches_sum_as_in_turn(make_twins: TwinsFactory, hold_gradients: bool) -> None:
+    """Gradients are summed on the host, or on the device if the host holds none."""
     twins = make_twins("qwen3_moe", recompute=True, experts="streamed", hold_gradients=hold_gradients)
     for step in range(2):
         batches = [tiny_batch(seed=10 * step + number) for number in range(3)]
@@ -51,7 +51,7 @@ def test_together_micro_batches_sum_as_in_turn(make_twins: TwinsFactory, hold_gr
     twins.assert_equal()
 
 
-def test_a_clipped_norm_is_stocks_but_for_its_rounding(make_twins: TwinsFactory) -> None:
+def test_the_norm_equals_stock_up_to_rounding(make_twins: TwinsFactory) -> None:
     twins = make_twins("mixtral", recompute=True, experts="streamed")
     twins.backward(1)
     expected = torch.nn.utils.clip_grad_norm_(twins.stock.parameters(), 1e9)

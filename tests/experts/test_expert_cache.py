@@ -1,4 +1,4 @@
-"""The cache of experts in RAM: it hits when its policy says so, reads only what it misses, and gives no stale bit."""
+"""The cache of experts in RAM hits when its policy says so, reads only misses, and never gives stale weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoadEnd(DeliveryListener):
 
 
 class Cached:
-    """Blocks e0, e1, ... full of values that the store has of them, and a cache over a device whose copies are late."""
+    """Blocks e0, e1, ... with the stored values, and a cache on a device that runs copies late."""
 
     def __init__(self, policy: Any) -> None:
         self.device = AsyncDevice(0, max_delay_s=2e-4)
@@ -56,7 +56,7 @@ class Cached:
         return Delivery(weights)
 
     def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
-        """As a store."""
+        """Read like a store."""
         assert kind == "param" and not out.data_ptr() % SECTOR_BYTES
         if self.fails and start_numel:
             raise OSError("the drive is gone")
@@ -65,7 +65,7 @@ class Cached:
         return RecordRead.of_memory()
 
     def load(self, block: Block, slot: Slot) -> None:
-        """Raises what kept it from being loaded."""
+        """Load a block. Raises the error of a failed load."""
         end = LoadEnd()
         self.cache.begin_load(block, slot, end)
         self.cache.finish_loads()
@@ -73,7 +73,7 @@ class Cached:
             raise end.errors[0]
 
     def use(self, number: int) -> bool:
-        """Load it and look at the weights one load later; returns whether nothing was read."""
+        """Load the block, check its weights one load later, and return whether nothing was read."""
         block, slot, before = self.blocks[number], self.slots[self._num_loads % 2], self.read_bytes
         self._num_loads += 1
         was_here = self.cache.has(block)
@@ -86,13 +86,13 @@ class Cached:
 
 
 def skewed(num_uses: int) -> list[int]:
-    """Experts as a router would choose them that likes the first ones."""
+    """Return random experts of a router that prefers the first ones."""
     weights = 1 / torch.arange(1, NUM_EXPERTS + 1, dtype=torch.float64) ** 1.3
     return torch.multinomial(weights, num_uses, True, generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.mark.parametrize("name", ["auto", "lru"])
-def test_it_hits_as_its_policy_says_and_reads_the_rest(name: Any) -> None:
+def test_the_cache_hits_as_its_policy_says_and_reads_the_rest(name: Any) -> None:
     cached, pure = Cached(make_policy(name, CAPACITY)), make_policy(name, CAPACITY)
     uses = skewed(300)
     num_hits = 0
@@ -103,12 +103,12 @@ def test_it_hits_as_its_policy_says_and_reads_the_rest(name: Any) -> None:
         if time % PASS_LENGTH == PASS_LENGTH - 1:
             cached.cache.end_pass()
             pure.end_pass()
-    assert num_hits > len(uses) * CAPACITY / NUM_EXPERTS  # more than experts in no order would have
+    assert num_hits > len(uses) * CAPACITY / NUM_EXPERTS  # more than experts in random order would have
     assert cached.read_bytes == (len(uses) - num_hits) * 4 * NUMEL
     assert cached.device.num_races == 0
 
 
-def test_copies_that_are_late_have_their_memory_until_they_are_done() -> None:
+def test_memory_is_not_reused_before_a_late_copy_ends() -> None:
     cached = Cached(make_policy("lru", 1))
     cached.device._max_delay_s = 2e-2
     first, second = cached.slots
@@ -118,15 +118,15 @@ def test_copies_that_are_late_have_their_memory_until_they_are_done() -> None:
     assert bool((first.weights == 1.0).all()) and bool((second.weights == 2.0).all())
 
 
-def test_weights_that_changed_are_read_anew() -> None:
+def test_changed_weights_are_read_again() -> None:
     cached = Cached(make_policy("lru", CAPACITY))
     assert not cached.use(3) and cached.use(3)
     cached.stored["e3"] = 77.0
     cached.version[cached.blocks[3]] += 1
-    assert not cached.use(3) and cached.use(3)  # looks at the values
+    assert not cached.use(3) and cached.use(3)  # this checks the values
 
 
-def test_a_read_that_failed_leaves_nothing_behind() -> None:
+def test_a_failed_read_leaves_nothing_in_the_cache() -> None:
     cached = Cached(make_policy("lru", 1))
     assert not cached.use(3)
     cached.fails = True

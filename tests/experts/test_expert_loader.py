@@ -1,4 +1,4 @@
-"""Experts come on a thread of their own: each with its own weights, what is needed first, hints behind."""
+"""A thread loads experts with the right weights: first those that are needed first, then hints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_lane() -> Iterator[LaneFactory]:
         lane.loader.close()
 
 
-def test_a_backward_loads_nothing_before_its_turn_and_what_is_here_computes_first(make_lane: LaneFactory) -> None:
+def test_a_backward_computes_with_experts_that_are_here_first(make_lane: LaneFactory) -> None:
     lane = make_lane(2, 8, 4)
     lane.loader.begin_pass(is_training=True)
     lane.call(0, [1, 2, 3])
@@ -42,12 +42,12 @@ def test_a_backward_loads_nothing_before_its_turn_and_what_is_here_computes_firs
     lane.call(1, [6, 5, 4], Call.BACKWARD)
     assert lane.source.loads == [] or set(lane.source.loads) <= {"0.1", "0.2", "0.3"}
     order = lane.call(0, [3, 2, 1], Call.BACKWARD)
-    assert order[0] not in lane.source.loads[-1:], "what was here before computed before what came last"
+    assert order[0] not in lane.source.loads[-1:], "experts that were here compute before loaded ones"
     assert lane.source.num_loads.total() == 2, "one of the three was still here from the forward"
     lane.loader.end_pass()
 
 
-def test_the_next_step_is_loaded_ahead_once_it_is_foreseen(make_lane: LaneFactory) -> None:
+def test_a_foreseen_step_is_prefetched(make_lane: LaneFactory) -> None:
     lane = make_lane(2, 4, 3)
     everything = [0, 1, 2, 3]
     lane.loader.begin_pass(is_training=True)
@@ -65,7 +65,7 @@ def test_the_next_step_is_loaded_ahead_once_it_is_foreseen(make_lane: LaneFactor
     assert lane.source.loads == ["0.0", "0.1", "0.2"]
 
 
-def test_what_a_step_changes_while_it_is_waited_for_comes_anew(make_lane: LaneFactory) -> None:
+def test_experts_that_change_during_a_wait_are_loaded_again(make_lane: LaneFactory) -> None:
     lane = make_lane(1, 4, 2)
     lane.loader.begin_pass(is_training=False)
     lane.loader.route(0, [0, 1], num_rows=2, call=Call.FORWARD)
@@ -75,11 +75,11 @@ def test_what_a_step_changes_while_it_is_waited_for_comes_anew(make_lane: LaneFa
     assert got == {"0.0", "0.1"} and lane.source.num_loads == {"0.0": 2, "0.1": 2}
 
 
-def test_one_that_is_needed_by_itself_comes_at_once_though_others_are_expected(make_lane: LaneFactory) -> None:
+def test_a_single_acquired_expert_is_loaded_before_expected_ones(make_lane: LaneFactory) -> None:
     lane = make_lane(2, 4, 2)
     lane.loader.begin_pass(is_training=False)
     lane.loader.route(0, [0, 1], num_rows=2, call=Call.FORWARD)
-    lane.until_idle()  # both slots are full of what the call needs
+    lane.until_idle()  # both slots have experts of the call
     slot = lane.loader.acquire(lane.layers[1][3])
     assert bool((slot.weights == 1003.0).all())
     lane.ring.unpin(lane.layers[1][3])
@@ -87,7 +87,7 @@ def test_one_that_is_needed_by_itself_comes_at_once_though_others_are_expected(m
     assert {lane.loader.acquire_any()[0].name for _ in range(2)} == {"0.0", "0.1"}
 
 
-def test_a_load_that_fails_is_raised_by_who_waits_and_another_pass_may_succeed(make_lane: LaneFactory) -> None:
+def test_a_failed_load_raises_and_another_pass_may_succeed(make_lane: LaneFactory) -> None:
     broken = {"0.2"}
     lane = make_lane(1, 4, 2, CountingSource(fails=lambda block: block.name in broken))
     lane.loader.begin_pass(is_training=False)
@@ -99,8 +99,8 @@ def test_a_load_that_fails_is_raised_by_who_waits_and_another_pass_may_succeed(m
     assert lane.call(0, [2]) == ["0.2"]
 
 
-def test_hints_come_ahead_and_wrong_ones_cost_bytes_alone(make_lane: LaneFactory) -> None:
-    """The same calls with right hints, wrong ones and none: the same weights, other loads."""
+def test_hints_are_prefetched_and_wrong_ones_only_cost_bytes(make_lane: LaneFactory) -> None:
+    """The same calls have right hints, wrong ones and none. Weights are equal and loads differ."""
     figures = {}
     for kind, hinted in {"right": [5, 6], "wrong": [1, 2], "none": []}.items():
         lane = make_lane(2, 8, 4)
@@ -110,7 +110,7 @@ def test_hints_come_ahead_and_wrong_ones_cost_bytes_alone(make_lane: LaneFactory
         lane.until_idle()
         assert [name for name in lane.source.loads if name[0] == "1"] == [f"1.{e}" for e in hinted]
         lane.call(1, [5, 6])
-        lane.loader.begin_pass(is_training=True)  # of this kind none has been: it expects nothing
+        lane.loader.begin_pass(is_training=True)  # no pass of this kind has run, so nothing is expected
         for layer in range(2):
             lane.call(layer, [0, 3, 4, 7])
         figures[kind] = lane.loader.figures
@@ -121,8 +121,8 @@ def test_hints_come_ahead_and_wrong_ones_cost_bytes_alone(make_lane: LaneFactory
     assert figures["right"].num_here == figures["none"].num_here + 2
 
 
-def test_what_is_needed_overtakes_hints(make_lane: LaneFactory) -> None:
-    """While the first hint is being read, the router asks for others: they are next, whatever was hinted."""
+def test_needed_experts_overtake_hints(make_lane: LaneFactory) -> None:
+    """The router chooses other experts while the first hint is read. They are loaded next."""
     gate, began = threading.Event(), threading.Event()
 
     def wait() -> float:
@@ -140,9 +140,12 @@ def test_what_is_needed_overtakes_hints(make_lane: LaneFactory) -> None:
     assert lane.source.loads[:3] == ["0.0", "0.6", "0.7"]
 
 
-def test_compute_hardly_waits_where_loads_fit_under_it(make_lane: LaneFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An expert's load takes 4 ms, and what a layer computes besides as long as its loads: they hide under it if they
-    come ahead. Where nothing is loaded before it is called for, each call waits."""
+def test_compute_waits_little_if_loads_fit_into_its_time(
+    make_lane: LaneFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert's load takes 4 ms, and a layer's other compute as long as its loads. Prefetched loads are hidden.
+    Without prefetches each call waits.
+    """
     waited_s = {}
     for is_ahead in (True, False):
         lane = make_lane(4, 4, 8, CountingSource(delay_s=lambda: 4e-3))
@@ -167,7 +170,7 @@ def test_compute_hardly_waits_where_loads_fit_under_it(make_lane: LaneFactory, m
             lane.loader.end_pass()
             lane.loader.foresee_pass(is_training=True)
             waited_s[is_ahead, number] = waits_s(lane) - before_s
-    # 24 loads a pass where nothing is ahead, but those that the turn to the backward finds here.
+    # Without prefetches a pass waits for 24 loads, except those that backward finds here.
     assert waited_s[False, 1] > 60e-3
     assert waited_s[True, 1] < waited_s[False, 1] / 2
 
@@ -178,8 +181,10 @@ def waits_s(lane: ExpertLane) -> float:
 
 @pytest.mark.parametrize("num_steps", [40, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_slots", [2, 5])
-def test_two_slots_and_a_slow_store_end_every_step(num_slots: int, num_steps: int, make_lane: LaneFactory) -> None:
-    """Random routing, hints, micro-batches, passes broken off and in between, steps that change all weights."""
+def test_every_step_ends_with_two_slots_and_a_slow_store(
+    num_slots: int, num_steps: int, make_lane: LaneFactory
+) -> None:
+    """Steps have random routing, hints, micro-batches, canceled passes, evaluations and changes of all weights."""
     rng = random.Random(num_slots)
     lane = make_lane(3, 6, num_slots, CountingSource(delay_s=lambda: rng.choice([0.0, 0.0, 1e-4])))
 
@@ -223,5 +228,5 @@ def test_two_slots_and_a_slow_store_end_every_step(num_slots: int, num_steps: in
     thread.join(60 + num_steps / 10)
     if not ended:
         slots = [(slot.block, slot.num_pins, slot.is_loading) for slot in lane.ring.slots[SizeClass.EXPERT]]
-        pytest.fail(f"a step waits for ever; slots: {slots}; left: {lane.loader._experts.left}")
+        pytest.fail(f"a step waits forever; slots: {slots}; left: {lane.loader._experts.left}")
     assert ended == [None], ended

@@ -1,4 +1,6 @@
-"""What is loaded when, and what makes room for it, by what is known of the experts that a pass will need."""
+"""The schedule decides the order of loads and the slots they overwrite from the experts that a pass is expected to
+need.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,20 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.weights import Slot
 
 
-def test_all_experts_come_in_order_and_the_turn_around_reuses_what_is_here() -> None:
+def test_all_experts_are_loaded_in_order_and_backward_reuses_experts_in_slots() -> None:
     lane = Lane(num_layers=3, num_experts=4, num_slots=5)
     for _ in range(3):
         lane.loads.clear()
         lane.training_pass([None] * 3)
         lane.ring.forget()  # a step changes all weights
         lane.schedule.foresee_pass(is_training=True)
-    # 24 uses. Five of the forward's are still here for the backward: those of the last layer, and one before.
+    # Of 24 uses, five find an expert in its slot when backward begins: four of the last layer and one of the layer
+    # before.
     assert len(lane.loads) == 24 - 5
     assert lane.used[-24:-12] == [f"{layer}.{e}" for layer in range(3) for e in range(4)]
 
 
-def test_before_the_first_call_of_all_nothing_is_known_and_behind_it_all_is() -> None:
+def test_after_the_first_call_all_experts_are_expected() -> None:
     lane = Lane(num_layers=3, num_experts=4, num_slots=8)
     lane.begin(is_training=True)
     assert lane.loads == []
@@ -44,7 +47,7 @@ def test_before_the_first_call_of_all_nothing_is_known_and_behind_it_all_is() ->
     lane.schedule.cancel_pass()
 
 
-def test_the_backward_is_known_to_the_last_expert() -> None:
+def test_the_backward_loads_exactly_its_experts() -> None:
     lane = Lane(num_layers=4, num_experts=8, num_slots=4)
     lane.begin(is_training=True)
     routing = [[1, 5], [0, 7], [2, 3], [4, 6]]
@@ -53,18 +56,18 @@ def test_the_backward_is_known_to_the_last_expert() -> None:
     lane.loads.clear()
     for layer in reversed(range(4)):
         lane.call(layer, sorted(routing[layer], reverse=True), Call.BACKWARD)
-    # Those of the two last layers are here. The others come exactly, from the last on, ahead of their calls.
+    # Experts of the last two layers are here. The others are loaded before their calls, from the last layer on.
     assert sorted(lane.loads[:2]) == ["1.0", "1.7"] and sorted(lane.loads[2:]) == ["0.1", "0.5"]
     assert lane.next.figures.num_here == 8, "each call of the backward found its experts"
     assert lane.next.figures.wrong_bytes == 0
 
 
-def test_a_slot_is_given_up_whose_block_is_needed_last() -> None:
+def test_the_slot_of_the_block_needed_last_is_overwritten() -> None:
     lane = Lane(num_layers=3, num_experts=4, num_slots=3)
     lane.begin(is_training=True)
     lane.call(0, [0])
     lane.call(1, [1])
-    lane.call(2, [2])  # the slots are full: 0.0 is needed last, 2.2 next
+    lane.call(2, [2])  # the slots are full, 0.0 is needed last and 2.2 next
     lane.schedule.route(2, [3], num_rows=1, call=Call.FORWARD)
     lane.next.begin_call(2, lane.schedule.left)
     load = lane.next.find_load()
@@ -72,7 +75,7 @@ def test_a_slot_is_given_up_whose_block_is_needed_last() -> None:
     assert load.slot.block.name == "0.0"
 
 
-def test_hints_are_the_experts_that_passes_before_used_most() -> None:
+def test_hints_are_the_most_used_experts_of_earlier_passes() -> None:
     lane = Lane(num_layers=2, num_experts=8, num_slots=8)
     for experts in ([1, 2], [2, 3], [2, 5]):
         lane.begin(is_training=False)
@@ -83,10 +86,10 @@ def test_hints_are_the_experts_that_passes_before_used_most() -> None:
     lane.loads.clear()
     lane.schedule.foresee_pass(is_training=False)
     lane.load_all()
-    assert lane.loads == ["0.0", "1.2", "1.5"], "as many as the last pass used, the most used first"
+    assert lane.loads == ["0.0", "1.2", "1.5"], "the number of the last pass, most used first"
 
 
-def test_what_somebody_looked_ahead_for_is_better_than_habit() -> None:
+def test_hints_of_routers_replace_habits() -> None:
     lane = Lane(num_layers=3, num_experts=8, num_slots=4)
     lane.begin(is_training=False)
     for layer in range(3):
@@ -98,7 +101,7 @@ def test_what_somebody_looked_ahead_for_is_better_than_habit() -> None:
     lane.schedule.hint(1, [6, 7])
     lane.next.note_layer(1)
     lane.load_all()
-    assert lane.loads == ["1.6", "1.7"], "they take the places of the last layer's"
+    assert lane.loads == ["1.6", "1.7"], "they replace experts of the last layer"
     lane.schedule.hint(0, [5])
     lane.call(0, [0, 1])
     lane.schedule.hint(0, [4])  # too late
@@ -106,7 +109,7 @@ def test_what_somebody_looked_ahead_for_is_better_than_habit() -> None:
     assert lane.next.figures.num_here == 2 + 2
 
 
-def test_what_the_router_says_takes_the_place_of_hints() -> None:
+def test_routed_experts_replace_hints() -> None:
     lane = Lane(num_layers=2, num_experts=8, num_slots=3)
     lane.begin(is_training=False)
     lane.call(0, [0, 1])
@@ -114,11 +117,11 @@ def test_what_the_router_says_takes_the_place_of_hints() -> None:
     lane.schedule.end_pass()
     lane.ring.forget()
     lane.schedule.foresee_pass(is_training=False)
-    lane.load_all()  # 0.0, 0.1 and one hint for the layer behind
+    lane.load_all()  # 0.0, 0.1 and one hint for the next layer
     lane.begin(is_training=False)
     lane.loads.clear()
-    lane.call(0, [6, 7])  # none of them was foreseen
-    assert lane.loads[:2] == ["0.6", "0.7"], "what is needed goes before what is left of the hints"
+    lane.call(0, [6, 7])  # these were not foreseen
+    assert lane.loads[:2] == ["0.6", "0.7"], "needed experts are loaded before the remaining hints"
     wrong = lane.next.figures.wrong_bytes
     assert wrong == 200, "two loads of 100 bytes were in vain"
     lane.call(1, [2, 3, 4])
@@ -126,25 +129,25 @@ def test_what_the_router_says_takes_the_place_of_hints() -> None:
 
 
 class Reached(Event):
-    """By the device, or not yet."""
+    """An event that the device has reached or not."""
 
     def __init__(self, is_reached: bool) -> None:
         self._is_reached = is_reached
 
     def synchronize(self) -> None:
-        raise AssertionError("nobody is to wait")
+        raise AssertionError("a thread waited")
 
     def is_reached(self) -> bool:
         return self._is_reached
 
 
-def test_slots_that_the_device_still_computes_with_are_given_up_last() -> None:
+def test_slots_in_use_by_the_device_are_overwritten_last() -> None:
     uses = {"a": 3, "b": 5, "c": 7}
     slots = {name: Slot(torch.empty(0), SizeClass.EXPERT, cast(Any, NamedBlock(name))) for name in uses}
     farthest = FarthestUse(slots.values(), lambda block: uses[block.name])
     slots["b"].last_use, slots["c"].last_use = Reached(False), Reached(False)
     assert farthest.find_slot(before=2) is slots["a"]
-    assert farthest.find_slot(before=4) is slots["c"], "the one needed last, if all that may go are computed with"
+    assert farthest.find_slot(before=4) is slots["c"], "the one needed last, if the device uses all candidates"
     slots["b"].last_use = Reached(True)
     assert farthest.find_slot(before=2) is slots["b"]
     assert farthest.find_slot(before=6) is slots["c"]
@@ -153,7 +156,7 @@ def test_slots_that_the_device_still_computes_with_are_given_up_last() -> None:
     assert farthest.find_slot(before=8) is None
 
 
-def test_of_hints_two_at_a_time_are_under_way() -> None:
+def test_two_hints_are_loaded_at_a_time() -> None:
     lane = Lane(num_layers=2, num_experts=8, num_slots=6)
     lane.begin(is_training=False)
     lane.call(0, [0, 1, 2])
@@ -171,12 +174,12 @@ def test_of_hints_two_at_a_time_are_under_way() -> None:
     assert needed is not None and needed.block.name == "0.5" and not needed.is_hint
 
 
-def test_micro_batches_together_keep_what_others_of_them_may_need() -> None:
+def test_joint_micro_batches_keep_experts_that_others_may_need() -> None:
     lane = Lane(num_layers=2, num_experts=4, num_slots=4)
     lane.schedule.expect_together(2)
     lane.begin(is_training=True)
     lane.call(0, None)
-    assert lane.loads == ["0.0", "0.1", "0.2", "0.3"], "nothing of the next layer: the other micro-batch needs these"
+    assert lane.loads == ["0.0", "0.1", "0.2", "0.3"], "the other micro-batch needs these before the next layer"
     lane.call(0, None)
     assert lane.loads[4:] == ["1.0", "1.1", "1.2", "1.3"]
     lane.call(1, None)
@@ -188,20 +191,20 @@ def test_micro_batches_together_keep_what_others_of_them_may_need() -> None:
     assert lane.loads == ["0.3", "0.2", "0.1", "0.0"]
 
 
-def test_the_backward_of_micro_batches_needs_each_as_often_as_it_was_routed() -> None:
+def test_the_backward_of_micro_batches_uses_each_expert_as_often_as_the_forward() -> None:
     lane = Lane(num_layers=1, num_experts=4, num_slots=2)
     lane.schedule.expect_together(2)
     lane.begin(is_training=True)
     lane.call(0, [0, 1])
     lane.call(0, [2, 3])
-    lane.call(0, [2, 3], Call.AGAIN)  # made again for its backward: does not count as that
+    lane.call(0, [2, 3], Call.AGAIN)  # a recomputation does not count as the backward
     lane.call(0, [2, 3], Call.BACKWARD)
     lane.call(0, [1, 0], Call.AGAIN)
-    lane.call(0, [1, 0], Call.BACKWARD)  # two slots, which others had filled
+    lane.call(0, [1, 0], Call.BACKWARD)  # both slots had other experts
     assert lane.used[-2:] == ["0.1", "0.0"] or lane.used[-2:] == ["0.0", "0.1"]
 
 
-def test_a_pass_without_gradients_in_between_leaves_the_backward_as_it_was() -> None:
+def test_an_evaluation_does_not_change_the_following_backward() -> None:
     lane = Lane(num_layers=2, num_experts=4, num_slots=2)
     lane.begin(is_training=True)
     lane.call(0, [0, 1])
@@ -218,17 +221,17 @@ def test_a_pass_without_gradients_in_between_leaves_the_backward_as_it_was() -> 
     assert lane.used[-4:-2] == ["1.3", "1.2"] or lane.used[-4:-2] == ["1.2", "1.3"]
 
 
-def test_while_a_model_generates_the_next_token_is_foreseen_before_this_ones_pass_ends() -> None:
+def test_in_generation_the_next_token_is_prefetched_before_the_pass_ends() -> None:
     lane = Lane(num_layers=3, num_experts=8, num_slots=5)
     for _ in range(2):
         lane.begin(is_training=False)
         for layer in range(2):
             lane.call(layer, [0, 1])
         lane.loads.clear()
-        lane.call(2, [4, 5])  # what made room for these comes back behind them
+        lane.call(2, [4, 5])  # overwritten experts are loaded again after these
         after = list(lane.loads)
         lane.schedule.end_pass()
-    assert after[-1][0] in "01", "of the next token's first layers"
+    assert after[-1][0] in "01", "experts of the next token's first layers"
     lane.loads.clear()
     lane.load_all()
     assert lane.loads == []
@@ -238,9 +241,10 @@ def test_while_a_model_generates_the_next_token_is_foreseen_before_this_ones_pas
 
 
 @pytest.mark.parametrize(("share", "rate"), [(0.125, 0.53), (0.25, 0.67), (0.5, 0.81)])
-def test_slots_that_a_token_leaves_keep_what_tokens_use_most(share: float, rate: float) -> None:
-    """Tokens that choose 8 of 128 experts with chances that fall as 1 / rank find as many in the slots as in a cache by
-    frequency: half more than with what was used last (0.37, 0.57, 0.77)."""
+def test_in_generation_slots_keep_the_most_used_experts(share: float, rate: float) -> None:
+    """Each token chooses 8 of 128 experts with chances that fall as 1 / rank. Slots have the hit rate of a cache by
+    frequency, which is higher than by last use (0.37, 0.57, 0.77).
+    """
     num_layers, num_tokens = 4, 200
     tokens = [routed(num_tokens, 1, 1.0, seed=layer) for layer in range(num_layers)]
     lane = Lane(num_layers, 128, int(share * num_layers * 128))
@@ -253,7 +257,7 @@ def test_slots_that_a_token_leaves_keep_what_tokens_use_most(share: float, rate:
         figures.append((lane.next.figures.num_used, lane.next.figures.num_here, lane.next.figures.num_loads))
     (used, here, loads), (used_at_50, here_at_50, loads_at_50) = figures[-1], figures[50]
     assert (here - here_at_50) / (used - used_at_50) == pytest.approx(rate, abs=0.03)
-    assert (loads - loads_at_50) / (used - used_at_50) == pytest.approx(1 - rate, abs=0.03), "and hints cost no bytes"
+    assert (loads - loads_at_50) / (used - used_at_50) == pytest.approx(1 - rate, abs=0.03), "hints cost no bytes"
 
 
 def test_a_layer_that_was_skipped_keeps_no_slot() -> None:
@@ -270,7 +274,7 @@ def test_a_layer_that_was_skipped_keeps_no_slot() -> None:
     assert sorted(lane.used[-2:]) == ["2.0", "2.1"]
 
 
-def test_what_a_step_changed_is_loaded_anew() -> None:
+def test_changed_experts_are_loaded_again() -> None:
     lane = Lane(num_layers=2, num_experts=2, num_slots=4)
     lane.training_pass([None, None])
     lane.schedule.foresee_pass(is_training=True)
@@ -281,7 +285,7 @@ def test_what_a_step_changed_is_loaded_anew() -> None:
     assert lane.loads == ["0.0", "0.1", "1.0", "1.1"]
 
 
-def test_a_pass_that_broke_off_needs_nothing_and_a_layer_may_run_by_itself() -> None:
+def test_a_canceled_pass_loads_nothing_and_a_single_layer_may_run() -> None:
     lane = Lane(num_layers=2, num_experts=4, num_slots=2)
     lane.begin(is_training=True)
     lane.call(0, [0, 1])
@@ -289,7 +293,7 @@ def test_a_pass_that_broke_off_needs_nothing_and_a_layer_may_run_by_itself() -> 
     lane.loads.clear()
     lane.load_all()
     assert lane.loads == []
-    lane.call(1, [3])  # outside any pass
+    lane.call(1, [3])  # outside a pass
     assert lane.loads == ["1.3"]
     lane.call(1, [3, 2], Call.BACKWARD)
     assert lane.loads[1:] == ["1.2"]
@@ -297,8 +301,8 @@ def test_a_pass_that_broke_off_needs_nothing_and_a_layer_may_run_by_itself() -> 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 7, 40])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_routing_leaves_a_call_without_a_slot(num_slots: int, seed: int) -> None:
-    """Hints, calls of several micro-batches, skipped layers, passes broken off and in between: each call finds all."""
+def test_every_call_gets_its_experts_whatever_the_routing(num_slots: int, seed: int) -> None:
+    """Passes have hints, several micro-batches, skipped layers, cancellations and evaluations."""
     rng = random.Random(seed)
     lane = Lane(num_layers=4, num_experts=6, num_slots=num_slots)
     for _ in range(60):
@@ -336,7 +340,7 @@ def test_no_routing_leaves_a_call_without_a_slot(num_slots: int, seed: int) -> N
 
 
 class Lines:
-    """Counts lines of these modules that run while it is entered."""
+    """Counts the lines of these modules that run within its block."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -359,16 +363,17 @@ class Lines:
 @pytest.mark.parametrize(
     ("routed", "share"), [(False, 0.0), (True, 0.1)], ids=["all, two slots", "eight of each layer, slots for a tenth"]
 )
-def test_the_work_of_a_pass_grows_with_its_uses_alone(routed: bool, share: float) -> None:
-    """94 layers of 128 experts, 12,032 blocks. Each use takes so many lines of Python, however many there are. Counted
-    are those at the begin of the pass and in every eighth layer."""
+def test_the_work_of_a_pass_is_linear_in_its_uses(routed: bool, share: float) -> None:
+    """The lines of Python per use do not grow with the number of blocks, up to 94 layers of 128 experts. Lines are
+    counted at the begin of the pass and in every eighth layer.
+    """
 
-    def lines_a_use(num_layers: int) -> float:
+    def lines_per_use(num_layers: int) -> float:
         rng = random.Random(0)
         lane = Lane(num_layers, 128, max(2, int(share * num_layers * 128)))
         routing = [rng.sample(range(128), 8) if routed else None for _ in range(num_layers)]
         lines, num_uses = Lines(), 0
-        for _ in range(2 if routed else 1):  # what the second expects is not what it needs
+        for _ in range(2 if routed else 1):  # the second pass needs other experts than it expects
             lines.num = num_uses = 0
             with lines:
                 lane.begin(is_training=True)
@@ -383,6 +388,6 @@ def test_the_work_of_a_pass_grows_with_its_uses_alone(routed: bool, share: float
             routing.reverse()
         return lines.num / num_uses
 
-    few, many = lines_a_use(12), lines_a_use(94)
-    assert many < 1.5 * few, "lines for each use, of a model 8 times as large"
+    few, many = lines_per_use(12), lines_per_use(94)
+    assert many < 1.5 * few, "lines per use of a model 8 times as large"
     assert many < (1500 if routed else 700), "a call of eight looks at all 128 of its layer"

@@ -1,4 +1,4 @@
-"""Two lanes of loads on a device whose copies run late: no bit changes, and nothing is read while it is written."""
+"""Late copies change no bit with streamed experts, and no memory is read while it is written."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def seeds(number: int) -> list[Any]:
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_late_copies_change_no_bit(make_twins: TwinsFactory, seed: int) -> None:
-    """Batches of many tokens and of few, which go to some experts only; evaluations in between; gradients held for a
-    norm, or applied in backward."""
+    """Batches have many tokens, or few that use only some experts. Evaluations run between steps. Gradients are held
+    for a norm, or applied in backward.
+    """
     device = AsyncDevice(seed, max_delay_s=5e-4)
     twins = make_twins(
         ["mixtral", "qwen3_moe"][seed % 2],

@@ -1,4 +1,4 @@
-"""Outputs of experts that come one by one, swapped on a device whose copies run late."""
+"""Outputs of streamed experts are swapped on a device that runs copies late."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hf_lohan.testing.models import tiny_model
 
 @pytest.mark.parametrize("seed", slow_but((0, 1), range(10)))
 def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
-    """With two slots, so that each is written again as soon as compute has let it go; gradients held, or applied in
-    backward."""
+    """There are two slots, so each is overwritten as soon as compute has released it. Gradients are held, or applied in
+    backward.
+    """
     family = ("mixtral", "qwen3_moe")[seed % 2]
     device = AsyncDevice(seed, max_delay_s=5e-4)
     twins = make_twins(

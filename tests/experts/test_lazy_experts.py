@@ -1,4 +1,4 @@
-"""Experts whose steps of zeros come later: stock's weights, moments and losses, to the bit, whenever one looks."""
+"""Lazy experts equal stock's weights, moments and losses to the bit, whenever they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAZY: dict[str, Any] = {"experts": "streamed", "lazy_experts": True}
 
 
 class Halves:
-    """Routing of both twins, forced to one half of the experts, which changes when it is told."""
+    """Forces the routing of both twins to one half of the experts. `first` selects the half."""
 
     def __init__(self, twins: Twins) -> None:
         self.first = 0
@@ -31,7 +31,7 @@ class Halves:
 
 
 def behind(twins: Twins) -> int:
-    """How many experts are."""
+    """Return the number of experts that are behind."""
     missed = twins.engine.records.missed
     return sum(missed.is_block_behind(block) for block in twins.engine.layout.blocks)
 
@@ -42,7 +42,7 @@ def num_experts(twins: Twins) -> int:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("hold_gradients", [False, True])
-def test_half_of_the_experts_are_those_of_stock(make_twins: TwinsFactory, family: str, hold_gradients: bool) -> None:
+def test_experts_that_are_behind_equal_stock(make_twins: TwinsFactory, family: str, hold_gradients: bool) -> None:
     twins = make_twins(family, recompute=True, hold_gradients=hold_gradients, **LAZY)
     halves = Halves(twins)
     most_behind = 0
@@ -86,8 +86,8 @@ def test_a_later_micro_batch_needs_what_an_earlier_one_did_not(make_twins: Twins
     twins.assert_equal()
 
 
-def test_clipped_steps_and_steps_that_do_not_count(make_twins: TwinsFactory) -> None:
-    """Guesses that are right, and that are undone; a gradient that is not finite."""
+def test_clipped_and_skipped_steps_equal_stock(make_twins: TwinsFactory) -> None:
+    """Steps have right and undone guesses, and a gradient that is not finite."""
     twins = make_twins("mixtral", recompute=True, clip="speculate", **LAZY)
     halves = Halves(twins)
     for step in range(8):
@@ -102,7 +102,7 @@ def test_clipped_steps_and_steps_that_do_not_count(make_twins: TwinsFactory) -> 
             continue
         twins.backward(step)
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in twins.stock.parameters() if p.grad is not None]))
-        if step in (2, 5):  # halve it: the same coefficient for both
+        if step in (2, 5):  # both halve the gradients
             coefficient = 0.5
             for parameter in twins.stock.parameters():
                 if parameter.grad is not None:
@@ -117,7 +117,7 @@ def test_clipped_steps_and_steps_that_do_not_count(make_twins: TwinsFactory) -> 
     assert twins.engine.clip_history.num_redone >= 1
 
 
-def test_weights_that_are_written_over_take_their_steps_first(make_twins: TwinsFactory) -> None:
+def test_overwritten_weights_take_their_missed_steps_first(make_twins: TwinsFactory) -> None:
     twins = make_twins("mixtral", recompute=True, **LAZY)
     Halves(twins)
     twins.train(3)
@@ -135,7 +135,7 @@ def test_weights_that_are_written_over_take_their_steps_first(make_twins: TwinsF
 
 @pytest.mark.parametrize("seed", range(10))
 def test_late_copies_change_no_bit(make_twins: TwinsFactory, seed: int) -> None:
-    """Also where updates in backward have the weights lent, which those that are behind cannot use."""
+    """Updates in backward may borrow weights from slots, but not for experts that are behind."""
     device = AsyncDevice(seed, max_delay_s=5e-4)
     twins = make_twins(
         ("mixtral", "qwen3_moe")[seed % 2],

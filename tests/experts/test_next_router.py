@@ -1,4 +1,6 @@
-"""What routers say of the rows before theirs: found in every family, believed where it is right, and never a number."""
+"""Routers predict the experts of the next layer in every family. Predictions are used if they are right, and change no
+number.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from hf_lohan.model import stored_form
 
 
 def routed_by(model: nn.Module, experts: Any) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-    """By module of experts, the rows that a forward gives it, and where they go."""
+    """Return by module of experts the rows of a forward, and their chosen experts."""
     calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}
     for module in experts:
         module.register_forward_pre_hook(lambda module, args: calls.update({module: (args[0], args[1])}))
@@ -26,7 +28,7 @@ def routed_by(model: nn.Module, experts: Any) -> dict[nn.Module, tuple[Tensor, T
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_its_own_rows_a_router_says_what_it_chooses(family: str) -> None:
+def test_a_router_predicts_its_own_choice_for_its_own_rows(family: str) -> None:
     model = expert_model(family).eval()
     blocks = stored_form(model, None, "float32", streams_experts=True).model_blocks
     routers = [router for router in find_routers(model, blocks) if router is not None]
@@ -44,7 +46,7 @@ def test_of_its_own_rows_a_router_says_what_it_chooses(family: str) -> None:
         assert torch.equal(chosen.sort().values, top_k_index.sort().values)
 
 
-def test_where_two_could_be_the_router_there_is_none() -> None:
+def test_an_ambiguous_router_is_not_used() -> None:
     model = expert_model("mixtral")
     blocks = stored_form(model, None, "float32", streams_experts=True).model_blocks
     first = model.get_submodule(next(name for name, m in model.named_modules() if m in blocks.experts))
@@ -56,7 +58,7 @@ def test_where_two_could_be_the_router_there_is_none() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_believed_or_not_numbers_are_stocks(
+def test_predictions_change_no_number(
     make_twins: TwinsFactory, family: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hinted: list[int] = []
@@ -67,7 +69,7 @@ def test_believed_or_not_numbers_are_stocks(
     assert hinted
 
 
-def test_the_router_is_believed_where_it_is_right_about_most_and_habits_are_not() -> None:
+def test_predictions_are_used_if_they_are_mostly_right_and_habits_are_not() -> None:
     trust = Trust()
     assert trust.is_in_router
     trust.note_pass([1, 2], by_habit=[3, 4], by_router=[1, 2])
@@ -77,4 +79,4 @@ def test_the_router_is_believed_where_it_is_right_about_most_and_habits_are_not(
     assert not trust.is_in_router
     for _ in range(20):
         trust.note_pass([1, 2, 3], by_habit=[], by_router=[3, 4, 5])
-    assert not trust.is_in_router  # right about a third
+    assert not trust.is_in_router  # a third is right

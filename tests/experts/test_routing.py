@@ -1,4 +1,4 @@
-"""Counts of rows: what they are, how often the host waits for them, and whose they are not any more."""
+"""Rows are counted in one fetch, and counts are used again only for unchanged ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_EXPERTS = 5
 
 
 class CountingDevice(AsyncDevice):
-    """What it fetches is NaN's bytes for whoever does not wait."""
+    """A fetched tensor has NaN bytes before the wait."""
 
     num_fetches = 0
 
@@ -45,20 +45,20 @@ def test_rows_are_counted_in_one_fetch(device: CountingDevice, dtype: torch.dtyp
     assert torch.equal(sorted_ids[routing.place], chosen.reshape(-1))
 
 
-def test_of_no_rows_there_are_none(device: CountingDevice) -> None:
+def test_no_rows_are_counted_as_none(device: CountingDevice) -> None:
     routing = Routing(torch.empty(0, 2, dtype=torch.long), NUM_EXPERTS, HostNumbers(device), KnownCounts())
     routing.wait_for_counts()
     assert routing.experts == routing.num_rows == routing.split(torch.empty(0)) == []
 
 
 @pytest.mark.parametrize("stranger", [-1, NUM_EXPERTS, NUM_EXPERTS + 3])
-def test_an_expert_of_somebody_else_is_refused(device: CountingDevice, stranger: int) -> None:
+def test_an_expert_out_of_range_is_refused(device: CountingDevice, stranger: int) -> None:
     routing = Routing(ids([0, stranger], [2, 1]), NUM_EXPERTS, HostNumbers(device), KnownCounts())
     with pytest.raises(ValueError, match=f"a router chose expert {stranger} of 5"):
         routing.wait_for_counts()
 
 
-def test_what_was_counted_is_known_while_somebody_has_it_and_as_it_was(device: CountingDevice) -> None:
+def test_counts_are_used_again_while_the_ids_live_unchanged(device: CountingDevice) -> None:
     host, known = HostNumbers(device), KnownCounts()
 
     def count(chosen: Tensor) -> list[int]:
@@ -68,15 +68,15 @@ def test_what_was_counted_is_known_while_somebody_has_it_and_as_it_was(device: C
 
     chosen = ids([0, 1], [1, 2])
     assert count(chosen) == count(chosen) == count(chosen.detach()) == [0, 1, 2]
-    assert device.num_fetches == 1, "a backward has the ids of its forward"
-    assert count(chosen[:1]) == [0, 1], "a part of them is something else"
+    assert device.num_fetches == 1, "a backward uses the ids of its forward"
+    assert count(chosen[:1]) == [0, 1], "a part of the ids has other counts"
     chosen.fill_(4)
-    assert count(chosen) == [4], "what was written since is something else"
+    assert count(chosen) == [4], "changed ids have other counts"
     num_fetches = device.num_fetches
-    for expert in range(NUM_EXPERTS):  # each likely to lie where the one before did
+    for expert in range(NUM_EXPERTS):  # each tensor probably has the address of the previous one
         assert count(torch.full((2, 2), expert)) == [expert]
     assert device.num_fetches == num_fetches + NUM_EXPERTS
-    assert len(known._of_ids) <= 2, "what nobody has is forgotten"
+    assert len(known._of_ids) <= 2, "counts of freed ids are forgotten"
 
 
 def test_ids_of_inference_are_counted_each_time(device: CountingDevice) -> None:

@@ -1,4 +1,4 @@
-"""What a run has seen of its routing goes to its plan."""
+"""The engine counts the routing of a run for its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipped, skipped, half frozen, looked at between steps: with experts that come one by one all is as in memory."""
+"""Streamed experts train as in memory with clipping, skipped steps, frozen weights and reads between steps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.updates.arrival import GradientArrivals
 
 NORM_TOLERANCE = 1e-5
-"""Relative. Stock adds squares up in float32."""
+"""Relative. Stock adds squares in float32."""
 STREAMED: dict[str, Any] = {"experts": "streamed", "hold_gradients": False}
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
 ROUTER = "mlp.gate.weight"
 
 
 def clip(twins: Twins, max_norm: float) -> None:
-    """Both by the engine's norm; stock's own is nearly that."""
+    """Clip both twins by the engine's norm, which is close to stock's norm."""
     own = torch.nn.utils.get_total_norm([p.grad for p in twins.stock.parameters() if p.grad is not None])
     norm = twins.engine.clip_grad_norm(max_norm)
     assert torch.allclose(norm, own, rtol=NORM_TOLERANCE, atol=0)
@@ -40,7 +40,7 @@ def clip(twins: Twins, max_norm: float) -> None:
 
 @MAX_NORMS
 @pytest.mark.parametrize("clip_by", ["defer", "speculate"])
-def test_clipped_by_one_norm_both_are_equal(clip_by: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
+def test_twins_clipped_by_one_norm_are_equal(clip_by: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
     twins = make_twins("mixtral", recompute=True, experts="streamed", clip=clip_by)
     for step, max_norm in enumerate(max_norms):
         twins.backward(10 * step)
@@ -52,7 +52,7 @@ def test_clipped_by_one_norm_both_are_equal(clip_by: str, max_norms: list[float]
 
 
 @pytest.mark.parametrize("max_norm", [CLIPS, LETS_THROUGH])
-def test_a_guess_in_the_last_of_several_backwards(max_norm: float, make_twins: TwinsFactory) -> None:
+def test_a_guess_in_the_last_of_several_backwards_equals_stock(max_norm: float, make_twins: TwinsFactory) -> None:
     twins = make_twins("qwen3_moe", experts="streamed", clip="speculate")
     for step in range(2):
         for number in range(3):
@@ -68,7 +68,7 @@ def test_a_guess_in_the_last_of_several_backwards(max_norm: float, make_twins: T
     "way", [STREAMED, {"experts": "streamed", "clip": "defer"}, {"experts": "streamed", "clip": "speculate"}]
 )
 @pytest.mark.parametrize("spoiled", ["loss", "gradients"])
-def test_a_step_that_is_not_finite_never_happened(spoiled: str, way: dict[str, Any], make_twins: TwinsFactory) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(spoiled: str, way: dict[str, Any], make_twins: TwinsFactory) -> None:
     twins = make_twins("mixtral", **way)
 
     def good(first_seed: int) -> None:
@@ -102,8 +102,8 @@ def frozen(*parts: str) -> Any:
 @pytest.mark.parametrize(
     "parts", [("gate.weight",), ("experts",), ("experts.gate_up_proj",), ("self_attn", "norm", "embed", "gate.weight")]
 )
-def test_in_part_frozen(parts: tuple[str, ...], recompute: bool, make_twins: TwinsFactory) -> None:
-    """The router; all experts; half of each expert's weights, which then come with their layers; all but experts."""
+def test_partly_frozen_models_equal_stock(parts: tuple[str, ...], recompute: bool, make_twins: TwinsFactory) -> None:
+    """Freeze the router, all experts, half of each expert (which then loads with its layer), or all but experts."""
     settings = {**STREAMED, "experts": "auto" if parts == ("experts.gate_up_proj",) else "streamed"}
     twins = make_twins(model_factory=partial(frozen, *parts), recompute=recompute, **settings)
     num_slots = twins.engine.layout.plan.num_slots[SizeClass.EXPERT]
@@ -112,7 +112,7 @@ def test_in_part_frozen(parts: tuple[str, ...], recompute: bool, make_twins: Twi
     twins.assert_equal()
 
 
-def test_adapters_beside_frozen_experts(make_twins: TwinsFactory) -> None:
+def test_adapters_with_frozen_experts_equal_stock(make_twins: TwinsFactory) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted() -> Any:
@@ -135,7 +135,7 @@ def test_adapters_on_experts_are_refused(tmp_path: Path) -> None:
         offload_model(model, offload, torch_device="cpu", default_ssd_path=tmp_path / "store")
 
 
-def test_evaluation_between_steps(make_twins: TwinsFactory) -> None:
+def test_evaluation_between_steps_equals_stock(make_twins: TwinsFactory) -> None:
     twins = make_twins("qwen3_moe", recompute=True, **STREAMED)
     for step in range(3):
         twins.train(1, first_seed=10 * step)
@@ -165,8 +165,8 @@ def test_a_fused_weight_is_read_and_changed_between_steps(make_twins: TwinsFacto
     twins.assert_equal()
 
 
-def test_bfloat16_weights(build_engine: EngineFactory) -> None:
-    """As AdamW on float32 masters with the gradients of the bfloat16 model."""
+def test_bfloat16_weights_have_exact_masters(build_engine: EngineFactory) -> None:
+    """The reference is AdamW on float32 masters with the gradients of a bfloat16 model."""
     stock, model = (tiny_model("mixtral").train() for _ in range(2))
     engine = build_engine(model, dtype=torch.bfloat16, **STREAMED)
     model.config.dtype = torch.bfloat16
@@ -195,13 +195,14 @@ def test_bfloat16_weights(build_engine: EngineFactory) -> None:
         assert torch.equal(access.read_flat(name, "exp_avg_sq"), stock_optimizer.state[master]["exp_avg_sq"].flatten())
 
 
-# How often experts come.
+# The number of loads.
 
 
 @pytest.mark.parametrize("activations", ["recompute", "swap", "keep"])
-def test_an_output_that_was_put_away_has_no_expert_come_again(activations: str, make_twins: TwinsFactory) -> None:
-    """Two slots: each call loads all that it needs but for what the call before left there. With the operation's output
-    put away there is one call in forward and one in backward; made again, another one before that."""
+def test_a_stored_output_saves_loads_of_experts(activations: str, make_twins: TwinsFactory) -> None:
+    """With two slots each call loads all its experts except those that the previous call left. A stored output needs
+    one call in forward and one in backward. A recomputed output needs another call.
+    """
     twins = make_twins(
         "mixtral",
         recompute=activations != "keep",
@@ -220,16 +221,16 @@ def test_an_output_that_was_put_away_has_no_expert_come_again(activations: str, 
     twins.train(1, first_seed=200)
     after = engine.expert_loader.figures
     num_used, num_loads = after.num_used - before.num_used, after.num_loads - before.num_loads
-    # All are chosen: there are 64 choices among 4 of each layer.
+    # Every expert is chosen, because a layer has 4 experts and 64 choices.
     assert num_used == num_experts * (3 if activations == "recompute" else 2)
     assert num_loads > 2 * num_experts if activations == "recompute" else num_loads <= 2 * num_experts
     twins.assert_equal()
 
 
-# When, and what that saves.
+# When experts stream, and the saved memory.
 
 
-def test_auto_streams_them_where_two_layers_and_a_gradient_are_more_than_half(
+def test_auto_streams_experts_if_two_layers_and_a_gradient_exceed_half_of_the_device(
     make_twins: TwinsFactory, tmp_path: Path
 ) -> None:
     model = tiny_model("mixtral")
@@ -243,7 +244,7 @@ def test_auto_streams_them_where_two_layers_and_a_gradient_are_more_than_half(
         twins.assert_equal()
 
 
-def test_several_ranks_are_refused(make_config: ConfigFactory) -> None:
+def test_streamed_experts_are_refused_with_several_ranks(make_config: ConfigFactory) -> None:
     model, ranks = tiny_model("mixtral"), Ranks(rank=0, num_ranks=2, local_rank=0, num_local=2)
     of_run: dict[str, Any] = {"working_dtype": None, "hold_gradients": True, "ranks": ranks}
     with pytest.raises(ValueError, match=r"streamed was asked for with 2 ranks.*set experts to with_layer"):
@@ -253,7 +254,7 @@ def test_several_ranks_are_refused(make_config: ConfigFactory) -> None:
 
 
 class NotesLargest:
-    """The largest gradient that went to the host, in bytes."""
+    """Notes the bytes of the largest gradient that went to the host."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_bytes = 0
@@ -266,11 +267,10 @@ class NotesLargest:
         monkeypatch.setattr(GradientArrivals, "send_gradient", send)
 
 
-def test_a_layer_four_times_the_device(
+def test_a_layer_of_four_times_the_device_trains_with_streamed_experts(
     make_twins: TwinsFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole layers are refused, with the number that they would take; one by one, experts fit and train as in
-    memory."""
+    """Whole layers are refused with the memory that they need. Streamed experts fit and train as in memory."""
     model_factory = partial(tiny_model, "mixtral", num_local_experts=32, num_layers=2)
     model = model_factory()
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())

@@ -1,4 +1,4 @@
-"""Makes the modules beside it importable, here and in the fork server, and trains each kind of run once undisturbed."""
+"""Make the modules of this folder importable and train each kind of run once without faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fork_server() -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome]:
-    """What a run comes to if nothing happens to it, wherever its folders are and whatever RAM it has."""
+    """Return the outcome of a run without faults. Folders and RAM do not change the outcome."""
     known: dict[Run, Outcome] = {}
 
     def outcome_of(run: Run) -> Outcome:

@@ -1,4 +1,4 @@
-"""The parent's side: processes that train, and ending them at instants that the tests choose."""
+"""The parent's side: start processes that train and end them at chosen instants."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ CONTEXT = multiprocessing.get_context("forkserver")
 HANGS_AFTER_S = 60.0
 TELLS_WITHIN_S = 5.0
 OUTPUT_TAIL_CHARS = 16_000
-"""The stacks of a dozen threads."""
+"""Enough for the stacks of a dozen threads."""
 STEPS_GONE_ON = {signal.SIGTERM: 1.5}
-"""How many steps a process still ends, on average, after the report that a signal followed."""
+"""How many more steps a process completes, on average, after the report that triggered the signal."""
 
 
 def start_fork_server(*, preload: str) -> None:
-    """Processes are forked from one that has imported ``preload``: they need not do that again."""
-    forkserver._forkserver._stop()  # other tests may have started one that has imported something else
+    """Start a fork server that has imported `preload`, so that forked processes need not import it."""
+    forkserver._forkserver._stop()  # other tests may have started a server with other imports
     CONTEXT.set_forkserver_preload([preload])
-    # Python 3.11's fork server has our environment, not our `sys.path`, and is silent if it cannot import.
+    # Python 3.11's fork server inherits the environment but not `sys.path`, and hides failed imports.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ensure_running()
 
 
 class Child:
-    """A process that trains, seen through its reports."""
+    """A process that trains and sends reports."""
 
     def __init__(self, run: Run, mishap: Mishap | None = None) -> None:
         self.run = run
         self.reports: list[tuple[Report, float]] = []
-        """Each with the time it arrived."""
+        """Each report with its time of arrival."""
         self.connection, theirs = CONTEXT.Pipe()
         self._process = CONTEXT.Process(target=train, args=(run, mishap or Mishap(), theirs), daemon=True)
         self._process.start()
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)  # never signals another process that got its number
+        self._pidfd = os.pidfd_open(self.pid)  # never signals another process that reuses the pid
 
     def wait_for(self, what: str, count: int = 1) -> bool:
-        """Until it has reported ``what`` so many times. False if it ended before."""
+        """Wait for `count` reports of `what`. Return False if the process ends before."""
         while self.num_reports(what) < count:
             if not self.connection.poll(HANGS_AFTER_S):
                 self._give_up(f"no report of {what!r}")
@@ -65,21 +65,21 @@ class Child:
         return True
 
     def lives_for(self, duration_s: float) -> bool:
-        """Wait, at most until it ends. False if it has."""
+        """Wait for this duration. Return False as soon as the process ends."""
         return not wait([self._process.sentinel], duration_s)
 
     def send_signal(self, number: int) -> None:
-        """Does nothing if it has ended."""
+        """Send a signal unless the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def go_on(self) -> None:
-        """The word that it waits for where its mishap holds it. Does nothing if it has ended."""
+        """Release a process that its mishap holds. Do nothing if the process has ended."""
         with contextlib.suppress(OSError):
             self.connection.send("go on")
 
     def end(self) -> int:
-        """Its exit code as `Popen.returncode` has it, once it has ended by itself."""
+        """Wait until the process ends and return its exit code as `Popen.returncode` would."""
         while self.connection.poll(HANGS_AFTER_S):
             if not self._receive():
                 break
@@ -97,12 +97,12 @@ class Child:
 
     @property
     def last_step(self) -> int:
-        """The last step it reported to have ended, or that it began from."""
+        """The last step reported as completed, or the step that training began from."""
         return max((report.step for report, _ in self.reports), default=0)
 
     @property
     def error(self) -> str:
-        """What it failed with."""
+        """The error of the process, or "" if it did not fail."""
         return next((report.text for report, _ in self.reports if report.what == "failed"), "")
 
     @property
@@ -116,12 +116,12 @@ class Child:
     def _receive(self) -> bool:
         try:
             self.reports.append((self.connection.recv(), time.monotonic()))
-        except (EOFError, OSError):  # it ended, maybe in the middle of a report
+        except (EOFError, OSError):  # the process ended, maybe in the middle of a report
             return False
         return True
 
     def _give_up(self, reason: str) -> None:
-        """Say where its threads are, and where the kernel is for them."""
+        """Fail the test with the Python and kernel position of each thread."""
         tasks = sorted(Path(f"/proc/{self.pid}/task").glob("*"))
         in_kernel = [f"{_text(task / 'comm')}: {_text(task / 'wchan')}" for task in tasks]
         self.send_signal(TELL_STACKS)
@@ -134,12 +134,12 @@ class Child:
 def _text(file: Path) -> str:
     try:
         return file.read_text().strip()
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return "?"
 
 
 def finish(run: Run, mishap: Mishap | None = None) -> Child:
-    """Train to the end in one process, which must succeed."""
+    """Train to the end in one process and check that it succeeds."""
     child = Child(run, mishap)
     code = child.end()
     assert code == 0, f"exit code {code}:\n{child.output_tail()}"
@@ -147,7 +147,7 @@ def finish(run: Run, mishap: Mishap | None = None) -> Child:
 
 
 class Interruption(NamedTuple):
-    """How one process of a run ended. Steps are 0 before the first."""
+    """How one process of a run ended. Step 0 means that no step was completed."""
 
     after: str
     exit_code: int
@@ -156,17 +156,17 @@ class Interruption(NamedTuple):
 
 
 class Interrupter:
-    """Ends process after process of a run, each at a random instant after a random report of it, in such a way that
-    the run is not finished when all are done."""
+    """Ends one process of a run after another, each at a random instant after a random report. Enough steps remain that
+    the run is never finished by these processes."""
 
     def __init__(self, run: Run, seed: int) -> None:
         self.run = run
         self._random = Random(seed)
         self._pause_s = {"started": 0.5, "begun": 0.2, "stepped": 0.1}
-        """How long it lasts from one report to the next, as last seen."""
+        """The last measured time between one report and the next."""
 
     def interrupt(self, number: signal.Signals, count: int, kinds: tuple[str, ...]) -> list[Interruption]:
-        """Signal ``count`` processes in turn, each after a report of one of these kinds."""
+        """Signal `count` processes one after another, each after a report of one of these kinds."""
         done: list[Interruption] = []
         for num_left in range(count, 0, -1):
             num_steps_left = self.run.num_steps - self._committed_step()
@@ -174,7 +174,8 @@ class Interrupter:
             most_steps = min(max(1, int(2 * share)), (num_steps_left - 4) // 2)
             after = self._random.choice(kinds if most_steps > 0 else kinds[:1])
             num_steps = self._random.randint(1, max(1, most_steps))
-            # A signal that a busy machine sends late finds it waiting, with a step for each process to come.
+            # If a busy machine sends the signal late, the process is still waiting, with one step left per later
+            # process.
             holds = Mishap(holds_at=self.run.num_steps - num_left)
             done.append(self._one(number, after, num_steps if after == "stepped" else 1, holds))
         return done
@@ -197,5 +198,5 @@ class Interrupter:
 
 
 def run_in(folder: Path, run: Run) -> Run:
-    """The same run with its folders in ``folder``."""
+    """Return the same run with its folders in `folder`."""
     return replace(run, output_dir=folder / "out", beside=folder)

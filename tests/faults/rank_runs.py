@@ -1,4 +1,4 @@
-"""A run of several ranks, one of which something happens to at an instant that the test chooses."""
+"""A run of several ranks in which one rank has a fault at a chosen instant."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ import hf_lohan
 
 ENDS_WITHIN_S = 5.0
 NET_TIMEOUT_S = 6
-"""So long a rank may be silent on a busy machine."""
+"""Longer than a healthy rank is silent on a busy machine."""
 HOLDS_AFTER = 8
-"""Steps after which a process waits for the parent, so that what befalls it does so before its run is over."""
+"""Each process waits for the parent after this many steps, so that a fault happens before the run ends."""
 Fault = Literal["killed", "hangs", "disk full"]
 
 
 class Ended(NamedTuple):
-    """How the ranks ended that nothing had happened to."""
+    """How the healthy ranks ended."""
 
     fault: Fault
     victim: int
     after_step: int
     took_s: float
-    """To the end of the last of them: from the fault; where a rank hangs from the end of its time, and where its disk
-    is full from its word that it failed."""
+    """Seconds until the last of them ended. Counted from the fault; for a hang, from the timeout; for a full disk, from
+    the report of the failure."""
     errors: list[str]
 
 
 class RankRun:
-    """All processes of a run, and what becomes of it if they are started again and again."""
+    """All processes of a run, which can be started several times."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.folder = folder
@@ -56,14 +56,14 @@ class RankRun:
         return [Child(run, mishap) for run in runs]
 
     def finish(self) -> list[Outcome]:
-        """Train to the end, which must succeed; what each rank came to."""
+        """Train to the end, check that all ranks succeed and return the outcome of each rank."""
         children = self.start()
         codes = [child.end() for child in children]
         assert not any(codes), f"exit codes {codes}:\n" + "\n".join(child.output_tail() for child in children)
         return [read_outcome(self.folder / f"rank-{rank}") for rank in self.ranks]
 
     def check_against(self, undisturbed: list[Outcome]) -> None:
-        """Go on to the end: to the bit as if nothing had happened, on all ranks."""
+        """Resume, train to the end and check that all ranks equal a run without faults to the bit."""
         for ours, whole in zip(self.finish(), undisturbed, strict=True):
             assert_same(ours, whole)
 
@@ -72,39 +72,39 @@ class RankRun:
 
     @contextlib.contextmanager
     def small_disk(self, rank: int) -> Iterator[Path]:
-        """For the store of one rank, until this is left."""
+        """Give the store of one rank a small disk of its own within this context."""
         with small_file_system(self.folder, 64 * MIB, at=self.store_of(rank)) as disk:
             yield disk
 
     def befall(self, fault: Fault, victim: int, random: Random) -> Ended:
-        """Start all ranks, let one meet with a fault within a few steps, and see how all of them end."""
+        """Start all ranks, cause a fault in one within a few steps, and check how all of them end."""
         before = self._committed_step()
         children = self.start(Mishap(holds_at=before + HOLDS_AFTER))
-        there = children[victim]
-        others = [child for child in children if child is not there]
-        # Until two steps have ended, a rank may take as long as it takes to load a model and to plan.
+        target = children[victim]
+        others = [child for child in children if child is not target]
+        # Loading and planning, which have no timeout, last until two steps have ended.
         num_steps = random.randint(3 if fault == "hangs" else 0, 4)
-        reported = there.wait_for("stepped", num_steps) if num_steps else there.wait_for("begun")
-        assert reported, there.output_tail()
-        there.lives_for(random.random() * 0.5)
+        reported = target.wait_for("stepped", num_steps) if num_steps else target.wait_for("begun")
+        assert reported, target.output_tail()
+        target.lives_for(random.random() * 0.5)
         if fault == "disk full":
             fill(str(self.store_of(victim) / "any"))
         else:
-            there.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+            target.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
         may_take_s = ENDS_WITHIN_S + (NET_TIMEOUT_S if fault == "hangs" else 0.0)
         for child in children:
             child.go_on()
         if fault == "disk full":
-            there.wait_for("failed")  # it may compute long before it needs the disk
+            target.wait_for("failed")  # the rank may compute for long before it writes
         began_s = time.monotonic()
         concerned = children if fault == "disk full" else others
         in_time = [self._ends_until(child, began_s + may_take_s) for child in concerned]
         took_s = time.monotonic() - began_s - (NET_TIMEOUT_S if fault == "hangs" else 0.0)
         if fault == "hangs":
             woken_s = time.monotonic()
-            there.send_signal(signal.SIGCONT)
-            # If it hung within a collective of torch's, that goes on to the end of its own time.
-            in_time.append(self._ends_until(there, woken_s + NET_TIMEOUT_S + ENDS_WITHIN_S))
+            target.send_signal(signal.SIGCONT)
+            # A rank that was stopped in a collective of torch ends at the collective's own timeout.
+            in_time.append(self._ends_until(target, woken_s + NET_TIMEOUT_S + ENDS_WITHIN_S))
             print(f"the rank that hung ended {time.monotonic() - woken_s:.2f} s after it was woken: ", end="")
         codes = [child.end() for child in children]
         if fault == "disk full":
@@ -112,30 +112,30 @@ class RankRun:
         outputs = "\n".join(f"rank {child.run.rank}: {child.output_tail()}" for child in children)
         assert all(in_time), f"not all ended within {may_take_s} s of their fault:\n{outputs}"
         assert codes[victim] == (-signal.SIGKILL if fault == "killed" else FAILED), outputs
-        self._check_words(fault, there, others)
+        self._check_words(fault, target, others)
         after = self._committed_step()
         assert before <= after <= before + HOLDS_AFTER
         return Ended(fault, victim, after, took_s, [child.error for child in others])
 
     def _ends_until(self, child: Child, until_s: float) -> bool:
-        """Whether it has ended by then. If not, its output has where its threads are."""
+        """Return whether the process ends in time. If not, make it write the stacks of its threads."""
         if not child.lives_for(max(0.0, until_s - time.monotonic())):
             return True
         child.send_signal(TELL_STACKS)
         return False
 
-    def _check_words(self, fault: Fault, there: Child, others: list[Child]) -> None:
-        named = rf"rank {there.run.rank} \(pid {there.pid}, \S+\)"
-        told = {
+    def _check_words(self, fault: Fault, target: Child, others: list[Child]) -> None:
+        named = rf"rank {target.run.rank} \(pid {target.pid}, \S+\)"
+        pattern = {
             "killed": rf"RankFailedError: {named} ended",
             "hangs": rf"Rank(Timeout|Failed)Error: {named} said nothing for {NET_TIMEOUT_S} s while rank",
-            "disk full": rf"RankFailedError: {named} failed: \w+: .*{re.escape(str(self.store_of(there.run.rank)))}",
+            "disk full": rf"RankFailedError: {named} failed: \w+: .*{re.escape(str(self.store_of(target.run.rank)))}",
         }[fault]
         for child in others:
-            assert re.match(told, child.error), child.error
+            assert re.match(pattern, child.error), child.error
             assert child.error in child.output_tail(), "stderr does not say why the run ended"
         if fault == "disk full":
-            assert str(self.store_of(there.run.rank)) in there.error, there.error
+            assert str(self.store_of(target.run.rank)) in target.error, target.error
 
     def _committed_step(self) -> int:
         return hf_lohan.last_step(self.run.output_dir) or 0

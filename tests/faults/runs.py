@@ -1,7 +1,5 @@
-"""A training run that may be cut short anywhere: what it trains, and `train`, which goes on where it was cut.
-
-The fork server imports this module once, so that each process starts with everything imported.
-"""
+"""A training run that may be interrupted anywhere, and `train`, which starts or resumes it. The fork server imports
+this module once, so that each process starts with all imports done."""
 
 from __future__ import annotations
 
@@ -43,28 +41,28 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()
 PRELOADED = (LlamaForCausalLM, MixtralForCausalLM, OPTForCausalLM, Qwen3MoeForCausalLM, hf_lohan.Trainer)
-"""What transformers and hf_lohan load only when it is asked for."""
-tqdm.set_lock(threading.RLock())  # its own is shared by all that are forked, and a killed one may leave it taken
+"""Classes that transformers and hf_lohan load lazily."""
+tqdm.set_lock(threading.RLock())  # forked processes share tqdm's own lock, and a killed process may leave it locked
 
 NUM_ROWS = 64
 SMALL_BUDGETS = {"gpu_memory": "2MiB", "cpu_threads": 1, "io_threads": 2}
 OUTCOME_NAME = "outcome.safetensors"
 FAILED, INTERRUPTED, TERMINATED = 3, 130, 143
 TELL_STACKS = signal.SIGUSR1
-"""Has a process write into its output where each of its threads is; so does an abort."""
+"""Makes a process write the stacks of its threads to its output. An abort does the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, hashable. ``beside`` is for what must survive whatever befalls ``output_dir``."""
+    """The hashable settings of a run. The folder `beside` holds files that must survive faults of `output_dir`."""
 
     output_dir: Path = Path()
     beside: Path = Path()
     ssd: str = "auto"
     cpu_memory: str = "4MiB"
-    """With 4 MiB no record has a copy in it, with 7 MiB most have, with 64 MiB all."""
+    """4 MiB hold no record, 7 MiB hold most records and 64 MiB hold all."""
     family: Literal["llama", "opt", "mixtral", "qwen3_moe"] = "llama"
-    """Experts of mixtures stream; those of the last one take later what steps they may."""
+    """The experts of mixtures are streamed. Those of qwen3_moe are also updated lazily."""
     num_layers: int = 2
     num_steps: int = 12
     save_steps: int = 0
@@ -73,30 +71,30 @@ class Run:
     commit_every: int = 1
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
     insists: bool = False
-    """Resume even if there is nothing to resume from."""
+    """Ask for a resume even if no commit exists."""
     rank: int = 0
     num_ranks: int = 1
     port: int = 0
-    """Where its ranks meet."""
+    """The port of the rendezvous."""
     net_timeout: int | str = "auto"
 
 
 class Mishap(NamedTuple):
-    """What happens to one process of a run, at a place that is known exactly."""
+    """A fault or pause of one process at an exact place."""
 
     signals: tuple[int, ...] = ()
     event: str = "on_step_begin"
     step: int = 0
-    """The process signals itself at this event of Trainer, in the step that brings `global_step` to this. Or at
-    "in_trace", in no step: while torch, planning the first one, calls Python where it bears no exception."""
+    """The process signals itself at this event of Trainer, in the step that sets `global_step` to `step`. The event
+    "in_trace" has no step: it is a call from torch to Python, during planning, that must not raise."""
 
     write_call: WriteCall | None = None
     holds_at: int = 0
-    """Wait for a word from the parent at the end of this step."""
+    """Wait for the parent at the end of this step."""
 
 
 class Report(NamedTuple):
-    """What a process tells its parent: started, begun (training), stepped, finished or failed."""
+    """A message to the parent: started, begun (training), stepped, finished or failed."""
 
     what: str
     step: int = 0
@@ -104,17 +102,17 @@ class Report(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One row a logged step, in order, and all parameters and optimizer states by ``name.kind``."""
+    """One row per logged step, in order, and all parameters and optimizer states by `name.kind`."""
 
     rows: list[dict[str, float]]
     tensors: dict[str, Tensor]
 
 
 def train(run: Run, mishap: Mishap, parent: Connection) -> None:
-    """Run in a process of its own. Exits with 0, or as the run was ended, or `FAILED` after a ``failed`` report."""
-    gc.freeze()  # what it was forked with is no garbage, and looking through it would copy all of it
+    """Train in a forked process. Exit with 0, with the code of the signal, or with `FAILED` after a "failed" report."""
+    gc.freeze()  # a collection would touch, and so copy, all memory shared with the fork server
     assert os.getpid() != IMPORTED_BY, "the fork server could not import this module"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with SIGINT ignored
     output = os.open(run.beside / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -142,27 +140,28 @@ def train(run: Run, mishap: Mishap, parent: Connection) -> None:
         sys.exit(FAILED)
     finally:
         if trainer is not None and trainer.offload_engine is not None:
-            trainer.offload_engine.close()  # a script of its own does this at exit; forked processes have none
+            trainer.offload_engine.close()  # scripts close it at exit, but forked processes run no exit handlers
         if run.num_ranks > 1 and trainer is not None:
             links_to_other_ranks().close()
 
 
 def environment_of(run: Run) -> dict[str, str]:
-    """What a launcher tells each of the ranks, on one machine."""
+    """Return the environment that a launcher sets for each rank of one machine."""
     rank, num_ranks = str(run.rank), str(run.num_ranks)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run.port), "ACCELERATE_USE_CPU": "true"}
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, **meeting}
 
 
 def where_from(run: Run) -> bool | str | None:
-    """What to give `train(resume_from_checkpoint=...)`."""
+    """Return the argument for `train(resume_from_checkpoint=...)`."""
     if not run.insists and hf_lohan.last_step(run.output_dir) is None:
         return None
     return run.resume
 
 
 def make_trainer(run: Run, callback: TrainerCallback) -> Any:
-    """Clipping that bites now and then, a schedule, weight decay and, in OPT, dropout: all that a resume can lose."""
+    """Build a trainer with all state that a resume could lose: clipping that sometimes scales gradients, a
+    learning-rate schedule, weight decay and, in OPT, dropout."""
     arguments = TrainingArguments(
         str(run.output_dir),
         use_cpu=True,
@@ -181,7 +180,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         disable_tqdm=True,
         seed=0,
     )
-    numel = 16 if run.family != "qwen3_moe" else 2  # few tokens leave experts out
+    numel = 16 if run.family != "qwen3_moe" else 2  # with few tokens some experts get none
     batches = (tiny_batch(sequence_length=numel, seed=seed) for seed in range(NUM_ROWS))
     rows = [{key: value[0] for key, value in batch.items()} for batch in batches]
     overrides = {"dropout": 0.1} if run.family == "opt" else {}
@@ -205,13 +204,13 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         callbacks=[callback],
         optimizer_cls_and_kwargs=optimizer,
     )
-    trainer.remove_callback(PrinterCallback)  # its lines would hide those of a failure
+    trainer.remove_callback(PrinterCallback)  # its output would hide the lines of a failure
     return trainer
 
 
 def signal_in_trace(numbers: tuple[int, ...]) -> None:
-    """Once, and from now on in this process for good: where the mode that torch calls is entered within itself. Left
-    so, it cannot be put back when torch returns to where it was."""
+    """Send these signals, once each, when torch re-enters a fake-tensor mode from its own dispatch. An exception there
+    would leave the mode entered, and torch could not restore it. The patch stays for the rest of this process."""
     enter, left = FakeTensorMode.__enter__, list(numbers)
 
     def is_called(mode: FakeTensorMode) -> bool:
@@ -228,7 +227,7 @@ def signal_in_trace(numbers: tuple[int, ...]) -> None:
 
 
 class TellsParent(TrainerCallback):
-    """Reports, holds and sends the signals of a mishap."""
+    """Sends reports to the parent and applies a mishap."""
 
     def __init__(self, mishap: Mishap, parent: Connection) -> None:
         self.mishap = mishap
@@ -265,7 +264,7 @@ class TellsParent(TrainerCallback):
 
 
 def write_outcome(trainer: Any, folder: Path) -> None:
-    """Whole or not at all: the process may be killed here too."""
+    """Write the outcome atomically, because the process may be killed here too."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "epoch")
     rows = [{key: row[key] for key in keys} for row in trainer.state.log_history if "loss" in row]
     access = trainer.offload_engine.parameters
@@ -280,12 +279,12 @@ def write_outcome(trainer: Any, folder: Path) -> None:
 
 def read_outcome(folder: Path) -> Outcome:
     with safe_open(folder / OUTCOME_NAME, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - `file` is not a mapping
         return Outcome(json.loads(file.metadata()["rows"]), tensors)
 
 
 def assert_same(ours: Outcome, whole: Outcome) -> None:
-    """To the bit, and no step is missing or there twice."""
+    """Check equality to the bit, and that each step is logged exactly once."""
     assert [row["step"] for row in ours.rows] == list(range(1, len(whole.rows) + 1))
     for our_row, row in zip(ours.rows, whole.rows, strict=True):
         assert our_row == row

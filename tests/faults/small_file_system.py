@@ -1,4 +1,4 @@
-"""A real file system of a few MiB: a disk that can be filled to the last block, or made read-only."""
+"""A real file system of a few MiB that tests can fill to the last block or make read-only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def small_file_system(folder: Path, num_bytes: int, at: Path | None = None) -> Iterator[Path]:
-    """Mounted at ``folder / "disk"``, or ``at``: ext4 in a file if this machine can, else a tmpfs; skips the test where
-    neither can be mounted."""
+    """Mount a file system at `at`, by default `folder / "disk"`: ext4 in a file or, if that fails, tmpfs. Skip the test
+    if neither can be mounted."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small file system needs root")
     disk = at or folder / "disk"
@@ -32,7 +32,7 @@ def small_file_system(folder: Path, num_bytes: int, at: Path | None = None) -> I
         yield disk
     finally:
         if _run("umount", str(disk)) is not None:
-            _run("umount", "--lazy", str(disk))  # a process of a failed test may still be in it
+            _run("umount", "--lazy", str(disk))  # a process of a failed test may still use it
 
 
 def _mount_ext4(image: Path, disk: Path, num_bytes: int) -> str | None:
@@ -40,7 +40,7 @@ def _mount_ext4(image: Path, disk: Path, num_bytes: int) -> str | None:
         return "no mkfs.ext4"
     with image.open("wb") as file:
         file.truncate(num_bytes)
-    # Without blocks reserved for root, which these tests run as: free is what statvfs says is free.
+    # Reserve no blocks for root: the tests run as root, and free bytes must equal those of statvfs.
     return _run("mkfs.ext4", "-q", "-m", "0", str(image)) or _run("mount", "-o", "loop", str(image), str(disk))
 
 
@@ -53,13 +53,13 @@ def make_writable(disk: Path) -> None:
 
 
 def _run(*command: str) -> str | None:
-    """None, or why it failed."""
+    """Run a command. Return None, or why it failed."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stderr.strip() or f"{command[0]} failed" if result.returncode else None
 
 
 def fill(path: str) -> None:
-    """Leave no block free in the file system of ``path``, which need not exist yet."""
+    """Fill the file system of `path` to the last block. The path need not exist."""
     ballast = mount_point(Path(path)) / BALLAST_NAME
     descriptor = os.open(ballast, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -75,13 +75,13 @@ def fill(path: str) -> None:
 
 
 def take_ballast_away(disk: Path) -> bool:
-    """Whether there was some."""
+    """Delete the ballast. Return whether it existed."""
     ballast = disk / BALLAST_NAME
     if not ballast.exists():
         return False
     ballast.unlink()
     descriptor = os.open(disk, os.O_RDONLY)
-    os.fsync(descriptor)  # ext4 gives blocks back when its journal has the removal
+    os.fsync(descriptor)  # ext4 frees the blocks once its journal holds the removal
     os.close(descriptor)
     return True
 

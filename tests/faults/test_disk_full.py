@@ -1,8 +1,6 @@
-"""A disk that is full from one instant on, at instants all over a run, on a real small file system.
-
-The run goes on (its files have their room from the start) or ends with one error that says where bytes are missing and
-how many; with the ballast gone it goes on from its last committed step, to the bit.
-"""
+"""A small real disk becomes full at some instant of a run. The run continues, because its files are allocated at the
+start, or fails with one error that tells where bytes are missing and how many. With free space again it resumes from
+its last committed step, to the bit."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ NUM_INSTANTS = 20
 NEEDED_AND_FREE = re.compile(
     r"needs [\d,]+ bytes.* (free space|capacity)[^;]* is [\d,]+ bytes"
     r"|needs [\d,]+ bytes and [\d,]+ are left"
-    # What other libraries write is not known in advance, only how far they came.
+    # The sizes of other libraries' files are unknown; the error tells how far the write got.
     r"|after [\d,]+ bytes of it [\d,]+ were left"
 )
 
@@ -37,19 +35,19 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def num_write_calls(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Of a run on such a disk."""
+    """The number of write calls of a run on such a disk."""
     folder = tmp_path_factory.mktemp("counted")
     with small_file_system(folder, 64 * MIB) as disk:
         return finish(on(disk, folder, RUN)).num_write_calls
 
 
 def on(disk: Path, beside: Path, run: Run) -> Run:
-    """The run with all its output on the disk."""
+    """Return the run with all its output on the disk."""
     (disk / "out").mkdir()
     return replace(run, output_dir=disk / "out", beside=beside)
 
 
-def assert_says_what_is_missing(message: str, disk: Path) -> None:
+def check_free_space_error(message: str, disk: Path) -> None:
     assert "\n" not in message
     assert str(disk) in message
     assert NEEDED_AND_FREE.search(message), message
@@ -57,14 +55,14 @@ def assert_says_what_is_missing(message: str, disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("instant", range(NUM_INSTANTS))
-def test_full_from_a_write_call_on(
+def test_a_disk_full_from_a_random_write_call(
     instant: int, num_write_calls: int, disk: Path, undisturbed: Callable[[Run], Outcome], tmp_path: Path
 ) -> None:
     number = 1 + instant * (num_write_calls * 17 // 20) // NUM_INSTANTS  # counts differ a little from run to run
     run = on(disk, tmp_path, RUN)
     child = Child(run, Mishap(write_call=WriteCall(number, "fill")))
     code = child.end()
-    assert take_ballast_away(disk), "the run made fewer calls than counted"
+    assert take_ballast_away(disk), "the run made too few write calls for this instant"
     print(f"call {number} of {num_write_calls}: exit code {code}, {child.error or 'went on'}")
     assert code in (0, FAILED), child.output_tail()
     if code == FAILED:
@@ -72,13 +70,13 @@ def test_full_from_a_write_call_on(
         finish(run)
     assert_same(read_outcome(tmp_path), undisturbed(RUN))
     if code == FAILED:
-        assert_says_what_is_missing(child.error, disk)
+        check_free_space_error(child.error, disk)
 
 
 def test_a_store_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with small_file_system(tmp_path, 4 * MIB) as disk:
         child = Child(on(disk, tmp_path, Run(num_layers=16)))
         assert child.end() == FAILED, child.output_tail()
-        assert_says_what_is_missing(child.error, disk)
+        check_free_space_error(child.error, disk)
         assert not child.num_reports("stepped")
-        assert not list(disk.glob("**/*.bin")), "files of a store that cannot be"
+        assert not list(disk.glob("**/*.bin")), "the refused store left files"

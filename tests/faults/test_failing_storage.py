@@ -1,4 +1,4 @@
-"""A drive that fails once, at any of its first 200 calls: an error or the right numbers, and never a wrong commit."""
+"""A drive that fails at one of its first 200 calls causes an error or no harm, and never a wrong commit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Literal
 
 import pytest
 import torch
+from engines import resolved
 from torch import Tensor
 
 import hf_lohan.engine.tiers
-from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, mapped_empty
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import CorruptionError, FileBackend, IoEngine, StorePath
@@ -28,13 +28,13 @@ from hf_lohan.testing.storage_doubles import CountingBackend
 NUM_CALLS = 200
 NUM_STEPS = 5
 NUM_READS_AHEAD = 2 * 3 * NUM_STEPS
-"""At most: of the embeddings, the layer and the head, in each forward and backward."""
+"""The largest possible number: embeddings, layer and head in each forward and backward."""
 Fault = Literal["eio", "enospc", "short", "flip"]
 State = dict[tuple[str, str], Tensor]
 
 
 class OneFault(CountingBackend):
-    """The `number`-th call that moves, syncs or reserves bytes, counted from 1, goes wrong."""
+    """Fails at the `number`-th call, counted from 1, that reads, writes, syncs or allocates."""
 
     def __init__(self, fault: Fault, number: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class OneFault(CountingBackend):
 
 
 def train(folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, num_steps: int = NUM_STEPS) -> None:
-    """Steps of a tiny model; each commits itself, after a first commit of what was loaded."""
+    """Train a tiny model. The loaded weights are committed first, then each step."""
     monkeypatch.setattr(
         hf_lohan.engine.tiers,
         "IoEngine",
@@ -86,9 +86,7 @@ def train(folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, n
         lambda **settings: IoEngine(1, 1 << 20, settings["max_inflight_bytes"], backend),
     )
     model = tiny_model("llama", num_layers=1).train()
-    config = OffloadConfig.load(
-        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "ssd": str(folder), "clip": "speculate"}
-    ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder))
+    config = resolved(folder, cpu_memory="3MiB", gpu_memory="1MiB", clip="speculate")
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True)
     tiers = open_tiers(layout, config, CpuDevice())
     engine = None
@@ -112,7 +110,7 @@ def train(folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, n
 
 
 def committed_state(folder: Path) -> tuple[int, State] | None:
-    """Number of the last commit and all records as it left them; None before the first."""
+    """Return the number of the last commit and all its records, or None before the first commit."""
     io = IoEngine(2, 1 << 20, 1 << 24)
     try:
         with Store.open([StorePath(str(folder))], model=None, engine=io) as store:
@@ -130,7 +128,7 @@ def committed_state(folder: Path) -> tuple[int, State] | None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, State]:
-    """What each commit of a run on a drive that works holds, by its number: 1 is what was loaded."""
+    """The records of each commit on a healthy drive, by commit number. Commit 1 holds the loaded weights."""
     folder = tmp_path_factory.mktemp("expected")
     states: dict[int, State] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -166,12 +164,12 @@ def test_no_wrong_number_is_ever_committed(
             ended_well[backend.struck_call] += 1
         assert backend.has_struck, f"the run makes fewer than {number} calls"
         if not (folder / "manifest.json").exists():
-            assert error is not None  # it never came into being
+            assert error is not None  # the store was never created
             continue
         try:
             found = committed_state(folder)
         except CorruptionError:
-            assert fault == "flip"  # what was written is not what was to be written, and reading says so
+            assert fault == "flip"  # a write was flipped, and the checksum detects it when read
             caught += 1
             continue
         if found is None:
@@ -184,10 +182,10 @@ def test_no_wrong_number_is_ever_committed(
     assert ended_well.total() + told == NUM_CALLS
     match fault:
         case "eio" | "enospc":
-            # A read ahead of use that fails is tried again when its block is needed. Nothing else is.
-            assert ended_well.keys() <= {"read"}, f"errors were swallowed: {ended_well}"
+            # Only failed prefetches are retried, when their block is needed.
+            assert ended_well.keys() <= {"read"}, f"the run ignored errors: {ended_well}"
             assert ended_well["read"] <= NUM_READS_AHEAD
         case "short":
-            assert told == 0, "a short call is no error"
+            assert told == 0, "a short call was treated as an error"
         case "flip":
             assert told > NUM_CALLS / 4 and caught > 0

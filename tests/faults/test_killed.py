@@ -1,9 +1,7 @@
-"""A process may end at any instant: the run goes on from its last committed step, to the bit.
-
-Each test ends many processes of one run and lets the last one finish. The random instants are drawn after reports of
-the process (it has started, training has begun, a step has ended), so they fall into loading, resuming, forward,
-backward, update, commit and checkpoint alike, and each test makes sure that the run came on in between.
-"""
+"""A process may end at any instant; the run resumes from its last committed step, to the bit. Each test ends many
+processes of one run and lets the last one finish. Random instants follow a report of the process (started, training
+begun, step ended), so they fall into loading, resuming, forward, backward, update, commit and checkpoint. Each test
+checks that the run made progress in between."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ Undisturbed = Callable[[Run], Outcome]
 ANYWHERE = ("started", "begun", "stepped", "stepped")
 IN_TRAINING = ("begun", "stepped", "stepped")
 MOST_STEPS_LOST = 2
-"""The step that was running, and the one before, whose updates run under its forward."""
+"""The running step and the step before it, whose updates run during the forward of the running step."""
 
 
-def assert_progress(done: Sequence[Interruption], *, least_distinct_steps: int, most_lost: int = 2) -> None:
-    """No committed step was ever lost again, and the run came on in between."""
+def check_progress(done: Sequence[Interruption], *, least_distinct_steps: int, most_lost: int = 2) -> None:
+    """Check that no committed step was lost and that the run made progress."""
     print(Counter(one.after for one in done), [one.committed_step for one in done])
     committed = [one.committed_step for one in done]
     assert committed == sorted(committed)
@@ -41,8 +39,8 @@ def assert_progress(done: Sequence[Interruption], *, least_distinct_steps: int, 
         assert one.committed_step >= one.reported_step - most_lost, one
 
 
-def assert_ends_as(run: Run, undisturbed: Undisturbed) -> None:
-    """Let the run finish and compare."""
+def check_against(run: Run, undisturbed: Undisturbed) -> None:
+    """Finish the run and compare its outcome with that of a run without faults."""
     finish(run)
     assert_same(read_outcome(run.beside), undisturbed(run))
 
@@ -70,34 +68,34 @@ def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturb
     run = run_in(tmp_path, run)
     done = Interrupter(run, seed=num_kills).interrupt(signal.SIGKILL, num_kills, ANYWHERE)
     assert {one.exit_code for one in done} == {-signal.SIGKILL}
-    assert_progress(done, least_distinct_steps=num_kills // 3)
+    check_progress(done, least_distinct_steps=num_kills // 3)
     afters = Counter(one.after for one in done)
     assert all(afters[kind] >= num_kills // 10 for kind in ANYWHERE), afters
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 def test_killed_with_muon(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Whose states are of another kind than those of the other blocks."""
+    """Muon's states differ in kind from those of the blocks that use AdamW."""
     run = run_in(tmp_path, Run(optimizer="Muon", num_steps=6))
-    finish_first(run, num_steps=3)
-    assert_ends_as(run, undisturbed)
+    kill_after(run, num_steps=3)
+    check_against(run, undisturbed)
 
 
-def test_killed_with_experts_one_by_one(undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_killed_with_streamed_experts(undisturbed: Undisturbed, tmp_path: Path) -> None:
     run = run_in(tmp_path, Run(family="mixtral", num_steps=6))
     done = Interrupter(run, seed=3).interrupt(signal.SIGKILL, 3, ANYWHERE)
     assert {one.exit_code for one in done} == {-signal.SIGKILL}
-    assert_progress(done, least_distinct_steps=1)
-    assert_ends_as(run, undisturbed)
+    check_progress(done, least_distinct_steps=1)
+    check_against(run, undisturbed)
 
 
-def test_killed_while_experts_are_behind(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """The commit has by which steps, so that what takes them is another process."""
+def test_killed_while_expert_updates_are_pending(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The commit records the missed steps, so that another process can apply them."""
     run = run_in(tmp_path, Run(family="qwen3_moe", num_steps=9, save_steps=6))
-    finish_first(run, num_steps=5)
+    kill_after(run, num_steps=5)
     commit = last_commit(store_paths_of(run.output_dir))
     assert commit is not None and MISSED_STEPS_NAME in commit.journal
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 @pytest.mark.slow
@@ -105,30 +103,30 @@ def test_killed_while_experts_are_behind(undisturbed: Undisturbed, tmp_path: Pat
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cpu_memory", ["7MiB", "64MiB"], ids=["most-records-in-ram", "all-records-in-ram"])
 def test_killed_between_commits(cpu_memory: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """What was in RAM only is gone; the steps since the last commit are taken again."""
+    """Records that were only in RAM are lost, and the steps since the last commit are repeated."""
     run = run_in(tmp_path, Run(num_steps=420, commit_every=7, cpu_memory=cpu_memory))
     done = Interrupter(run, seed=7).interrupt(signal.SIGKILL, 50, ANYWHERE)
     assert {one.exit_code for one in done} == {-signal.SIGKILL}
-    assert_progress(done, least_distinct_steps=10, most_lost=7 + MOST_STEPS_LOST)
+    check_progress(done, least_distinct_steps=10, most_lost=7 + MOST_STEPS_LOST)
     assert {one.committed_step % 7 for one in done} == {0}
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 def test_killed_between_two_commits(undisturbed: Undisturbed, tmp_path: Path) -> None:
     run = run_in(tmp_path, Run(num_steps=8, commit_every=3, cpu_memory="64MiB"))
-    finish_first(run, num_steps=5)
+    kill_after(run, num_steps=5)
     assert hf_lohan.last_step(run.output_dir) == 3
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 @pytest.mark.slow
 def test_killed_before_each_write_of_a_step(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Not at random: at every call that changes a file, from opening the store to the end of a step."""
+    """Kill the process before every call that changes a file, from opening the store to the end of a step."""
     run = run_in(tmp_path, Run(num_steps=12))
     calls_of_a_run = finish(run_in(_folder(tmp_path, "short"), Run(num_steps=1))).num_write_calls
     calls_of_two = finish(run_in(_folder(tmp_path, "longer"), Run(num_steps=2))).num_write_calls
     calls_of_a_step = calls_of_two - calls_of_a_run
-    finish_first(run, num_steps=3)
+    kill_after(run, num_steps=3)
     resumed_at = hf_lohan.last_step(run.output_dir)
     last = resumed_at
     for number in itertools.count(1):
@@ -141,8 +139,8 @@ def test_killed_before_each_write_of_a_step(undisturbed: Undisturbed, tmp_path: 
         last = step
         if step > resumed_at + 1:
             break
-    assert number > calls_of_a_step // 2, "died too early to have been in the commit"
-    assert_ends_as(run, undisturbed)
+    assert number > calls_of_a_step // 2, "all kills came before the commit"
+    check_against(run, undisturbed)
 
 
 def _folder(parent: Path, name: str) -> Path:
@@ -150,8 +148,8 @@ def _folder(parent: Path, name: str) -> Path:
     return parent / name
 
 
-def finish_first(run: Run, num_steps: int) -> None:
-    """Train this many steps and be killed."""
+def kill_after(run: Run, num_steps: int) -> None:
+    """Train this many steps, then kill the process."""
     child = Child(run, Mishap(holds_at=num_steps))
     assert child.wait_for("stepped", num_steps), child.output_tail()
     child.send_signal(signal.SIGKILL)
@@ -160,25 +158,25 @@ def finish_first(run: Run, num_steps: int) -> None:
 
 @pytest.mark.slow
 def test_terminated_again_and_again(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """SIGTERM loses nothing: what is committed is the last step that ended."""
+    """SIGTERM loses nothing: the last completed step is committed."""
     run = run_in(tmp_path, Run(num_steps=350))
     done = Interrupter(run, seed=1).interrupt(signal.SIGTERM, 100, IN_TRAINING)
     assert {one.exit_code for one in done} == {TERMINATED}
-    assert_progress(done, least_distinct_steps=67)
+    check_progress(done, least_distinct_steps=67)
     afters = Counter(one.after for one in done)
     assert all(afters[kind] >= 10 for kind in IN_TRAINING), afters
     for one in done:
         assert one.committed_step == one.reported_step, one
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 @pytest.mark.slow
 def test_terminated_before_training(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """As any process is: at once, before `train()` or while it opens the store."""
+    """SIGTERM ends the process at once before `train()` and while the store is opened."""
     run = run_in(tmp_path, Run(num_steps=12))
     done = Interrupter(run, seed=2).interrupt(signal.SIGTERM, 5, ("started",))
     assert {one.exit_code for one in done} <= {-signal.SIGTERM, TERMINATED}
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 @pytest.mark.slow
@@ -186,8 +184,8 @@ def test_ctrl_c_again_and_again(undisturbed: Undisturbed, tmp_path: Path) -> Non
     run = run_in(tmp_path, Run(num_steps=60))
     done = Interrupter(run, seed=3).interrupt(signal.SIGINT, 10, IN_TRAINING)
     assert {one.exit_code for one in done} == {INTERRUPTED}
-    assert_progress(done, least_distinct_steps=6)
-    assert_ends_as(run, undisturbed)
+    check_progress(done, least_distinct_steps=6)
+    check_against(run, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def test_terminated_in_a_step_commits_that_step(event: str, undisturbed: Undistu
     assert child.end() == TERMINATED, child.output_tail()
     assert child.last_step == 4
     assert hf_lohan.last_step(run.output_dir) == 4
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 @pytest.mark.covering(1)
@@ -221,29 +219,29 @@ def test_terminated_in_a_step_commits_that_step(event: str, undisturbed: Undistu
     ids=["second-sigterm", "ctrl-c", "ctrl-c-after-sigterm"],
 )
 @pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step"])
-def test_at_once_abandons_the_step(
+def test_ctrl_c_or_a_second_sigterm_abandons_the_step(
     event: str, signals: tuple[int, ...], codes: tuple[int, ...], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     run = run_in(tmp_path, Run(num_steps=8))
     child = Child(run, Mishap(signals=signals, event=event, step=4))
     assert child.end() in codes, child.output_tail()
-    assert child.last_step == 3, "the step went on"
+    assert child.last_step == 3, "the step was completed"
     committed = hf_lohan.last_step(run.output_dir)
     assert committed is not None
     assert 4 - MOST_STEPS_LOST <= committed <= 3
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
 def test_ctrl_c_while_the_first_step_is_planned(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """An exception in what torch calls there would abort the process."""
+    """An exception in a function that torch calls during planning would abort the process."""
     run = run_in(tmp_path, Run(num_steps=2))
     child = Child(run, Mishap(signals=(signal.SIGINT,), event="in_trace"))
     assert child.end() == INTERRUPTED, child.output_tail()
     assert child.num_reports("begun") == 1 and child.last_step == 0
-    assert_ends_as(run, undisturbed)
+    check_against(run, undisturbed)
 
 
-def test_what_hangs_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_process_prints_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(run_in(tmp_path, Run()), Mishap(holds_at=1))
     assert child.wait_for("stepped"), child.output_tail()
     monkeypatch.setattr("processes.HANGS_AFTER_S", 0.5)
@@ -252,7 +250,7 @@ def test_what_hangs_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_killed_when_all_steps_are_done(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Nothing is left to train: resuming gives the same log and weights again."""
+    """No step is left: a resume gives the same log and weights."""
     run = run_in(tmp_path, Run())
     finish(run)
     (tmp_path / "outcome.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""The power is cut at random calls of a whole run: what is left verifies, and goes on to the bit."""
+"""After a power cut at a random call of a run, the store verifies and the run resumes to the bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORE = Path("out") / "_lohan" / "store"
 
 
 class TellsDisk(TrainerCallback):
-    """Leaves a mark for each step whose commit has returned."""
+    """Marks on the disk each step whose commit has returned."""
 
     def __init__(self, disk: RecordedDisk | None = None) -> None:
         self.disk = disk
@@ -75,7 +75,7 @@ def test_cut_at_random_calls(run: Run, undisturbed: Callable[[Run], Outcome], ra
         cut.write_image(image / STORE, random)
         shutil.copytree(ram_folder / "first" / "out" / "lohan", image / "out" / "lohan")
         found = hf_lohan.last_step(image / "out")
-        assert (found or 0) >= durable, "a commit that had returned is gone"
+        assert (found or 0) >= durable, "a returned commit was lost"
         if found is not None:
             assert verify_stores([str(image / "out")])
         assert_same(train(replace(run, output_dir=image / "out", beside=tmp_path)), whole)

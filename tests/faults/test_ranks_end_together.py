@@ -1,5 +1,5 @@
-"""One of two ranks, each a process, is killed, hangs, or has a full disk, at random instants: both end soon, with a
-sentence that names it, and what they then go on to is to the bit the run that nothing happened to."""
+"""One of two ranks, each a process, is killed, hangs or has a full disk at a random instant. Both ranks end soon, with
+an error that names the failed rank. The resumed run equals a run without faults to the bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     return RankRun(RUN, tmp_path_factory.mktemp("undisturbed")).finish()
 
 
-def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_other_and_the_run_resumes(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("undisturbed", "killed")]
     for folder in folders:
         folder.mkdir()
@@ -74,15 +74,15 @@ def undisturbed_in_ram(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome
 def test_killed_between_commits_of_records_in_ram(
     seed: int, undisturbed_in_ram: list[Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is left verifies at the step that a resume takes, whichever rank is ahead."""
+    """The stores verify at the step that a resume uses, even if one rank is a commit ahead."""
     random, run = Random(seed), RankRun(IN_RAM, tmp_path)
     for _ in range(FAULTS_A_RUN):
         ended = run.befall("killed", random.randrange(2), random)
         if hf_lohan.last_step(run.run.output_dir) is not None:
             assert verify_stores([str(run.run.output_dir)])
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         with capsys.disabled():
-            print(f"after step {ended.after_step}: {'one rank ahead' if 'also has commit' in said else 'none ahead'}")
+            print(f"after step {ended.after_step}: {'one rank ahead' if 'also has commit' in output else 'none ahead'}")
     run.check_against(undisturbed_in_ram)
 
 
@@ -130,7 +130,7 @@ def remove(name: str) -> Callable[[RankRun], None]:
 @pytest.mark.storm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
         (swap, "holds the store of rank 1 of 2, not of rank 0 of 2"),
         (copy, "holds the store of rank 0 of 2, not of rank 1 of 2"),
@@ -152,24 +152,24 @@ def remove(name: str) -> Callable[[RankRun], None]:
         *("damaged-previous", "no-previous"),
     ],
 )
-def test_a_harmed_store_of_one_rank_is_refused_by_both_or_harms_nothing(
-    harm: Callable[[RankRun], None], told: str, undisturbed_in_ram: list[Outcome], tmp_path: Path
+def test_a_damaged_store_of_one_rank_is_refused_by_both_ranks_or_ignored(
+    harm: Callable[[RankRun], None], message: str, undisturbed_in_ram: list[Outcome], tmp_path: Path
 ) -> None:
-    """In the same sentence by a resume and by verify; none that only a programmer understands."""
+    """A resume and `lohan verify` give the same error, which needs no knowledge of the code."""
     run, random = RankRun(IN_RAM, tmp_path), Random(1)
     while (hf_lohan.last_step(run.run.output_dir) or 0) < 6:
         run.befall("killed", 1, random)
     harm(run)
-    if not told:
+    if not message:
         assert verify_stores([str(run.run.output_dir)])
         run.check_against(undisturbed_in_ram)
         return
     result = CliRunner().invoke(app, ["verify", str(run.run.output_dir)])
-    said = " ".join((result.stdout + result.stderr).split())
-    assert result.exit_code in (1, 2) and re.search(told, said), said
+    output = " ".join((result.stdout + result.stderr).split())
+    assert result.exit_code in (1, 2) and re.search(message, output), output
     children = run.start()
     codes = [child.end() for child in children]
     errors = [child.error for child in children]
-    assert codes == [FAILED] * 2 and any(re.search(told, error) for error in errors), errors
+    assert codes == [FAILED] * 2 and any(re.search(message, error) for error in errors), errors
     kinds = {error.partition(":")[0] for error in errors}
     assert kinds <= {"ForeignStoreError", "StorageError", "CorruptionError", "RankFailedError", "ValueError"}, errors

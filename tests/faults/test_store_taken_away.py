@@ -1,4 +1,4 @@
-"""The store is gone, frozen or somebody else's: one clear error, and nothing that stood on disk is harmed."""
+"""A store that is missing, read-only or in use gives one clear error, and no file on disk changes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NUM_STEPS_BEFORE = 4
 
 
 def begin(run: Run) -> None:
-    """Train some steps and be terminated, so that all of them are committed."""
+    """Train some steps and end with SIGTERM, so that all of them are committed."""
     child = Child(run, Mishap(signals=(signal.SIGTERM,), event="on_step_end", step=NUM_STEPS_BEFORE))
     assert child.end() == TERMINATED, child.output_tail()
     assert hf_lohan.last_step(run.output_dir) == NUM_STEPS_BEFORE
 
 
 def error_of(run: Run, mishap: Mishap | None = None) -> str:
-    """The one line that the run fails with, before it trains a step."""
+    """Return the one-line error of a run that fails before its first step."""
     child = Child(run, mishap)
     assert child.end() == FAILED, child.output_tail()
     assert not child.num_reports("stepped")
@@ -36,7 +36,7 @@ def error_of(run: Run, mishap: Mishap | None = None) -> str:
 
 
 def run_with_store(folder: Path, run: Run = RUN) -> Run:
-    """Its store is at a place that the tests know."""
+    """Return a run with its store in a known folder."""
     return replace(run_in(folder, run), ssd=str(folder / "store"))
 
 
@@ -68,7 +68,7 @@ def test_removed_and_put_back(undisturbed: Callable[[Run], Outcome], tmp_path: P
 
 
 def test_taken_away_while_training(undisturbed: Callable[[Run], Outcome], tmp_path: Path) -> None:
-    """The next commit has no folder to go to; what was committed before is in the folder that was moved."""
+    """The next commit has no folder. The earlier commits are in the moved folder."""
     run = run_with_store(tmp_path)
     child = Child(run, Mishap(holds_at=NUM_STEPS_BEFORE))
     assert child.wait_for("stepped", NUM_STEPS_BEFORE), child.output_tail()
@@ -93,7 +93,7 @@ def test_read_only(what: str, undisturbed: Callable[[Run], Outcome], tmp_path: P
             run = replace(run, output_dir=tmp_path / "out", ssd=str(disk / "store"))
         begin(run)
         make_read_only(disk)
-        assert hf_lohan.last_step(run.output_dir) == NUM_STEPS_BEFORE  # looking needs no writing
+        assert hf_lohan.last_step(run.output_dir) == NUM_STEPS_BEFORE  # reading the last step needs no write access
         message = error_of(run)
         assert str(disk / "store" if what == "the store" else run.output_dir) in message
         assert "Read-only file system" in message
@@ -103,7 +103,7 @@ def test_read_only(what: str, undisturbed: Callable[[Run], Outcome], tmp_path: P
 
 
 def test_two_processes_on_one_store(undisturbed: Callable[[Run], Outcome], tmp_path: Path) -> None:
-    """The second is refused, whether it resumes or starts anew, and the first does not notice."""
+    """The second process is refused, whether it resumes or starts anew, and the first process is not disturbed."""
     first = run_with_store(tmp_path)
     child = Child(first, Mishap(holds_at=NUM_STEPS_BEFORE))
     assert child.wait_for("stepped", NUM_STEPS_BEFORE), child.output_tail()

@@ -1,8 +1,6 @@
-"""Every call of this process that changes files in one folder, counted as it is about to happen.
-
-Calls of `os` and opening for writing are seen, whoever makes them; writes of compiled libraries (torch and safetensors
-write checkpoints themselves) are not, but what they write stands between calls that are.
-"""
+"""Counts each call of this process that changes files of one folder, just before it happens. Calls of `os` and opens
+for writing are counted. Writes within compiled libraries are not: torch and safetensors write checkpoints themselves,
+but always between calls that are counted."""
 
 from __future__ import annotations
 
@@ -17,20 +15,20 @@ from small_file_system import fill
 
 BY_DESCRIPTOR = ("write", "pwrite", "writev", "pwritev", "posix_fallocate", "ftruncate", "fsync", "fdatasync")
 BY_PATH = ("open", "os.rename", "os.mkdir", "os.remove", "os.truncate")
-"""Names of Python's audit events; `os.replace` is an ``os.rename``, `os.unlink` an ``os.remove``."""
+"""Names of Python's audit events. `os.replace` raises "os.rename" and `os.unlink` raises "os.remove"."""
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class WriteCall(NamedTuple):
-    """At the ``number``-th call, counted from 1, and before it is made: fill the file system or die."""
+    """Fill the file system, or die, just before the `number`-th call, counted from 1."""
 
     number: int
     action: Literal["fill", "die"]
 
 
 class Watched:
-    """Counts on any thread; what happens at a call happens once."""
+    """Counts calls on all threads and acts at one of them."""
 
     def __init__(self, folder: Path, at: WriteCall | None) -> None:
         self.num_calls = 0
@@ -40,7 +38,7 @@ class Watched:
         self._is_acting = False
 
     def see(self, path: Any, *, empties: bool = False) -> None:
-        """A call on ``path`` is about to be made; one that ``empties`` it comes before its new bytes are written."""
+        """Count a call on `path`. A call with `empties` truncates the file before new bytes are written."""
         if not isinstance(path, str | os.PathLike) or not os.fspath(path).startswith(self._folder):
             return
         with self._lock:
@@ -52,7 +50,7 @@ class Watched:
             self._is_acting = True
             if self._at.action == "die":
                 if empties and os.path.exists(path):
-                    os.truncate(path, 0)  # dies between opening and writing: between two calls that can be seen
+                    os.truncate(path, 0)  # as if it died after opening and before writing
                 os.kill(os.getpid(), signal.SIGKILL)
             fill(self._folder)
             self._is_acting = False
@@ -66,7 +64,7 @@ class Watched:
 
 
 def watch_write_calls(folder: Path, at: WriteCall | None) -> Watched:
-    """From now on, in this process, for good: only for processes that are forked for it."""
+    """Count the write calls of this process until it ends. Call this only in a forked process."""
     watched = Watched(folder, at)
     sys.addaudithook(watched.see_event)
     for name in BY_DESCRIPTOR:

@@ -1,4 +1,4 @@
-"""Engines and records, and the modules beside this file."""
+"""Fixtures of engines and records. Makes the modules of this folder importable."""
 
 import sys
 from pathlib import Path

@@ -17,7 +17,7 @@ def test_lines_follow_the_committed_ones(tmp_path: Path) -> None:
     with RecordedDisk(tmp_path) as disk:
         assert log.append(0, b"one\n") == 4
     assert [call.name for call in disk.calls] == ["create", "resize", "write", "sync", "sync"]
-    assert disk.calls[-1].folder == "."  # a new name, too, is there to stay
+    assert disk.calls[-1].folder == "."  # the directory is synced too, so that the new name persists
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
     assert log.append(4, b"uncommitted, and long\n") == 26
     assert log.append(4, b"two\n") == 8
@@ -49,7 +49,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("call", [1, 2, 3, 4])  # open, cut, write, sync
+@pytest.mark.parametrize("call", [1, 2, 3, 4])  # open, truncate, write, sync
 def test_a_failure_keeps_the_committed_lines(tmp_path: Path, call: int, code: int) -> None:
     log = AppendedLog(str(tmp_path / "log"))
     log.append(0, b"one\n")

@@ -1,4 +1,4 @@
-"""Checks of store directories, also while other ranks make them."""
+"""Checks of store directories, even while other ranks create them."""
 
 from __future__ import annotations
 

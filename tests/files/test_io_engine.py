@@ -44,7 +44,7 @@ def test_several_buffers_make_one_call(make_engine: EngineFactory, tmp_path: Pat
     file.close()
 
 
-def test_more_buffers_than_the_kernel_takes_in_one_call(make_engine: EngineFactory, tmp_path: Path) -> None:
+def test_many_buffers_are_split_into_several_calls(make_engine: EngineFactory, tmp_path: Path) -> None:
     engine = make_engine(piece_bytes=16 << 20, max_inflight_bytes=64 << 20)
     file = new_file(engine, tmp_path, 1100 * 4096)
     source = mapped_empty(1100 * 4096).random_(0, 256)
@@ -77,7 +77,8 @@ def test_callbacks_run_once_and_their_errors_stop_new_pieces(
     assert late == [request]
     assert "callback of an I/O request failed" in caplog.text
     with pytest.raises(RuntimeError, match="a callback of the I/O engine failed: ZeroDivisionError"):
-        engine.write([transfer(file, 0, mapped_empty(4096))])  # else who waits for that callback would wait for ever
+        # otherwise code that waits for the callback would wait forever
+        engine.write([transfer(file, 0, mapped_empty(4096))])
     file.close()
 
 

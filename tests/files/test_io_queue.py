@@ -57,7 +57,7 @@ def test_urgent_reads_pass_other_reads_and_reads_pass_queued_writes(make_engine:
     engine = make_engine(backend, num_threads=1)
     file = new_file(engine, tmp_path)
     requests = [engine.write([transfer(file, offset, mapped_empty(4096))]) for offset in (0, 4096)]
-    backend.arrived.acquire()  # the first has begun
+    backend.arrived.acquire()  # the first write has begun
     for offset, is_urgent in ((8192, False), (12288, True), (16384, False)):
         requests.append(engine.read([transfer(file, offset, mapped_empty(4096))], is_urgent=is_urgent))
     backend.gate.set()
@@ -67,7 +67,7 @@ def test_urgent_reads_pass_other_reads_and_reads_pass_queued_writes(make_engine:
     file.close()
 
 
-def test_the_budget_holds_under_many_submitters(make_engine: EngineFactory, tmp_path: Path) -> None:
+def test_many_threads_keep_within_the_budget(make_engine: EngineFactory, tmp_path: Path) -> None:
     num_running = peak = 0
     lock = threading.Lock()
 
@@ -96,7 +96,7 @@ def test_the_budget_holds_under_many_submitters(make_engine: EngineFactory, tmp_
         thread.start()
     for thread in threads:
         thread.join()
-    assert 1 <= peak <= 2, "two writes of 8192 bytes fit the budget, a third does not"
+    assert 1 <= peak <= 2, "the budget fits two writes of 8192 bytes at a time"
     assert engine.write_bytes == 6 * 10 * 8192
     file.close()
 
@@ -111,7 +111,7 @@ def test_a_request_above_the_budget_runs_alone(make_engine: EngineFactory, tmp_p
     thread.start()
     for _ in range(2):
         backend.arrived.acquire()
-    assert not small, "it waits for the budget"
+    assert not small, "the small request did not wait for the budget"
     backend.gate.set()
     big.wait()
     thread.join()
@@ -146,7 +146,7 @@ def test_an_interrupt_is_raised_when_no_piece_is_in_progress(
     file.close()
 
 
-def test_an_interrupt_right_after_a_submit_leaves_no_piece_behind(
+def test_an_interrupt_right_after_a_submit_returns_the_budget(
     make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(max_inflight_bytes=65536)

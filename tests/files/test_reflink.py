@@ -27,7 +27,7 @@ def reflink_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pat
     image, disk = tmp_path / "image", tmp_path / "disk"
     disk.mkdir()
     image.touch()
-    os.truncate(image, 400 << 20)  # takes no room: almost all of it stays a hole
+    os.truncate(image, 400 << 20)  # sparse, so it takes almost no space
     for command in ([f"mkfs.{request.param}", "-q", str(image)], ["mount", "-o", "loop", str(image), str(disk)]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -76,7 +76,7 @@ def test_a_clone_keeps_its_bytes_when_the_source_is_overwritten(reflink_disk: Pa
         assert os.pread(target.fileno(), 2 * BLOCK, 0) == b"a" * 2 * BLOCK
 
 
-def test_real_extents_make_a_record(reflink_disk: Path) -> None:
+def test_real_extents_are_cloned_into_a_record(reflink_disk: Path) -> None:
     for name in ("first", "second"):
         (reflink_disk / name).write_bytes(name.ljust(3 * BLOCK, name[0]).encode())
     sources = [
@@ -125,10 +125,10 @@ def test_cloning_no_bytes_does_not_clone_the_rest_of_the_file(fds: tuple[int, in
 def test_a_refused_cloner_does_not_try_again(
     fds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def ioctl(*_: object) -> int:
-        asked.append(1)
+        calls.append(1)
         raise OSError(errno.EXDEV, "two file systems")
 
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
@@ -139,7 +139,7 @@ def test_a_refused_cloner_does_not_try_again(
     ]
     assert not cloner.clone(sources, fds[1], 0)
     assert not cloner.clone(sources, fds[1], 0)
-    assert len(asked) == 1
+    assert len(calls) == 1
     cloner.close()
 
 
@@ -150,13 +150,13 @@ def test_a_cloner_opens_each_source_once_and_closes_it(
     monkeypatch.setattr(fcntl, "ioctl", lambda *_: 0)
     cloner = RecordCloner()
     assert cloner.clone(sources, fds[1], 0)
-    assert _num_open(tmp_path / "source") == 2  # one of them the fixture's
+    assert _num_open(tmp_path / "source") == 2  # one of them belongs to the fixture
     cloner.close()
     assert _num_open(tmp_path / "source") == 1
 
 
 def _num_open(path: Path) -> int:
-    """File descriptors of this process for a file; those of other files come and go."""
+    """Count this process's open file descriptors of a file. Other descriptors may close meanwhile."""
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Limits every GPU to 24 GB, so that a test does not pass only on a larger one. Makes the modules here importable."""
+"""Limit every GPU to 24 GB, so that no test needs a larger one. Make the modules of this folder importable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE_BYTES = 24e9
 
 
 @pytest.fixture(scope="session", autouse=True)
-def a_gpu_of_24_gb() -> None:
+def limit_gpu_memory() -> None:
     if torch.cuda.is_available():
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, DEVICE_BYTES / total_bytes))
@@ -23,7 +23,7 @@ def a_gpu_of_24_gb() -> None:
 
 @pytest.fixture
 def double() -> Any:
-    """The double of the CUDA runtime; skips the test on a real GPU."""
+    """The double of the CUDA runtime. The test is skipped on a real GPU."""
     from doubled_device import find_double
 
     found = find_double()

@@ -1,8 +1,6 @@
-"""python out_of_memory_in_turn.py FOLDER NUMBER...
-
-For each number, trains a short run on the double whose device allocation of that number fails, and resumes it. Prints
-"NUMBER ended" or "NUMBER whole" for each that has the weights of an undisturbed run.
-"""
+"""python out_of_memory_in_turn.py FOLDER NUMBER... For each number, train a short run on the double in which the device
+allocation of that number fails, and resume it. Check that the weights equal those of a run without failures. Print
+"NUMBER ended" if the failure ended the run, and "NUMBER whole" if not."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from trainer_runs import make_trainer
 
 from hf_lohan.testing.models import tiny_model
 
-ANSWERS = ("CUDA out of memory.", "gpu_memory", "the next run continues from it")
+ADVICE = ("CUDA out of memory.", "gpu_memory", "the next run continues from it")
 
 
 def trainer_in(folder: Path) -> Any:
@@ -36,7 +34,7 @@ def resumed_in(folder: Path) -> Any:
     trainer = trainer_in(folder)
     try:
         trainer.train(resume_from_checkpoint="last_step")
-    except ValueError:  # it ended before its first commit
+    except ValueError:  # the run ended before its first commit
         if trainer.offload_engine is not None:
             trainer.offload_engine.close()
         trainer = trainer_in(folder)
@@ -56,7 +54,7 @@ def main(folder: Path, numbers: list[int]) -> None:
             broken.train()
         except RuntimeError as error:
             ended = True
-            assert all(answer in str(error) for answer in ANSWERS), f"{number}: {error!r}"
+            assert all(text in str(error) for text in ADVICE), f"{number}: {error!r}"
         finally:
             double.fail_allocation(0)
         if ended and broken.offload_engine is not None:

@@ -1,4 +1,4 @@
-"""A loss in chunks on CUDA equals that of whole logits and needs a fraction of the memory."""
+"""A chunked loss on CUDA equals the loss of whole logits and needs a fraction of the memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def loss_and_gradient(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loss_in_chunks_equals_that_of_whole_logits(dtype: torch.dtype) -> None:
+def test_a_chunked_loss_equals_the_loss_of_whole_logits(dtype: torch.dtype) -> None:
     model = tiny_model("llama", num_layers=1, vocab_size=VOCABULARY).cuda().to(dtype).train()
     batch = {name: value.cuda() for name, value in tiny_batch(batch_size=4, sequence_length=128).items()}
-    loss_and_gradient(model, batch)  # libraries allocate memory at their first use
+    loss_and_gradient(model, batch)  # warms up: libraries allocate memory at their first use
     expected_loss, expected, whole_bytes = loss_and_gradient(model, batch)
     head = chunked_head_of(model, ChunkedLoss(over_bytes=0, chunk_bytes=4 << 20))
-    assert head is not None
     head.attach()
     loss, gradient, chunked_bytes = loss_and_gradient(model, batch)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2

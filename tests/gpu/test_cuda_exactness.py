@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from engines import open_engine, resolved
 
-from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, Lane, device_for
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
@@ -55,19 +54,15 @@ def offloaded(
     gpu: str = "2MiB",
     dtype: Any = None,
 ) -> Any:
-    config = OffloadConfig.load({"cpu_memory": cpu, "gpu_memory": gpu, "ssd": str(folder)}).resolve(
-        host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=2, default_ssd_path=str(folder)
-    )
+    config = resolved(folder, memory_bytes=1 << 32, cpu_memory=cpu, gpu_memory=gpu)
     layout = lay_out(model, config, working_dtype=dtype or torch.float32, hold_gradients=hold, sums_gradients=sums)
-    tiers = open_tiers(layout, config, device_for("cuda"))
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
-    engine = OffloadEngine(model, layout, tiers, config)
+    engine = open_engine(model, layout, config, device_for("cuda"))
     return engine, OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_twenty_steps(family: str, mode: str, tmp_path: Path) -> None:
+def test_twenty_steps_follow_torch(family: str, mode: str, tmp_path: Path) -> None:
     settings = MODES[mode]
     reference = make_model(family, recompute=settings["recompute"]).cuda()
     torch_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
@@ -100,8 +95,8 @@ def test_twenty_steps(family: str, mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
-def test_vertical_micro_batches(family: str, hold: bool, tmp_path: Path) -> None:
-    """On another stream than the default one, which the micro-batches' threads must use as well."""
+def test_vertical_micro_batches_follow_torch(family: str, hold: bool, tmp_path: Path) -> None:
+    """The step runs on a side stream, which the threads of the micro-batches must use too."""
     num_micro_batches, overrides = 4, {"output_router_logits": True} if family == "mixtral" else {}
     reference = make_model(family, recompute=True, **overrides).cuda()
     torch_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
@@ -178,7 +173,7 @@ def test_device_memory_stays_within_slots_and_activations(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("sums", [True, False], ids=["float32_gradients", "kept_gradients"])
-def test_bfloat16_on_the_device(sums: bool, tmp_path: Path) -> None:
+def test_the_loss_falls_in_bfloat16(sums: bool, tmp_path: Path) -> None:
     model = make_model("llama", recompute=True)
     engine, optimizer = offloaded(model, tmp_path, hold=True, sums=sums, dtype=torch.bfloat16)
     losses = []

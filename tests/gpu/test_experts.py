@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from engines import open_engine, resolved
 from torch import Tensor
 
-from hf_lohan.config import OffloadConfig
 from hf_lohan.device import device_for
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.experts import StreamedExperts
 from hf_lohan.huggingface.attachment import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
@@ -59,14 +58,10 @@ def test_training_follows_torch(tmp_path: Path) -> None:
     reference, model = (tiny_model("mixtral").train() for _ in range(2))
     reference = reference.cuda()
     optimizers = [torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1, fused=True)]
-    settings = {"cpu_memory": "4MiB", "gpu_memory": "1MiB", "ssd": str(tmp_path), "experts": "streamed"}
-    config = OffloadConfig.load(settings).resolve(
-        host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=2, default_ssd_path=str(tmp_path)
-    )
+    settings = {"cpu_memory": "4MiB", "gpu_memory": "1MiB", "experts": "streamed"}
+    config = resolved(tmp_path, memory_bytes=1 << 32, **settings)
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=False)
-    tiers = open_tiers(layout, config, device_for("cuda"))
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
-    engine = OffloadEngine(model, layout, tiers, config, compute_expert=compute_expert)
+    engine = open_engine(model, layout, config, device_for("cuda"), compute_expert=compute_expert)
     try:
         stream_experts(engine.experts)
         assert all(isinstance(experts, StreamedExperts) for experts in engine.experts.values())

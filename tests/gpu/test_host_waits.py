@@ -1,7 +1,5 @@
-"""Where and how often the host waits for the device in a steady step.
-
-A computing thread enqueues work far ahead of the device. Whenever it waits, the device may run out of work.
-"""
+"""Where and how often the host waits for the device in a steady step. A computing thread enqueues work far ahead of the
+device. When that thread waits, the device may run out of work."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ from hf_lohan.testing.models import tiny_model
 NUM_LAYERS = 4
 NUM_STEPS = 4
 DEPTH = 60
-"""Recorded frames of a call."""
-BESIDE = ("lohan-gradients", "lohan-prefetch", "lohan-experts", "lohan-activations")
-"""Threads that wait in place of the computing ones."""
+"""Frames recorded per call."""
+BACKGROUND = ("lohan-gradients", "lohan-prefetch", "lohan-experts", "lohan-activations")
+"""Background threads, which may wait."""
 SHAPE_UNKNOWN_TO_THE_DOUBLE = "blocking: aten::index.Tensor"
-"""An index of integers, which does not wait on a GPU."""
+"""Indexing with integers, which does not wait on a GPU."""
 
 CLIP_NORM = "updates/gradients.py _norms"
-ROUTED = "experts/routing.py numbers"
-LEFT = "activations/swapper.py drain"
+ROUTING = "experts/routing.py numbers"
+DRAIN = "activations/swapper.py drain"
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Case:
 
 
 ONCE = {CLIP_NORM: 1}
-EACH_LAYER_AND_PASS = {**ONCE, ROUTED: 2 * NUM_LAYERS}
+EACH_LAYER_AND_PASS = {**ONCE, ROUTING: 2 * NUM_LAYERS}
 TWO_MICRO_BATCHES = {"gradient_accumulation_steps": 2}
 CASES = {
     "dense": Case("llama", ONCE),
@@ -54,13 +52,13 @@ CASES = {
     "accumulated": Case("llama", ONCE, settings=TWO_MICRO_BATCHES),
     "vertical": Case("llama", ONCE, {"vertical_micro_batches": True}, TWO_MICRO_BATCHES),
     # To bound memory, the host waits for the swapped activations of each layer but the last two.
-    "swapped": Case("llama", {**ONCE, LEFT: NUM_LAYERS - 2}, {"activations": "swap"}),
+    "swapped": Case("llama", {**ONCE, DRAIN: NUM_LAYERS - 2}, {"activations": "swap"}),
     "experts_with_layer": Case("qwen3_moe", ONCE, {"experts": "with_layer"}),
     "experts_streamed": Case("qwen3_moe", EACH_LAYER_AND_PASS, {"experts": "streamed"}),
     "experts_recomputed": Case("qwen3_moe", EACH_LAYER_AND_PASS, {"experts": "streamed", "activations": "recompute"}),
     "experts_vertical": Case(
         "qwen3_moe",
-        {**ONCE, ROUTED: 2 * 2 * NUM_LAYERS},  # for each micro-batch
+        {**ONCE, ROUTING: 2 * 2 * NUM_LAYERS},  # twice, for two micro-batches
         {"experts": "streamed", "vertical_micro_batches": True},
         TWO_MICRO_BATCHES,
     ),
@@ -80,7 +78,8 @@ class LastStep(TrainerCallback):
         self._double = double
         self._callers = double.Callers("sync:", inside="/", depth=DEPTH)
         self.blocking_operations: list[str] = []
-        """Operations that wait because their result's shape depends on values. Known only if streams have threads."""
+        """Operations that wait because the shape of their result depends on values. Known only if streams have
+        threads."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == NUM_STEPS - 1:
@@ -94,13 +93,13 @@ class LastStep(TrainerCallback):
             self.blocking_operations = [name for name in names if not name.startswith(SHAPE_UNKNOWN_TO_THE_DOUBLE)]
 
     def waits(self) -> Counter[str]:
-        """Number of waits by frames, from the innermost one outside torch. Only those whose innermost frame is in
-        hf_lohan, because transformers' own waits happen in any run."""
+        """Return the number of waits by frames, from the innermost frame outside torch. Waits of transformers happen in
+        any run, so only waits of hf_lohan count."""
         torch_files, our_files = files_of(torch), files_of(hf_lohan)
         of_each: dict[str, Counter[bool]] = {}
         for (what, thread, frames), number in self._callers.found.items():
             outside = [frame for frame in frames.split(" < ") if frame.partition(":")[0] not in torch_files]
-            if thread in BESIDE or not outside or outside[0].partition(":")[0] not in our_files:
+            if thread in BACKGROUND or not outside or outside[0].partition(":")[0] not in our_files:
                 continue
             # The double counts a copy of pageable memory and the wait for it separately.
             of_each.setdefault(" < ".join(outside), Counter())["pageable" in what] += number
@@ -122,7 +121,7 @@ def run(double: Any, folder: Path, case: Case, callbacks: list[Any]) -> LastStep
 
 
 def caller_in(frames: str, expected: dict[str, int]) -> str:
-    """Return the first expected caller among the frames, or else all frames."""
+    """Return the first expected caller among the frames, or all frames if none is expected."""
     without_lines = re.sub(r":\d+ ", " ", frames)
     return next((caller for caller in expected if f" < {caller} < " in f" < {without_lines} < "), frames)
 

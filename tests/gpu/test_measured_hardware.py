@@ -1,4 +1,4 @@
-"""Measuring a CUDA device, which a run can use afterwards."""
+"""Measuring a CUDA device leaves the device usable for a run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class CardRates(NamedTuple):
 
 
 def rates_of_the_card() -> tuple[CardRates, CardRates]:
-    """Return bounds (slowest, fastest) of the measured rates. The double has a slower bound, because its kernels run on
-    the CPU. A rate beyond the fastest would measure enqueueing alone."""
+    """Return bounds (slowest, fastest) of the measured rates. The double has a lower bound, because its kernels run on
+    the CPU. A rate above the upper bound would mean that only enqueueing was measured."""
     card = torch.cuda.get_device_properties(0)
     clocks_per_s = 1e3 * getattr(card, "clock_rate", 3e6)
     fastest = CardRates(card.multi_processor_count * clocks_per_s * 16384, 1e14)
@@ -62,7 +62,7 @@ def test_a_profile_of_the_device(tmp_path: Path) -> None:
 
 
 def test_pools_can_be_pinned_after_measuring(tmp_path: Path) -> None:
-    """Measuring unpins its memory, whose addresses could not be pinned again otherwise."""
+    """Measuring must unpin its memory, because a pinned address cannot be pinned again."""
     device = device_for("cuda")
     effort = MeasuringEffort(budget_s=0.0, scratch_bytes=16 << 20)
     for _ in range(3):
@@ -73,11 +73,11 @@ def test_pools_can_be_pinned_after_measuring(tmp_path: Path) -> None:
 
 
 def test_measuring_keeps_no_device_memory(tmp_path: Path) -> None:
-    """A run could not use cached memory of these sizes."""
+    """The run could not reuse cached memory of these sizes."""
     device = device_for("cuda")
     effort = MeasuringEffort(budget_s=0.0, scratch_bytes=16 << 20)
     reserved_bytes = []
-    for _ in range(2):  # the first also makes workspaces of libraries, which stay
+    for _ in range(2):  # the first also allocates permanent workspaces of libraries
         measure_hardware(make_config(tmp_path), device, matrix_shapes=SHAPES, dtype=torch.bfloat16, effort=effort)
         reserved_bytes.append(torch.cuda.memory_reserved())
         torch.cuda.empty_cache()

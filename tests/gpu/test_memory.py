@@ -1,4 +1,4 @@
-"""Device memory: segments, peaks beside the plan, and out of memory."""
+"""Device memory: segments, peaks compared with the plan, and out of memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_runs import train
 from hf_lohan.device import device_for
 
 PAGE_TABLES_BYTES = 8 << 20
-"""What a driver may use itself to map memory."""
+"""Memory that a driver may use for its page tables."""
 
 
 def test_segments_grow_if_the_driver_supports_it() -> None:
@@ -39,7 +39,7 @@ def test_cached_memory_counts_as_free() -> None:
     assert device.total_memory_bytes() == pytest.approx(before, abs=PAGE_TABLES_BYTES)
 
 
-def test_the_record_has_peaks_beside_the_plan(tmp_path: Path) -> None:
+def test_the_record_has_measured_and_planned_peaks(tmp_path: Path) -> None:
     offload = {"cpu_memory": "64MiB", "gpu_memory": "4MiB", "ssd": str(tmp_path / "store")}
     train(tmp_path / "run", "llama", offload=offload)
     lines = [json.loads(line) for line in (tmp_path / "run" / "lohan" / "steps.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ QUICK = (3, 60, 400)
     [QUICK, *(pytest.param(range(first, first + 25), marks=pytest.mark.slow) for first in range(1, 101, 25))],
     ids=lambda numbers: f"{numbers[0]}_to_{numbers[-1]}",
 )
-def test_out_of_memory_at_one_allocation_after_another(double: Any, numbers: Sequence[int], tmp_path: Path) -> None:
+def test_out_of_memory_at_any_allocation_can_be_resumed(double: Any, numbers: Sequence[int], tmp_path: Path) -> None:
     """A failure in planning only loses the plan. A failure in a step ends the run with advice, and the next run resumes
     from the last commit. torch's allocator does not cache, so each tensor is a device allocation."""
     if not hasattr(double, "fail_allocation"):

@@ -1,4 +1,4 @@
-"""Host memory that cannot be pinned, as under WSL2 or a low memlock limit, changes no bit."""
+"""A run with unpinned host memory, as on WSL2 or with a low memlock limit, equals stock to the bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_torch_works_after_a_refusal(double: Any, caplog: pytest.LogCaptureFixtu
     assert [record.getMessage()[:21] for record in caplog.records] == ["pinning 4194304 bytes"]
 
 
-def test_a_run_whose_memory_cannot_be_pinned(double: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_pinned_memory_equals_stock(
+    double: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Measuring, pools and swapped activations all pin memory."""
     offload = {
         "cpu_memory": "64MiB",

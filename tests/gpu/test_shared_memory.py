@@ -1,4 +1,4 @@
-"""Host memory that several processes share is pinned in each of them."""
+"""Host memory shared by several processes is pinned in each of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def double_it(fd_of_parent: str, connection: Connection) -> None:
     connection.send((host.is_pinned(), device.describe()["pinned_host_memory"]))
 
 
-def test_memory_that_two_processes_share_is_pinned_in_both() -> None:
+def test_memory_shared_by_two_processes_is_pinned_in_both() -> None:
     device = device_for("cuda")
     fd = os.memfd_create("lohan-test")
     os.ftruncate(fd, NUM_BYTES)
@@ -49,6 +49,6 @@ def test_memory_that_two_processes_share_is_pinned_in_both() -> None:
     assert torch.equal(on_device.cpu().view(torch.float32), 2 * torch.arange(NUM_BYTES // 4, dtype=torch.float32))
     address = host.data_ptr()
     del host
-    again = device.host_shared(fd, NUM_BYTES)  # probably at the same address, which was unpinned
+    again = device.host_shared(fd, NUM_BYTES)  # probably at the same address, which must have been unpinned
     assert again.is_pinned(), address
     os.close(fd)

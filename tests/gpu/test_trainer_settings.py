@@ -1,8 +1,6 @@
-"""With any of Trainer's settings, a run on CUDA equals the stock Trainer on the same device.
-
-On the double of the CUDA runtime it is equal to the bit, because kernels are the CPU's. On a GPU it is within
-`ON_A_GPU`, because attention's backward sums in any order and torch's AdamW rounds differently on the GPU.
-"""
+"""With any of Trainer's settings, a run on CUDA equals the stock Trainer on the same device. On the double of the CUDA
+runtime, which has the kernels of the CPU, the runs are equal to the bit. On a GPU they agree within `ON_A_GPU`, because
+attention's backward sums in any order and torch's AdamW rounds differently on the GPU."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs"
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Relative for losses and norms, absolute for weights. AdamW moves a weight whose gradient is noise by up to the
-    learning rate (1e-3) per step."""
+    """Relative tolerances for losses and norms, and an absolute one for weights. If a gradient is noise, AdamW may move
+    its weight by the learning rate (1e-3) in any direction."""
 
     loss: float = 0.0
     norm: float = 0.0
@@ -52,7 +50,7 @@ ON_A_GPU_IN_BFLOAT16 = Tolerances(1e-2, 5e-2, 4e-3)
 
 @dataclass(frozen=True)
 class Setting:
-    """TrainingArguments of both runs, and offload settings of ours, which override the small budgets."""
+    """TrainingArguments of both runs, and offload settings that override the small budgets."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, Any] = field(default_factory=dict)
@@ -67,10 +65,10 @@ def accumulated(number: int, **arguments: Any) -> dict[str, Any]:
 
 
 LOGGED_LOSS = Tolerances(loss=1e-6)
-"""Ours adds a step's losses before it adds them to earlier ones."""
+"""The offloaded run sums the losses of a step before it adds them to the losses of earlier steps."""
 NORM_OF_PARTS = Tolerances(norm=1e-5)
-"""Stock has all experts of a layer in one parameter; ours combines the norms of single experts."""
-SUMMED_OTHERWISE = Tolerances(loss=1e-5, norm=1e-4, weight=2e-5)
+"""Stock takes one norm over all experts of a layer. The offloaded run combines the norms of single experts."""
+SUMMED_DIFFERENTLY = Tolerances(loss=1e-5, norm=1e-4, weight=2e-5)
 """See tests/exactness/test_chunked_loss.py."""
 
 SETTINGS = {
@@ -104,7 +102,7 @@ SETTINGS = {
     "dropout, swapped": Setting(accumulated(2), {"activations": "swap"}, "opt", {"dropout": 0.1}),
     "tied": Setting(family="gpt2"),
     "chunked loss": Setting(
-        accumulated(2), {"chunked_loss": True, "cpu_memory": "6MiB"}, tolerances=SUMMED_OTHERWISE
+        accumulated(2), {"chunked_loss": True, "cpu_memory": "6MiB"}, tolerances=SUMMED_DIFFERENTLY
     ),
     "streamed experts": Setting(
         {"max_grad_norm": 0.0}, {"experts": "streamed", "gpu_memory": "1MiB"}, "qwen3_moe", tolerances=NORM_OF_PARTS
@@ -136,7 +134,7 @@ SLOW = {
     "bfloat16 experts",
     "bfloat16 states",
 }
-"""Settings that others nearly cover."""
+"""Settings that other settings nearly cover."""
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +146,7 @@ def whole_float32_products() -> Any:
 
 
 def assert_within(ours: Outcome, expected: Outcome, exact: Tolerances, on_a_gpu: Tolerances) -> None:
-    """Compare within ``exact`` on the double, and within ``on_a_gpu`` on a GPU."""
+    """Compare within `exact` on the double, and within `on_a_gpu` on a GPU."""
     bounds = exact if find_double() is not None else on_a_gpu
     assert len(ours.losses) == len(expected.losses) > 0
     assert_near(ours.losses, expected.losses, bounds.loss, "losses")
@@ -167,12 +165,12 @@ def assert_near(ours: list[float], expected: list[float], relative: float, what:
 
 
 def is_near(ours: Tensor, expected: Tensor, absolute: float) -> bool:
-    return bool(((ours - expected).abs() <= absolute).all())  # False for NaN
+    return bool(((ours - expected).abs() <= absolute).all())  # NaN gives False
 
 
 @pytest.fixture(scope="module")
 def stock_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs stock once for all settings with the same model and arguments."""
+    """Trains a stock run once for all settings with the same model and arguments."""
     outcomes: dict[str, Outcome] = {}
 
     def run(setting: Setting) -> Outcome:
@@ -220,18 +218,19 @@ ROUNDED = {
 
 @pytest.mark.parametrize("name", slow_but(ROUNDED.keys() - SLOW, ROUNDED))
 def test_rounding_does_not_depend_on_placement(name: str, tmp_path: Path) -> None:
-    """Compared with a roomy run of ours, because stock rounds elsewhere (autocast, float32 moments)."""
+    """Compare with an offloaded run with large budgets, because stock rounds at other places (autocast, float32
+    moments)."""
     setting = ROUNDED[name]
     kept = {key: value for key, value in setting.offload.items() if key == "optimizer_state_dtype"}
-    elsewhere = train(tmp_path / "roomy", tiny_model(setting.family), offload={**ROOMY, **kept}, **of_run(setting))
+    roomy = train(tmp_path / "roomy", tiny_model(setting.family), offload={**ROOMY, **kept}, **of_run(setting))
     ours = train_offloaded(tmp_path / "small", setting)
-    assert_within(ours, elsewhere, setting.tolerances, ON_A_GPU_IN_BFLOAT16)
+    assert_within(ours, roomy, setting.tolerances, ON_A_GPU_IN_BFLOAT16)
     stock = train(tmp_path / "stock", tiny_model(setting.family), **of_run(setting))
     assert_near(ours.losses, stock.losses, 1e-2, "losses")
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Stock's two optimizers as one, for Trainer."""
+    """Combines the two stock optimizers into one for Trainer."""
 
     def __init__(self, model: torch.nn.Module, lr: float) -> None:
         matrices = hidden_matrices(model)
@@ -249,18 +248,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("max_grad_norm", slow_but([0.3], [0.0, 0.3]))
-def test_muon(max_grad_norm: float, tmp_path: Path) -> None:
+def test_muon_equals_stock(max_grad_norm: float, tmp_path: Path) -> None:
     settings = {"max_steps": NUM_STEPS, "max_grad_norm": max_grad_norm, "lr_scheduler_type": "constant"}
     model = tiny_model("llama").cuda()
     stock = train(tmp_path / "stock", model, optimizers=(MuonAndAdamW(model, 1e-3), None), **settings)
     offload = {**SMALL, "cpu_memory": "8MiB", "gpu_memory": "4MiB", "optimizer": "muon"}
     ours = train(tmp_path / "ours", "llama", offload=offload, **settings)
-    # Newton-Schulz is in bfloat16, for which a GPU chooses kernels by shape and time.
+    # Newton-Schulz runs in bfloat16, for which a GPU chooses kernels by shape and by timing.
     assert_within(ours, stock, Tolerances(), replace(ON_A_GPU, loss=1e-4, weight=4e-4))
 
 
 @pytest.mark.parametrize("vertical", [False, True])
-def test_adapters(vertical: bool, tmp_path: Path) -> None:
+def test_adapters_equal_stock(vertical: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def model() -> Any:
@@ -275,14 +274,14 @@ def test_adapters(vertical: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_trainers_of_trl(kind: str, tmp_path: Path) -> None:
+def test_trainers_of_trl_equal_stock(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     import trl_runs
 
     checkpoint = trl_runs.save_checkpoint(tmp_path / "model")
     rows = trl_runs.texts() if kind == "SFT" else trl_runs.preferences()
-    given = {"model": str(checkpoint), "train_dataset": rows}
-    ours, stock = trl_runs.both(kind, tmp_path, {"use_cpu": False, "max_steps": 3}, lambda: dict(given))
+    arguments = {"model": str(checkpoint), "train_dataset": rows}
+    ours, stock = trl_runs.both(kind, tmp_path, {"use_cpu": False, "max_steps": 3}, lambda: dict(arguments))
     if find_double() is not None:
         trl_runs.assert_same(ours, stock)
         return
@@ -295,7 +294,7 @@ def losses_in(rows: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen3_moe"], ["llama", "qwen3_moe"]))
-def test_a_model_generates_from_the_store(family: str, tmp_path: Path) -> None:
+def test_generation_from_the_store_equals_stock(family: str, tmp_path: Path) -> None:
     tiny_model(family, num_layers=6).save_pretrained(tmp_path / "model")
     prompt = torch.arange(5, 15, device="cuda").view(2, 5)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model").cuda()
@@ -343,7 +342,7 @@ DIES_AT_STEP = 3
 
 
 def train_until_killed(folder: Path) -> None:
-    """Train in another process, which kills itself."""
+    """Train until this process kills itself."""
 
     class Dies(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -354,7 +353,7 @@ def train_until_killed(folder: Path) -> None:
 
 
 def test_a_run_resumes_after_a_killed_process(tmp_path: Path) -> None:
-    """The last step includes the device's random state, which dropout needs."""
+    """The commit of the last step includes the device's random state, which dropout needs."""
     program = (
         f"import pathlib, torch, test_trainer_settings; torch.set_num_threads({torch.get_num_threads()});"
         f"test_trainer_settings.train_until_killed(pathlib.Path({str(tmp_path / 'run')!r}))"

@@ -1,4 +1,4 @@
-"""Values in 8 or 4 bits on CUDA: to the bit what the CPU makes of them, by Triton where it is installed."""
+"""Encoding values in 8 or 4 bits on CUDA, with Triton if installed, equals encoding on the CPU to the bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMEL = (1 << 20) + 77
 NUM_RANKS = 4
 
 
-def some_values(seed: int, dtype: torch.dtype) -> torch.Tensor:
+def random_values(seed: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(NUMEL, generator=generator) * torch.randn(NUMEL, generator=generator).exp()
     values[1000], values[5000], values[8192:8448] = torch.inf, torch.nan, 0
@@ -22,17 +22,17 @@ def some_values(seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bytes of messages without NaN, or numbers."""
+    """Check that all values are equal, where NaN equals NaN."""
     assert torch.equal(found.cpu().nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", [GRADIENTS_INT8, GRADIENTS_INT4, WEIGHTS_INT8, BlockCodec(4, 4096, torch.float32)])
-def test_cuda_codes_as_the_cpu_does(codec: BlockCodec, dtype: torch.dtype) -> None:
+def test_codes_on_cuda_equal_codes_on_the_cpu(codec: BlockCodec, dtype: torch.dtype) -> None:
     code_bytes = NUMEL // codec.block_numel * codec.block_numel * codec.num_bits // 8
     messages, on_gpu = [], []
     for rank in range(NUM_RANKS):
-        values = some_values(rank, dtype)
+        values = random_values(rank, dtype)
         message = torch.empty(codec.message_bytes(NUMEL), dtype=torch.uint8)
         message_on_gpu = message.cuda()
         codec.encode(values, message)
@@ -57,7 +57,7 @@ def test_cuda_codes_as_the_cpu_does(codec: BlockCodec, dtype: torch.dtype) -> No
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install hf-lohan[triton]")
-def test_triton_is_what_computes_there() -> None:
+def test_triton_computes_the_codes() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         message = torch.empty(WEIGHTS_INT8.message_bytes(NUMEL), dtype=torch.uint8, device="cuda")
         WEIGHTS_INT8.encode(torch.randn(NUMEL, device="cuda"), message)

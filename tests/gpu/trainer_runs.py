@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))  # some tests start processes that read no conftest.py
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))  # some tests start processes that do not load conftest.py
 
 from short_runs import SHORT_RUN
 
@@ -37,7 +37,7 @@ def make_trainer(
     optimizers: tuple[Any, Any] = (None, None),
     **settings: Any,
 ) -> Any:
-    """A Trainer that logs each step; a stock one without ``offload``."""
+    """Return a Trainer that logs each step. Without `offload`, it is the stock Trainer."""
     rows = torch.randint(5, VOCAB_SIZE, (64, 16), generator=torch.Generator().manual_seed(3)).tolist()
     kind, own = (StockTrainer, {}) if offload is None else (hf_lohan.Trainer, {"offload": offload})
     return kind(
@@ -51,7 +51,7 @@ def make_trainer(
 
 
 def train(folder: Path, model: Any, *, offload: Any = None, resume: Any = None, **settings: Any) -> Outcome:
-    """``model``: a tiny model's family, or a model."""
+    """Train a model, given as a model or as the family of a tiny model."""
     model = tiny_model(model) if isinstance(model, str) else model
     trainer = make_trainer(folder, model, offload=offload, **settings)
     trainer.train(resume_from_checkpoint=resume)

@@ -17,7 +17,8 @@ GIB = 1 << 30
     ("membership", "files", "expected"),
     [
         (V2, {}, ContainerLimits(None, None)),
-        ("", {"memory.max": "1073741824"}, ContainerLimits(GIB, None)),  # in a container, the own group is the root
+        # within a container, the process's own group is the root
+        ("", {"memory.max": "1073741824"}, ContainerLimits(GIB, None)),
         (
             V2,
             {"user.slice/job/memory.max": "max", "user.slice/memory.max": f"{4 * GIB}"},

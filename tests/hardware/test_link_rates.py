@@ -14,7 +14,7 @@ COPY_BYTES = 1 << 14
 
 
 class LazyDevice(CpuDevice):
-    """Copies count as run when they are waited for. Each lane has its own list, because each has its own thread."""
+    """Counts a copy as run once it is waited for. Each lane has its own list, because it has its own thread."""
 
     def __init__(self) -> None:
         self.pending: dict[Lane, list[tuple[Tensor, Tensor]]] = {Lane.H2D: [], Lane.D2H: []}
@@ -29,7 +29,7 @@ class LazyDevice(CpuDevice):
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         assert dst.numel() == src.numel() == COPY_BYTES
-        assert bool(src.all()), "untouched pages are all one page of zeros"
+        assert bool(src.all()), "untouched pages all map to one page of zeros"
         self.is_host_target.add((lane, dst.data_ptr() in self.host))
         self.pending[lane].append((dst, src))
 

@@ -1,4 +1,4 @@
-"""The optimizer is measured with all elements, in a run's formats, beside a busy device."""
+"""The optimizer's rate is measured on all elements, in the run's formats, while the device is busy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMATS = pytest.mark.parametrize(
 
 
 @FORMATS
-def test_a_rate_in_every_format(dtype: torch.dtype, moment_dtype: MomentDtype) -> None:
+def test_every_format_has_a_rate(dtype: torch.dtype, moment_dtype: MomentDtype) -> None:
     assert optimizer_params_per_s(CpuDevice(), dtype, numel=5000, budget_s=0.0, moment_dtype=moment_dtype) > 0
 
 
@@ -55,7 +55,7 @@ class Accelerator(CpuDevice):
         return super().record(lane, *tensors)
 
 
-def test_a_gpu_computes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_busy_during_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     device, ones = Accelerator(), torch.ones
 
     def small_ones(*size: int, dtype: torch.dtype, device: object) -> Tensor:
@@ -69,10 +69,10 @@ def test_a_gpu_computes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lohan-device-load" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_cpu_device_does_not_compute_meanwhile() -> None:
+def test_a_cpu_device_is_not_busy_during_the_measurement() -> None:
     with cpu_rates._kept_busy(CpuDevice()):
         assert "lohan-device-load" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_checksums() -> None:
+def test_checksums_have_a_rate() -> None:
     assert checksum_bytes_per_s(num_threads=2, budget_s=0.0) > 0

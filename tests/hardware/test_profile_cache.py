@@ -61,7 +61,7 @@ def test_hardware_is_measured_once_and_the_file_is_private(ask: Ask, measurer: M
     first, again = ask(), ask()
     assert measurer.num_calls == 1
     assert again.h2d_bytes_per_s == first.h2d_bytes_per_s
-    assert again.ssd[1].capacity_bytes == 1 << 30, "free space is read again"
+    assert again.ssd[1].capacity_bytes == 1 << 30, "the free space was not read again"
     [file] = files_in(tmp_path / "cache")
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -205,10 +205,10 @@ def test_a_directory_that_another_process_makes_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    is_there = os.path.isdir
+    isdir = os.path.isdir
 
     def made_after_the_check(path: str) -> bool:
-        is_made = is_there(path)
+        is_made = isdir(path)
         if path == str(cache):
             cache.mkdir(exist_ok=True)
         return is_made

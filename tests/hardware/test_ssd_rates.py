@@ -38,7 +38,7 @@ def test_each_measurement_passes_over_the_file_at_most_twice(tmp_path: Path) -> 
     backend = CountingBackend()
     alone, together = measure([StorePath(str(tmp_path), 1 << 40)], backend)
     assert [together] == alone
-    num_chunks = 8  # of 128 KiB: the whole granules in a sixth of a MiB
+    num_chunks = 8  # of 128 KiB, the largest number of granules within a sixth of a MiB
     assert sum(backend.write_sizes_bytes) == (1 + 2 + 1) * num_chunks * 131072
     assert sum(backend.read_sizes_bytes) == (2 + 1) * num_chunks * 131072
     assert list(tmp_path.iterdir()) == []
@@ -75,7 +75,7 @@ def test_paths_together_are_striped_by_capacity(tmp_path: Path) -> None:
     assert sizes[:2] == [2 * MIB, 2 * MIB]
     assert sizes[2] <= 2 * MIB
     assert sizes[3] == pytest.approx(sizes[2] / 3, abs=4096 * 2)
-    assert list(tmp_path.iterdir()) == [], "neither files nor the missing directories"
+    assert list(tmp_path.iterdir()) == [], "files or new directories were left"
 
 
 def test_files_have_no_name_while_they_are_used(tmp_path: Path) -> None:

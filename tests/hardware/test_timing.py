@@ -1,4 +1,4 @@
-"""Medians of samples, on a clock that only runs advance."""
+"""Medians of samples, on a clock that only the runs advance."""
 
 from __future__ import annotations
 

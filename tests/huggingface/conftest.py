@@ -1,4 +1,4 @@
-"""Offloaded models, and the scripts in `launch`."""
+"""Import the fixtures of offloaded models, and make the scripts in `launch` importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A raw loop with `hf_lohan.Accelerator` trains as the same loop in plain torch."""
+"""A loop with `hf_lohan.Accelerator` trains as the same loop in plain torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimizer_and_scheduler(model: Any) -> tuple[torch.optim.AdamW, LambdaLR]:
 
 
 def plain_loop(model: Any, *, accumulate: int, max_norm: float) -> tuple[list[float], list[float]]:
-    """(losses, norms)."""
+    """Return losses and norms."""
     optimizer, scheduler = optimizer_and_scheduler(model)
     losses, norms = [], []
     for number, batch in enumerate(loader(), start=1):
@@ -58,7 +58,7 @@ def plain_loop(model: Any, *, accumulate: int, max_norm: float) -> tuple[list[fl
 
 
 class Prepared:
-    """Everything that `prepare` returns."""
+    """The results of `prepare`."""
 
     def __init__(self, model: Any, folder: Path, *, accumulate: int = 1, **plugin: Any) -> None:
         offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(folder)}
@@ -73,7 +73,7 @@ class Prepared:
         )
 
     def run(self, *, max_norm: float, skip: int = 0, stop: int = NUM_BATCHES) -> tuple[list[float], list[float]]:
-        """The loop of accelerate's documentation, over batches [skip, stop)."""
+        """Run the loop of Accelerate's documentation on batches [skip, stop)."""
         accelerator, losses, norms = self.accelerator, [], []
         batches = accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
         for number, batch in enumerate(batches, start=skip):
@@ -94,13 +94,11 @@ class Prepared:
 
     def weights(self) -> dict[str, Tensor]:
         engine = engine_of(self.model)
-        assert engine is not None
         access = engine.parameters
         return {name: access.read_parameter(name) for name, _ in self.model.named_parameters()}
 
     def close(self) -> None:
         engine = self.accelerator.offload_engine
-        assert engine is not None
         engine.close()
 
 
@@ -137,7 +135,7 @@ def test_the_loop_equals_plain_torch(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_micro_batches_together_equal_plain_torch(family: str, prepared: Callable[..., Prepared]) -> None:
+def test_joint_micro_batches_equal_plain_torch(family: str, prepared: Callable[..., Prepared]) -> None:
     stock = tiny_model(family).train()
     expected_losses, expected_norms = plain_loop(stock, accumulate=4, max_norm=MAX_NORM)
     ours = prepared(tiny_model(family).train(), accumulate=4)
@@ -172,7 +170,7 @@ def test_a_loop_that_promises_not_to_clip_updates_in_backward(prepared: Callable
 
 
 @pytest.mark.parametrize("family", slow_but(("opt", "mixtral"), FAMILIES))
-def test_a_saved_state_goes_on_elsewhere_to_the_bit(
+def test_a_saved_state_resumes_elsewhere_to_the_bit(
     family: str, prepared: Callable[..., Prepared], tmp_path: Path
 ) -> None:
     stock = tiny_model(family).train()
@@ -181,7 +179,7 @@ def test_a_saved_state_goes_on_elsewhere_to_the_bit(
     losses, norms = first.run(max_norm=MAX_NORM, stop=4)
     first.accelerator.save_state(str(tmp_path / "state"))
     second = prepared(tiny_model(family, seed=5).train(), accumulate=2)
-    second.run(max_norm=MAX_NORM, stop=2)  # moments and weights that must be gone
+    second.run(max_norm=MAX_NORM, stop=2)  # loading must replace these moments and weights
     second.accelerator.load_state(str(tmp_path / "state"))
     more_losses, more_norms = second.run(max_norm=MAX_NORM, skip=4)
     assert (losses + more_losses, norms + more_norms) == expected
@@ -189,7 +187,7 @@ def test_a_saved_state_goes_on_elsewhere_to_the_bit(
 
 
 def test_a_state_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
-    """Its model lies in a folder of its own, as `save_pretrained` writes it."""
+    """Its model is in a separate folder, as `save_pretrained` writes it."""
     first, state = Prepared(tiny_model("mixtral").train(), tmp_path / "first"), tmp_path / "state"
     first.run(max_norm=MAX_NORM, stop=1)
     first.accelerator.save_state(str(state))
@@ -203,33 +201,30 @@ def test_a_state_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
         prepared.close()
 
 
-def test_a_loop_says_when_it_overwrites_the_steps_of_an_earlier_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for goes_back, is_told in ((False, False), (False, True), (True, False)):
+def test_overwriting_the_steps_of_an_earlier_loop_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for goes_back, is_logged in ((False, False), (False, True), (True, False)):
         caplog.clear()
         ours = Prepared(tiny_model("llama").train(), tmp_path / "store")
         engine = engine_of(ours.model)
-        assert engine is not None
         if goes_back:
             engine.go_back_to_commit()
         ours.run(max_norm=MAX_NORM, stop=1)
         ours.close()
-        assert ("(after update 1)" in caplog.text) == is_told
+        assert ("(after update 1)" in caplog.text) == is_logged
 
 
-def test_frozen_weights_in_the_optimizer_are_told_of(
+def test_frozen_weights_in_the_optimizer_are_logged(
     prepared: Callable[..., Prepared], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Torch would train them once they are thawed: nobody should learn hours later that the store has no states."""
+    """Torch could thaw and train them later. The store has no states for them, so the user must know at once."""
     model = tiny_model("llama")
     model.model.layers[0].requires_grad_(False)
     prepared(model)
-    told = next(record.message for record in caplog.records if "stay frozen in this run" in record.message)
-    assert "has 9 frozen parameters (such as model.layers.0." in told and "freeze them afterwards" in told
+    message = next(record.message for record in caplog.records if "stay frozen in this run" in record.message)
+    assert "has 9 frozen parameters (such as model.layers.0." in message and "freeze them afterwards" in message
 
 
-def test_the_scheduler_of_the_caller_drives_the_offloaded_optimizer(prepared: Callable[..., Prepared]) -> None:
+def test_the_callers_scheduler_controls_the_offloaded_optimizer(prepared: Callable[..., Prepared]) -> None:
     ours = prepared(tiny_model("llama").train())
     inner = ours.optimizer.optimizer
     assert isinstance(inner, OffloadAdamW)
@@ -248,7 +243,7 @@ def test_a_saved_model_is_an_ordinary_one(prepared: Callable[..., Prepared], tmp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_state_dict_is_that_of_the_model(family: str, prepared: Callable[..., Prepared]) -> None:
+def test_the_state_dict_equals_that_of_the_model(family: str, prepared: Callable[..., Prepared]) -> None:
     stock = tiny_model(family).state_dict()
     ours = prepared(tiny_model(family))
     state = ours.accelerator.get_state_dict(ours.model)
@@ -271,8 +266,8 @@ def test_a_plain_backward_divides_its_loss_once(prepared: Callable[..., Prepared
     assert divisions.count == 1
 
 
-def test_other_models_are_treated_as_always(prepared: Callable[..., Prepared]) -> None:
-    """A reward model beside the offloaded one, with an optimizer of its own."""
+def test_other_models_are_not_changed(prepared: Callable[..., Prepared]) -> None:
+    """A loop may also have a reward model with its own optimizer."""
     ours = prepared(tiny_model("llama").train())
     small = nn.Linear(3, 3)
     state = ours.accelerator.get_state_dict(small)

@@ -1,4 +1,4 @@
-"""`hf_lohan.Accelerator` takes over the optimizers of a loop, one or several, with the bits of the loop in memory."""
+"""`hf_lohan.Accelerator` takes over one or several optimizers of a loop, which equals the loop in memory to the bit."""
 
 from __future__ import annotations
 
@@ -61,14 +61,15 @@ class Prepared:
 
     def weights(self) -> dict[str, torch.Tensor]:
         engine = engine_of(self.model)
-        assert engine is not None
         found = {name: engine.parameters.read_parameter(name) for name, _ in self.model.named_parameters()}
         engine.close()
         return found
 
 
 @pytest.mark.parametrize("make", [sgd, muon_and_adamw])
-def test_a_loop_and_its_saved_state(make: Callable[[Any], list[torch.optim.Optimizer]], tmp_path: Path) -> None:
+def test_a_loop_and_its_resumed_state_equal_torch(
+    make: Callable[[Any], list[torch.optim.Optimizer]], tmp_path: Path
+) -> None:
     stock = tiny_model("llama").train()
     optimizers = make(stock)
 
@@ -91,8 +92,8 @@ def test_a_loop_and_its_saved_state(make: Callable[[Any], list[torch.optim.Optim
     assert all(torch.equal(resumed[name], weight) for name, weight in weights.items())
 
 
-def test_each_optimizer_steps_with_the_learning_rate_of_its_own_step(tmp_path: Path) -> None:
-    """The scheduler of the first one has moved on when the last one steps."""
+def test_each_optimizer_uses_the_learning_rate_of_its_own_step(tmp_path: Path) -> None:
+    """The first optimizer's scheduler has stepped before the last optimizer steps."""
 
     def train(model: Any, optimizers: Any, own_schedulers: Any, backward: Any) -> None:
         for step in range(3):
@@ -113,7 +114,7 @@ def test_each_optimizer_steps_with_the_learning_rate_of_its_own_step(tmp_path: P
     assert all(torch.equal(weights[name], p) for name, p in stock.named_parameters())
 
 
-def test_a_streamed_model_is_told_its_optimizer(tmp_path: Path) -> None:
+def test_a_streamed_model_is_loaded_for_its_optimizer(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
 
     def load(folder: str, **settings: Any) -> Any:
@@ -126,11 +127,10 @@ def test_a_streamed_model_is_told_its_optimizer(tmp_path: Path) -> None:
         ours.train(range(3))
         weights.append(ours.weights())
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
-    untold = load("untold")
+    default = load("default")
     with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW.*pass SGD when"):
-        Prepared(untold, sgd, tmp_path / "unused")
-    engine = engine_of(untold)
-    assert engine is not None
+        Prepared(default, sgd, tmp_path / "unused")
+    engine = engine_of(default)
     engine.close()
 
 
@@ -139,5 +139,4 @@ def test_muon_without_an_optimizer_for_the_rest_is_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="requires a gradient but is in no param group"):
         Prepared(model, lambda model: muon_and_adamw(model)[:1], tmp_path)
     engine = engine_of(model)
-    assert engine is not None
     engine.close()

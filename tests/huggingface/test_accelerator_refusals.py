@@ -1,4 +1,4 @@
-"""What `hf_lohan.Accelerator` refuses, and says why."""
+"""`hf_lohan.Accelerator` refuses unsupported calls with the reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_optimizer_before_its_model_is_refused(accelerator: Accelerator) -> N
     ],
     ids=["rprop", "8bit", "amsgrad", "maximize"],
 )
-def test_other_optimizers_are_refused_before_a_weight_is_touched(
+def test_unsupported_optimizers_are_refused_before_a_weight_changes(
     make: Callable[[Any], torch.optim.Optimizer], message: str, accelerator: Accelerator
 ) -> None:
     model = tiny_model("llama")
@@ -58,7 +58,7 @@ def test_other_optimizers_are_refused_before_a_weight_is_touched(
     assert untouched
 
 
-def test_a_compiled_model_is_refused_before_a_weight_is_touched(accelerator: Accelerator) -> None:
+def test_a_compiled_model_is_refused_before_a_weight_changes(accelerator: Accelerator) -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match=r"wrapped by torch\.compile .*; pass the original model"):
         accelerator.prepare(torch.compile(model), torch.optim.AdamW(model.parameters()))
@@ -68,8 +68,8 @@ def test_a_compiled_model_is_refused_before_a_weight_is_touched(accelerator: Acc
     assert engine_of(model) is None
 
 
-def test_what_was_prepared_may_be_prepared_again(accelerator: Accelerator) -> None:
-    """As accelerate has it, by the same one or by another."""
+def test_prepared_objects_may_be_prepared_again(accelerator: Accelerator) -> None:
+    """Accelerate allows this with the same accelerator or with another one."""
     model = tiny_model("llama").train()
     first = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5))
     for preparing in (accelerator, Accelerator(cpu=True, lohan_plugin=accelerator.lohan_plugin)):
@@ -79,8 +79,7 @@ def test_what_was_prepared_may_be_prepared_again(accelerator: Accelerator) -> No
         first[1].step()
         first[1].zero_grad()
     engine = engine_of(model)
-    assert engine is not None
-    engine.wait_for_updates()  # the worker counts a step when it has applied it
+    engine.wait_for_updates()  # the worker counts a step after its updates
     assert set(engine.step_counts.values()) == {2}
     engine.close()
 
@@ -93,7 +92,6 @@ def test_clipping_of_parameters_that_are_not_in_the_store_is_refused(accelerator
         accelerator.clip_grad_norm_([other.weight, *model.parameters()], 1.0)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     engine = engine_of(model)
-    assert engine is not None
     engine.close()
 
 
@@ -145,11 +143,10 @@ def test_steps_and_arguments_within_micro_batches_are_refused(accelerator: Accel
         with contextlib.suppress(ValueError):
             weighs()
 
-    with pytest.raises(RuntimeError, match="loss"):  # what was refused gave none
+    with pytest.raises(RuntimeError, match="loss"):  # refused micro-batches gave no loss
         accelerator.run_micro_batches([weighs_and_goes_on, weighs_and_goes_on])
     losses = accelerator.run_micro_batches([lambda: accelerator.backward(model(**tiny_batch()).loss)] * 2)
     assert losses == [None, None]
     optimizer.step()
     engine = engine_of(model)
-    assert engine is not None
     engine.close()

@@ -1,4 +1,4 @@
-"""What a user gets wrong is told in one line, before anything is written, and nothing that stood on disk is harmed."""
+"""Mistakes of users are reported in one line before anything is written, and files on disk do not change."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def error_of(expected: type[Exception], folder: Path, offload: Any, family: str 
     return message
 
 
-def test_unknown_key(tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
     message = error_of(hf_lohan.ConfigError, tmp_path, {"cpu_memroy": "4GiB"})
     assert "cpu_memroy" in message
     assert "cpu_memory" in message
 
 
 @pytest.mark.parametrize("parent", ["a_file", "/proc"])
-def test_unwritable_path(parent: str, tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused(parent: str, tmp_path: Path) -> None:
     (tmp_path / "a_file").write_text("in the way")
-    path = tmp_path / parent / "store"  # of an absolute parent, only that
+    path = tmp_path / parent / "store"  # an absolute parent replaces tmp_path
     message = error_of(OSError, tmp_path, {"ssd": str(path)})
     assert str(path) in message
     assert "ssd path" in message
 
 
-def test_too_small_capacity(tmp_path: Path) -> None:
+def test_too_small_a_capacity_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     message = error_of(CapacityError, tmp_path, {"ssd": [{"path": str(folder), "capacity": "64KiB"}]})
     assert str(folder) in message
@@ -54,21 +54,20 @@ def test_too_small_capacity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["gpu_memory", "cpu_memory"])
-def test_budget_smaller_than_two_blocks(key: str, tmp_path: Path) -> None:
+def test_a_budget_smaller_than_two_blocks_is_refused(key: str, tmp_path: Path) -> None:
     message = error_of(BudgetError, tmp_path, {key: "100KiB"})
     assert key in message
     assert "two blocks" in message
     needed = message.split()[-1]
-    trainer(tmp_path, {key: int(needed)})  # what the message asks for is accepted as a size
+    trainer(tmp_path, {key: int(needed)})  # the size in the message is accepted
     assert not list(tmp_path.glob("**/*.bin"))
 
 
-def test_store_of_another_model(tmp_path: Path) -> None:
+def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
     offload = {"ssd": str(tmp_path / "store")}
     first = trainer(tmp_path, offload)
     first.train()
     engine = first.offload_engine
-    assert engine is not None
     engine.close()
     before = (tmp_path / "store" / "records-0.bin").read_bytes()
     message = error_of(ForeignStoreError, tmp_path, offload, family="gpt2")
@@ -76,7 +75,7 @@ def test_store_of_another_model(tmp_path: Path) -> None:
     assert (tmp_path / "store" / "records-0.bin").read_bytes() == before
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     run = trainer(tmp_path / "run", "lohan")
     for name, message in (("nowhere", "nowhere' does not exist; give"), ("empty", "has no trainer_state.json; give")):
@@ -87,7 +86,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
-def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, "lohan")
     for row in run.train_dataset:
         row["input_ids"][1] = 5000
@@ -96,7 +95,7 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
             call()
 
 
-def test_what_is_no_configuration_of_adapters(tmp_path: Path) -> None:
+def test_a_wrong_peft_config_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="peft_config='lora' is not a configuration of PEFT; give a configuration"):
         hf_lohan.from_pretrained(tmp_path / "model", peft_config="lora", default_ssd_path=tmp_path / "store")

@@ -1,4 +1,4 @@
-"""What cannot be honoured exactly is refused: one line that names the value and says what to do."""
+"""Settings that cannot be honoured exactly are refused in one line with the value and what to do."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
 def arguments(folder: Path, **changes: Any) -> SimpleNamespace:
-    """Training arguments with values that could not all be given on this machine."""
+    """Return training arguments with values that this machine may not support."""
     args = TrainingArguments(str(folder), use_cpu=True, report_to=[])
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    assert not set(changes) - {*values, "world_size", "mixed_precision"}, "no such argument any more"
+    assert not set(changes) - {*values, "world_size", "mixed_precision"}, "the argument does not exist"
     return SimpleNamespace(**{**values, "world_size": 1, **changes})
 
 
@@ -39,11 +39,11 @@ def refusal(call: Callable[[], object]) -> str:
         call()
     message = str(refused.value)
     assert "\n" not in message
-    assert ";" in message or "," in message, "says what to do"
+    assert ";" in message or "," in message, "the message does not say what to do"
     return message
 
 
-def test_the_defaults_are_fine(tmp_path: Path) -> None:
+def test_the_defaults_are_accepted(tmp_path: Path) -> None:
     check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     check_arguments(arguments(tmp_path, optim="adamw_torch_fused", bf16=True, mixed_precision="bf16"))
     check_arguments(arguments(tmp_path, enable_jit_checkpoint=True))
@@ -64,7 +64,7 @@ def test_the_defaults_are_fine(tmp_path: Path) -> None:
         ("adafactor", None),
     ],
 )
-def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: str | None, tmp_path: Path) -> None:
+def test_optimizers_with_a_rule_are_accepted(optim: str, optim_args: str | None, tmp_path: Path) -> None:
     check_arguments(arguments(tmp_path, optim=optim, optim_args=optim_args))
 
 
@@ -95,26 +95,26 @@ def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: st
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_arguments_that_are_refused(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_unsupported_arguments_are_refused(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     message = refusal(lambda: check_arguments(arguments(tmp_path, **changes)))
     assert all(word in message for word in words), message
 
 
-def test_ranks_that_do_not_know_of_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_processes_without_a_group_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, two = arguments(tmp_path), arguments(tmp_path, world_size=2)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # accelerate, too, would read it
+    monkeypatch.setenv("WORLD_SIZE", "2")  # accelerate reads this, too
     message = refusal(lambda: check_arguments(alone))
     assert "WORLD_SIZE=2" in message and "lohan launch" in message and "ACCELERATE_USE_CPU=true" in message
     check_arguments(two)
 
 
-def test_a_rank_with_other_batches_is_named() -> None:
+def test_a_rank_with_another_number_of_batches_is_named() -> None:
     check_batches([4, 4, 4])
     message = refusal(lambda: check_batches([4, 4, 3]))
     assert "rank 0 has 4 batches" in message and "rank 2 has 3" in message
 
 
-def test_optimizers_that_need_whole_parameters_are_for_one_rank() -> None:
+def test_optimizers_that_need_whole_parameters_are_refused_with_several_ranks() -> None:
     blocks = stored_form(tiny_model("llama"), None, "float32", muon_for_matrices).model_blocks.blocks
     check_rules(blocks, 1)
     assert "Muon needs whole parameters" in refusal(lambda: check_rules(blocks, 2))
@@ -122,7 +122,7 @@ def test_optimizers_that_need_whole_parameters_are_for_one_rank() -> None:
     check_rules(adamw, 2)
 
 
-def test_prompts_are_learned_by_one_rank() -> None:
+def test_prompt_learning_is_refused_with_several_ranks() -> None:
     configs = {"default": SimpleNamespace(is_prompt_learning=False), "soft": SimpleNamespace(is_prompt_learning=True)}
     model = SimpleNamespace(peft_config=configs)
     check_rank_model(model, SINGLE_RANK)
@@ -147,7 +147,7 @@ def test_quantized_and_dispatched_models_are_refused() -> None:
     assert "device_map=" in refusal(lambda: check_model(model))
 
 
-def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
+def test_optimizers_without_a_rule_are_refused() -> None:
     model = tiny_model("llama")
     mine = torch.optim.Rprop(model.parameters())
     config = OffloadConfig()
@@ -160,7 +160,7 @@ def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
 
 
 def test_a_lion_that_divides_its_weight_decay_is_refused() -> None:
-    """The flag is in no param group."""
+    """The flag is not in param groups."""
     lion = pytest.importorskip("lion_pytorch")
     model = tiny_model("llama")
     settings = {"lr": 1e-3, "weight_decay": 0.1, "decoupled_weight_decay": True}
@@ -195,7 +195,7 @@ def test_a_schedule_that_reads_the_optimizers_states_is_refused(tmp_path: Path) 
          "optimizer='muon' and optimizers= are both set"),
     ],
 )  # fmt: skip
-def test_trainer_asks_the_guards_before_it_does_anything(
+def test_trainer_checks_its_arguments_first(
     arguments_changes: dict[str, Any], trainer_options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], **arguments_changes)
@@ -210,7 +210,7 @@ def test_without_offload_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_reentrant_recomputation_becomes_the_other_kind(
+def test_reentrant_checkpointing_is_replaced_by_the_non_reentrant_kind(
     activations: str, offload: Callable[..., OffloadEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     models = [tiny_model("llama").train() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Nobody else may write what a run leaves, whatever the umask: it decides what the next run computes."""
+"""Other users may not write the files of a run, whatever the umask, because the next run computes with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_to_others(folder: Path) -> list[Path]:
     return [path for path in made if stat.S_IMODE(path.stat().st_mode) & 0o022]
 
 
-def test_nobody_else_may_write_what_a_run_leaves(tmp_path: Path) -> None:
+def test_other_users_may_not_write_the_files_of_a_run(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(4)]
     run = tmp_path / "deep" / "run"
     arguments = TrainingArguments(str(run), max_steps=2, save_steps=2, report_to=[], use_cpu=True)
@@ -40,14 +40,13 @@ def test_nobody_else_may_write_what_a_run_leaves(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint="last_step")
     assert len(list(tmp_path.rglob("*"))) > 30
     assert not open_to_others(tmp_path)
-    assert trainer.offload_engine is not None
     trainer.offload_engine.close()
-    os.umask(0)  # as in the process of somebody who exports
+    os.umask(0)  # another process may export
     export_model(run, tmp_path / "out" / "model")
     assert not open_to_others(tmp_path)
 
 
-def test_nor_the_folders_above(tmp_path: Path) -> None:
+def test_other_users_may_not_write_the_folders_above(tmp_path: Path) -> None:
     make_directory(str(tmp_path / "ssd" / "deep" / "store"))
     with unfinished_checkpoint(str(tmp_path / "runs" / "deep"), "checkpoint-1") as unfinished:
         (unfinished / "checkpoint-1").mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""What people call on any model: under offload it works, or is refused in a sentence that names the right call."""
+"""Ordinary calls on an offloaded model work, or are refused in a sentence that names the right call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 
 @pytest.fixture
 def model(offload: Offload) -> Any:
-    """Between a backward and its step."""
+    """An offloaded model between a backward and its step."""
     model = tiny_model("llama")
     OffloadAdamW(model.parameters(), engine=offload(model))
     model(**tiny_batch()).loss.backward()
@@ -66,7 +66,7 @@ READ_WEIGHTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", READ_WEIGHTS.values(), ids=READ_WEIGHTS)
-def test_a_weight_that_is_not_there_is_read_from_the_store(call: Callable[[Any], Any], model: Any) -> None:
+def test_an_absent_weight_is_read_from_the_store(call: Callable[[Any], Any], model: Any) -> None:
     with torch.no_grad():
         assert torch.equal(call(model), call(tiny_model("llama")))
 
@@ -101,7 +101,7 @@ REFUSED_WEIGHTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", REFUSED_WEIGHTS.values(), ids=REFUSED_WEIGHTS)
-def test_a_weight_that_is_not_there_is_not_written(
+def test_writing_or_copying_an_absent_weight_is_refused(
     call: Callable[[Any], Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -131,7 +131,7 @@ REFUSED_GRADIENTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", REFUSED_GRADIENTS.values(), ids=REFUSED_GRADIENTS)
-def test_a_gradient_that_went_is_neither_read_nor_written(call: Callable[[Any], Any], model: Any) -> None:
+def test_a_collected_gradient_cannot_be_read_or_written(call: Callable[[Any], Any], model: Any) -> None:
     with pytest.raises(RuntimeError, match=r"gradient.*accelerator\.clip_grad_norm_.*scale the loss"):
         call(model)
 
@@ -145,7 +145,7 @@ def test_there_is_no_gradient_before_a_backward_and_after_zero_grad(offload: Off
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_looks_at_no_value_works(model: Any) -> None:
+def test_calls_that_read_no_value_work(model: Any) -> None:
     weight = weight_of(model)
     assert isinstance(weight, nn.Parameter)
     assert weight.shape == weight.data.shape == model.state_dict()[NAME].shape
@@ -193,13 +193,14 @@ def test_a_second_thread_is_refused_while_the_model_runs(offload: Offload) -> No
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    other = threading.Thread(target=lambda: model(**tiny_batch()).loss.backward())  # one after the other
+    # another thread may call the model later
+    other = threading.Thread(target=lambda: model(**tiny_batch()).loss.backward())
     other.start()
     other.join()
     optimizer.step()
 
 
-def test_a_weight_that_was_tied_says_where_it_lies(offload: Offload) -> None:
+def test_reading_a_weight_that_was_untied_is_refused(offload: Offload) -> None:
     model = tiny_model("gpt2")
     engine = offload(model)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
@@ -207,7 +208,7 @@ def test_a_weight_that_was_tied_says_where_it_lies(offload: Offload) -> None:
         engine.parameters.read_parameter("lm_head.weight")
 
 
-def test_weights_are_as_ever_while_the_model_runs(offload: Offload) -> None:
+def test_weights_are_plain_parameters_while_the_model_runs(offload: Offload) -> None:
     model = tiny_model("llama")
     expected = weight_of(model).detach().clone()
     offload(model)
@@ -222,8 +223,8 @@ def test_weights_are_as_ever_while_the_model_runs(offload: Offload) -> None:
     assert torch.equal(seen[0], expected)
 
 
-def test_a_model_of_another_library_says_how_it_is_saved(offload: Offload, tmp_path: Path) -> None:
-    """As diffusers' do, it would write what is in its own state dict."""
+def test_save_pretrained_of_another_library_is_refused_with_the_right_call(offload: Offload, tmp_path: Path) -> None:
+    """It would write its own state dict, as models of diffusers do."""
 
     class Foreign(nn.Module):
         def __init__(self) -> None:

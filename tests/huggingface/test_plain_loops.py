@@ -1,4 +1,4 @@
-"""Loops of Accelerate's documentation, unmodified, under `hf_lohan.run`: offloaded, or ended with the reason."""
+"""`hf_lohan.run` offloads unmodified loops of Accelerate's documentation, or ends them with the reason."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Started = Callable[..., None]
 
 @pytest.fixture
 def offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
-    """Runs a text as a script, offloaded, in a folder of its own."""
+    """Return a function that runs a text as an offloaded script in a new folder."""
     monkeypatch.setattr(sys, "argv", ["run"])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "offload.yaml").write_text("cpu_memory: 4MiB\ngpu_memory: 2MiB\n")
@@ -81,7 +81,7 @@ def offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 def test_a_loop_is_offloaded_and_trains_the_same(
     kernel: str, tolerance: float, offloaded: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit with torch's fused AdamW, which is what runs offloaded; its default kernel rounds otherwise."""
+    """Offloaded AdamW equals torch's fused kernel to the bit. Torch's default kernel rounds differently."""
     offloaded(LOOP.format(kernel))
     assert (tmp_path / "lohan_store" / "manifest.json").is_file(), "nothing was offloaded"
     (tmp_path / "stock").mkdir()
@@ -126,12 +126,12 @@ model = tiny_model("llama", num_layers=2)
         ),
     ],
 )
-def test_what_cannot_be_offloaded_ends_with_the_reason(rest: str, message: str, offloaded: Started) -> None:
+def test_a_loop_that_cannot_be_offloaded_ends_with_the_reason(rest: str, message: str, offloaded: Started) -> None:
     with pytest.raises(ValueError, match=message):
         offloaded(BEGIN + rest)
 
 
-def test_a_forgotten_optimizer_is_no_training(offloaded: Started) -> None:
+def test_an_unprepared_optimizer_is_refused(offloaded: Started) -> None:
     rest = """
 optimizer = torch.optim.AdamW(model.parameters())
 accelerator = Accelerator(cpu=True)
@@ -143,12 +143,12 @@ optimizer.step()
         offloaded(BEGIN + rest)
 
 
-def test_an_accelerator_that_prepares_no_model_may_be_any(offloaded: Started) -> None:
-    """Scripts make one to ask it which process they are."""
+def test_an_accelerator_without_a_model_may_have_any_settings(offloaded: Started) -> None:
+    """Scripts create one to learn their process index."""
     offloaded(BEGIN + "assert Accelerator(mixed_precision='fp16', cpu=True).is_main_process")
 
 
-def test_a_script_that_offloads_nothing_is_told(offloaded: Started, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_script_that_offloads_nothing_gets_a_warning(offloaded: Started, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         offloaded("import torch\ntorch.nn.Linear(2, 2)")
     assert "nothing was offloaded" in caplog.text

@@ -1,4 +1,4 @@
-"""Long work shows itself on a terminal, and nowhere else."""
+"""Long work shows its progress on a terminal, and nowhere else."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ OFFLOAD = {"cpu_memory": "5MiB", "gpu_memory": "1MiB"}
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
-    """stderr is a pseudo-terminal; gives what was written to it."""
+    """Make stderr a pseudo-terminal. Return a function that returns the text written to it."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
     monkeypatch.setattr(progress, "DELAY_S", 0)
     transformers_logging.enable_progress_bar()
     with os.fdopen(theirs, "w") as stderr:
-        # pytest puts its own into `sys` once more before the test itself.
+        # pytest replaces `sys.stderr` again before the test runs.
         monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))
 
         def written() -> str:
             stderr.flush()
             parts = []
-            while select.select([ours], [], [], 0.2)[0]:  # what is written arrives a little later
+            while select.select([ours], [], [], 0.2)[0]:  # the text arrives a little later
                 parts.append(os.read(ours, 1 << 16))
             return b"".join(parts).decode(errors="replace")
 
@@ -59,7 +59,7 @@ def lora() -> Any:
     return LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
-def test_loading_planning_merging_and_saving_show_themselves(terminal: Callable[[], str], tmp_path: Path) -> None:
+def test_loading_planning_merging_and_saving_show_progress(terminal: Callable[[], str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
     given: dict[str, Any] = {"torch_device": "cpu", "default_ssd_path": tmp_path / "store", "peft_config": lora()}
@@ -76,11 +76,10 @@ def test_loading_planning_merging_and_saving_show_themselves(terminal: Callable[
     merged.save_pretrained(tmp_path / "saved")
     assert f"saving {tmp_path / 'saved'}: 100%" in terminal()
     engine = hf_lohan.engine_of(merged)
-    assert engine is not None
     engine.close()
 
 
-def test_planning_and_exporting_show_themselves(
+def test_planning_and_exporting_show_progress(
     terminal: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
@@ -91,7 +90,6 @@ def test_planning_and_exporting_show_themselves(
     model.train()(**tiny_batch()).loss.backward()
     optimizer.step()
     engine = hf_lohan.engine_of(model)
-    assert engine is not None
     engine.close()
     terminal()
     export_model(tmp_path / "store", tmp_path / "exported")
@@ -111,7 +109,7 @@ def test_planning_and_exporting_show_themselves(
 
 
 @pytest.mark.parametrize("why", ["no terminal", "switched off"])
-def test_it_is_quiet_where_nobody_looks(
+def test_no_progress_is_shown_without_a_terminal_or_if_switched_off(
     why: str, terminal: Callable[[], str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if why == "no terminal":
@@ -125,7 +123,7 @@ def test_it_is_quiet_where_nobody_looks(
     assert capfd.readouterr() == ("", "")
 
 
-def test_work_within_work_has_one_line(terminal: Callable[[], str]) -> None:
+def test_nested_work_has_one_line(terminal: Callable[[], str]) -> None:
     with long_work("outer", 20):
         with long_work("inner", 10):
             advance(10)
@@ -133,19 +131,19 @@ def test_work_within_work_has_one_line(terminal: Callable[[], str]) -> None:
     shown = terminal()
     assert "outer: 100%" in shown
     assert "inner" not in shown
-    advance(10)  # outside, nothing happens
+    advance(10)  # without work in progress, nothing is shown
     assert terminal() == ""
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is written."""
+    """Write a line for each block."""
     monkeypatch.setattr(progress, "_MIN_INTERVAL_S", 0)
     monkeypatch.setattr(progress, "_RATE_INTERVAL_S", 0)
 
 
 def train(model: Any, folder: Path, **settings: Any) -> None:
-    """Three steps, and an evaluation of two batches."""
+    """Train three steps, and evaluate two batches."""
     ids = tiny_batch(batch_size=8)["input_ids"].tolist()
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     args = TrainingArguments(
@@ -156,11 +154,10 @@ def train(model: Any, folder: Path, **settings: Any) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.train()
     trainer.evaluate()
-    assert trainer.offload_engine is not None
     trainer.offload_engine.close()
 
 
-def test_training_says_where_it_is(
+def test_training_shows_step_block_and_time(
     terminal: Callable[[], str], at_once: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tiny_model("llama", num_layers=2), tmp_path)
@@ -177,7 +174,9 @@ def test_training_says_where_it_is(
     assert "backward" not in evaluated
 
 
-def test_training_is_quiet_where_it_is_to_be(terminal: Callable[[], str], at_once: None, tmp_path: Path) -> None:
+def test_training_shows_no_progress_with_disable_tqdm(
+    terminal: Callable[[], str], at_once: None, tmp_path: Path
+) -> None:
     tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
     terminal()
     train(str(tmp_path / "base"), tmp_path / "run", disable_tqdm=True)
@@ -185,11 +184,11 @@ def test_training_is_quiet_where_it_is_to_be(terminal: Callable[[], str], at_onc
     assert "block" not in shown and "streaming" not in shown and "planning" not in shown
 
 
-def test_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=1000.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now.s))
     with live_line("step") as line:
-        for number, seconds in enumerate((100.0, 10.0, 10.0), start=1):  # hardware is measured in the first
+        for number, seconds in enumerate((100.0, 10.0, 10.0), start=1):  # the first step measures hardware
             line.begin_step(number, 16, 20.0)
             line.enter_block("forward", 5, 32, lambda: 0)
             if number == 1:

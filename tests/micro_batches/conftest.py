@@ -1,4 +1,4 @@
-"""The fixtures of engines and twins, and the modules beside this file."""
+"""Fixtures of engines and twins. Makes the modules of this folder importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Steps whose micro-batches run together, beside stock accumulation."""
+"""Steps of micro-batches that run together, compared with stock accumulation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def micro_batches(twins: Any, step: int, num: int = NUM_MICRO_BATCHES, **shape: 
 
 
 def train(twins: Any, step: int, *, max_norm: float = 0.5) -> None:
-    """One step with both: stock accumulation, and all micro-batches together."""
+    """Take one step with stock accumulation and one with all micro-batches together."""
     stock = [twins.stock(**tiny_batch(seed=100 * step + n)).loss / NUM_MICRO_BATCHES for n in range(NUM_MICRO_BATCHES)]
     for loss in stock:
         loss.backward()
@@ -37,6 +37,6 @@ def train(twins: Any, step: int, *, max_norm: float = 0.5) -> None:
 
 
 def assert_close(twins: Any) -> None:
-    """As good as equal: the contributions to a sum came in another order."""
+    """Check that the weights are equal up to the order of a sum."""
     for name, weight in twins.stock.named_parameters():
         assert torch.allclose(twins.engine.parameters.read_parameter(name), weight, rtol=0, atol=2e-5), name

@@ -1,4 +1,4 @@
-"""What is left of a step if one of its micro-batches, or their backward, breaks off: nothing."""
+"""A failed micro-batch or backward leaves nothing of its step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_lohan.testing.models import tiny_batch
 def test_an_interrupt_between_heads_and_layers_drops_the_step(
     make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head's gradients are complete by then, and under way."""
+    """The head's gradients are then complete and being transferred."""
     twins = make_twins("llama", recompute=True, hold_gradients=False)
     train(twins, 0, max_norm=0.0)
 
@@ -33,7 +33,7 @@ def test_an_interrupt_between_heads_and_layers_drops_the_step(
 
 
 class Interrupted(BaseException):
-    """As `KeyboardInterrupt` is: nobody catches it by the way."""
+    """Like `KeyboardInterrupt`, not caught by `except Exception`."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ class Interrupted(BaseException):
         (Interrupted, 2, "swap"),
     ],
 )
-def test_a_forward_that_fails_harms_nothing(
+def test_a_failed_forward_changes_nothing(
     error: type[BaseException], layer: int, activations: str, make_twins: TwinsFactory
 ) -> None:
     recompute = activations != "keep"
@@ -70,7 +70,7 @@ def test_a_forward_that_fails_harms_nothing(
     twins.assert_equal()
 
 
-def test_a_backward_that_fails_drops_the_step(make_twins: TwinsFactory) -> None:
+def test_a_failed_backward_drops_the_step(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True)
     train(twins, 0)
 

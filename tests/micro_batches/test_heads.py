@@ -1,4 +1,4 @@
-"""What lies behind the last layer: one micro-batch at a time, where the losses allow it."""
+"""The modules after the last layer run one micro-batch at a time if the losses allow it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HEADS_TOGETHER = [("forward", n) for n in (3, 2, 1, 0)] + [("backward", n) for n
         ("mixtral", {"output_router_logits": True}, HEADS_TOGETHER),
     ],
 )
-def test_logits_of_one_micro_batch_at_a_time(
+def test_only_one_micro_batch_has_logits_at_a_time(
     family: str, overrides: dict[str, Any], order: list[tuple[str, int]], make_twins: TwinsFactory
 ) -> None:
-    """But for a loss that leads into the layers otherwise than through the head: then all backwards come last."""
+    """If the loss also depends on the layers directly, all backwards come last."""
     twins = make_twins(model_factory=partial(tiny_model, family, **overrides), recompute=True)
-    train(twins, 0)  # finds out
+    train(twins, 0)  # the first step detects the order
     events: list[tuple[str, int]] = []
     number_of: ContextVar[int] = ContextVar("number_of")
 
@@ -55,22 +55,22 @@ def test_logits_of_one_micro_batch_at_a_time(
     twins.assert_equal()
 
 
-def test_the_last_layers_output_is_gone_when_its_gradient_is_there() -> None:
+def test_the_last_layer_s_output_is_freed_by_its_gradient() -> None:
     weight = nn.Parameter(torch.ones(8))
     heads = MicroBatchHeads(lambda tensor: tensor is weight)
     inputs = [torch.ones(8, requires_grad=True) for _ in range(2)]
     outputs = []
-    for number, given in enumerate(inputs):
-        output = heads.put_gate(number, 2 * given)
+    for number, tensor in enumerate(inputs):
+        output = heads.put_gate(number, 2 * tensor)
         outputs.append(weakref.ref(output.untyped_storage()))
         heads.run_backward_of(number, [(number + 1) * (output * weight).sum()])
         del output
         assert outputs[-1]() is None
     heads.run_joint_backward()
-    assert [given.grad.tolist() for given in inputs] == [[2.0] * 8, [4.0] * 8]
+    assert [tensor.grad.tolist() for tensor in inputs] == [[2.0] * 8, [4.0] * 8]
 
 
-def test_without_a_loss(make_twins: TwinsFactory) -> None:
+def test_micro_batches_without_a_loss_are_refused(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True)
     with pytest.raises(RuntimeError, match="no micro-batch passed its loss"):
         twins.engine.run_micro_batches([lambda: twins.model(**tiny_batch()).loss.detach()] * 2)
@@ -78,7 +78,7 @@ def test_without_a_loss(make_twins: TwinsFactory) -> None:
     twins.assert_equal()
 
 
-def test_several_losses_and_forwards_in_a_micro_batch(make_twins: TwinsFactory) -> None:
+def test_a_micro_batch_may_have_several_losses_and_forwards(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True)
 
     def losses(model: Any, number: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Forwards block by block, whatever a model's forward does: evaluate first, skip layers, draw random numbers."""
+"""Joint forwards support models that evaluate first, skip layers or draw random numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
-def test_a_micro_batch_that_evaluates_first(make_twins: TwinsFactory) -> None:
-    """As trainers do that ask a reference for its opinion, or generate."""
+def test_a_micro_batch_may_evaluate_first(make_twins: TwinsFactory) -> None:
+    """Trainers do this to run a reference model or to generate."""
     twins = make_twins("opt", recompute=True)
     for step in range(2):
         plain = micro_batches(twins, step)
@@ -35,11 +35,11 @@ def test_a_micro_batch_that_evaluates_first(make_twins: TwinsFactory) -> None:
     twins.assert_equal()
 
 
-SKIPPED: ContextVar[set[int]] = ContextVar("SKIPPED", default=set())  # noqa: B039 - nobody writes to it
+SKIPPED: ContextVar[set[int]] = ContextVar("SKIPPED", default=set())  # noqa: B039 - the default is never changed
 
 
 def model_that_skips() -> Any:
-    """Its layers are left out where `SKIPPED` says so, as OPT does at random."""
+    """Return a model that skips the layers in `SKIPPED`, as OPT does at random."""
     model = tiny_model("opt")
 
     class Skippable(type(model.model.decoder.layers[0])):  # type: ignore[misc]
@@ -51,8 +51,8 @@ def model_that_skips() -> Any:
     return model
 
 
-def test_skipped_layers(make_twins: TwinsFactory) -> None:
-    """A layer that a micro-batch skips gets nothing from it, and no step of its own if all skip it."""
+def test_layers_may_be_skipped(make_twins: TwinsFactory) -> None:
+    """A layer gets no gradient from a micro-batch that skips it, and no update if all skip it."""
     twins = make_twins(model_factory=model_that_skips, recompute=True)
     for skips in ([{1}, {0, 2}, {0, 1, 2}, {0}], [{1}, {1, 2}, set(), {1}], [{1}, {1}, {1}, {1}]):
 
@@ -68,14 +68,14 @@ def test_skipped_layers(make_twins: TwinsFactory) -> None:
         ]
         twins.engine.run_micro_batches(together)
         twins.step()
-    assert_close(twins)  # micro-batches of unequal depth do not reach the head in the order of their numbers
+    assert_close(twins)  # micro-batches of unequal depth reach the head in another order
     num_updates = {part.name: count for part, count in twins.engine.step_counts.items()}
     for name, parameter in twins.stock.named_parameters():
         assert num_updates[name] == int(twins.stock_optimizer.state[parameter]["step"]) == (2 if ".1." in name else 3)
 
 
 def model_whose_hooks_run_within_checkpoints() -> Any:
-    """As before transformers 5.23."""
+    """Return a model like those of transformers before 5.23."""
     model = tiny_model("opt", dropout=0.1, attention_dropout=0.1)
 
     class Checkpointed(type(model.model.decoder.layers[0])):  # type: ignore[misc]
@@ -87,8 +87,8 @@ def model_whose_hooks_run_within_checkpoints() -> Any:
     return model
 
 
-def test_dropout_where_hooks_run_within_checkpoints(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    """What is made again draws what it drew, though other micro-batches have drawn since."""
+def test_dropout_is_the_same_if_hooks_run_within_checkpoints(make_twins: TwinsFactory, tmp_path: Path) -> None:
+    """Recomputed layers draw the same random numbers, although other micro-batches have drawn since."""
     outcomes = []
     factories = (
         model_whose_hooks_run_within_checkpoints,

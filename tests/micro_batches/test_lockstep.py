@@ -1,4 +1,4 @@
-"""Functions that take turns: in which order, with what of torch's settings, and what becomes of them if one fails."""
+"""Functions that take turns: their order, their torch settings and their failures."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def walk(seen: list[tuple[int, int]], number: int, layers: range, lockstep: Lock
     return number
 
 
-def test_all_pass_a_layer_before_the_next_the_last_function_first() -> None:
+def test_all_functions_pass_a_layer_before_the_next_in_reverse_order() -> None:
     seen: list[tuple[int, int]] = []
     lockstep = lockstep_of(*(partial(walk, seen, number, range(3)) for number in range(3)))
     assert lockstep.run() == [0, 1, 2]
     assert seen == [(layer, number) for layer in range(3) for number in (2, 1, 0)]
 
 
-def test_whoever_is_behind_catches_up() -> None:
+def test_a_function_at_an_earlier_layer_catches_up() -> None:
     seen: list[tuple[int, int]] = []
     lockstep_of(partial(walk, seen, 0, range(4)), partial(walk, seen, 1, range(2, 4))).run()
     assert seen == [(2, 1), (0, 0), (1, 0), (2, 0), (3, 1), (3, 0)]
 
 
 def test_backward_undoes_all_layers_in_reverse_the_first_function_first() -> None:
-    """Autograd's own order, though each thread counts what it records for itself."""
+    """The order is autograd's own, although each thread numbers its nodes separately."""
     undone: list[tuple[int, int]] = []
     weights = [torch.ones(3, requires_grad=True) for _ in range(3)]
 
     def forward(number: int, lockstep: Lockstep) -> torch.Tensor:
         hidden = torch.ones(3)
         for layer, weight in enumerate(weights):
-            for _ in range(1 + 40 * number):  # of unequal length
+            for _ in range(1 + 40 * number):  # graphs of unequal length
                 hidden = torch.sin(hidden * weight)
             hidden.register_hook(lambda _gradient, layer=layer: undone.append((layer, number)))
             lockstep.pass_on((layer + 1,))
@@ -66,7 +66,7 @@ def test_backward_undoes_all_layers_in_reverse_the_first_function_first() -> Non
     assert undone == [(layer, number) for layer in (2, 1, 0) for number in range(3)]
 
 
-def test_sequence_numbers_go_on_behind_those_of_another_thread() -> None:
+def test_sequence_numbers_continue_after_those_of_another_thread() -> None:
     numbers = SequenceNumbers()
     source = torch.ones((), requires_grad=True)
     found: list[int] = []
@@ -76,7 +76,6 @@ def test_sequence_numbers_go_on_behind_those_of_another_thread() -> None:
         last = source
         for _ in range(num_nodes):
             last = last * 2
-        assert last.grad_fn is not None
         found.append(last.grad_fn._sequence_nr())
         numbers.leave()
 
@@ -88,10 +87,10 @@ def test_sequence_numbers_go_on_behind_those_of_another_thread() -> None:
 
 
 class Broken(Exception):
-    """What a function raises."""
+    """The error that a function raises."""
 
 
-def test_the_first_error_ends_all_and_is_raised() -> None:
+def test_the_first_error_ends_all_functions_and_is_raised() -> None:
     seen: list[tuple[int, int]] = []
 
     def fail(lockstep: Lockstep) -> None:
@@ -108,14 +107,14 @@ def test_the_first_error_ends_all_and_is_raised() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A shell starts what runs in the background with Ctrl-C ignored."""
+    """Enable Ctrl-C, which a shell disables for background processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_all() -> None:
+def test_an_interrupt_ends_all_functions() -> None:
     def wait(lockstep: Lockstep) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         for layer in range(1_000_000):
@@ -128,8 +127,8 @@ def test_an_interrupt_ends_all() -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_interrupt_does_not_leave_a_thread_behind() -> None:
-    """Which would go on with the model."""
+def test_a_second_interrupt_leaves_no_running_thread() -> None:
+    """Such a thread would continue to use the model."""
     main = threading.get_ident()
     has_come, has_returned = threading.Event(), threading.Event()
     ran_on: list[bool] = []
@@ -160,11 +159,11 @@ def test_a_second_interrupt_does_not_leave_a_thread_behind() -> None:
     assert ran_on == [False]
 
 
-def test_one_function_alone() -> None:
+def test_one_function_runs_alone() -> None:
     assert lockstep_of(lambda lockstep: walk([], 7, range(3), lockstep)).run() == [7]
 
 
-def test_what_torch_keeps_by_thread_goes_along() -> None:
+def test_thread_settings_of_torch_are_passed_on() -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
     def look() -> tuple[Any, ...]:
@@ -174,7 +173,7 @@ def test_what_torch_keeps_by_thread_goes_along() -> None:
     variable.set("set")
     with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
         settings = ThreadSettings("cpu")
-        here = look()
-        there = Lockstep([look, look], [settings.applied(), settings.applied()]).run()
-    assert there == [here, here]
+        outside = look()
+        inside = Lockstep([look, look], [settings.applied(), settings.applied()]).run()
+    assert inside == [outside, outside]
     assert Lockstep([look], [ThreadSettings("cpu").applied()]).run() == [(True, torch.float32, "cpu", "set")]

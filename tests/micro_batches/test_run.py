@@ -1,4 +1,4 @@
-"""Micro-batches of one step that run together: their numbers, and what moves."""
+"""Micro-batches of one step that run together: exactness and transfers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hf_lohan.testing.models import tiny_model
 
 
 def count_loads(twins: Any, work: Callable[[], object]) -> int:
-    """Loads of weights into slots in one step. How soon an update is written changes the bytes read, but not these."""
+    """Count the loads of weights into slots. Unlike the bytes read, the count does not depend on when updates are
+    written."""
     engine = twins.engine
     engine.wait_for_updates()
     before = sum(engine._ring.num_loads(block) for block in engine.layout.blocks)
@@ -27,7 +28,7 @@ def count_loads(twins: Any, work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_weights_are_read_as_for_one_micro_batch(family: str, make_twins: TwinsFactory) -> None:
+def test_weights_are_loaded_as_often_as_for_one_micro_batch(family: str, make_twins: TwinsFactory) -> None:
     """GPT-2 has two blocks outside its layers that use the same slot one after the other."""
     model_factory = partial(tiny_model, family, num_layers=6)
     twins = make_twins(model_factory=model_factory, recompute=True, resident_records="none", activations="recompute")
@@ -50,7 +51,7 @@ def test_weights_are_read_as_for_one_micro_batch(family: str, make_twins: TwinsF
     one = count_loads(twins, alone)
     in_turn()
     many = count_loads(twins, in_turn)
-    assert together == one <= many - (NUM_MICRO_BATCHES - 1) * 6  # each micro-batch of its own loads all layers
+    assert together == one <= many - (NUM_MICRO_BATCHES - 1) * 6  # separate micro-batches each load all layers
     twins.assert_equal()
 
 
@@ -76,7 +77,7 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     [{"hold_gradients": False}, {"activations": "swap", "cpu_memory": "16MiB"}, {"clip": "speculate"}],
     ids=["in_backward", "swap", "speculate"],
 )
-def test_on_a_device_whose_copies_run_late(settings: dict[str, Any], seed: int, make_twins: TwinsFactory) -> None:
+def test_late_copies_change_nothing(settings: dict[str, Any], seed: int, make_twins: TwinsFactory) -> None:
     family = ("llama", "opt")[seed]
     device = AsyncDevice(seed, max_delay_s=5e-4)
     twins = make_twins(family, recompute=True, device=device, **settings)
@@ -86,7 +87,7 @@ def test_on_a_device_whose_copies_run_late(settings: dict[str, Any], seed: int, 
     assert device.num_races == 0
 
 
-def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFactory) -> None:
+def test_swapped_activations_of_all_micro_batches_fit(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True, activations="swap", cpu_memory="64MiB")
     swapper = twins.engine.activations.swapper
     train(twins, 0)
@@ -97,19 +98,19 @@ def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFac
     twins.assert_equal()
 
 
-def test_a_step_of_more_micro_batches_than_the_first_is_decided_for_anew(make_twins: TwinsFactory) -> None:
+def test_a_step_with_more_micro_batches_is_planned_again(make_twins: TwinsFactory) -> None:
     """A resumed run may begin with the last batch of an epoch."""
-    decided_for = []
-    events = EngineEvents(plan=lambda shape, _layout: decided_for.append(shape.num_together))
+    planned = []
+    events = EngineEvents(plan=lambda shape, _layout: planned.append(shape.num_together))
     twins = make_twins("llama", recompute=True, activations="swap", cpu_memory="64MiB", events=events)
     twins.train(2)
     train(twins, 0)
     train(twins, 1)
-    assert decided_for == [1, NUM_MICRO_BATCHES]
+    assert planned == [1, NUM_MICRO_BATCHES]
     twins.assert_equal()
 
 
-def test_evaluation_and_single_micro_batches_between(make_twins: TwinsFactory) -> None:
+def test_evaluations_and_single_micro_batches_may_come_between(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True)
     for step in range(3):
         train(twins, step)

@@ -1,4 +1,4 @@
-"""Where parameters lie in a block, and how its records are cut."""
+"""The places of parameters in a block and the chunks of its records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ often = settings(max_examples=150)
 CHUNK_NUMELS = st.integers(1, 12).map(lambda n: n * GRANULE_NUMEL)
 parameter_kinds = st.tuples(
     st.one_of(st.integers(1, 200), st.integers(1, 3 * GRANULE_NUMEL), st.just(GRANULE_NUMEL)),
-    st.booleans(),  # a vector, or a matrix of one column
+    st.booleans(),  # a vector or a matrix with one column
     st.booleans(),  # trainable
 )
 
@@ -48,7 +48,7 @@ def test_parameters_do_not_overlap_and_start_aligned(block: Block) -> None:
 
 @often
 @given(blocks())
-def test_parameters_smaller_than_a_granule_lie_within_one(block: Block) -> None:
+def test_a_parameter_smaller_than_a_granule_lies_within_one(block: Block) -> None:
     for part in block.slices:
         if part.numel < GRANULE_NUMEL:
             assert part.start // GRANULE_NUMEL == (part.stop - 1) // GRANULE_NUMEL
@@ -57,7 +57,7 @@ def test_parameters_smaller_than_a_granule_lie_within_one(block: Block) -> None:
 @often
 @given(blocks())
 def test_frozen_parameters_share_no_granule_with_trainable_ones(block: Block) -> None:
-    """No step writes them, so they need no second home."""
+    """No step writes frozen parameters, so their granules need no second copy in the store."""
     frozen = [part for part in block.slices if not part.trainable]
     if not frozen:
         return
@@ -67,7 +67,7 @@ def test_frozen_parameters_share_no_granule_with_trainable_ones(block: Block) ->
 
 @often
 @given(blocks())
-def test_what_is_trainable_comes_first_and_weights_before_vectors(block: Block) -> None:
+def test_trainable_parameters_come_first_and_weights_before_vectors(block: Block) -> None:
     keys = [(not part.trainable, part.parameter.dim() < 2) for part in block.slices]
     assert keys == sorted(keys)
     assert all(part.stop <= block.state_numel for part in block.slices if part.trainable)
@@ -97,7 +97,7 @@ def test_chunks_hold_every_trainable_element_once(block: Block, chunk_numel: int
 
 @often
 @given(blocks(), CHUNK_NUMELS)
-def test_gaps_are_exactly_what_no_parameter_covers(block: Block, chunk_numel: int) -> None:
+def test_gaps_are_the_elements_without_a_parameter(block: Block, chunk_numel: int) -> None:
     for chunk in block.cut(chunk_numel):
         covered = torch.zeros(chunk.numel, dtype=torch.int64)
         for piece in chunk.pieces:
@@ -124,7 +124,7 @@ def test_a_parameter_that_fits_a_chunk_lies_in_one(block: Block, chunk_numel: in
 
 @often
 @given(blocks())
-def test_planning_sees_the_same_sizes(block: Block) -> None:
+def test_the_shape_for_planning_has_the_same_sizes(block: Block) -> None:
     shape = block.shape()
     assert shape.param_bytes == 4 * block.numel
     assert shape.num_trainable_params == len(block.trainable_slices)
@@ -140,7 +140,7 @@ def test_a_frozen_block_has_no_states() -> None:
 
 
 @pytest.mark.parametrize(("numel", "step"), [(10, 3), (9, 3), (1, 8), (8, 8)])
-def test_ranges_cover(numel: int, step: int) -> None:
+def test_ranges_cover_all_elements(numel: int, step: int) -> None:
     assert [i for start, stop in ranges(numel, step) for i in range(start, stop)] == list(range(numel))
     assert round_up(numel, step) == len(list(ranges(numel, step))) * step
 
@@ -150,11 +150,11 @@ def layer(**shapes: tuple[int, ...]) -> Block:
     return lay_out_block("layer", SizeClass.LAYER, parameters)
 
 
-def test_large_models_have_large_granules_where_they_waste_little() -> None:
+def test_large_models_have_large_granules_if_little_is_wasted() -> None:
     llama_8b = layer(q=(4096, 4096), k=(1024, 4096), gate=(14336, 4096), norm=(4096,))
     norm = layer(norm=(4096,))
     small = layer(q=(256, 256), gate=(1024, 256), norm=(256,))
-    odd = layer(**{f"p{index}": (896, 896) for index in range(32)})  # 3.06 granules of the largest kind
+    odd = layer(**{f"p{index}": (896, 896) for index in range(32)})  # 3.06 of the largest granules
     for block, granule_numel in ((llama_8b, MAX_GRANULE_NUMEL), (small, GRANULE_NUMEL), (odd, GRANULE_NUMEL)):
         (found,) = with_large_granules([block])
         assert found.granule_numel == granule_numel
@@ -162,4 +162,4 @@ def test_large_models_have_large_granules_where_they_waste_little() -> None:
         assert [chunk.start % granule_numel for chunk in found.cut(4 * MAX_GRANULE_NUMEL)].count(0) > 0
     layer_block, norm_block = with_large_granules([llama_8b, norm])
     assert layer_block.granule_numel == norm_block.granule_numel == MAX_GRANULE_NUMEL
-    assert norm_block.numel == 4096, "a record that is smaller than a granule is not padded to one"
+    assert norm_block.numel == 4096, "a record smaller than a granule was padded to a granule"

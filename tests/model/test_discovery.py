@@ -1,4 +1,4 @@
-"""Every causal LM falls into blocks: its layers are found, and every parameter lies in exactly one block."""
+"""The layers of every causal LM are found, and every parameter lies in exactly one block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_parameter_is_in_exactly_one_block(architecture: str) -> None:
     blocks = discover_blocks(model).blocks
     placed = Counter(part.parameter for block in blocks for part in block.slices)
     assert set(placed.values()) == {1}
-    assert set(placed) == set(model.parameters())  # tied weights are one parameter here
+    assert set(placed) == set(model.parameters())  # tied weights count as one parameter
     assert {part.name for block in blocks for part in block.slices} == {name for name, _ in model.named_parameters()}
     assert len({block.name for block in blocks}) == len(blocks)
 
@@ -47,7 +47,7 @@ def test_the_decoder_layers_are_the_layer_blocks(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_whatever_a_module_owns_is_here_when_it_runs(architecture: str) -> None:
+def test_a_module_needs_the_blocks_of_all_its_parameters(architecture: str) -> None:
     model = on_meta(architecture)
     found = discover_blocks(model)
     inside = {module for layer in found.layers for module in layer.modules()}
@@ -59,7 +59,7 @@ def test_whatever_a_module_owns_is_here_when_it_runs(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "bloom", "falcon", "qwen2_tied"])
-def test_tied_weights_stream_once_and_are_there_for_both(architecture: str) -> None:
+def test_tied_weights_are_one_block_for_both_modules(architecture: str) -> None:
     model = on_meta(architecture)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert embedding.weight is head.weight
@@ -97,15 +97,15 @@ class Whole(nn.Module):
         self.parts = nn.ModuleList([Part(dtype), Part(dtype)])
 
 
-def test_no_split_modules_name_the_layers_where_the_base_class_does_not() -> None:
+def test_layers_are_found_by_no_split_modules() -> None:
     assert list(find_layers(Whole(["Part"]))) == ["parts.0", "parts.1"]
 
 
-def test_of_nested_candidates_the_outermost_is_a_layer() -> None:
+def test_the_outermost_of_nested_candidates_is_a_layer() -> None:
     assert list(find_layers(Whole(["Part", "Linear"]))) == ["parts.0", "parts.1"]
 
 
-def test_weights_that_layers_have_in_common_are_in_one_block_and_stay() -> None:
+def test_weights_shared_by_layers_are_in_one_resident_block() -> None:
     model = Whole(["Part"])
     model.parts[1].second = model.parts[0].second
     found = discover_blocks(model)
@@ -137,7 +137,7 @@ def test_a_model_without_layers_is_refused_by_name(no_split: list[str] | None) -
         discover_blocks(Whole(no_split))
 
 
-def test_layers_that_no_split_does_not_name_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_missing_in_no_split_modules_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = on_meta("llama")
     model._no_split_modules = ["Elsewhere"]
     for module in model.modules():

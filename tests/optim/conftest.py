@@ -1,4 +1,4 @@
-"""The `dtype` fixture, and the import path of the modules beside this file."""
+"""The `dtype` fixture. Makes the modules of this folder importable."""
 
 import sys
 from pathlib import Path

@@ -48,8 +48,8 @@ def decoded(dtype: MomentDtype, records: Mapping[str, Tensor]) -> tuple[Tensor, 
     return moments[0], moments[1]
 
 
-def some_moments(seed: int = 0, numel: int = NUMEL) -> tuple[Tensor, Tensor]:
-    """Typical moments: of very different sizes, and some are zero."""
+def typical_moments(seed: int = 0, numel: int = NUMEL) -> tuple[Tensor, Tensor]:
+    """Return typical moments, which differ widely in size and are partly zero."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp(3 * torch.randn(numel, generator=generator)) * 1e-4
     exp_avg, exp_avg_sq = torch.randn(numel, generator=generator) * sizes, sizes.square()

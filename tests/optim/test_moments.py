@@ -1,10 +1,11 @@
-"""Encoded moments are right on average, and exact where possible. No second moment becomes zero under a first one."""
+"""Encoded moments are right on average, and exact if possible. A second moment never becomes zero if the first is
+not."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from stored_moments import NUMEL, bytes_of, decoded, encoded, new_records, some_moments
+from stored_moments import NUMEL, bytes_of, decoded, encoded, new_records, typical_moments
 from torch import Tensor
 
 from hf_lohan.optim import MomentDtype, master_format
@@ -12,7 +13,7 @@ from hf_lohan.optim.moments import MOMENT_CODECS, SCALE_BLOCK_NUMEL
 from hf_lohan.optim.rounding_noise import PERIOD
 
 
-def test_bytes_a_parameter() -> None:
+def test_bytes_per_parameter() -> None:
     for dtype, num_bytes in (("float32", 8.0), ("bfloat16", 4.0), ("int8", 2.25)):
         form = master_format(torch.float32, dtype)  # type: ignore[arg-type]
         assert form.state_bytes_per_param == num_bytes
@@ -26,7 +27,7 @@ def test_records_of_zeros_are_moments_of_zero(dtype: MomentDtype) -> None:
 
 
 def test_bfloat16_rounds_to_a_neighbour() -> None:
-    moments = some_moments()
+    moments = typical_moments()
     for exact, found in zip(moments, decoded("bfloat16", encoded("bfloat16", *moments)), strict=True):
         low = (exact.view(torch.int32) & -0x10000).view(torch.float32)
         high = ((exact.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
@@ -35,15 +36,15 @@ def test_bfloat16_rounds_to_a_neighbour() -> None:
 
 
 def int8_levels(moments: Tensor, like: Tensor, power: int, highest: int) -> Tensor:
-    """The positions of ``moments`` among the int8 codes, as real numbers, with the scales of ``like``."""
+    """Return the positions of `moments` among the int8 codes, as real numbers, with the scales of `like`."""
     largest = like.abs().view(-1, SCALE_BLOCK_NUMEL).amax(1, keepdim=True).double()
     return ((moments.abs().view(-1, SCALE_BLOCK_NUMEL).double() / largest) ** (1 / power) * highest).flatten()
 
 
 @pytest.mark.parametrize(("moment", "power", "highest", "lowest"), [(0, 4, 127, 0), (1, 8, 256, 1)])
 def test_int8_rounds_to_a_neighbour(moment: int, power: int, highest: int, lowest: int) -> None:
-    exact = some_moments()[moment]
-    found = decoded("int8", encoded("int8", *some_moments()))[moment]
+    exact = typical_moments()[moment]
+    found = decoded("int8", encoded("int8", *typical_moments()))[moment]
     levels, wanted = (int8_levels(values, exact, power, highest) for values in (found, exact))
     assert bool(((levels - levels.round()).abs() < 1e-3).all())
     assert bool((levels >= lowest - 1e-3).all())
@@ -52,8 +53,8 @@ def test_int8_rounds_to_a_neighbour(moment: int, power: int, highest: int, lowes
     assert bool((found * exact >= 0).all())
 
 
-def test_no_second_moment_becomes_zero_under_a_first_one() -> None:
-    """Otherwise the step would be the first moment over eps."""
+def test_a_second_moment_is_not_zero_if_the_first_is_not() -> None:
+    """With a second moment of zero, the update would be the first moment divided by eps."""
     exp_avg = torch.full((NUMEL,), 1e-9)
     exp_avg[::SCALE_BLOCK_NUMEL] = 1.0
     for step in range(1, 50):
@@ -63,7 +64,7 @@ def test_no_second_moment_becomes_zero_under_a_first_one() -> None:
 
 
 def test_the_largest_of_a_block_is_kept() -> None:
-    exp_avg, exp_avg_sq = some_moments()
+    exp_avg, exp_avg_sq = typical_moments()
     found = decoded("int8", encoded("int8", exp_avg, exp_avg_sq))
     for exact, moment in zip((exp_avg, exp_avg_sq), found, strict=True):
         largest = exact.abs().view(-1, SCALE_BLOCK_NUMEL).amax(1)
@@ -72,7 +73,7 @@ def test_the_largest_of_a_block_is_kept() -> None:
 
 @pytest.mark.parametrize("value", [1.0, -3.14159, 1e-30, 7e20])
 def test_bfloat16_is_right_on_average_to_the_last_bit(value: float) -> None:
-    """A period of the noise has each value once."""
+    """A period of the noise contains each value once."""
     exp_avg = torch.full((PERIOD // 2,), value)
     halves = [
         decoded("bfloat16", encoded("bfloat16", exp_avg, exp_avg.abs(), step=5, position=start))
@@ -85,9 +86,9 @@ def test_bfloat16_is_right_on_average_to_the_last_bit(value: float) -> None:
 
 @pytest.mark.parametrize(("moment", "power", "highest"), [(0, 4, 127), (1, 8, 256)])
 def test_int8_is_right_on_average(moment: int, power: int, highest: int) -> None:
-    """Within four and a half standard deviations of the mean. A step's deviation is at most half the distance of two
-    codes. Numbers below the second moment's smallest code become that code."""
-    moments, num_steps = some_moments(numel=1024), 3000
+    """The error of the mean is at most four and a half standard deviations. The deviation of one step is at most half
+    the distance between two codes. Values below the smallest code of the second moment become that code."""
+    moments, num_steps = typical_moments(numel=1024), 3000
     exact = moments[moment]
     mean = torch.zeros(1024, dtype=torch.float64)
     for step in range(1, num_steps + 1):
@@ -106,8 +107,8 @@ BITS = [0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000, -0x400000, 0x7F80FFFF
 
 @pytest.mark.parametrize("bits", BITS, ids=hex)
 def test_a_nan_stays_a_nan(dtype: MomentDtype, bits: int) -> None:
-    """Also a GPU's NaN, which has all bits set."""
-    exp_avg, exp_avg_sq = some_moments()
+    """The NaN of a GPU has all bits set."""
+    exp_avg, exp_avg_sq = typical_moments()
     for moment in (exp_avg, exp_avg_sq):
         moment.view(torch.int32)[7::SCALE_BLOCK_NUMEL] = bits
     for step in range(1, 20):
@@ -115,7 +116,7 @@ def test_a_nan_stays_a_nan(dtype: MomentDtype, bits: int) -> None:
             assert bool(moment[7::SCALE_BLOCK_NUMEL].isnan().all())
 
 
-def test_numbers_at_the_ends_of_the_range(dtype: MomentDtype) -> None:
+def test_the_largest_and_smallest_numbers_are_encoded(dtype: MomentDtype) -> None:
     largest = torch.finfo(torch.float32).max
     for size in (largest, 1e-37, 1e-45):
         exp_avg = torch.full((NUMEL,), size)
@@ -129,7 +130,7 @@ def test_numbers_at_the_ends_of_the_range(dtype: MomentDtype) -> None:
                 assert torch.allclose(found_sq, exp_avg.abs(), rtol=0.02, atol=1e-36)
 
 
-def test_bfloat16_makes_no_infinity_and_keeps_none() -> None:
+def test_bfloat16_moments_are_never_infinite() -> None:
     infinite = torch.full((NUMEL,), torch.inf)
     found, found_sq = decoded("bfloat16", encoded("bfloat16", -infinite, infinite))
     assert torch.equal(found_sq, torch.full((NUMEL,), torch.finfo(torch.bfloat16).max))
@@ -137,9 +138,9 @@ def test_bfloat16_makes_no_infinity_and_keeps_none() -> None:
 
 
 def test_decoded_moments_are_encoded_without_error(dtype: MomentDtype) -> None:
-    """With any noise; int8 may differ in the scale's last bit."""
+    """This holds for any noise, except that int8 may differ in the last bit of the scale."""
     for step in range(2, 40):
-        before = encoded(dtype, *some_moments(seed=step), step=1)
+        before = encoded(dtype, *typical_moments(seed=step), step=1)
         again = encoded(dtype, *decoded(dtype, before), step=step, position=64 * step)
         if dtype == "bfloat16":
             assert bytes_of(again) == bytes_of(before)

@@ -1,4 +1,4 @@
-"""The optimizer as Trainer, schedulers and accelerate use it."""
+"""The optimizer with the interface that Trainer, schedulers and accelerate use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_lohan.optim import AdamWGroup, JointOptimizer, OffloadAdamW
 
 
 class Target:
-    """Records the optimizer's calls of its engine."""
+    """An engine that records the optimizer's calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -27,7 +27,6 @@ class Target:
         self.optimizer = optimizer
 
     def step(self) -> None:
-        assert self.optimizer is not None
         self.calls.append("step")
         self.learning_rates.append(AdamWGroup.from_group(self.optimizer.param_groups[0]).lr)
 
@@ -53,13 +52,13 @@ def two_groups(target: Target) -> tuple[OffloadAdamW, list[nn.Parameter]]:
     return OffloadAdamW(groups, lr=0.25, betas=(0.8, 0.9), eps=1e-5, engine=target), params
 
 
-def test_hyperparameters_are_the_present_ones(target: Target) -> None:
+def test_hyperparameters_are_read_at_each_step(target: Target) -> None:
     optimizer, _ = two_groups(target)
     assert target.optimizer is optimizer
     first, second = optimizer.param_groups
     assert AdamWGroup.from_group(first) == AdamWGroup(0.25, 0.8, 0.9, 1e-5, 0.1)
     assert AdamWGroup.from_group(second) == AdamWGroup(0.5, 0.8, 0.9, 1e-5, 0.0)
-    first["lr"] = torch.tensor(0.125)  # some schedulers put tensors there
+    first["lr"] = torch.tensor(0.125)  # some schedulers write tensors
     assert AdamWGroup.from_group(first).lr == 0.125 and isinstance(AdamWGroup.from_group(first).lr, float)
 
 
@@ -115,7 +114,7 @@ def test_a_closure_runs_before_the_step_with_gradients_on(target: Target) -> Non
 
 
 @pytest.mark.parametrize("kind", ["lambda", "cosine"])
-def test_a_scheduler_acts_as_on_torch(kind: str, target: Target) -> None:
+def test_a_scheduler_sets_the_same_rates_as_with_torch(kind: str, target: Target) -> None:
     def schedule(optimizer: Any) -> Any:
         if kind == "lambda":
             return LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -137,7 +136,7 @@ def test_a_scheduler_acts_as_on_torch(kind: str, target: Target) -> None:
     assert len(set(expected)) > 3
 
 
-def test_a_scheduler_still_acts_after_loading(target: Target) -> None:
+def test_a_scheduler_works_after_loading(target: Target) -> None:
     optimizer, _ = two_groups(target)
     scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""The split master is exact for every float32, and its bfloat16 half is the nearest one."""
+"""The split master is exact for every float32, and its bfloat16 half is the nearest bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hf_lohan.optim.precision import decode_master_
 
 LOW_HALVES = torch.arange(1 << 16, dtype=torch.int64)
 SOME_LOW_HALVES = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
-EXPONENTS = (0, 1, 2, 96, 126, 127, 128, 200, 253, 254)  # denormals, the smallest, around one, the largest
+# denormals, the smallest normal numbers, numbers around one, the largest numbers
+EXPONENTS = (0, 1, 2, 96, 126, 127, 128, 200, 253, 254)
 MANTISSA_TOPS = (0, 1, 0x3F, 0x40, 0x7E, 0x7F)
 INFINITY_BITS = 0x7F80_0000
 often = settings(max_examples=200)
@@ -44,11 +45,11 @@ def assert_round_trip(master: Tensor) -> None:
 def assert_nearest(master: Tensor) -> None:
     """The error is at most half a bfloat16 ulp, for both signs."""
     working, _ = split(master)
-    exponent = torch.frexp(master.double()).exponent.clamp(min=-125)  # below lie the denormals, all of one spacing
+    exponent = torch.frexp(master.double()).exponent.clamp(min=-125)  # denormals have constant spacing
     half_ulp = torch.exp2((exponent - 9).double())
     finite = working.isfinite()
     assert bool(((working.double() - master.double()).abs() <= half_ulp)[finite].all())
-    # Only numbers at least half an ulp above the largest bfloat16 become infinite, as in any rounding to nearest.
+    # As in any rounding to nearest, only numbers at least half an ulp above the largest bfloat16 become infinite.
     assert torch.equal(~finite, master.bfloat16().isinf())
 
 

@@ -1,4 +1,4 @@
-"""Late steps with gradients of zeros equal torch's steps to the bit: weights and moments."""
+"""Weights and moments after late steps with zero gradients equal those of torch to the bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stored_moments import bytes_of, encoded, some_moments
+from stored_moments import bytes_of, encoded, typical_moments
 from torch import Tensor, nn
 
 from hf_lohan.optim import AdamWGroup, MasterFormat, MomentDtype, Segment, UpdateRule, master_format, replay_
@@ -29,7 +29,7 @@ def cosine(step: int) -> float:
 
 
 class LazyExpert:
-    """One expert's weights and biases side by side, and the last step that was applied to them."""
+    """The weights and biases of one expert in one record, and the last step applied to them."""
 
     def __init__(self, weights: Tensor, biases: Tensor) -> None:
         self.records = {"param": torch.cat([weights.flatten(), biases])}
@@ -37,7 +37,7 @@ class LazyExpert:
         self.applied = 0
 
     def catch_up(self, history: list[list[Segment]], gradient: Tensor | None = None) -> None:
-        """Apply all steps of the history. The last one has the gradient, if there is one."""
+        """Apply all steps of the history. The gradient, if any, belongs to the last step."""
         has_gradient = gradient is not None
         missed = history[self.applied : -1] if has_gradient else history[self.applied :]
         segments = history[-1] if has_gradient else ()
@@ -92,7 +92,7 @@ def test_late_experts_equal_those_of_the_fused_parameter(
             expert.assert_equal(kind, stock.state[weights][kind][number], stock.state[biases][kind][number])
 
 
-def test_subnormal_moments_equal_torchs() -> None:
+def test_subnormal_moments_equal_those_of_torch() -> None:
     num_steps = 900
     weights = nn.Parameter(torch.randn(64))
     stock = torch.optim.AdamW([weights], lr=1e-3, weight_decay=0.1, fused=True)
@@ -155,7 +155,7 @@ CHUNK_NUMEL = 2 * MAX_TILE_NUMEL + 4096
 assert CHUNK_NUMEL % (3 * SCALE_BLOCK_NUMEL) == 0
 
 
-def some_records(form: MasterFormat) -> dict[str, Tensor]:
+def random_records(form: MasterFormat) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     records = {"param": torch.randn(CHUNK_NUMEL, generator=random).to(form.working_dtype)}
     if form.has_residual:
@@ -163,9 +163,9 @@ def some_records(form: MasterFormat) -> dict[str, Tensor]:
             -(1 << 15), 1 << 15, (CHUNK_NUMEL,), generator=random, dtype=torch.int16
         )
     if form.moment_codec is not None:
-        tiles = [encoded(form.moment_dtype, *some_moments(seed, CHUNK_NUMEL // 3)) for seed in range(3)]
+        tiles = [encoded(form.moment_dtype, *typical_moments(seed, CHUNK_NUMEL // 3)) for seed in range(3)]
         return records | {kind: torch.cat([tile[kind] for tile in tiles]) for kind in tiles[0]}
-    moments = zip(form.moment_kinds, some_moments(0, CHUNK_NUMEL), strict=False)
+    moments = zip(form.moment_kinds, typical_moments(0, CHUNK_NUMEL), strict=False)
     return records | {kind: moment.clone() for kind, moment in moments}
 
 
@@ -179,7 +179,7 @@ def settings_of(form: MasterFormat, lr: float, weight_decay: float) -> object:
 @pytest.mark.parametrize("has_gradient", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.working_dtype} {form.moment_dtype} {form.rule.name}")
 def test_late_steps_equal_single_steps(form: MasterFormat, has_gradient: bool) -> None:
-    """For each form of records, and across tiles. Gaps do not change."""
+    """This holds for each form of records and across tiles. Gaps do not change."""
     edges = [0, MAX_TILE_NUMEL - 96, MAX_TILE_NUMEL + 32, CHUNK_NUMEL - 64]
     steps = [
         [
@@ -191,13 +191,13 @@ def test_late_steps_equal_single_steps(form: MasterFormat, has_gradient: bool) -
     generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(CHUNK_NUMEL, generator=generator)
     private = [torch.empty(4 * CHUNK_NUMEL, dtype=torch.uint8) for _ in range(form.num_private_buffers)]
-    expected = some_records(form)
+    expected = random_records(form)
     for number, segments in enumerate(steps):
         is_last = number == len(steps) - 1
         of_step = gradient.clone() if is_last and has_gradient else torch.zeros(CHUNK_NUMEL)
         scale = 0.3 if is_last else 1.0
         update_records_(expected, of_step, segments, form, position=64, private=private, scale=scale)
-    found = some_records(form)
+    found = random_records(form)
     before = bytes_of(found)
     if has_gradient:
         replay_(
@@ -214,14 +214,14 @@ def test_late_steps_equal_single_steps(form: MasterFormat, has_gradient: bool) -
         replay_(found, steps, form, position=64, private=private)
     assert bytes_of(found) == bytes_of(expected)
     assert bytes_of(found)["param"] != before["param"]
-    assert torch.equal(found["param"][edges[1] : edges[2]], some_records(form)["param"][edges[1] : edges[2]])
+    assert torch.equal(found["param"][edges[1] : edges[2]], random_records(form)["param"][edges[1] : edges[2]])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_workspace_smaller_than_a_tile_changes_no_bit(dtype: MomentDtype) -> None:
     form = master_format(torch.float32, dtype)
     missed = [[Segment(0, CHUNK_NUMEL, settings_of(form, 1e-2, 0.1), step)] for step in (1, 2)]
-    found = [some_records(form), some_records(form)]
+    found = [random_records(form), random_records(form)]
     for records, num_bytes in zip(found, (3 * MIN_WORKSPACE_BYTES, 1 << 22), strict=True):
         replay_(records, missed, form, position=0, private=[torch.empty(num_bytes, dtype=torch.uint8)])
     assert bytes_of(found[0]) == bytes_of(found[1])

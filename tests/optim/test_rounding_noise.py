@@ -1,4 +1,4 @@
-"""The noise for rounding depends on element and step alone, and is uniform."""
+"""The rounding noise is uniform and depends only on the element and the step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ positions = st.integers(0, 1 << 40)
 steps = st.integers(1, 1 << 31)
 
 
-def a_period(step: int, stream: int) -> torch.Tensor:
+def whole_period(step: int, stream: int) -> torch.Tensor:
     runs = [rounding_noise.integers(start, MAX_RUN_NUMEL, step, stream) for start in range(0, PERIOD, MAX_RUN_NUMEL)]
     return torch.cat(runs)
 
 
 @given(steps, st.integers(0, 1))
-def test_every_value_comes_once_in_a_period(step: int, stream: int) -> None:
-    assert torch.equal(a_period(step, stream).sort().values, torch.arange(PERIOD, dtype=torch.int32))
+def test_a_period_contains_every_value_once(step: int, stream: int) -> None:
+    assert torch.equal(whole_period(step, stream).sort().values, torch.arange(PERIOD, dtype=torch.int32))
 
 
 @given(positions, steps, st.integers(0, 1), st.integers(1, MAX_RUN_NUMEL), st.data())
@@ -48,6 +48,6 @@ def test_an_elements_noise_is_uniform_over_its_steps() -> None:
 
 
 def test_the_table_is_the_same_on_every_machine() -> None:
-    """A run continues bit for bit under another version of torch's generators."""
+    """A run can be continued bit for bit with another version of torch's generators."""
     assert rounding_noise.integers(0, 6, 1, 0).tolist() == [63110, 40418, 33065, 59665, 56540, 32318]
     assert rounding_noise.integers(12345, 6, 1000, 1).tolist() == [60575, 60878, 26003, 37038, 24443, 59065]

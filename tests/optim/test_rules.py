@@ -82,11 +82,11 @@ class Flat:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_steps_equal_torchs(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> None:
+def test_steps_equal_those_of_torch(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> None:
     """The masters of bfloat16 weights equal torch's float32 weights."""
     flat = Flat(make, dtype)
     for step in range(12):
-        flat.step(skipped=step % 4 if step < 8 else None)  # each parameter has a step count of its own
+        flat.step(skipped=step % 4 if step < 8 else None)  # gives the parameters different step counts
     flat.assert_equal()
 
 
@@ -148,7 +148,7 @@ def test_a_parameter_smaller_than_its_rows_and_columns_is_refused() -> None:
         rule.refuse_shape("score.weight", (1, 64))
 
 
-def test_a_rule_as_text() -> None:
+def test_a_rule_survives_a_round_trip_as_text() -> None:
     for rule in (UpdateRule("SGD", ()), UpdateRule("RMSprop", ("square_avg", "momentum_buffer"))):
         assert UpdateRule.parse(str(rule)) == rule
     with pytest.raises(ValueError, match=r"does not know the optimizer 'Sophia\(hessian\)'"):

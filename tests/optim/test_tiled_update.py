@@ -1,4 +1,4 @@
-"""AdamW on encoded moments trains like float32, with any tiles, and writes only what a step changes."""
+"""AdamW on encoded moments trains like float32 with any tiles, and writes only elements that a step changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_moments import DTYPES, GROUP, NUMEL, Records, bytes_of, decoded, encoded, new_records, some_moments
+from stored_moments import DTYPES, GROUP, NUMEL, Records, bytes_of, decoded, encoded, new_records, typical_moments
 from torch import Tensor
 
 from hf_lohan.optim import AdamWGroup, MomentDtype, Segment, master_format
@@ -18,7 +18,7 @@ from hf_lohan.optim.update import adamw_in_tiles_
 
 
 def train_on(dtype: MomentDtype, num_steps: int, gradient: Tensor, records: Records, numel: int = NUMEL) -> Tensor:
-    """`num_steps` of AdamW with the same gradient. Returns the total change of the weights."""
+    """Take `num_steps` steps of AdamW with the same gradient and return the total change of the weights."""
     form = master_format(torch.float32, dtype)
     everything = {"param": torch.zeros(numel), **records}
     workspace = torch.empty(1 << 17, dtype=torch.uint8)
@@ -28,8 +28,8 @@ def train_on(dtype: MomentDtype, num_steps: int, gradient: Tensor, records: Reco
     return everything["param"]
 
 
-def test_a_second_moment_decays_as_it_should(dtype: MomentDtype) -> None:
-    """It decays by a thousandth a step, far less than half the distance of two numbers of the type. Rounded to the
+def test_a_second_moment_decays_exactly_on_average(dtype: MomentDtype) -> None:
+    """It decays by a thousandth per step, far less than half the distance of two numbers of the type. With rounding to
     nearest, it would never decay."""
     num_steps = 2000
     exp_avg, exp_avg_sq = torch.zeros(NUMEL), torch.ones(NUMEL)
@@ -86,7 +86,7 @@ def chunk(dtype: MomentDtype, working_dtype: torch.dtype, numel: int) -> tuple[A
         records["master_residual"] = torch.randint(
             -(1 << 15), 1 << 15, (numel,), generator=generator, dtype=torch.int16
         )
-    return form, records | encoded(dtype, *some_moments(numel, numel)), torch.randn(numel, generator=generator)
+    return form, records | encoded(dtype, *typical_moments(numel, numel)), torch.randn(numel, generator=generator)
 
 
 @settings(max_examples=60)

@@ -1,4 +1,4 @@
-"""Lets these tests import the module of shapes beside them."""
+"""Make the modules beside this file importable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model profiles by arithmetic: a GPT-like decoder of any size, small random models, and machines to plan for."""
+"""Model profiles by arithmetic: a GPT-like decoder of any size, small random models, and machines for plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ GB = 10**9
 def decoder(
     hidden: int, num_layers: int, batch_size: int, sequence_length: int, vocabulary: int, *, ffn_factor: int = 4
 ) -> ModelProfile:
-    """OPT's shape in bfloat16. The last product of a layer is not listed: nothing in its backward needs the output."""
+    """Return OPT's shape in bfloat16. The last product of a layer is not listed, because backward does not need its
+    output.
+    """
     num_tokens = batch_size * sequence_length
     wide = ffn_factor * hidden
 
@@ -85,7 +87,7 @@ def machine(
     ssd_capacity_bytes: int = 10**12,
     **more: Any,
 ) -> HardwareProfile:
-    """A slow machine, so that small numbers give whole seconds. `more` goes to HardwareProfile."""
+    """Return a slow machine, so that small numbers give whole seconds. `more` goes to HardwareProfile."""
     return HardwareProfile(
         device=DeviceProfile(flops_per_s=flops_per_s, memory_bytes=gpu_memory_bytes),
         h2d_bytes_per_s=link_bytes_per_s,
@@ -105,7 +107,7 @@ def machine(
 def tiny_model(
     operations: list[tuple[float, int]], *, num_layers: int = 1, num_params: int = 100, input_bytes: int = 50
 ) -> ModelProfile:
-    """Layers whose operations have these (FLOPs, output bytes)."""
+    """Return layers whose operations have these (FLOPs, output bytes)."""
     layer = {
         "num_params": num_params,
         "num_trainable_params": num_params,
@@ -123,7 +125,7 @@ def tiny_model(
 
 
 def paper_setup(**changes: Any) -> TrainingSetup:
-    """LoHan's own equations: 2P for the weights, 14P for the states, nothing resident, updates in backward."""
+    """Return the setup of LoHan's paper: 2P bytes of weights, 14P of states, no records in RAM, updates in backward."""
     values: dict[str, Any] = {
         "gpu_memory_bytes": 0,
         "cpu_memory_bytes": 10**9,
@@ -137,7 +139,7 @@ def paper_setup(**changes: Any) -> TrainingSetup:
 
 
 def records_of(model: ModelProfile, state_bytes_per_param: int = 12) -> tuple[RecordTraffic, ...]:
-    """All weights and, in one record each, all states, with what a step reads of them."""
+    """Return a record of weights and a record of all states for each block, with the bytes that a step reads."""
     records = []
     for block in model.blocks:
         trained_bytes = block.num_trainable_params * model.param_itemsize
@@ -170,14 +172,14 @@ tiny_models = st.builds(
 
 
 def join(models: list[ModelProfile]) -> ModelProfile:
-    """One model of all their layers."""
+    """Return one model with the layers of all."""
     blocks = [block for model in models for block in model.blocks]
     named = tuple(replace(block, name=f"layers.{index}") for index, block in enumerate(blocks))
     return replace(models[0], blocks=named)
 
 
 mixed_models = st.lists(tiny_models, min_size=1, max_size=4).map(join)
-"""Their layers differ."""
+"""Models whose layers differ."""
 rates = st.floats(1.0, 500.0)
 machines = st.builds(
     machine,
@@ -191,7 +193,7 @@ machines = st.builds(
     duplex_bytes_per_s=st.none() | rates,
     ssd_mixed_bytes_per_s=st.none() | rates,
 )
-"""Devices of which nearly all can work on a layer; drives that hold the states and some activations."""
+"""Most devices have memory for a layer. Drives have room for the states and some activations."""
 setups = st.builds(
     TrainingSetup,
     gpu_memory_bytes=st.integers(0, 3000),

@@ -1,4 +1,4 @@
-"""What nodes send each other, in whole bytes, against ZeRO++'s formulas and the codecs themselves."""
+"""The bytes that nodes send equal ZeRO++'s formulas and the sizes of the codecs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_bytes_that_one_node_sends_in_a_pass(num_nodes: int, num_local: int) -> 
     assert four_bits == others * P * (Fraction(1, 2) + GRADIENT_SCALE)
     for source in ("ram", "ssd"):
         assert sent(num_nodes, num_local, backward=source)["backward_weights"] == 0
-    assert sent(num_nodes, 1, is_summed=True)["gradients"] == others * 2 * M, "so are those of several micro-batches"
+    assert sent(num_nodes, 1, is_summed=True)["gradients"] == others * 2 * M, "sums are float32"
 
 
 def test_lossless_changes_are_a_fraction_of_int8() -> None:
@@ -63,7 +63,7 @@ def test_frozen_weights_do_not_change() -> None:
 
 
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(1, 10**6), st.sampled_from(["exact", "int8"]))
-def test_unequal_parts_count_as_the_largest(num_nodes: int, num_local: int, num_params: int, forward: str) -> None:
+def test_unequal_parts_count_like_the_largest(num_nodes: int, num_local: int, num_params: int, forward: str) -> None:
     ways = Collectives(forward=forward, backward="world")  # type: ignore[arg-type]
     cluster = Cluster(num_nodes=num_nodes, num_local=num_local, collectives=ways)
     found = cluster.bytes_by_collective(
@@ -96,12 +96,12 @@ def test_one_node_sends_nothing() -> None:
     assert set(sent(1, 4).values()) == {0}
 
 
-def test_settings_fix_the_ways_they_name_and_round_only_those() -> None:
+def test_settings_fix_only_the_ways_that_they_name() -> None:
     exact = Collectives().open_ways()
     assert len(exact) == 5 and all(way.is_exact for way in exact) and exact[0] == WAY_WITHIN_A_NODE
     ways = all_ways()
     assert ways[:5] == exact and not any(way.is_exact for way in ways[5:])
-    assert len(ways) == 24, "no change of weights that nobody kept"
+    assert len(ways) == 24, "changes need kept weights"
     assert Collectives(forward="int8", backward="node", gradients="int4").open_ways() == tuple(
         Collectives(forward="int8", backward=source, gradients="int4")  # type: ignore[arg-type]
         for source in ("ram", "ssd")

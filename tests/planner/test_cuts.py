@@ -1,4 +1,4 @@
-"""Chunks and shards cover a block once; chunks are bounded, and parameters stay whole where they can."""
+"""Chunks and shards cover a block once. Chunks are bounded, and parameters stay whole if possible."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_unit_that_fits_is_not_cut(case: tuple[list[int], int]) -> None:
 def test_no_more_chunks_than_twice_the_fewest_possible(case: tuple[list[int], int]) -> None:
     units, chunk_numel = case
     fewest = -(-sum(units) // chunk_numel)
-    # Two neighbouring chunks would have been one if they fitted, unless one of them is a full cut of a large unit.
+    # Two neighbouring chunks that fit together would be one chunk, unless one is a full cut of a large unit.
     assert len(cut_units(units, chunk_numel)) <= 2 * fewest
 
 
@@ -59,17 +59,17 @@ def test_no_more_chunks_than_twice_the_fewest_possible(case: tuple[list[int], in
         ([], 10, []),
         ([4, 4, 4], 10, [(0, 8), (8, 12)]),
         ([10, 10], 10, [(0, 10), (10, 20)]),
-        ([25, 3], 10, [(0, 10), (10, 20), (20, 28)]),  # the rest of a large unit shares its chunk
-        ([3, 25], 10, [(0, 3), (3, 13), (13, 23), (23, 28)]),  # a large unit starts a chunk of its own
+        ([25, 3], 10, [(0, 10), (10, 20), (20, 28)]),  # the rest of a large unit shares a chunk
+        ([3, 25], 10, [(0, 3), (3, 13), (13, 23), (23, 28)]),  # a large unit begins a new chunk
     ],
 )
-def test_examples(units: list[int], chunk_numel: int, expected: list[tuple[int, int]]) -> None:
+def test_examples_of_cuts(units: list[int], chunk_numel: int, expected: list[tuple[int, int]]) -> None:
     assert cut_units(units, chunk_numel) == expected
 
 
 @often
 @given(units_and_chunk)
-def test_chunks_are_counted_without_being_made(case: tuple[list[int], int]) -> None:
+def test_num_chunks_equals_the_number_of_cuts(case: tuple[list[int], int]) -> None:
     units, chunk_numel = case
     block = BlockShape(
         name="layer", size_class=SizeClass.LAYER, param_bytes=0, unit_numels=tuple(units), num_trainable_params=0

@@ -1,4 +1,4 @@
-"""Experts that stream one by one, against sums done by hand: how many are hit, what loads them, what saves a load."""
+"""The costs of experts that stream one by one equal sums by hand: hit experts, their loads and saved loads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTPUT = "lohan.experts#0"
 
 
 def moe_model(num_layers: int = 1, **changes: Any) -> ModelProfile:
-    """Layers of a product and of experts, whose output takes 10 bytes."""
+    """Return layers with a product and with experts, whose output has 10 bytes."""
     model = tiny_model([(600.0, 100), (400.0, 10)], num_layers=num_layers)
     experts = replace(EXPERTS, **changes)
 
@@ -67,7 +67,7 @@ def read_bytes(model: ModelProfile, setup: TrainingSetup) -> float:
 
 
 def kept(**changes: Any) -> TrainingSetup:
-    """All stays on the device that is worth it."""
+    """Return a setup with device memory for all activations."""
     return paper_setup(gpu_memory_bytes=1000, **changes)
 
 
@@ -80,7 +80,7 @@ def test_expected_hits_are_between_one_token_and_all(num_experts: int, num_token
 
 
 def test_expected_hits_are_the_mean_of_drawn_ones() -> None:
-    """Of skewed routing, too: token by token, one expert each by its chance."""
+    """This holds for skewed routing, too. Each token draws one expert by its chance."""
     weights = [2.0**-index for index in range(8)]
     chances = [weight / sum(weights) for weight in weights]
     draw = random.Random(0)
@@ -88,7 +88,7 @@ def test_expected_hits_are_the_mean_of_drawn_ones() -> None:
     assert expected_hits(8, 1, 12, chances) == pytest.approx(sum(means) / len(means), rel=0.01)
 
 
-def test_a_histogram_says_what_each_expert_is_chosen_with() -> None:
+def test_a_histogram_gives_the_chance_of_each_expert() -> None:
     measured = EXPERTS.routed([100.0] * 4 + [0.0] * 12)
     assert measured.chances == (0.5,) * 4 + (0.0,) * 12
     assert measured.hits() == pytest.approx(4 * (1 - 0.5**8))
@@ -106,8 +106,8 @@ def test_the_number_of_tokens_that_hit_all_experts() -> None:
     assert left_out[0] > 0.5 >= left_out[1]
 
 
-def test_a_pass_loads_what_is_hit_and_an_update_all() -> None:
-    """26 bytes a parameter: those of `paper_setup`'s 2P + 2P + 12P, of which the first two are for what is hit."""
+def test_a_pass_loads_hit_experts_and_an_update_all() -> None:
+    """`paper_setup` reads 2P + 2P + 12P bytes. Both terms of 2P count only hit experts."""
     model = moe_model()
     assert (model.num_params, model.param_bytes) == (100 + 16 * 20, DENSE_BYTES + 16 * EXPERT_BYTES)
     expected = 2 * (DENSE_BYTES + HITS * EXPERT_BYTES) + 12 * (100 + 16 * 20)
@@ -116,14 +116,15 @@ def test_a_pass_loads_what_is_hit_and_an_update_all() -> None:
     assert read_bytes(every, kept()) == pytest.approx(2 * model.param_bytes + 12 * model.num_params, abs=1)
 
 
-def test_making_the_output_again_loads_all_that_is_hit_once_more() -> None:
+def test_recomputing_the_output_loads_hit_experts_again() -> None:
     made_again = read_bytes(moe_model(), paper_setup(activations="recompute", gpu_memory_bytes=1000))
     assert made_again - read_bytes(moe_model(), kept()) == pytest.approx(HITS * EXPERT_BYTES, abs=1)
 
 
-def test_slots_keep_what_the_turn_needs() -> None:
-    """Those at the end of forward begin the backward, and those of a recomputation its experts' backward. From three
-    on a slot lends its weights to the update in backward."""
+def test_slots_keep_experts_for_the_turn() -> None:
+    """Experts in slots at the end of forward begin the backward, and those of a recomputation begin its backward. With
+    at least three slots, updates in backward borrow weights from a slot.
+    """
     for number in (2, 5, 16):
         saved = min(number, HITS) * EXPERT_BYTES
         lent = HITS * EXPERT_BYTES if number >= MIN_SLOTS_TO_LEND else 0
@@ -133,15 +134,15 @@ def test_slots_keep_what_the_turn_needs() -> None:
             assert read_bytes(moe_model(), setup) - with_slots == pytest.approx(num_turns * saved + lent, abs=1)
 
 
-def test_where_all_that_is_hit_fits_the_slots_later_micro_batches_load_the_others_alone() -> None:
-    """Of those that the micro-batch before left there, the next one hits its share."""
+def test_later_micro_batches_load_only_new_experts_if_slots_hold_all_hit_ones() -> None:
+    """A micro-batch hits its share of the experts that the previous one left in slots."""
     one, two = (kept(num_micro_batches=count, pools=slots(16)) for count in (1, 2))
     more = read_bytes(moe_model(), two) - read_bytes(moe_model(), one)
     assert more == pytest.approx(2 * DENSE_BYTES + HITS * EXPERT_BYTES * (1 - HITS / 16), abs=1)
 
 
-def test_keeping_the_output_is_the_best_trade() -> None:
-    """The product takes more FLOPs a byte, but costs no load: with room for one output only, it is the experts'."""
+def test_keeping_the_output_of_experts_is_the_best_trade() -> None:
+    """The product has more FLOPs per byte but needs no load. If one output fits, it is that of the experts."""
     model = moe_model()
     product, output = model.blocks[0].operations
     dear = replace(product, flops=1e6, output_bytes=10)
@@ -155,7 +156,7 @@ def test_keeping_the_output_is_the_best_trade() -> None:
 
 
 def test_experts_with_a_copy_in_ram_are_not_read() -> None:
-    """Half of the experts' weights save half of each pass, and are still read by no update."""
+    """Copies of half the experts save half of the reads of each pass, and no update reads them."""
     setup = kept(update_reads_param=True)
     copies = tuple(
         RecordTraffic(
@@ -175,7 +176,7 @@ def test_experts_with_a_copy_in_ram_are_not_read() -> None:
 
 
 def test_a_forward_waits_for_routers_and_first_experts() -> None:
-    """A load's time and a look at the routing in each layer, whatever bounds the step."""
+    """Each layer adds the time of a load and of reading the routing, whatever bounds the step."""
     hardware = machine(link_bytes_per_s=1e6, ssd_read_bytes_per_s=1e3)
     waits = replace(kept(), counts_fill=True)
     model = moe_model(num_layers=3)
@@ -185,9 +186,10 @@ def test_a_forward_waits_for_routers_and_first_experts() -> None:
     assert with_waits.forward_s <= without.forward_s + wait_s + without.forward_s / 3
 
 
-def test_lazy_updates_leave_out_what_no_token_goes_to() -> None:
-    """Parameters that are not hit are updated once in so many steps; those that are behind read their states with the
-    weights in forward."""
+def test_lazy_updates_leave_out_experts_without_tokens() -> None:
+    """Experts without tokens are updated once in several steps. Experts that are behind read their states with the
+    weights in forward.
+    """
     eager, lazy = (plan_offload(moe_model(), machine(), kept(lazy_experts=v)).prediction for v in (False, True))
     left_out = 16 * 20 * left_out_share(1 - HITS / 16)
     behind = HITS * 20 * (1 - HITS / 16) * 12
@@ -197,7 +199,7 @@ def test_lazy_updates_leave_out_what_no_token_goes_to() -> None:
 
 
 @pytest.mark.parametrize("miss_chance", [0.0, 0.1, 0.5, 0.9, 0.99, 1.0])
-def test_the_steps_that_are_left_out_are_those_of_a_run(miss_chance: float) -> None:
+def test_the_share_of_left_out_steps_equals_a_simulation(miss_chance: float) -> None:
     choose, num_steps, behind, num_left_out = random.Random(0), 20_000, 0, 0
     for _ in range(num_steps):
         is_left_out = choose.random() < miss_chance and behind < MOST_STEPS_BEHIND
@@ -221,7 +223,7 @@ def test_many_tokens_make_lazy_updates_equal_eager_ones() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "is_lazy"), [(4, True), (16, False)])
-def test_auto_makes_updates_lazy_where_a_step_leaves_out_a_fifth(num_tokens: int, is_lazy: bool) -> None:
+def test_auto_makes_updates_lazy_if_a_step_leaves_out_a_fifth(num_tokens: int, is_lazy: bool) -> None:
     model = moe_model(num_tokens=num_tokens)
     experts = model.experts[0]
     assert (experts.hits() <= 0.8 * experts.num_experts) == is_lazy

@@ -1,4 +1,4 @@
-"""What does not fit is refused with a change that helps, and not with one that does not."""
+"""A plan that does not fit is refused, and each change in the refusal helps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def numbers_after(words: str, plan: OffloadPlan) -> int:
     return int(match.group(1))
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_a_plan_that_fits_is_not_refused() -> None:
     plan = plan_offload(MODEL, machine(), paper_setup())
     assert plan.fits and plan.refusal is None
     plan.check()
 
 
-def test_slots_larger_than_gpu_memory() -> None:
+def test_slots_larger_than_gpu_memory_are_refused() -> None:
     setup = paper_setup(gpu_memory_bytes=999, gpu_fixed_bytes=1000)
     plan = plan_offload(MODEL, machine(), setup)
     with pytest.raises(BudgetError, match="set it to at least 1000 bytes"):
@@ -43,13 +43,13 @@ def test_slots_larger_than_gpu_memory() -> None:
     assert plan_offload(MODEL, machine(), replace(setup, gpu_memory_bytes=1000)).fits
 
 
-def test_buffers_larger_than_cpu_memory() -> None:
+def test_buffers_larger_than_cpu_memory_are_refused() -> None:
     setup = paper_setup(cpu_memory_bytes=999, cpu_fixed_bytes=1000)
     needed = numbers_after("set cpu_memory to at least", plan_offload(MODEL, machine(), setup))
     assert plan_offload(MODEL, machine(), replace(setup, cpu_memory_bytes=needed)).fits
 
 
-def test_a_batch_whose_layers_are_larger_than_the_device() -> None:
+def test_a_batch_with_layers_larger_than_the_device_is_refused() -> None:
     def plan(batch_size: int) -> OffloadPlan:
         hardware = machine(gpu_memory_bytes=24 * GB, cpu_memory_bytes=600 * GB, ssd_capacity_bytes=1000 * GB)
         setup = paper_setup(gpu_memory_bytes=20 * GB, gpu_fixed_bytes=2 * GB, cpu_memory_bytes=600 * GB)
@@ -63,7 +63,7 @@ def test_a_batch_whose_layers_are_larger_than_the_device() -> None:
     assert plan(int(batch.group(1))).fits
 
 
-def test_kept_activations_larger_than_the_device() -> None:
+def test_kept_activations_larger_than_the_device_are_refused() -> None:
     setup = paper_setup(gpu_memory_bytes=349, activations="keep")
     needed = numbers_after("set it to at least", plan_offload(MODEL, machine(), setup))
     assert needed == 350
@@ -71,13 +71,13 @@ def test_kept_activations_larger_than_the_device() -> None:
     assert plan_offload(MODEL, machine(), replace(setup, activations="auto")).fits
 
 
-def test_states_larger_than_the_drives() -> None:
+def test_states_larger_than_the_drives_are_refused() -> None:
     plan = plan_offload(MODEL, machine(ssd_capacity_bytes=1399), paper_setup())
     assert numbers_after("give the SSDs", plan) == 1
     assert plan_offload(MODEL, machine(ssd_capacity_bytes=1400), paper_setup()).fits
 
 
-def test_two_versions_larger_than_the_drives() -> None:
+def test_two_versions_larger_than_the_drives_are_refused() -> None:
     setup = paper_setup(durability="step")
     plan = plan_offload(MODEL, machine(ssd_capacity_bytes=2000), setup)
     assert plan.refusal is not None and "set durability to checkpoint" in plan.refusal
@@ -90,7 +90,7 @@ def test_the_limit_on_the_drives_counts_if_it_is_less() -> None:
         assert plan_offload(MODEL, machine(), paper_setup(ssd_capacity_bytes=limit)).fits == fits
 
 
-def test_inputs_that_fit_neither_in_ram_nor_on_the_drives() -> None:
+def test_inputs_that_fit_neither_in_ram_nor_on_the_drives_are_refused() -> None:
     model = tiny_model([(600.0, 100)], num_layers=4)
     setup, hardware = paper_setup(cpu_memory_bytes=100), machine(ssd_capacity_bytes=4 * 1400 + 50)
     plan = plan_offload(model, hardware, setup)
@@ -100,7 +100,7 @@ def test_inputs_that_fit_neither_in_ram_nor_on_the_drives() -> None:
     assert plan_offload(model, hardware, replace(setup, cpu_memory_bytes=needed)).fits
 
 
-def test_swapping_never_fills_the_drives_beyond_their_end() -> None:
+def test_swapped_activations_never_exceed_the_drives() -> None:
     setup = paper_setup(cpu_memory_bytes=0)
     for spare_bytes, spilled in ((49, None), (50, 50), (149, 50), (150, 150), (349, 150), (350, 350)):
         hardware = machine(flops_per_s=1.0, ssd_capacity_bytes=1400 + spare_bytes)
@@ -135,11 +135,11 @@ def test_a_loss_that_needs_more_than_the_device_is_refused() -> None:
     model = replace(MODEL, blocks=(*MODEL.blocks, head), batch_size=4)
     setup = paper_setup(gpu_memory_bytes=2500)
     refused = plan_offload(model, machine(gpu_memory_bytes=3000), setup)
-    # With what the last layer keeps, or what comes back for it: its input.
+    # The head needs the input of the last layer, too.
     assert refused.refusal is not None and "the head with its logits and the loss needs 5050 bytes" in refused.refusal
     assert "use a batch size of at most 2," in refused.refusal
     enough = numbers_after("tokens, which is", refused)
-    assert enough == 5050 + 569, "what tensors have; 5% that the allocator loses, and a sixteenth for workspaces"
+    assert enough == 5050 + 569, "tensors, 5% that the allocator loses, and a sixteenth for workspaces"
     assert not plan_offload(model, machine(gpu_memory_bytes=enough - 1), setup).fits
     plan = plan_offload(model, machine(gpu_memory_bytes=enough), setup)
     assert plan.fits
@@ -148,8 +148,8 @@ def test_a_loss_that_needs_more_than_the_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize("grows_segments", [True, False])
-def test_what_the_allocator_loses_leaves_less_for_activations(grows_segments: bool) -> None:
-    """Where segments do not grow it is more."""
+def test_memory_that_the_allocator_loses_is_not_planned_for_activations(grows_segments: bool) -> None:
+    """The allocator loses more if segments do not grow."""
     gib = 1 << 30
     model = decoder(4096, 8, 8, 1024, 32000)
     hardware = machine(gpu_memory_bytes=6 * gib, cpu_memory_bytes=64 * gib, ssd_capacity_bytes=10**13)
@@ -167,7 +167,9 @@ def test_what_the_allocator_loses_leaves_less_for_activations(grows_segments: bo
     ("memory_bytes", "fits", "activations", "needed"),
     [(1950, True, "keep", 1950), (1949, False, "recompute", 1950), (10**6, True, "keep", 1950)],
 )
-def test_one_layer_in_memory(memory_bytes: int, fits: bool, activations: str, needed: int) -> None:
+def test_one_layer_fits_in_memory_without_offloading(
+    memory_bytes: int, fits: bool, activations: str, needed: int
+) -> None:
     found = fits_without_offloading(MODEL, memory_bytes)
     assert (found.fits, found.activations, found.needed_bytes) == (fits, activations, needed)
 

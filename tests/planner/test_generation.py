@@ -1,4 +1,4 @@
-"""How the device's memory is shared while a model generates."""
+"""Slots for generation share the device's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CACHED = KeysAndValues(num_sequences=2, num_tokens=1000, num_bytes=CACHE)
 
 
 def slots(gpu_memory_bytes: int) -> tuple[int, int]:
-    """How many slots layers have, and how many of them stay."""
+    """Return the number of layer slots, and of layers that stay."""
     chosen = slots_for_generation(MODEL, gpu_memory_bytes=gpu_memory_bytes, keys_and_values=CACHED, prefetch_blocks=2)
     return chosen.num_layer_slots, len(chosen.kept_layers)
 
@@ -37,22 +37,22 @@ def slots(gpu_memory_bytes: int) -> tuple[int, int]:
     [
         (0, (2, 0)),
         (LAYER - 1, (2, 0)),
-        (LAYER, (3, 0)),  # the ring first
-        (3 * LAYER, (5, 2)),  # embedding and head share a slot: a second one is larger than what is left
-        (LAYER + OUTER, (3, 0)),  # both have one
+        (LAYER, (3, 0)),  # the ring gets slots first
+        (3 * LAYER, (5, 2)),  # embedding and head share a slot, because a second one does not fit
+        (LAYER + OUTER, (3, 0)),  # embedding and head have a slot each
         (3 * LAYER + OUTER, (5, 2)),
         (7 * LAYER + OUTER, (9, 6)),
         (8 * LAYER + OUTER, (10, 10)),
         (50 * LAYER, (10, 10)),
     ],
 )
-def test_the_ring_comes_first_then_embedding_and_head_then_layers_that_stay(
+def test_slots_go_to_the_ring_then_embedding_and_head_then_layers_that_stay(
     more_bytes: int, expected: tuple[int, int]
 ) -> None:
     assert slots(LEAST + more_bytes) == expected
 
 
-def test_less_than_the_least_is_refused_with_numbers() -> None:
+def test_too_little_memory_is_refused_with_numbers() -> None:
     with pytest.raises(BudgetError) as refusal:
         slots(LEAST - 1)
     assert str(refusal.value) == (
@@ -62,7 +62,7 @@ def test_less_than_the_least_is_refused_with_numbers() -> None:
     )
 
 
-def test_layers_that_stay_are_spread_and_the_others_are_read_for_each_token() -> None:
+def test_layers_that_stay_are_spread_and_others_are_read_for_each_token() -> None:
     chosen = slots_for_generation(
         MODEL, gpu_memory_bytes=LEAST + 5 * LAYER + OUTER, keys_and_values=CACHED, prefetch_blocks=2
     )
@@ -77,7 +77,7 @@ def test_layers_that_stay_are_spread_and_the_others_are_read_for_each_token() ->
     assert sum(record.read_bytes_per_step for record in with_one) == 6 * LAYER + 2 * OUTER
 
 
-def test_experts_that_come_one_by_one_have_what_layers_leave() -> None:
+def test_streamed_experts_get_the_memory_that_layers_leave() -> None:
     names = [f"layer{number}.experts.{expert}" for number in range(NUM_LAYERS) for expert in range(8)]
     experts = [block(name, SizeClass.EXPERT, 40) for name in names]
     least = LEAST + 2 * 40

@@ -1,4 +1,4 @@
-"""Which hardware change shortens a step most, and how long drives last."""
+"""Hardware changes are sorted by the time they save, and drives wear by their writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_lohan.planner import (
 MODEL = tiny_model([(600.0, 100), (400.0, 200)], num_layers=3)
 
 
-def test_where_the_drives_are_the_limit_one_more_halves_the_time_for_them() -> None:
+def test_a_second_drive_halves_a_step_that_drives_limit() -> None:
     hardware, setup = machine(flops_per_s=1e6), paper_setup()
     now = plan_offload(MODEL, hardware, setup).prediction
     first = what_hardware_buys(MODEL, hardware, setup)[0]
@@ -53,12 +53,12 @@ def test_no_hardware_change_makes_a_step_longer(
             assert change.step_s + change.saved_s == pytest.approx(now.prediction.step_s)
 
 
-def test_drives_measured_together_grow_with_their_number() -> None:
+def test_rates_of_drives_measured_together_grow_with_their_number() -> None:
     hardware = machine(flops_per_s=1e6, ssd_together_read_bytes_per_s=10.0, ssd_together_write_bytes_per_s=5.0)
     assert what_hardware_buys(MODEL, hardware, paper_setup())[0].speedup == pytest.approx(2)
 
 
-def test_the_drive_with_least_endurance_for_its_share_ends_first() -> None:
+def test_the_drive_with_the_least_endurance_for_its_share_wears_out_first() -> None:
     hardware = machine(ssd_capacity_bytes=30_000)
     first = hardware.ssd[0]
     worn = replace(first, capacity_bytes=10_000, endurance_bytes=4200 * 50)
@@ -67,10 +67,9 @@ def test_the_drive_with_least_endurance_for_its_share_ends_first() -> None:
     prediction = plan_offload(MODEL, hardware, paper_setup()).prediction
     assert prediction.ssd_write_bytes_per_step == 4200
     life = drive_life(hardware, prediction)
-    assert life is not None
     assert life.steps == pytest.approx(4 * 50)
     assert life.days == pytest.approx(4 * 50 * prediction.step_s / 86400)
 
 
-def test_drives_of_unknown_endurance() -> None:
+def test_drives_of_unknown_endurance_have_no_life() -> None:
     assert drive_life(machine(), plan_offload(MODEL, machine(), paper_setup()).prediction) is None

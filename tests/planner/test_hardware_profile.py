@@ -1,4 +1,4 @@
-"""Profiles written by hand are read as they are meant, and what is wrong in them is named."""
+"""Profiles that are written by hand are read as intended, and errors in them are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def minimal() -> dict[str, Any]:
 
 
 def changed(path: str, value: object) -> dict[str, Any]:
-    """The minimal profile with one value replaced, or taken out (`...`)."""
+    """Return the minimal profile with one value replaced, or removed (`...`)."""
     values = copy.deepcopy(minimal())
     inner: Any = values
     *parents, last = path.split(".")
@@ -42,7 +42,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
     return values
 
 
-def test_numbers_are_read_as_yaml_leaves_them() -> None:
+def test_numbers_that_yaml_reads_as_text_are_read() -> None:
     values = minimal()
     assert values["device"]["flops_per_s"] == "160e12", "YAML 1.1 reads this as text"
     profile = HardwareProfile.from_mapping(values)
@@ -73,7 +73,7 @@ def test_minimal_profiles_are_written_short() -> None:
     assert set(written["device"]) == {"flops_per_s", "memory_bytes"}
 
 
-def test_equal_drives_are_counted() -> None:
+def test_equal_drives_have_a_count() -> None:
     values = minimal()
     values["ssd"][0]["count"] = 3
     values["ssd"].append({"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "capacity_bytes": 10**12})

@@ -1,4 +1,4 @@
-"""The plan against LoHan's published measurements: 13B on an RTX 4090 with 1 to 12 drives."""
+"""Plans predict LoHan's published measurements of 13B on an RTX 4090 with 1 to 12 drives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine_with(num_drives: int) -> HardwareProfile:
 
 
 def setup(**changes: Any) -> TrainingSetup:
-    # LoHan leaves all records on the drives, however much RAM there is.
+    # LoHan keeps all records on the drives, however much RAM the machine has.
     budgets: dict[str, Any] = {
         "gpu_memory_bytes": 20 * 10**9,
         "cpu_memory_bytes": 700 * 10**9,
@@ -51,9 +51,10 @@ def test_the_bound_moves_from_the_drives_to_the_device() -> None:
     assert bounds == ["ssd", "ssd", "compute", "compute", "compute"]
 
 
-def test_with_drives_enough_the_optimum_is_where_the_link_is_full_in_forward() -> None:
-    """Case 3: swapping up to what the link takes beside the forward's compute is free, and beyond it dearer than
-    recomputing."""
+def test_with_enough_drives_the_optimum_fills_the_link_in_forward() -> None:
+    """This is case 3. Swapping is free as long as the link has time during the forward. More swapping costs more than
+    recomputing.
+    """
     prediction = plan_offload(MODEL, machine_with(12), setup()).prediction
     assert prediction.case == 3
     assert prediction.forward.d2h_s == pytest.approx(prediction.forward.compute_s, rel=0.01)
@@ -63,10 +64,10 @@ def test_with_drives_enough_the_optimum_is_where_the_link_is_full_in_forward() -
 @pytest.mark.parametrize(
     ("link_bytes_per_s", "case"), [(1e9, 1), (20e9, 3), (100e9, 2)], ids=["link-bound", "between", "compute-bound"]
 )
-def test_the_three_cases(link_bytes_per_s: float, case: int) -> None:
+def test_the_three_cases_of_the_paper(link_bytes_per_s: float, case: int) -> None:
     values = machine_with(12).to_mapping() | {"h2d_bytes_per_s": link_bytes_per_s, "d2h_bytes_per_s": link_bytes_per_s}
-    # All of the head's logits at once leave no room to keep activations on 24 GB, as in the paper. What is swapped of
-    # one layer, while another one computes, would not fit there beside so many tokens, so this device has more.
+    # As in the paper, the whole logits leave no room to keep activations on 24 GB. Activations that one layer swaps
+    # while another computes would not fit with this many tokens, so this device has more memory.
     values["device"]["memory_bytes"] = 32 * 10**9
     prediction = plan_offload(MODEL, HardwareProfile.from_mapping(values), setup(gpu_memory_bytes=2 * 10**9)).prediction
     assert prediction.case == case
@@ -74,7 +75,7 @@ def test_the_three_cases(link_bytes_per_s: float, case: int) -> None:
     assert (prediction.recomputed_flops == 0) == (case == 2)
 
 
-def test_records_in_ram_spare_the_only_drive() -> None:
+def test_records_in_ram_save_reads_of_the_only_drive() -> None:
     on_drives = plan_offload(MODEL, machine_with(1), setup()).prediction
     ram = setup(records=records_of(MODEL, 10), record_cpu_bytes=700 * 10**9)
     in_ram = plan_offload(MODEL, machine_with(1), ram).prediction

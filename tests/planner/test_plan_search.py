@@ -1,4 +1,4 @@
-"""The plan is the fastest there is, stays within its budgets, and is never worse on a better machine."""
+"""The plan is the fastest possible one, stays within its budgets, and is never worse on a better machine."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def subsets(operations: list[OperationProfile]) -> Iterator[list[OperationProfil
 
 
 def brute_force_step_s(model: ModelProfile, hardware: HardwareProfile, activation_ram: int) -> float:
-    """The shortest step by LoHan's equations over all 2**n ways to swap. Two identical operations may both be left out:
-    which of them is swapped makes no difference."""
+    """Return the shortest step by LoHan's equations over all 2**n ways to swap."""
     flops_per_s, link = hardware.device.flops_per_s, hardware.h2d_bytes_per_s
     read, write = hardware.ssd_read_bytes_per_s, hardware.ssd_write_bytes_per_s
     operations = [operation for layer in model.layers for operation in layer.operations]
@@ -73,10 +72,10 @@ def brute_force_step_s(model: ModelProfile, hardware: HardwareProfile, activatio
 
 @often
 @given(tiny_models, machines, st.integers(0, 400))
-def test_algorithm_1_is_as_good_as_trying_everything(
+def test_algorithm_1_is_as_good_as_brute_force(
     model: ModelProfile, hardware: HardwareProfile, activation_ram: int
 ) -> None:
-    device = replace(hardware.device, memory_bytes=10**9)  # what is swapped is there for a while
+    device = replace(hardware.device, memory_bytes=10**9)  # swapped activations stay on the device for a while
     hardware = replace(hardware, device=device, duplex_bytes_per_s=None, ssd_mixed_bytes_per_s=None)
     plan = plan_offload(model, hardware, paper_setup(activation_cpu_bytes=activation_ram))
     assert plan.prediction.step_s == pytest.approx(brute_force_step_s(model, hardware, activation_ram))
@@ -143,7 +142,7 @@ def test_better_hardware_or_budgets_never_make_a_plan_slower(
 
 
 def assert_not_worse(better: OffloadPlan, plan: OffloadPlan, *, has_more_memory: bool = False) -> None:
-    """More device memory changes which divisions of it are tried, so a plan may then be up to 10% slower."""
+    """More device memory changes the tried divisions of it, so a plan may then be up to 10% slower."""
     if plan.fits:
         assert better.fits, better.refusal
         assert better.prediction.step_s <= plan.prediction.step_s * (1.1 if has_more_memory else ROUNDING)
@@ -151,7 +150,7 @@ def assert_not_worse(better: OffloadPlan, plan: OffloadPlan, *, has_more_memory:
 
 @often
 @given(mixed_models, machines, setups)
-def test_placements_are_within_the_budgets_and_as_predicted(
+def test_placements_stay_within_the_budgets_and_equal_the_prediction(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup
 ) -> None:
     plan = plan_offload(model, hardware, setup)
@@ -189,7 +188,7 @@ def test_the_last_layers_are_kept_and_the_first_spilled() -> None:
     assert inputs == [Placement.SSD, Placement.SSD, Placement.CPU, Placement.GPU]
 
 
-def test_outputs_with_the_most_flops_a_byte_are_swapped_first() -> None:
+def test_outputs_with_the_most_flops_per_byte_are_swapped_first() -> None:
     model = tiny_model([(100.0, 100), (900.0, 100), (500.0, 100)])
     for swapped_bytes, dropped in [(50, {0, 1, 2}), (150, {0, 2}), (250, {0}), (350, set())]:
         plan = plan_offload(model, machine(), paper_setup(), swapped_bytes=swapped_bytes)
@@ -201,7 +200,7 @@ def test_outputs_with_the_most_flops_a_byte_are_swapped_first() -> None:
     ("activations", "place", "flops"),
     [("recompute", Placement.RECOMPUTE, 2000.0), ("swap", Placement.CPU, 0.0), ("keep", Placement.GPU, 0.0)],
 )
-def test_one_activation_mode_places_all_outputs_alike(activations: Any, place: Placement, flops: float) -> None:
+def test_an_activation_mode_places_all_outputs_alike(activations: Any, place: Placement, flops: float) -> None:
     model = tiny_model([(600.0, 100), (400.0, 200)], num_layers=2)
     gpu_memory = 10_000 if activations == "keep" else 0
     plan = plan_offload(model, machine(), paper_setup(activations=activations, gpu_memory_bytes=gpu_memory))
@@ -210,7 +209,7 @@ def test_one_activation_mode_places_all_outputs_alike(activations: Any, place: P
     assert plan.prediction.case == {"recompute": 1}.get(activations, 2)
 
 
-def test_weights_have_copies_in_ram_before_states() -> None:
+def test_weights_get_copies_in_ram_before_states() -> None:
     model = tiny_model([(600.0, 100)], num_layers=3)
     records = records_of(model)
     setup = paper_setup(records=records, record_cpu_bytes=2 * 200 + 350, activation_cpu_bytes=0)
@@ -231,7 +230,7 @@ def test_a_prediction_is_written_as_json() -> None:
     assert {"bottleneck", "tflops", "swapped_bytes", "spilled_bytes", "recomputed_flops", "fits"} < set(written)
 
 
-def test_a_model_with_94_layers_of_different_operations() -> None:
+def test_a_model_with_94_layers_of_different_operations_is_planned() -> None:
     model = decoder(4096, 94, batch_size=8, sequence_length=4096, vocabulary=151_936, ffn_factor=24)
     operations = tuple(
         OperationProfile(name=f"aten.mm#{i}", flops=1e12 * (i + 1), output_bytes=10**8 + i) for i in range(14)

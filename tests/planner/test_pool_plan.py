@@ -1,4 +1,4 @@
-"""Plans stay within their budgets, serve what they must, and refuse with a number that works."""
+"""Pool plans stay within their budgets, have the required buffers, and refuse with a number that works."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ def requests(draw: st.DrawFn) -> PoolRequest:
 
 
 def enough(blocks: list[BlockShape], num_state_buffers_per_chunk: int) -> tuple[int, int]:
-    """GPU and CPU bytes with which every plan must be possible: two layers, the largest outer block and what is
-    resident; and two blocks, or the smallest chunks for every stage and every parameter of a block at once."""
+    """Return GPU and CPU bytes with which every plan must be possible. The GPU needs two layers, the largest outer
+    block and resident blocks. The CPU needs two blocks, or the smallest chunks for every stage and every parameter of a
+    block.
+    """
     largest = {kind: max((b.param_bytes for b in blocks if b.size_class is kind), default=0) for kind in SizeClass}
     gpu_bytes = 2 * largest[SizeClass.LAYER] + largest[SizeClass.OUTER] + largest[SizeClass.RESIDENT]
     num_chunks = max(block.num_trainable_params for block in blocks) + 1
@@ -78,8 +80,8 @@ def staging_bytes(plan: PoolPlan) -> int:
 
 
 @pytest.mark.parametrize("stages_params", [True, False])
-def test_weights_pass_in_large_pieces_also_where_little_is_trained(stages_params: bool) -> None:
-    """As with adapters: a layer of 32 MiB has 64 KiB with states."""
+def test_weights_are_staged_in_large_pieces_even_if_few_are_trained(stages_params: bool) -> None:
+    """With adapters, a layer of 32 MiB has 64 KiB of trained weights."""
     layers = [shape(f"layer.{i}", SizeClass.LAYER, (8 * UNIT_NUMEL,), 8 * MIB) for i in range(4)]
     request = PoolRequest(
         blocks=layers,
@@ -112,9 +114,9 @@ def test_a_plan_keeps_both_budgets(request: PoolRequest) -> None:
 
 @often
 @given(requests())
-def test_a_plan_serves_what_it_must(request: PoolRequest) -> None:
+def test_a_plan_has_the_required_slots_and_buffers(request: PoolRequest) -> None:
     plan = plan_pools(request)
-    assert plan.chunk_numel % UNIT_NUMEL == 0  # chunks start and end at whole sectors
+    assert plan.chunk_numel % UNIT_NUMEL == 0  # chunks begin and end at whole sectors
     assert plan.num_staging_buffers >= 2
     assert plan.num_state_buffers == NUM_PIPELINE_CHUNKS * request.num_state_buffers_per_chunk
     assert plan.num_gradient_buffers >= 3
@@ -129,7 +131,7 @@ def test_a_plan_serves_what_it_must(request: PoolRequest) -> None:
 
 @often
 @given(requests())
-def test_gradients_are_held_or_spilled_and_held_ones_have_their_buffers(request: PoolRequest) -> None:
+def test_held_gradients_have_buffers_and_the_others_are_spilled(request: PoolRequest) -> None:
     plan = plan_pools(request)
     chunks = {block.name: block.num_chunks(plan.chunk_numel) for block in request.blocks}
     trainable = [name for name, num_chunks in chunks.items() if num_chunks]
@@ -137,30 +139,30 @@ def test_gradients_are_held_or_spilled_and_held_ones_have_their_buffers(request:
         assert plan.held_blocks == plan.spilled_blocks == ()
         assert plan.num_recall_buffers == 0
         return
-    assert [*plan.held_blocks, *plan.spilled_blocks] == trainable  # the first blocks' gradients arrive last
+    assert [*plan.held_blocks, *plan.spilled_blocks] == trainable  # gradients of the first blocks arrive last
     num_held = sum(chunks[name] for name in plan.held_blocks)
     assert plan.gradients_per_buffer == (2 if request.halves_gradients else 1)
     num_places = plan.num_gradient_buffers * plan.gradients_per_buffer
-    assert num_places >= num_held + 3  # beside them, others still arrive and pass
+    assert num_places >= num_held + 3  # other gradients still arrive
     assert (plan.num_recall_buffers > 0) == bool(plan.spilled_blocks or request.halves_gradients)
 
 
 @often
 @given(requests())
-def test_what_arrives_has_its_buffers_whatever_is_held_and_borrowed(request: PoolRequest) -> None:
-    """Chunks of a block that wait for each other, one that arrives, and one in the pipeline."""
+def test_arriving_gradients_have_buffers_whatever_is_held_and_borrowed(request: PoolRequest) -> None:
+    """Buffers are needed for chunks of a block that wait for each other, one that arrives, and one in the pipeline."""
     plan = plan_pools(request)
     chunks = {block.name: block.num_chunks(plan.chunk_numel) for block in request.blocks}
     num_arriving = 2 + max(min(chunks[block.name], block.num_trainable_params + 1) for block in request.blocks)
     num_held = sum(chunks[name] for name in plan.held_blocks)
     assert plan.num_gradient_buffers * plan.gradients_per_buffer >= num_held + num_arriving
     assert plan.num_arrival_buffers * plan.gradients_per_buffer >= num_arriving
-    assert plan.num_gradient_buffers >= num_arriving  # of sums in float32, while none are held
+    assert plan.num_gradient_buffers >= num_arriving  # float32 sums need a whole buffer each
 
 
 @often
 @given(requests())
-def test_gradients_of_half_the_size_are_held_of_twice_as_many_chunks(request: PoolRequest) -> None:
+def test_twice_as_many_gradients_of_half_the_size_are_held(request: PoolRequest) -> None:
     wide, halved = (plan_pools(replace(request, halves_gradients=halves)) for halves in (False, True))
     assert halved.cpu_pool_bytes <= request.cpu_memory_bytes
     assert halved.chunk_numel == wide.chunk_numel
@@ -190,7 +192,7 @@ def test_the_minimum_that_a_refusal_names_is_enough(request: PoolRequest, budget
 
 @pytest.mark.parametrize("hold_gradients", [False, True])
 def test_the_minimum_named_for_a_model_of_small_blocks_is_enough(hold_gradients: bool) -> None:
-    """Two blocks are less than the buffers need here; the first number named must be the one that works."""
+    """Here the buffers need more than two blocks. The first refusal must name a number that works."""
     blocks = [shape(f"layer.{i}", SizeClass.LAYER, (UNIT_NUMEL,)) for i in range(3)]
     request = replace(request_for(1, hold_gradients=hold_gradients), blocks=blocks, cpu_memory_bytes=1)
     with pytest.raises(BudgetError) as refused:
@@ -223,7 +225,7 @@ def test_more_memory_is_never_worse(request: PoolRequest, more_gpu: int, more_cp
     )
     more_layers = richer.num_slots[SizeClass.LAYER] - plan.num_slots[SizeClass.LAYER]
     assert more_layers >= 0
-    if more_layers == 0:  # else room for one more layer may have been taken from a second outer slot
+    if more_layers == 0:  # one more layer may have replaced a second outer slot
         assert richer.num_slots[SizeClass.OUTER] >= plan.num_slots[SizeClass.OUTER]
     assert richer.chunk_numel >= plan.chunk_numel
     if richer.chunk_numel == plan.chunk_numel:
@@ -244,12 +246,12 @@ def request_for(num_layers: int, **settings: int | bool) -> PoolRequest:
 
 
 @pytest.mark.parametrize(("prefetch_blocks", "num_slots"), [(1, 2), (2, 3), (5, 6), (50, 8)])
-def test_there_are_slots_for_what_is_read_ahead(prefetch_blocks: int, num_slots: int) -> None:
+def test_prefetched_blocks_have_slots(prefetch_blocks: int, num_slots: int) -> None:
     plan = plan_pools(request_for(8, prefetch_blocks=prefetch_blocks))
     assert plan.num_slots[SizeClass.LAYER] == num_slots
 
 
-def test_with_room_all_gradients_are_held_and_without_some_are_spilled() -> None:
+def test_gradients_are_spilled_only_if_they_do_not_fit() -> None:
     roomy = plan_pools(request_for(8))
     assert (len(roomy.held_blocks), roomy.spilled_blocks) == (8, ())
     tight = plan_pools(request_for(8, cpu_memory_bytes=8 * MIB))

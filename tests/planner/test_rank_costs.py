@@ -1,4 +1,4 @@
-"""What a step of several ranks costs, against sums done by hand, and the three laws of what hides behind computing."""
+"""The costs of a step of several ranks equal sums by hand, and compute hides transfers by three laws."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODEL = tiny_model([(600.0, 100), (400.0, 200)])
 P = 100
 CLIPS = ["none", "defer", "speculate"]
 F = 153e12
-"""RTX 4090, bfloat16."""
+"""FLOP/s of an RTX 4090 in bfloat16."""
 
 
 def cluster_of(num_nodes: int, num_local: int, **ways: Any) -> Cluster:
@@ -57,10 +57,10 @@ def predict(
 
 @settings(max_examples=300)
 @given(mixed_models, machines, setups, st.integers(0, 400), st.integers(0, 400), st.sampled_from(CLIPS))
-def test_one_rank_costs_the_same_by_either_model(
+def test_one_rank_costs_the_same_in_both_models(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, swapped: int, spilled: int, clip: ClipMode
 ) -> None:
-    """The two cost models agree to the last digit, though they compute a step in different ways."""
+    """The two cost models agree to the last digit, although they compute a step in different ways."""
     setup = replace(setup, records=records_of(model), record_cpu_bytes=2 * model.param_bytes)
     choice = Choice(*(np.array([float(value)]) for value in (swapped, min(swapped, spilled), 3, spilled // 2, 0)))
     alone, ranks = (kind(model, hardware, setup) for kind in (StepCosts, RankStepCosts))
@@ -77,7 +77,7 @@ def test_plans_of_one_rank_have_no_fields_of_several() -> None:
     shared = machine(net_bytes_per_s=1e-6)
     shared = replace(shared, cpu=replace(shared.cpu, memory_bytes_per_s=1e-6))
     plan, same = (plan_offload(MODEL, own, paper_setup()) for own in (machine(), shared))
-    assert plan.to_mapping() == same.to_mapping(), "what ranks share does not count"
+    assert plan.to_mapping() == same.to_mapping(), "shared resources of ranks do not count"
     assert not plan.to_mapping().keys() & {"ranks", "cluster", "tried_ways"}
 
 
@@ -88,13 +88,13 @@ def test_two_ranks_of_one_node_share_its_drives_but_not_its_links() -> None:
     assert (two.forward.h2d_s, two.backward.d2h_s) == (one.forward.h2d_s, one.backward.d2h_s)
     assert two.forward.compute_s == one.forward.compute_s
     assert (two.num_tokens, two.model_flops) == (2 * one.num_tokens, 2 * one.model_flops)
-    assert two.step_s == one.step_s, "so twice the tokens a second where the drives are the limit"
+    assert two.step_s == one.step_s, "drives are the limit, so two ranks have twice the tokens per second"
     spilling = [predict(cluster, activation_cpu_bytes=0) for cluster in (Cluster(), cluster_of(1, 2))]
     spilled = [p.ssd_write_bytes_per_step - one.ssd_write_bytes_per_step for p in spilling]
     assert spilled == [150, 300]
 
 
-def test_each_node_holds_its_part_of_the_records() -> None:
+def test_each_node_stores_its_part_of_the_records() -> None:
     for num_nodes in (2, 4):
         step = predict(cluster_of(num_nodes, 1))
         assert step.ssd_read_bytes_per_step == (200 + 200 + 1200) // num_nodes
@@ -114,10 +114,10 @@ def test_each_node_holds_its_part_of_the_records() -> None:
         ({"forward": "int8", "gradients": "int4"}, 100 + 100 + 600, 700, 260, 260 + 34, 700),
     ],
 )
-def test_bytes_of_each_source_of_weights_for_backward(
+def test_the_bytes_of_each_source_of_weights_for_backward(
     ways: dict[str, str], reads: int, writes: int, forward_net: int, backward_net: int, stored: int
 ) -> None:
-    """Two nodes of one rank each: half of P = 100 parameters in each, 2 bytes of weight and 12 of states."""
+    """Two nodes of one rank each have half of P = 100 parameters, with 2 bytes of weights and 12 of states."""
     step = predict(cluster_of(2, 1, **ways))
     assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (reads, writes)
     assert step.forward.net_s == pytest.approx(forward_net / 10)
@@ -141,10 +141,10 @@ def test_shared_ram_can_be_the_bottleneck() -> None:
 
     two, four = with_ram(1.0, 2), with_ram(1.0, 4)
     assert two.bottleneck == four.bottleneck == "host"
-    # Forward: the drives bring 200 bytes, each link takes 200 and brings 150 swapped ones.
+    # Forward: the drives read 200 bytes. Each link copies 200 bytes down and 150 swapped bytes up.
     assert (two.forward.host_s, four.forward.host_s) == (200 + 2 * 350, 200 + 4 * 350)
-    # Backward: drives 200 + 1200 read and 1400 written; each link 200 + 150 down and 200 of gradients up,
-    # which are read and summed to 400; the optimizer reads 1200 of states and 400 of gradients and writes 1400.
+    # Backward: drives read 200 + 1200 and write 1400. Each link copies 200 + 150 down and 200 of gradients up, which
+    # are read and summed to 400. The optimizer reads 1200 of states and 400 of gradients, and writes 1400.
     assert two.backward.host_s == 200 + 1200 + 1400 + 2 * 550 + 2 * 200 + 400 + 1200 + 400 + 1400
     assert four.backward.host_s - two.backward.host_s == 2 * (550 + 200)
     assert with_ram(1e9, 2).bottleneck == "compute"
@@ -157,11 +157,11 @@ def test_a_step_on_shared_cores_is_longer_by_the_number_of_ranks() -> None:
     assert two.bottleneck == "compute" and two.step_s == pytest.approx(2 * one.step_s, rel=0.01)
 
 
-# The laws.
+# The three laws.
 
 
 def full_recompute(cluster: Cluster, tokens: int, **rates: float) -> StepPrediction:
-    """8 FLOPs a parameter and token."""
+    """Predict a step that recomputes everything: 8 FLOPs per parameter and token."""
     num_params = 2**20
     flops = 2.0 * num_params * tokens
     model = replace(tiny_model([(flops, 1)], num_params=num_params, input_bytes=0), sequence_length=tokens)
@@ -176,7 +176,6 @@ def full_recompute(cluster: Cluster, tokens: int, **rates: float) -> StepPredict
 def hides_from(cluster: Cluster, resource: str, **rates: float) -> float:
     for tokens in (10, 10_000):
         ranks = full_recompute(cluster, tokens, **rates).ranks
-        assert ranks is not None
         found = ranks.hides_from_tokens[resource]
     assert found is not None
     return found
@@ -185,13 +184,16 @@ def hides_from(cluster: Cluster, resource: str, **rates: float) -> float:
 def test_tokens_that_hide_the_drives_grow_with_the_ranks_of_a_node() -> None:
     rate = {"ssd_read_bytes_per_s": 6e9, "ssd_write_bytes_per_s": 6e9}
     one = full_recompute(Cluster(), 1000, **rate).ssd_hides_from_tokens
-    assert one == pytest.approx(30 * F / (8 * 6e9)), "4 of weights for two passes, 26 of updates a parameter"
+    assert one == pytest.approx(30 * F / (8 * 6e9)), (
+        "per parameter, two passes move 4 bytes of weights and an update 26"
+    )
     for num_local in (2, 4):
         assert hides_from(cluster_of(1, num_local), "ssd", **rate) == pytest.approx(num_local * one)
     for num_nodes in (2, 4):
         step = full_recompute(cluster_of(num_nodes, 2), 1000, **rate)
-        assert step.ssd_hides_from_tokens == pytest.approx(2 * one), "each node its part: no more in all"
-        assert step.ranks is not None
+        assert step.ssd_hides_from_tokens == pytest.approx(2 * one), (
+            "each node reads its part, so the total is the same"
+        )
         assert step.ranks.hides_from_tokens["ssd"] == pytest.approx(step.ssd_hides_from_tokens)
 
 
@@ -204,7 +206,9 @@ def test_tokens_that_hide_a_link_are_the_same_for_each_device() -> None:
 
 @pytest.mark.parametrize(("gbit", "tokens"), [(1, 324e3), (2.5, 130e3), (10, 32e3), (25, 13e3)])
 def test_exact_collectives_of_two_nodes_hide_from_this_many_tokens(gbit: float, tokens: float) -> None:
-    """F / (4 BW) tokens a node: bfloat16 weights once, as backward has its own copy, and bfloat16 gradients."""
+    """F / (4 BW) tokens per node. Weights are sent once in bfloat16, because backward has its own copy, and gradients
+    in bfloat16.
+    """
     rate = 0.94 * gbit / 8 * 1e9
     found = hides_from(cluster_of(2, 1, backward="ram"), "net", net_bytes_per_s=rate)
     assert found / 2 == pytest.approx(F / (4 * rate))
@@ -227,7 +231,7 @@ def test_tokens_that_hide_the_network_follow_the_bytes_sent(
     assert found / (2 * num_local) == pytest.approx(bytes_per_param / 2 * F / (8 * 1e9), rel=1e-3)
 
 
-# The choice.
+# The choice of a way.
 
 
 def choice(link: float, *, may_round: bool = False, **changes: Any) -> tuple[Collectives, Any]:
@@ -255,7 +259,7 @@ def choice(link: float, *, may_round: bool = False, **changes: Any) -> tuple[Col
     return ways[index], replace(plans[index], tried_ways=tried_ways)
 
 
-def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
+def test_a_slow_link_needs_a_copy_and_a_fast_one_does_not() -> None:
     slow, plan = choice(1.0)
     assert (slow.forward, slow.backward, slow.gradients) == ("delta", "ram", "exact")
     assert plan.prediction.step_s < 0.6 * max(way.step_s for way in plan.tried_ways)
@@ -264,19 +268,19 @@ def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
     assert plan.prediction.bottleneck != "net"
 
 
-def test_the_copy_is_on_the_drives_where_ram_is_too_small() -> None:
+def test_the_copy_is_on_the_drives_if_ram_is_too_small() -> None:
     slow, plan = choice(1.0, cpu_memory_bytes=6 * 10**9)
     assert (slow.forward, slow.backward) == ("delta", "ssd")
     assert {way.fits for way in plan.tried_ways if way.collectives.backward == "ram"} == {False}
 
 
-def test_rounding_is_chosen_only_where_it_is_allowed() -> None:
+def test_rounding_is_chosen_only_if_it_is_allowed() -> None:
     exact, plan = choice(1.0)
     quantized, faster = choice(1.0, may_round=True)
     assert exact.is_exact and not quantized.is_exact
     assert faster.prediction.step_s < 0.5 * plan.prediction.step_s
     enough, _ = choice(400.0, may_round=True)
-    assert enough.is_exact, "where it saves no time, nothing is rounded"
+    assert enough.is_exact, "nothing is rounded if it saves no time"
 
 
 @settings(max_examples=100)

@@ -1,4 +1,4 @@
-"""What is worth a copy in RAM: the most reads saved, within what is left, spread over the model."""
+"""Copies in RAM save the most reads within the budget, and are spread over the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_choice_fits(records: list[RecordTraffic], free: int) -> None:
 
 @often
 @given(some_records(num_bytes=any_size), room)
-def test_nothing_more_would_fit(records: list[RecordTraffic], free: int) -> None:
+def test_no_other_record_would_fit(records: list[RecordTraffic], free: int) -> None:
     chosen = choose_resident_records(records, free_bytes=free)
     left = free - sum(record.num_bytes for record in chosen)
     rest = [record for record in records if record.read_bytes_per_step and record not in chosen]
@@ -59,7 +59,7 @@ def test_more_memory_never_saves_less(records: list[RecordTraffic], free: int, m
 
 @often
 @given(some_records(num_bytes=st.just(10)), room)
-def test_of_equal_sizes_it_is_the_best_choice(records: list[RecordTraffic], free: int) -> None:
+def test_the_choice_is_optimal_for_equal_sizes(records: list[RecordTraffic], free: int) -> None:
     best = max(
         saved_bytes(subset)
         for count in range(len(records) + 1)
@@ -71,7 +71,7 @@ def test_of_equal_sizes_it_is_the_best_choice(records: list[RecordTraffic], free
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 13])
 @pytest.mark.parametrize("num_layers", [8, 13, 32])
-def test_equals_are_spread_over_the_model(num_layers: int, count: int) -> None:
+def test_equal_records_are_spread_over_the_model(num_layers: int, count: int) -> None:
     records = [record(str(index), 10, 3) for index in range(num_layers)]
     chosen = choose_resident_records(records, free_bytes=10 * count)
     assert len(chosen) == min(count, num_layers)
@@ -93,7 +93,7 @@ def layer(index: int, *, trained_numel: int = 1000, frozen_numel: int = 0) -> Bl
 
 
 def param_reads(blocks: list[BlockShape], num_layer_slots: int, num_micro_batches: int = 1) -> list[float]:
-    """How often a step reads each block's parameters."""
+    """Return how often a step reads each block's parameters."""
     slots = {SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0}
     traffic = step_traffic(
         blocks, param_itemsize=2, state_itemsizes=ITEMSIZES, num_slots=slots, num_micro_batches=num_micro_batches
@@ -101,22 +101,22 @@ def param_reads(blocks: list[BlockShape], num_layer_slots: int, num_micro_batche
     return [record.read_bytes_per_step / record.num_bytes for record in traffic if record.kind == "param"]
 
 
-def test_parameters_are_read_in_forward_in_backward_and_by_their_update() -> None:
+def test_parameters_are_read_in_forward_in_backward_and_by_updates() -> None:
     layers = [layer(index) for index in range(6)]
-    assert param_reads(layers, 2) == [3, 3, 3, 3, 2, 2]  # the last two are still there when backward begins
+    assert param_reads(layers, 2) == [3, 3, 3, 3, 2, 2]  # the last two are still in slots when backward begins
     assert param_reads(layers, 6) == [2] * 6
     assert param_reads(layers, 2, num_micro_batches=3) == [5, 5, 7, 7, 4, 4]
 
 
-def test_frozen_parameters_are_read_by_passes_alone() -> None:
+def test_frozen_parameters_are_read_only_by_passes() -> None:
     frozen = [layer(index, trained_numel=0, frozen_numel=1000) for index in range(6)]
-    assert param_reads(frozen, 2) == [1, 1, 2, 2, 1, 1]  # the first two are still there when the next forward begins
+    assert param_reads(frozen, 2) == [1, 1, 2, 2, 1, 1]  # the first two are still in slots when the next forward begins
     assert param_reads(frozen, 6) == [0] * 6
     mixed = [layer(index, trained_numel=10, frozen_numel=990) for index in range(6)]
     assert param_reads(mixed, 2) == [2.01, 2.01, 2.01, 2.01, 1.01, 1.01]
 
 
-def test_states_of_less_than_a_byte_a_parameter() -> None:
+def test_states_may_have_less_than_a_byte_per_parameter() -> None:
     slots = {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0}
     itemsizes = {"exp_avg": 1.0, "moment_scales": 0.25}
     traffic = step_traffic([layer(0)], param_itemsize=2, state_itemsizes=itemsizes, num_slots=slots)

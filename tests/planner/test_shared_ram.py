@@ -1,4 +1,4 @@
-"""What gradients find in RAM beside activations: counted by blocks, checked against a run chunk by chunk."""
+"""The gradients that fit in RAM with activations are counted by blocks, and equal a simulation by chunks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hf_lohan.planner.search.candidate_memory import held_beside, put_away_throu
 CHUNK_BYTES = 4
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
 blocks = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=8)
-"""Of each: chunks, and bytes of activations."""
+"""By block: the number of chunks, and the bytes of activations."""
 
 
 def described(shape: list[tuple[int, int]]) -> tuple[list[BlockGradient], dict[str, int]]:
-    """The blocks' gradients, and what activations take behind each block that leaves some."""
+    """Return the blocks' gradients, and the bytes of activations after each block that has some."""
     gradients, put_away, so_far = [], {}, 0
     for number, (num_chunks, activation_bytes) in enumerate(shape):
         name = f"block {number}"
@@ -38,10 +38,10 @@ def held(shape: list[tuple[int, int]], num_held_chunks: int, ram_bytes: int) -> 
 
 
 @given(shape=blocks, num_held_chunks=st.integers(0, 10), ram_bytes=st.integers(0, 150))
-def test_as_many_as_find_room_chunk_by_chunk(
+def test_the_count_equals_a_simulation_by_chunks(
     shape: list[tuple[int, int]], num_held_chunks: int, ram_bytes: int
 ) -> None:
-    """One after the other from the last block on, as a run has them; and the next forward always finds its room."""
+    """Chunks arrive from the last block on, as in a run. The next forward always has its room."""
     num_left, taken_bytes = num_held_chunks, 0
     lying: list[int] = []
     for number in reversed(range(len(shape))):
@@ -67,8 +67,8 @@ def test_more_ram_never_holds_less(
 
 
 @pytest.mark.parametrize("cpu_bytes", [0, 100, 250, 400, 1000])
-def test_what_activations_take_is_what_their_placements_say(cpu_bytes: int) -> None:
-    """Behind each layer, but for outputs of which a part would fit."""
+def test_the_ram_of_activations_equals_their_placements(cpu_bytes: int) -> None:
+    """This holds after each layer, except for outputs that fit partly."""
     setup = paper_setup(activation_cpu_bytes=cpu_bytes, activations="swap", cpu_memory_bytes=1000)
     plan = plan_offload(MODEL, machine(), setup)
     layers = MODEL.layers
@@ -86,8 +86,8 @@ def test_what_activations_take_is_what_their_placements_say(cpu_bytes: int) -> N
         assert placed <= counted[layer.name].item() <= placed + max(sizes.values())
 
 
-def test_gradients_beside_activations_spare_the_drives() -> None:
-    """What finds room is not written in the last backward, nor read by the update; sums of before are."""
+def test_gradients_in_shared_ram_are_not_written_to_drives() -> None:
+    """Gradients that fit are not written in the last backward and not read by the update. Earlier sums still are."""
     gradients = tuple(
         BlockGradient(block=block.name, num_bytes=block.num_trainable_params, num_chunks=1) for block in MODEL.blocks
     )
@@ -102,6 +102,6 @@ def test_gradients_beside_activations_spare_the_drives() -> None:
         assert (before.spilled_gradient_bytes, after.spilled_gradient_bytes) == (all_bytes, 0)
         assert before.ssd_write_bytes_per_step - after.ssd_write_bytes_per_step == all_bytes
         assert before.ssd_read_bytes_per_step - after.ssd_read_bytes_per_step == all_bytes
-        assert after.tier_bytes["ssd"]["gradients"] == all_bytes  # room that is there for those of other batches
+        assert after.tier_bytes["ssd"]["gradients"] == all_bytes  # other batches may still need this space
         in_ram = after.tier_bytes["cpu"]
         assert in_ram["activations"] + in_ram["gradients"] == max(all_bytes, in_ram["activations"])

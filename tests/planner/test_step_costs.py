@@ -1,4 +1,4 @@
-"""The cost model against sums done by hand: LoHan's equations, and each thing that they leave out."""
+"""The cost model equals sums by hand: LoHan's equations, and each cost that they omit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ P = 100
 def predict(
     hardware: HardwareProfile, setup: TrainingSetup, model: ModelProfile = MODEL, swapped_bytes: int = 150
 ) -> StepPrediction:
-    """With the input and the first operation swapped."""
+    """Predict a step. By default the input and the first operation are swapped."""
     return plan_offload(model, hardware, setup, swapped_bytes=swapped_bytes).prediction
 
 
@@ -40,7 +40,7 @@ rates = st.floats(1.0, 500.0)
 
 @settings(max_examples=300)
 @given(rates, rates, rates, rates, st.integers(0, 300), tiny_models, st.floats(0, 1))
-def test_lohans_equations(
+def test_predictions_equal_lohans_equations(
     flops_per_s: float, link: float, read: float, write: float, activation_ram: int, model: ModelProfile, part: float
 ) -> None:
     hardware = machine(
@@ -63,7 +63,7 @@ def test_lohans_equations(
     assert step.backward_s == pytest.approx(backward_s)
 
 
-def test_recomputation_is_what_is_neither_kept_nor_swapped() -> None:
+def test_operations_that_are_neither_kept_nor_swapped_are_recomputed() -> None:
     assert predict(machine(), paper_setup()).recomputed_flops == 400
     assert predict(machine(), paper_setup(), swapped_bytes=50).recomputed_flops == 1000
     assert predict(machine(), paper_setup(), swapped_bytes=350).recomputed_flops == 0
@@ -78,10 +78,10 @@ def test_recomputation_is_what_is_neither_kept_nor_swapped() -> None:
         ("defer", 200 + 1200, 1200, 200, 0),
     ],
 )
-def test_where_updates_run(
+def test_updates_run_in_backward_or_in_the_next_forward(
     clip: str, forward_reads: int, forward_writes: int, backward_reads: int, backward_writes: int
 ) -> None:
-    """Ours: an update reads weight, residual and moments, 12 bytes a parameter, and writes as many."""
+    """Our update reads and writes weight, residual and moments: 12 bytes per parameter each way."""
     setup = paper_setup(clip=clip, state_bytes_per_param=10, update_reads_param=True, durability="step")
     step = predict(machine(), setup)
     assert step.forward_s == pytest.approx(max(1010 / 100, forward_reads / 20 + forward_writes / 10))
@@ -91,21 +91,23 @@ def test_where_updates_run(
     assert lanes.optimizer_s == pytest.approx(P / 1e9)
 
 
-def test_wrong_guesses_cost_the_update_again() -> None:
+def test_wrong_guesses_cost_a_second_update() -> None:
     setup = paper_setup(clip="speculate", durability="step")
     right, wrong = (predict(machine(), replace(setup, clip_rate=rate)) for rate in (0.0, 0.5))
     forward_s, forward_with_update_s = 1010 / 100, 200 / 20 + 1200 / 20 + 1400 / 10
     assert wrong.step_s == pytest.approx(right.step_s + 0.5 * (forward_with_update_s - forward_s))
 
 
-def test_auto_clips_the_faster_way() -> None:
+def test_auto_clips_in_the_faster_way() -> None:
     setup = paper_setup(clip="auto", durability="step")
     often_wrong, never_wrong = (plan_offload(MODEL, machine(), replace(setup, clip_rate=rate)) for rate in (1.0, 0.0))
     assert (often_wrong.clip, never_wrong.clip) == ("defer", "speculate")
 
 
-def test_a_wrong_guess_has_to_save_as_much_time_as_it_wears_the_drives() -> None:
-    """Here guesses save time even where half of them are wrong, but less than the half that is written twice."""
+def test_guesses_must_save_as_much_time_as_they_write_twice() -> None:
+    """Here guesses save time even if half of them are wrong. They save less than half of the time, but write half of
+    the steps twice.
+    """
     setup, hardware = paper_setup(durability="step"), machine(flops_per_s=10)
 
     def step_s(clip: str, clip_rate: float) -> float:
@@ -128,29 +130,29 @@ def test_weights_move_with_each_micro_batch_and_states_once() -> None:
     assert three.tflops == pytest.approx(3 * 3 * 1010 / three.step_s / 1e12)
 
 
-def test_spilled_gradients_go_out_and_come_back() -> None:
+def test_spilled_gradients_are_written_and_read() -> None:
     plain, spilling = (predict(machine(), paper_setup(clip="defer", spilled_gradient_bytes=n)) for n in (0, 200))
     assert spilling.ssd_write_bytes_per_step - plain.ssd_write_bytes_per_step == 200
     assert spilling.ssd_read_bytes_per_step - plain.ssd_read_bytes_per_step == 200
     several = paper_setup(clip="defer", spilled_gradient_bytes=200, num_micro_batches=3)
     without = replace(several, spilled_gradient_bytes=0)
     more = predict(machine(), several).ssd_read_bytes_per_step - predict(machine(), without).ssd_read_bytes_per_step
-    assert more == 3 * 200, "twice to add to it, once to apply it"
+    assert more == 3 * 200, "two reads to add to it and one to apply it"
 
 
-def test_the_optimizer_takes_its_time() -> None:
+def test_the_optimizer_can_be_the_bottleneck() -> None:
     step = predict(machine(optimizer_params_per_s=0.2), paper_setup())
     assert step.backward_s == pytest.approx(P / 0.2)
     assert (step.backward_bottleneck, step.bottleneck) == ("cpu", "cpu")
 
 
-def test_checksums_take_the_same_cpu() -> None:
+def test_checksums_use_the_same_cpu() -> None:
     hardware = machine(optimizer_params_per_s=0.2)
     hardware = replace(hardware, cpu=replace(hardware.cpu, checksum_bytes_per_s=4.0))
     assert predict(hardware, paper_setup()).backward_s == pytest.approx(P / 0.2 + (1400 + 1400) / 4)
 
 
-def test_a_link_that_is_no_full_duplex() -> None:
+def test_a_link_may_be_slower_in_both_directions_at_once() -> None:
     slow_link = machine(link_bytes_per_s=1.0)
     assert predict(slow_link, paper_setup()).backward_s == pytest.approx(350.0)
     both_ways = replace(slow_link, duplex_bytes_per_s=1.1)
@@ -160,16 +162,16 @@ def test_a_link_that_is_no_full_duplex() -> None:
 
 
 @pytest.mark.parametrize(("mixed_bytes_per_s", "seconds"), [(None, 210.0), (10.0, 280.0), (20.0, 140.0), (1e9, 140.0)])
-def test_drives_measured_reading_and_writing_at_once(mixed_bytes_per_s: float | None, seconds: float) -> None:
-    """1400 bytes each way; never faster than the writing alone."""
+def test_drives_may_be_slower_reading_and_writing_at_once(mixed_bytes_per_s: float | None, seconds: float) -> None:
+    """1400 bytes are read and written. That is never faster than the write alone."""
     assert predict(machine(ssd_mixed_bytes_per_s=mixed_bytes_per_s), paper_setup()).backward_s == pytest.approx(seconds)
 
 
-def test_on_a_cpu_the_times_of_one_phase_add() -> None:
+def test_on_a_cpu_the_times_of_a_phase_add_up() -> None:
     hardware = machine(optimizer_params_per_s=10.0, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
     hardware = replace(hardware, device=replace(hardware.device, shares_cpu=True))
     step = predict(hardware, paper_setup())
-    # Weights are read to where they are wanted: only activations and gradients are copied.
+    # Weights are read into slots directly, so only activations and gradients are copied.
     forward_s = 1010 / 100 + 150 / 50
     backward_s = (2 * 1010 + 400) / 100 + 150 / 50 + 200 / 50 + P / 10
     assert step.forward_s == pytest.approx(forward_s / SHARED_CORES_EFFICIENCY)
@@ -177,7 +179,7 @@ def test_on_a_cpu_the_times_of_one_phase_add() -> None:
     assert step.bottleneck == "compute"
 
 
-def test_what_elementwise_operations_move_takes_time_and_is_made_again() -> None:
+def test_elementwise_operations_take_time_and_are_recomputed() -> None:
     hardware = machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
     hardware = replace(hardware, device=replace(hardware.device, memory_bytes_per_s=25.0))
     model = replace(MODEL, blocks=tuple(replace(block, moved_bytes=100) for block in MODEL.blocks))
@@ -190,12 +192,12 @@ def measured(operation: OperationProfile) -> OperationProfile:
     return replace(operation, forward_s=operation.flops / 50)
 
 
-def test_what_was_measured_counts_instead() -> None:
+def test_measured_times_replace_computed_ones() -> None:
     operations = tuple(measured(operation) for operation in MODEL.layers[0].operations)
     block = replace(MODEL.blocks[0], operations=operations, forward_s=25.0)
     hardware = machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
     step = predict(hardware, paper_setup(), replace(MODEL, blocks=(block,)))
-    # Of 25 s, 12 and 8 are the operations and 0.1 is a product that is not listed; the rest is always made again.
+    # Of 25 s, 12 and 8 are the operations and 0.1 is a product that is not listed. The rest is always recomputed.
     assert step.forward_s == pytest.approx(25)
     assert step.backward_s == pytest.approx(2 * 25 + 8 + 4.9)
 
@@ -208,7 +210,7 @@ def test_frozen_weights_have_no_gradients_and_no_states() -> None:
     assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (400, 0)
 
 
-def test_weights_that_are_still_in_their_slots_are_not_read_again() -> None:
+def test_weights_that_are_still_in_slots_are_not_read_again() -> None:
     plain, turned = (predict(machine(), paper_setup(turnaround_bytes=size)) for size in (0, 120))
     assert plain.ssd_read_bytes_per_step - turned.ssd_read_bytes_per_step == 120
     assert plain.backward.h2d_s - turned.backward.h2d_s == pytest.approx(120 / 50)
@@ -223,11 +225,12 @@ def test_filling_the_pipeline_takes_one_block_of_each_other_lane() -> None:
 
 @settings(max_examples=100)
 @given(rates, rates, tiny_models)
-def test_drives_hide_behind_computing_from_a_number_of_tokens_on(
+def test_compute_hides_the_drives_from_a_number_of_tokens_on(
     flops_per_s: float, rate: float, model: ModelProfile
 ) -> None:
-    """30 bytes a parameter over what a token computes for it, whatever the model's size: LoHan's weights are read twice
-    and written once, its states read and written."""
+    """The number is 30 bytes per parameter over the compute per token, whatever the model's size. LoHan reads weights
+    twice and writes them once, and reads and writes states.
+    """
     model = replace(model, blocks=tuple(replace(block, flops=2.0 * block.num_params) for block in model.blocks))
     hardware = machine(
         flops_per_s=flops_per_s, link_bytes_per_s=1e9, ssd_read_bytes_per_s=rate, ssd_write_bytes_per_s=rate
@@ -238,14 +241,14 @@ def test_drives_hide_behind_computing_from_a_number_of_tokens_on(
     assert step.ssd_hides_from_tokens == pytest.approx(step.num_tokens * ssd_s / compute_s)
 
 
-def test_what_hides_the_drives_does_not_depend_on_how_often_the_weights_move() -> None:
+def test_the_tokens_that_hide_the_drives_do_not_depend_on_micro_batches() -> None:
     setup = paper_setup(num_micro_batches=1)
     once, often = (predict(machine(), replace(setup, num_micro_batches=number), swapped_bytes=0) for number in (1, 8))
     assert often.ssd_hides_from_tokens == pytest.approx(once.ssd_hides_from_tokens)
 
 
 def in_ram(**changes: Any) -> TrainingSetup:
-    """Weights and moments of `MODEL` live in RAM, all of them."""
+    """Return a setup with all weights and moments of `MODEL` in RAM."""
     records = tuple(
         RecordTraffic(block="layer", kind=kind, num_bytes=size, read_bytes_per_step=3 * size, update_read_bytes=size)
         for kind, size in (("param", 200), ("exp_avg", 400), ("exp_avg_sq", 600))
@@ -255,7 +258,7 @@ def in_ram(**changes: Any) -> TrainingSetup:
 
 
 @pytest.mark.parametrize(("every", "written"), [(1, 1200), (4, 300), (0, 0)])
-def test_what_lives_in_ram_is_written_with_commits(every: int, written: int) -> None:
+def test_records_in_ram_are_written_with_commits(every: int, written: int) -> None:
     step = predict(machine(), in_ram(commit_every_steps=every))
     assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (0, written)
     always, never = (predict(machine(), in_ram(commit_every_steps=steps)).step_s for steps in (1, 0))
@@ -263,12 +266,12 @@ def test_what_lives_in_ram_is_written_with_commits(every: int, written: int) -> 
     assert step.step_s == pytest.approx(part * always + (1 - part) * never)
 
 
-def test_one_version_is_written_with_checkpoints() -> None:
+def test_a_store_with_one_version_is_written_with_checkpoints() -> None:
     plan = plan_offload(MODEL, machine(), in_ram(durability="checkpoint"))
     assert (plan.commit_every_steps, plan.prediction.ssd_write_bytes_per_step) == (0, 0)
 
 
-def test_auto_commits_so_seldom_that_it_costs_little() -> None:
+def test_auto_commits_rarely_enough_to_cost_little() -> None:
     setup = in_ram(commit_every_steps=None, commit_every_s=None)
     each, never = (predict(machine(), replace(setup, commit_every_steps=steps)).step_s for steps in (1, 0))
     assert each > 2 * never + LITTLE_S
@@ -278,15 +281,15 @@ def test_auto_commits_so_seldom_that_it_costs_little() -> None:
     never_s = predict(fast, replace(setup, commit_every_steps=0)).step_s
     assert plan.prediction.step_s <= (1 + COMMIT_FRACTION) * never_s
     assert plan.commit_every_steps * plan.prediction.step_s <= MOST_LOST_S
-    # Ten minutes at most, whatever that costs.
+    # At most ten minutes pass between commits, whatever they cost.
     slow = plan_offload(MODEL, machine(), setup)
     assert slow.commit_every_steps > 1 and slow.commit_every_steps * slow.prediction.step_s <= MOST_LOST_S
     asked = plan_offload(MODEL, fast, replace(setup, commit_every_s=MOST_LOST_S / 2))
     assert asked.commit_every_steps * asked.prediction.step_s == pytest.approx(MOST_LOST_S / 2, rel=0.1)
 
 
-def test_auto_commits_each_step_where_that_costs_nothing() -> None:
-    much = 1e5  # a step takes less than a hundredth of a second
+def test_auto_commits_each_step_if_that_costs_nothing() -> None:
+    much = 1e5  # a step takes less than 10 ms
     tiny = machine(flops_per_s=much, link_bytes_per_s=much, ssd_read_bytes_per_s=much, ssd_write_bytes_per_s=much / 10)
     assert plan_offload(MODEL, tiny, in_ram(commit_every_steps=None)).commit_every_steps == 1
     hidden = plan_offload(MODEL, machine(ssd_write_bytes_per_s=1e9), in_ram(commit_every_steps=None))
@@ -294,8 +297,8 @@ def test_auto_commits_each_step_where_that_costs_nothing() -> None:
     assert hidden.commit_every_steps == nothing_there.commit_every_steps == 1
 
 
-def test_auto_commits_each_step_where_a_speculation_was_asked_for() -> None:
-    """However long that takes: it goes back to the commit before."""
+def test_auto_commits_each_step_if_speculation_is_set() -> None:
+    """Undoing a guess needs a commit of the previous step, whatever it costs."""
     setup = in_ram(commit_every_steps=None, commit_every_s=None)
     assert plan_offload(MODEL, machine(), setup).commit_every_steps > 1
     speculating = plan_offload(MODEL, machine(), replace(setup, clip="speculate"))

@@ -1,4 +1,4 @@
-"""What small batches read from the SSDs, with experts one by one and with their layers: measured, and by the plan."""
+"""Small batches read the planned bytes from the SSDs, with streamed experts and with experts in whole layers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 NUM_EXPERTS, NUM_CHOSEN = 32, 6
 PERIOD = MOST_STEPS_BEHIND + 1
-"""What no token goes to takes its steps all at once, each time that so many are over."""
+"""Experts without tokens take their missed steps together after this many steps."""
 FIRST_SETTLED = PERIOD + 2
-"""Before, it has no moments yet that could be read."""
+"""Before this step, such experts have no moments to read."""
 NUM_STEPS = FIRST_SETTLED + PERIOD
 WITHIN = 0.05
 
 
 def route_to_the_first(model: nn.Module) -> None:
-    """Whatever routers make of it, every token goes to the first experts."""
+    """Make every token go to the first experts."""
 
     def choose(router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         *others, chosen = output
@@ -42,7 +42,7 @@ def route_to_the_first(model: nn.Module) -> None:
 
 
 def read_bytes(tmp_path: Path, experts: str, gpu_memory: str) -> tuple[float, PlannedStep]:
-    """Of a settled step, on average, and what was planned."""
+    """Train. Return the mean bytes read by a settled step, and the plan."""
     own = tmp_path / experts
     sizes = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": 128}
     tiny_model("qwen3_moe", hidden_size=128, **sizes).save_pretrained(own / "checkpoint")
@@ -71,7 +71,7 @@ def read_bytes(tmp_path: Path, experts: str, gpu_memory: str) -> tuple[float, Pl
     return mean(by_step[step] for step in range(1 + FIRST_SETTLED, 1 + NUM_STEPS)), planned
 
 
-def test_small_batches_read_as_much_as_planned(tmp_path: Path) -> None:
+def test_small_batches_read_the_planned_bytes(tmp_path: Path) -> None:
     with_layer, planned = read_bytes(tmp_path, "with_layer", "24MiB")
     assert planned.plan.prediction.ssd_read_bytes_per_step == pytest.approx(with_layer, rel=WITHIN)
 
@@ -81,10 +81,9 @@ def test_small_batches_read_as_much_as_planned(tmp_path: Path) -> None:
     routed = planned.profile.routed(dict.fromkeys(layers, counts))
     expected = forecast(routed, planned.hardware, planned.setup, planned.plan)
     assert expected.ssd_read_bytes_per_step == pytest.approx(one_by_one, rel=WITHIN)
-    assert expected.experts is not None
     assert expected.experts.hits_per_micro_batch == len(layers) * NUM_CHOSEN
 
-    # With equal chances nearly all experts would be hit.
+    # With equal chances, nearly all experts would be hit.
     alike = {name: [1.0] * NUM_EXPERTS for name in layers}
     of_any = forecast(planned.profile.routed(alike), planned.hardware, planned.setup, planned.plan)
     assert of_any.ssd_read_bytes_per_step > (1 + 2 * WITHIN) * one_by_one

@@ -1,4 +1,4 @@
-"""What `lohan plan` prints is what a run follows: field by field, for the same model, batch, settings and hardware."""
+"""A run follows the plan that `lohan plan` prints for the same model, batch, settings and hardware, field by field."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def train(checkpoint: Path, folder: Path, settings: dict[str, Any], asked: dict[str, Any]) -> Any:
-    """A short run of a saved model; returns its engine."""
+    """Train a saved model for one step and return its engine."""
     rows = [
         {name: value[0] for name, value in tiny_batch(seed=seed, sequence_length=SEQUENCE_LENGTH).items()}
         for seed in range(16)
@@ -70,7 +70,7 @@ def train(checkpoint: Path, folder: Path, settings: dict[str, Any], asked: dict[
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_plan_that_is_printed_is_the_one_that_runs(name: str, tmp_path: Path) -> None:
+def test_a_run_follows_the_printed_plan(name: str, tmp_path: Path) -> None:
     family, settings, asked = RUNS[name]
     checkpoint, folder = tmp_path / "checkpoint", tmp_path / "run"
     tiny_model(family).save_pretrained(checkpoint)
@@ -124,14 +124,14 @@ def test_the_plan_that_is_printed_is_the_one_that_runs(name: str, tmp_path: Path
 
 @dataclass(frozen=True)
 class RankCase:
-    """Ranks, their settings, and the way to exchange weights that a plan for them chooses."""
+    """Ranks, their settings, and the way to exchange weights that their plan chooses."""
 
     num_ranks: int
     num_local: int
     settings: dict[str, Any]
     way: tuple[str, str]
     asked: str | None = None
-    """For `--collectives`."""
+    """The option `--collectives`."""
 
 
 RANK_CASES = {
@@ -198,7 +198,7 @@ def train_rank(
 
 
 @pytest.mark.parametrize("name", RANK_CASES)
-def test_ranks_follow_the_plan_that_is_printed(name: str, tmp_path: Path) -> None:
+def test_ranks_follow_the_printed_plan(name: str, tmp_path: Path) -> None:
     case, profile, offload = RANK_CASES[name], tmp_path / "hardware.yaml", tmp_path / "offload.yaml"
     profile.write_text(yaml.safe_dump(SLOW_NETWORK))
     offload.write_text(yaml.safe_dump(case.settings))
@@ -225,7 +225,7 @@ def test_ranks_follow_the_plan_that_is_printed(name: str, tmp_path: Path) -> Non
     printed = json.loads(result.stdout)
     first = json.loads(json.dumps(results[0][0]))
     assert {name: printed[name] for name in first} == first
-    for followed, layout in results:  # records differ: each rank has shards of its own
+    for followed, layout in results:  # records differ, because each rank has its own shards
         assert followed["cluster"] == printed["cluster"]
         way = followed["cluster"]["collectives"]
         assert (way["forward"], way["backward"]) == case.way

@@ -1,4 +1,4 @@
-"""A run's plan that proves wrong is made again with the rates of its own steps, and kept if those are shorter."""
+"""A wrong plan is replaced by a plan with the measured rates of its steps, which is kept if steps get shorter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines import resolved
 
-from hf_lohan.config import OffloadConfig
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile, OffloadPlan, forecast
 from hf_lohan.planning import RunPlan, StepShape, lay_out, measured_rates, run_plan
@@ -26,7 +26,7 @@ BACK = "back to the first"
 
 
 class FakeMachine:
-    """Takes for a step what the plan's own arithmetic says of its true hardware, and notes it in its timeline."""
+    """Simulates steps. Their times are those of the cost model on its true hardware."""
 
     memory_is_host = False
     torch_device = "cpu"
@@ -47,7 +47,7 @@ class FakeMachine:
         return self.now_s
 
     def run_step(self, run: RunPlan, *, hidden_s: float = 0.0) -> None:
-        """By the plan that ``run`` follows, and so many seconds that no lane knows of."""
+        """Take a step by the plan of `run`, and `hidden_s` seconds that no lane shows."""
         assert run.now is not None and run.plan is not None
         step = forecast(run.now.profile, self.hardware, run.now.setup, run.plan)
         self.now_s += step.step_s + hidden_s
@@ -76,16 +76,16 @@ def desktop() -> HardwareProfile:
 
 @pytest.fixture
 def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Of a model of 0.2 billion parameters in little memory, on a machine that was measured as ``told``."""
+    """Return a function that plans a run of 0.2 billion parameters in little memory on a machine with the measured
+    profile `measured`.
+    """
 
-    def make(machine: FakeMachine, told: HardwareProfile, family: str = "llama", **settings: Any) -> RunPlan:
+    def make(machine: FakeMachine, measured: HardwareProfile, family: str = "llama", **settings: Any) -> RunPlan:
         with torch.device("meta"):
             model = tiny_model(family, num_layers=8, hidden_size=1024, vocab_size=4096)
-        config = OffloadConfig.load({**BUDGETS, **settings}).resolve(
-            host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
-        )
+        config = resolved(tmp_path, **{**BUDGETS, **settings})
         layout = lay_out(model, config, working_dtype=torch.bfloat16, hold_gradients=True)
-        monkeypatch.setattr(run_plan, "cached_hardware", lambda *_args, **_kwargs: told)
+        monkeypatch.setattr(run_plan, "cached_hardware", lambda *_args, **_kwargs: measured)
         monkeypatch.setattr(run_plan, "has_cached_hardware", lambda *_args, **_kwargs: True)
         monkeypatch.setattr(measured_rates, "time", SimpleNamespace(perf_counter=machine.perf_counter))
         device: Any = machine
@@ -101,7 +101,7 @@ def decisions(plan: OffloadPlan) -> Any:
 
 
 def follow(run: RunPlan, machine: FakeMachine, num_steps: int, hidden_s: Any = lambda plan: 0.0) -> list[float]:
-    """Run steps; returns what each took."""
+    """Run steps and return the seconds of each."""
     steps_s = []
     for _ in range(num_steps):
         began_s = machine.now_s
@@ -121,7 +121,9 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_rates_end_in_the_plan_of_the_true_ones(name: str, desktop: HardwareProfile, make_run: Any) -> None:
+def test_wrong_rates_are_corrected_to_the_plan_of_the_true_ones(
+    name: str, desktop: HardwareProfile, make_run: Any
+) -> None:
     machine = FakeMachine(desktop)
     run = make_run(machine, WRONG[name](desktop))
     first = run.now
@@ -134,7 +136,7 @@ def test_wrong_rates_end_in_the_plan_of_the_true_ones(name: str, desktop: Hardwa
     assert (decisions(first.plan) == decisions(best)) is (name == "device too slow")
 
 
-def test_the_rates_are_those_of_the_run(desktop: HardwareProfile, make_run: Any) -> None:
+def test_the_second_plan_uses_the_rates_of_the_run(desktop: HardwareProfile, make_run: Any) -> None:
     machine = FakeMachine(desktop)
     run = make_run(machine, WRONG["all wrong"](desktop))
     follow(run, machine, 6)
@@ -145,7 +147,7 @@ def test_the_rates_are_those_of_the_run(desktop: HardwareProfile, make_run: Any)
     assert found.cpu.optimizer_params_per_s == pytest.approx(desktop.cpu.optimizer_params_per_s)
 
 
-def test_the_experts_that_tokens_went_to_are_those_of_the_second_plan(desktop: HardwareProfile, make_run: Any) -> None:
+def test_the_second_plan_uses_the_measured_routing(desktop: HardwareProfile, make_run: Any) -> None:
     machine = FakeMachine(desktop)
     run = make_run(machine, desktop, family="mixtral", experts="streamed")
     first = run.now.profile.experts
@@ -159,8 +161,8 @@ def test_the_experts_that_tokens_went_to_are_those_of_the_second_plan(desktop: H
     assert run.plan.prediction.experts.hits_per_micro_batch == 2 * 8
 
 
-def test_steps_that_clip_are_not_guessed_about_until_they_do_not(desktop: HardwareProfile, make_run: Any) -> None:
-    """Also where guessing takes no longer: the drives would be written to twice."""
+def test_guessing_stops_while_steps_clip(desktop: HardwareProfile, make_run: Any) -> None:
+    """Wrong guesses are written twice, so guessing stops even if it takes no longer."""
     machine = FakeMachine(desktop)
     run = make_run(machine, desktop)
     assert run.plan.clip == "speculate"
@@ -176,10 +178,10 @@ def test_steps_that_clip_are_not_guessed_about_until_they_do_not(desktop: Hardwa
     assert (run.plan.clip, run.now.setup.clip_rate) == ("speculate", 0.0)
 
 
-def test_a_second_plan_that_is_slower_is_left_once(
+def test_a_slower_second_plan_is_dropped(
     desktop: HardwareProfile, make_run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it takes longer for, no lane shows."""
+    """No lane shows the extra time."""
     machine = FakeMachine(desktop)
     run = make_run(machine, WRONG["drives too fast"](desktop))
     first = run.plan
@@ -191,7 +193,7 @@ def test_a_second_plan_that_is_slower_is_left_once(
     assert len([record for record in caplog.records if BACK in record.getMessage()]) == 1
 
 
-def test_a_true_plan_stays(desktop: HardwareProfile, make_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_right_plan_is_kept(desktop: HardwareProfile, make_run: Any, caplog: pytest.LogCaptureFixture) -> None:
     machine = FakeMachine(desktop)
     run = make_run(machine, desktop)
     first = run.plan
@@ -202,7 +204,7 @@ def test_a_true_plan_stays(desktop: HardwareProfile, make_run: Any, caplog: pyte
     assert "tried" not in caplog.text
 
 
-def test_what_no_lane_shows_is_put_down_to_what_bounds_the_step(desktop: HardwareProfile, make_run: Any) -> None:
+def test_time_that_no_lane_shows_counts_for_the_bottleneck(desktop: HardwareProfile, make_run: Any) -> None:
     machine = FakeMachine(desktop)
     run = make_run(machine, desktop)
     lost_s = run.first.plan.prediction.step_s / 3

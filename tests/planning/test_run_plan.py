@@ -1,4 +1,4 @@
-"""A run's plan is corrected by what its steps took: by their length, and by what the device was seen to compute."""
+"""A run's plan is corrected by the measured length of its steps and compute time of the device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import resolved
 
-from hf_lohan.config import OffloadConfig
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
@@ -31,10 +31,8 @@ def machine(flops_per_s: float, *, shares_cpu: bool = False) -> HardwareProfile:
 
 
 def planned_on(hardware: HardwareProfile, folder: Path) -> PlannedStep:
-    settings = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(folder), "resident_records": "none"}
-    config = OffloadConfig.load(settings, activations="recompute").resolve(
-        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder)
-    )
+    settings = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "resident_records": "none", "activations": "recompute"}
+    config = resolved(folder, **settings)
     model = tiny_model("llama")
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True)
     return plan_step(model, layout, config, StepShape(2, 16), measure=lambda *_: hardware)
@@ -49,13 +47,13 @@ FAST = 1e15
 
 @pytest.fixture
 def truth(tmp_path: Path) -> PlannedStep:
-    """Who knows it all: the device computes for a third of what the drive takes, so it pays to do both at once."""
+    """The plan with the true hardware. Compute takes a third of the drive's time, so overlap pays."""
     drive_s = planned_on(machine(FAST), tmp_path).plan.prediction.step_s
     flops = compute_s(planned_on(machine(FAST), tmp_path)) * FAST
     return planned_on(machine(flops / (drive_s / 3)), tmp_path)
 
 
-def test_compute_that_was_not_foreseen_decides_how_to_clip(truth: PlannedStep, tmp_path: Path) -> None:
+def test_measured_compute_decides_how_to_clip(truth: PlannedStep, tmp_path: Path) -> None:
     wrong = planned_on(machine(FAST), tmp_path)
     wrong = replace(wrong, plan=replace(wrong.plan, clip="defer"))
     deferring = replace(truth, setup=replace(truth.setup, clip="defer"))
@@ -67,7 +65,7 @@ def test_compute_that_was_not_foreseen_decides_how_to_clip(truth: PlannedStep, t
     assert plan_again(wrong, hardware, 0.0).plan.clip == truth.plan.clip == "speculate"
 
 
-def test_what_may_have_been_waiting_corrects_nothing(truth: PlannedStep) -> None:
+def test_compute_time_that_may_be_waits_corrects_nothing(truth: PlannedStep) -> None:
     step_s, known_s = truth.plan.prediction.step_s, compute_s(truth)
     seen = StepTimes(step_s=step_s, compute_s=1.5 * known_s, waits_s=0.6 * known_s)
     assert corrected_hardware(truth, seen) is truth.hardware
@@ -75,13 +73,13 @@ def test_what_may_have_been_waiting_corrects_nothing(truth: PlannedStep) -> None
     assert slower.device.flops_per_s == pytest.approx(truth.hardware.device.flops_per_s / 1.25)
 
 
-def test_faster_compute_is_seen_too(truth: PlannedStep) -> None:
+def test_faster_compute_is_corrected_too(truth: PlannedStep) -> None:
     seen = StepTimes(step_s=truth.plan.prediction.step_s, compute_s=0.5 * compute_s(truth), waits_s=0.0)
     corrected = corrected_hardware(truth, seen)
     assert corrected.device.flops_per_s == pytest.approx(2 * truth.hardware.device.flops_per_s)
 
 
-def test_on_shared_cores_the_length_of_a_step_is_all_that_counts(tmp_path: Path) -> None:
+def test_on_shared_cores_only_the_length_of_a_step_counts(tmp_path: Path) -> None:
     planned = planned_on(machine(FAST, shares_cpu=True), tmp_path)
     step_s = planned.plan.prediction.step_s
     assert corrected_hardware(planned, StepTimes(step_s, 10.0, 0.0)) is planned.hardware
@@ -90,7 +88,7 @@ def test_on_shared_cores_the_length_of_a_step_is_all_that_counts(tmp_path: Path)
     assert corrected.device == planned.hardware.device
 
 
-def test_the_timeline_tells_what_a_step_took() -> None:
+def test_step_times_are_read_from_the_timeline() -> None:
     timeline = Timeline()
     before = StepTimes.so_far(timeline)
     timeline.add_task(COMPUTE, "forward", 0.0, 2.0)
@@ -101,7 +99,7 @@ def test_the_timeline_tells_what_a_step_took() -> None:
     assert (step.compute_s, step.waits_s, step.least_compute_s) == (6.0, 1.0, 5.0)
 
 
-def test_a_step_with_something_beside_it_does_not_count() -> None:
+def test_an_unusually_long_step_does_not_count() -> None:
     usual, other, long = StepTimes(1.0, 0.5, 0.1), StepTimes(1.2, 0.7, 0.3), StepTimes(2.0, 0.5, 0.1)
     assert usual_step([usual, long]) == usual
     assert usual_step([usual, other]) == StepTimes(*(pytest.approx(value) for value in (1.1, 0.6, 0.2)))

@@ -1,4 +1,4 @@
-"""What is "auto" is shared among the ranks of a machine; what is a number is each rank's."""
+"""Settings that are "auto" are divided among the ranks of a machine. Numbers apply to each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not change while it is looked at, with eight CPUs and drives of a GiB."""
+    """A machine with fixed memory, eight CPUs and drives of a GiB."""
     monkeypatch.setattr(shared_machine, "available_host_memory_bytes", lambda: 1000 * MIB)
     monkeypatch.setattr(CpuDevice, "total_memory_bytes", lambda self: 800 * MIB)
     monkeypatch.setattr(shared_machine, "usable_cpus", lambda: 8)
@@ -35,14 +35,14 @@ def resolved(settings: dict[str, Any], default: Path, num_ranks: int, num_local:
     return run_ranks(num_ranks, resolve, num_local=num_local)
 
 
-def test_one_rank_has_it_all(tmp_path: Path) -> None:
+def test_one_rank_gets_the_whole_machine(tmp_path: Path) -> None:
     config = resolved_here(OffloadConfig(), CpuDevice(), tmp_path / "store")
     assert (config.cpu_memory, config.gpu_memory, config.cpu_threads) == (600 * MIB, 640 * MIB, 8)
     assert [(ssd.path, ssd.capacity) for ssd in config.ssd] == [(str(tmp_path / "store"), "auto")]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 4), (8, 4)])
-def test_ranks_of_a_machine_share_it(num_ranks: int, num_local: int, tmp_path: Path) -> None:
+def test_ranks_of_a_machine_divide_it(num_ranks: int, num_local: int, tmp_path: Path) -> None:
     configs = resolved({}, tmp_path / "store", num_ranks, num_local)
     for rank, config in enumerate(configs):
         assert config.cpu_memory == 600 * MIB // num_local
@@ -52,23 +52,23 @@ def test_ranks_of_a_machine_share_it(num_ranks: int, num_local: int, tmp_path: P
         assert config.ssd[0].capacity == 1024 * MIB // num_local
 
 
-def test_what_is_a_number_is_each_ranks(tmp_path: Path) -> None:
-    said = {"cpu_memory": 100 * MIB, "cpu_threads": 3, "ssd": {"path": str(tmp_path), "capacity": 50 * MIB}}
-    for config in resolved(said, tmp_path, 2):
+def test_numbers_apply_to_each_rank(tmp_path: Path) -> None:
+    settings = {"cpu_memory": 100 * MIB, "cpu_threads": 3, "ssd": {"path": str(tmp_path), "capacity": 50 * MIB}}
+    for config in resolved(settings, tmp_path, 2):
         assert (config.cpu_memory, config.cpu_threads, config.ssd[0].capacity) == (100 * MIB, 3, 50 * MIB)
 
 
-def test_a_drive_for_each_rank(tmp_path: Path) -> None:
-    said = {"ssd": [str(tmp_path / "nvme{local_rank}" / "box{node}"), str(tmp_path / "both")]}
-    paths = [[ssd.path for ssd in config.ssd] for config in resolved(said, tmp_path, 4, 2)]
+def test_paths_may_name_a_drive_for_each_rank(tmp_path: Path) -> None:
+    settings = {"ssd": [str(tmp_path / "nvme{local_rank}" / "box{node}"), str(tmp_path / "both")]}
+    paths = [[ssd.path for ssd in config.ssd] for config in resolved(settings, tmp_path, 4, 2)]
     assert [path for path, _ in paths] == [
         str(tmp_path / f"nvme{rank % 2}" / f"box{rank // 2}" / f"rank-{rank}-of-4") for rank in range(4)
     ]
-    alone = resolved_here(OffloadConfig.load(said), CpuDevice(), tmp_path)
+    alone = resolved_here(OffloadConfig.load(settings), CpuDevice(), tmp_path)
     assert alone.ssd[0].path == str(tmp_path / "nvme0" / "box0")
 
 
-def test_what_is_resolved_stays_as_it_is(tmp_path: Path) -> None:
+def test_resolved_settings_do_not_change(tmp_path: Path) -> None:
     def twice(links: Links) -> tuple[OffloadConfig, OffloadConfig]:
         first = resolved_here(OffloadConfig(), CpuDevice(), tmp_path, links)
         return first, resolved_here(first, CpuDevice(), tmp_path / "elsewhere", links)
@@ -76,15 +76,15 @@ def test_what_is_resolved_stays_as_it_is(tmp_path: Path) -> None:
     assert all(first == second for first, second in run_ranks(2, twice))
 
 
-def test_the_stores_that_are_there_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run that goes on would find less room than the one before it."""
+def test_existing_stores_of_the_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run must find the same room as the one before."""
     taken = {0: 300 * MIB, 1: 100 * MIB}
     monkeypatch.setattr(shared_machine, "occupied_bytes", lambda path, _names: taken["rank-1" in path])
     for config in resolved({}, tmp_path, 2):
         assert config.ssd[0].capacity == (1024 + 400) * MIB // 2
 
 
-def test_ranks_on_cores_of_their_own_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_their_own_cores_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cores(links: Links) -> int:
         offers = [shared_machine._Offer({}, 0, 0, "host", cpus, []) for cpus in ([0, 1, 2], [2, 3, 4], [5, 6], [7])]
         return shared_machine._share(offers, links.ranks).num_cpus
@@ -92,7 +92,7 @@ def test_ranks_on_cores_of_their_own_keep_them(tmp_path: Path, monkeypatch: pyte
     assert run_ranks(4, cores) == [2, 2, 2, 1]
 
 
-def test_other_settings_on_another_rank_are_named(tmp_path: Path) -> None:
+def test_settings_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     def resolve(links: Links) -> None:
         settings = {"prefetch_blocks": 2 + links.ranks.rank // 2}
         resolved_here(OffloadConfig.load(settings), CpuDevice(), tmp_path, links)

@@ -1,4 +1,4 @@
-"""The plan's working set covers what a real forward and backward hold, and is not far above it."""
+"""The planned working set covers the memory of a real forward and backward, and is not far above it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of all numbers that operations made and that are still in use: neither token ids nor the states of random
-    generators, which stay on the host."""
+    """Counts the live bytes of floating-point tensors that operations made. Token ids and generator states are on the
+    host.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def peak_of_a_step(model: Any, sequence_length: int) -> int:
-    """Gradients leave as soon as they are there, as the engine takes them, and layers are recomputed."""
+    """Return the peak of a step with recomputed layers, in which gradients are freed at once, as by the engine."""
     options = {"use_reentrant": False}
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
@@ -65,21 +66,21 @@ def peak_of_a_step(model: Any, sequence_length: int) -> int:
 
 
 def planned_peak(profile: ModelProfile) -> int:
-    """All layers' inputs stay, and one layer or the head works."""
+    """Return the inputs of all layers and the working set of one layer or of the head."""
     return profile.inter_block_bytes + max(layer_working_bytes(profile), outer_working_bytes(profile))
 
 
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("llama", {"vocab_size": 8192}),  # the head holds the most
-        ("llama", {"vocab_size": 256, "intermediate_size": 1024}),  # a layer does
+        ("llama", {"vocab_size": 8192}),  # the head has the peak
+        ("llama", {"vocab_size": 256, "intermediate_size": 1024}),  # a layer has the peak
         ("opt", {"vocab_size": 4096}),
         ("gpt2", {}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_real_step_stays_below(family: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_real_step_stays_below_the_planned_peak(family: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
     sequence_length = 64
     model = tiny_model(family, **shape).to(dtype).train()
     planned = planned_peak(trace_blocks(model, batch_size=BATCH_SIZE, sequence_length=sequence_length).profile)
@@ -87,9 +88,8 @@ def test_a_real_step_stays_below(family: str, shape: dict[str, Any], dtype: torc
     assert 0.5 * planned <= measured <= planned
 
 
-def test_the_head_holds_the_logits_three_times() -> None:
-    """In float32: themselves, their logarithms and their gradient; the layers of a model without a large vocabulary
-    hold more."""
+def test_the_head_needs_the_logits_three_times() -> None:
+    """The head needs float32 logits, their logarithms and their gradient."""
     model = tiny_model("llama", vocab_size=8192)
     profile = trace_blocks(model, batch_size=BATCH_SIZE, sequence_length=64).profile
     logits_bytes = 4 * BATCH_SIZE * 64 * 8192
@@ -98,21 +98,20 @@ def test_the_head_holds_the_logits_three_times() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_in_chunks_are_planned_as_they_are_held(dtype: torch.dtype) -> None:
+def test_logits_in_chunks_stay_below_the_planned_peak(dtype: torch.dtype) -> None:
     chunked_loss = ChunkedLoss(over_bytes=1 << 20, chunk_bytes=1 << 19)
     model = tiny_model("llama", vocab_size=40960).to(dtype).train()
     sizes = {"batch_size": BATCH_SIZE, "sequence_length": 64}
     whole = planned_peak(trace_blocks(model, **sizes).profile)
     planned = planned_peak(trace_blocks(model, **sizes, chunked_loss=chunked_loss).profile)
     head = chunked_head_of(model, chunked_loss)
-    assert head is not None
     head.attach()
     measured = peak_of_a_step(model, 64)
     assert 0.5 * planned <= measured <= planned < whole / 1.5
 
 
 def test_large_logits_are_traced_in_chunks_too() -> None:
-    """Where the fake ones are too large to be real ones."""
+    """These logits would be too large to be real tensors."""
     with torch.device("meta"):
         model = tiny_model("llama", vocab_size=128 * 1024, hidden_size=1024)
     sizes = {"batch_size": 8, "sequence_length": 1024}
@@ -121,8 +120,8 @@ def test_large_logits_are_traced_in_chunks_too() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [4096, 64])
-def test_of_micro_batches_that_share_weights_one_is_in_a_layer(vocab_size: int, tmp_path: Path) -> None:
-    """Or in the head. The others wait between two layers, each with one hidden state."""
+def test_only_one_of_several_joint_micro_batches_is_in_a_layer(vocab_size: int, tmp_path: Path) -> None:
+    """One micro-batch is in a layer or in the head. The others wait between two layers, each with one hidden state."""
     with torch.device("meta"):
         model = tiny_model("llama", num_layers=8, hidden_size=256, vocab_size=vocab_size)
     config = OffloadConfig.load({"gpu_memory": "40MiB", "cpu_memory": "200MiB", "activations": "recompute"})
@@ -140,12 +139,11 @@ def test_of_micro_batches_that_share_weights_one_is_in_a_layer(vocab_size: int, 
     assert working_bytes[16] - working_bytes[1] == pytest.approx(16 * one_state_bytes, rel=0.3)
 
 
-def test_a_model_whose_head_is_replaced_is_still_traced_with_whole_logits() -> None:
+def test_a_model_with_a_replaced_head_is_traced_with_whole_logits() -> None:
     model = tiny_model("llama", vocab_size=8192).train()
     sizes = {"batch_size": BATCH_SIZE, "sequence_length": 48}
     expected = outer_working_bytes(trace_blocks(model, **sizes).profile)
     head = chunked_head_of(model, ChunkedLoss(over_bytes=0, chunk_bytes=1 << 16))
-    assert head is not None
     head.attach()
     found: list[int] = []
 

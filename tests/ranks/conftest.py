@@ -1,4 +1,4 @@
-"""What the tests of this room share lies beside them."""
+"""Make the modules beside this file importable, and define the fork server."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # also for processes that are started here
+sys.path.insert(0, str(Path(__file__).parent))  # started processes inherit it
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """Ranks are forked from a process that has imported torch: they need not do that again."""
+    """Ranks are forked from a process that has already imported torch."""
     from rank_processes import CONTEXT
 
     CONTEXT.set_forkserver_preload(["rank_processes"])
-    # Python 3.11's fork server has our environment, not our `sys.path`, and is silent if it cannot import.
+    # Python 3.11's fork server inherits our environment but not our `sys.path`, and ignores failed imports.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ensure_running()

@@ -1,4 +1,6 @@
-"""Backwards of several ranks: what each has of which chunk, in which order it comes, and what the owners are to get."""
+"""Random backwards of several ranks: their gradients of each chunk, the order in which they come, and the expected
+sums.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ NUM_BUFFERS = 12
 
 @dataclass(frozen=True)
 class Backwards:
-    """Of all ranks, drawn from a seed."""
+    """The gradients of all ranks, drawn from a seed."""
 
     num_ranks: int
     num_local: int
@@ -27,7 +29,7 @@ class Backwards:
     num_chunks: int = 5
     num_steps: int = 2
     share_without: float = 0.2
-    """How often a rank has no gradient of a chunk."""
+    """The probability that a rank has no gradient of a chunk."""
     max_numel: int = 3000
 
     def numel(self, key: int) -> int:
@@ -48,7 +50,7 @@ class Backwards:
         return torch.randn(self.numel(key), generator=generator).to(self.dtype)
 
     def slice_bits(self, step: int, rank: int, key: int) -> int:
-        """Now and then more than fit into a number."""
+        """Return bits that sometimes need more than 64 bits."""
         return 1 << (rank + 40 * (key % 3)) | 1 << 5
 
     def order(self, step: int, rank: int) -> list[int]:
@@ -57,15 +59,15 @@ class Backwards:
         return keys
 
     def mean(self, step: int, key: int) -> Tensor | None:
-        """Ranks of a box first, in rank order, then boxes."""
+        """Return the mean. Ranks of a node are added first, in rank order, and then nodes."""
         factor = torch.tensor(1.0) / torch.tensor(float(self.num_ranks))
-        of_boxes = []
+        of_nodes = []
         for first in range(0, self.num_ranks, self.num_local):
             of_ranks = [self.gradient(step, rank, key) for rank in range(first, first + self.num_local)]
             scaled = [gradient.float() * factor for gradient in of_ranks if gradient is not None]
             if scaled:
-                of_boxes.append(_added(scaled))
-        return _added(of_boxes) if of_boxes else None
+                of_nodes.append(_added(scaled))
+        return _added(of_nodes) if of_nodes else None
 
     def bits(self, step: int, key: int) -> int:
         bits = 0
@@ -74,16 +76,18 @@ class Backwards:
                 bits |= self.slice_bits(step, rank, key)
         return bits
 
-    def bytes_between_boxes(self, rank: int) -> int:
-        """What `rank` sends for owners elsewhere: the sum of its box in float32, or one rank's part as it is."""
+    def bytes_between_nodes(self, rank: int) -> int:
+        """Return the bytes that `rank` sends to owners on other nodes: the sum of its node in float32, or the part of a
+        single rank in its own dtype.
+        """
         num_bytes = 0
         node, local_rank = divmod(rank, self.num_local)
         for step in range(self.num_steps):
             for key, owner in self.owners.items():
                 if owner % self.num_local != local_rank or owner // self.num_local == node:
                     continue
-                of_box = range(node * self.num_local, (node + 1) * self.num_local)
-                num_parts = sum(self.gradient(step, other, key) is not None for other in of_box)
+                of_node = range(node * self.num_local, (node + 1) * self.num_local)
+                num_parts = sum(self.gradient(step, other, key) is not None for other in of_node)
                 itemsize = self.dtype.itemsize if num_parts == 1 else 4
                 num_bytes += self.numel(key) * itemsize if num_parts else 0
         return num_bytes
@@ -98,16 +102,16 @@ def _added(values: list[Tensor]) -> Tensor:
 
 @dataclass
 class OwnersSums:
-    """What one rank's owner thread got."""
+    """The sums of one rank's owner thread."""
 
     sums: dict[tuple[int, int], tuple[Tensor | None, int]] = field(default_factory=dict)
     num_left: int = 0
-    """Buffers that did not come back."""
+    """The number of buffers that were not released."""
     sent_bytes: int = 0
 
 
 class RankOfExchange:
-    """One rank: buffers in the shared memory, and a thread that sums what is complete."""
+    """One rank with buffers in shared memory and a thread that sums complete gradients."""
 
     def __init__(self, links: Links, backwards: Backwards) -> None:
         self.links = links
@@ -136,7 +140,6 @@ class RankOfExchange:
     def publish(self, step: int, key: int) -> None:
         rank = self.links.ranks.rank
         gradient = self.backwards.gradient(step, rank, key)
-        assert gradient is not None
         self.links.wait_for(lambda: not self.free.empty(), "a buffer")
         buffer = self.free.get()
         values = buffer[: gradient.nbytes].view(gradient.dtype)
@@ -144,7 +147,7 @@ class RankOfExchange:
         self.exchange.publish(key, values, self.backwards.slice_bits(step, rank, key), buffer)
 
     def end(self) -> None:
-        """Also where something failed."""
+        """End the thread and the exchange, also after a failure."""
         self._complete.put(None)
         self._thread.join()
         self.exchange.close()
@@ -164,7 +167,7 @@ class RankOfExchange:
 
     def _take_back(self, buffer: object) -> None:
         assert isinstance(buffer, Tensor)
-        buffer.fill_(255)  # who still reads it finds NaN
+        buffer.fill_(255)  # a late reader would find NaN
         self.free.put(buffer)
         self.links.notify()
 
@@ -205,4 +208,4 @@ def check(backwards: Backwards, of_ranks: list[OwnersSums]) -> None:
             if total is not None and expected is not None:
                 assert torch.equal(total.view(torch.int32), expected.view(torch.int32))
         assert found.num_left == 0
-        assert found.sent_bytes == backwards.bytes_between_boxes(rank)
+        assert found.sent_bytes == backwards.bytes_between_nodes(rank)

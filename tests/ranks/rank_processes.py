@@ -1,4 +1,4 @@
-"""Ranks that are processes, found through a store that the test holds."""
+"""Ranks that are processes and connect through a store of the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONNECTS_WITHIN_S = 30.0
 
 @dataclass
 class Ended:
-    """How a rank ended, and when."""
+    """The result or error of a rank, and the time when it ended."""
 
     result: Any = None
     error: str = ""
@@ -31,7 +31,7 @@ class Ended:
 
 
 class RankProcesses:
-    """Runs a function of a module with `Links` in processes; it may report with the second argument."""
+    """Runs a function in processes. Its arguments are `Links` and a function that reports a value to the test."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class RankProcesses:
             self.processes.append(process)
 
     def report_of(self, rank: int) -> Any:
-        """The next thing that a rank said, or how it ended."""
+        """Return the next report of a rank, or its `Ended`."""
         if not self.connections[rank].poll(HANGS_AFTER_S):
-            raise AssertionError(f"rank {rank} says nothing")
+            raise AssertionError(f"rank {rank} reported nothing")
         return self.connections[rank].recv()
 
     def ends(self) -> list[Ended | None]:
-        """How each ended; None for one that was killed."""
+        """Return how each rank ended. None is a killed rank."""
         found: list[Ended | None] = [None] * len(self.connections)
         open_ones = dict(zip(self.connections, range(len(self.connections)), strict=True))
         until_s = time.monotonic() + HANGS_AFTER_S

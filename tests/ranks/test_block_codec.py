@@ -1,4 +1,4 @@
-"""Values in 8 or 4 bits: by the definition to the bit, in whatever way they get there."""
+"""Values in 8 or 4 bits equal the definition to the bit, for any size, tile and operation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decoded(codec: BlockCodec, message: Tensor, numel: int, dtype: torch.dtype =
 
 
 def parts_of(codec: BlockCodec, message: Tensor) -> tuple[Tensor, Tensor]:
-    """A message's levels [num_blocks, block_numel] and scales, taken apart without the code that is tested."""
+    """Decode a message into levels [num_blocks, block_numel] and scales, without the tested code."""
     block_bytes = codec.block_numel * codec.num_bits // 8
     num_blocks = message.numel() // (block_bytes + codec.scale_dtype.itemsize)
     codes = message[: num_blocks * block_bytes].view(torch.int8).view(num_blocks, block_bytes).int()
@@ -47,7 +47,7 @@ def parts_of(codec: BlockCodec, message: Tensor) -> tuple[Tensor, Tensor]:
     return codes, message[num_blocks * block_bytes :].view(codec.scale_dtype)
 
 
-def test_bytes_of_a_message() -> None:
+def test_the_size_of_a_message() -> None:
     assert GRADIENTS_INT8.message_bytes(1 << 20) == (1 << 20) + (1 << 20) // 64 * 2
     assert GRADIENTS_INT4.message_bytes(1 << 20) == (1 << 19) + (1 << 20) // 64 * 2
     assert WEIGHTS_INT8.message_bytes(1 << 20) == (1 << 20) + (1 << 20) // 256 * 4
@@ -56,7 +56,7 @@ def test_bytes_of_a_message() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 1 << 20, 10_000_019])
-def test_messages_take_the_bytes_that_plans_count(numel: int) -> None:
+def test_messages_have_the_planned_size(numel: int) -> None:
     exact = collectives.WAY_WITHIN_A_NODE
     sends = {
         "int8": collectives.Collectives(forward="int8", gradients="int8"),
@@ -70,7 +70,7 @@ def test_messages_take_the_bytes_that_plans_count(numel: int) -> None:
 
 @codecs
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_and_scales_are_those_of_the_definition(codec: BlockCodec, dtype: torch.dtype) -> None:
+def test_codes_and_scales_equal_the_definition(codec: BlockCodec, dtype: torch.dtype) -> None:
     values = hard_values(7 * codec.block_numel + 5, codec.block_numel, dtype)
     levels, scales = parts_of(codec, message_of(codec, values))
     wanted_levels, wanted_scales = plain_coding(values, codec.num_bits, codec.block_numel, codec.scale_dtype)
@@ -84,7 +84,7 @@ def test_codes_and_scales_are_those_of_the_definition(codec: BlockCodec, dtype: 
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_what_is_between_two_codes_goes_to_the_even_one(num_bits: int) -> None:
+def test_ties_round_to_the_even_code(num_bits: int) -> None:
     codec = BlockCodec(num_bits, 64, torch.float32)
     values = ties(64, num_bits)
     found = decoded(codec, message_of(codec, values), 64)
@@ -92,8 +92,8 @@ def test_what_is_between_two_codes_goes_to_the_even_one(num_bits: int) -> None:
 
 
 @codecs
-def test_the_largest_of_either_sign_comes_back(codec: BlockCodec) -> None:
-    """To as many digits as a scale has. (Formats with one code more below zero cut off the positive one.)"""
+def test_the_largest_values_of_both_signs_are_kept(codec: BlockCodec) -> None:
+    """They are as exact as a scale. Formats with an extra negative code would clip the positive one."""
     for sign in (1.0, -1.0):
         values = torch.linspace(-0.3, 0.3, codec.block_numel)
         values[3] = sign
@@ -106,14 +106,14 @@ def test_an_error_is_at_most_half_a_step(codec: BlockCodec) -> None:
     found = decoded(codec, message_of(codec, values), values.numel())
     _, scales = parts_of(codec, message_of(codec, values))
     step = scales.float().repeat_interleave(codec.block_numel)[: values.numel()]
-    # Half a step, and what the largest code may lack where its scale was rounded down.
+    # Half a step, and the error of the largest code if its scale was rounded down.
     room = 0.5 + (HIGHEST[codec.num_bits] * 2**-9 if codec.scale_dtype == torch.bfloat16 else 1e-4)
     assert bool(((found - values).abs() <= room * step).all())
 
 
 @codecs
-def test_tiles_and_what_fills_up_the_last_block_leave_no_trace(codec: BlockCodec) -> None:
-    """Each block is what it is by itself, wherever it lies."""
+def test_tiles_and_padding_change_no_code(codec: BlockCodec) -> None:
+    """Each block has the same codes alone as at any position."""
     values = hard_values(2 * A_TILE + 3 * codec.block_numel + 1, codec.block_numel)
     levels, scales = parts_of(codec, message_of(codec, values))
     for start in (0, A_TILE - codec.block_numel, A_TILE, 2 * A_TILE, 2 * A_TILE + 3 * codec.block_numel):
@@ -125,7 +125,7 @@ def test_tiles_and_what_fills_up_the_last_block_leave_no_trace(codec: BlockCodec
 
 @codecs
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3])
-def test_a_sum_is_that_of_parts_in_their_order(codec: BlockCodec, factor: float) -> None:
+def test_a_sum_adds_parts_in_order(codec: BlockCodec, factor: float) -> None:
     numel = A_TILE + 2 * codec.block_numel + 9
     messages = [message_of(codec, hard_values(numel, codec.block_numel, seed=seed)) for seed in range(4)]
     expected = decoded(codec, messages[0], numel) * factor
@@ -140,16 +140,17 @@ def test_a_sum_is_that_of_parts_in_their_order(codec: BlockCodec, factor: float)
     wanted_levels, wanted_scales = parts_of(codec, message_of(codec, expected))
     assert_same_bits(scales, wanted_scales)
     assert torch.equal(levels, wanted_levels)
-    if codec.scale_dtype == torch.float32 or factor == 1 / 3:  # elsewhere products are short, and few sums are rounded
+    # other products have few digits, and few of their sums are rounded
+    if codec.scale_dtype == torch.float32 or factor == 1 / 3:
         backwards = torch.empty(numel)
         codec.decode_sum_(messages[::-1], backwards, factor)
-        assert not torch.equal(backwards.nan_to_num(), found.nan_to_num()), "an order that does not matter"
+        assert not torch.equal(backwards.nan_to_num(), found.nan_to_num()), "the order does not matter"
 
 
 @codecs
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_input_is_changed(codec: BlockCodec, dtype: torch.dtype) -> None:
-    """`float()` of float32 is the tensor itself: working in place there would ruin a gradient."""
+    """`float()` of a float32 tensor is the same tensor, so work in place would change a gradient."""
     values = hard_values(6 * codec.block_numel, codec.block_numel, dtype)
     before = values.clone()
     messages = [message_of(codec, values), message_of(codec, values)]
@@ -165,8 +166,8 @@ def test_no_input_is_changed(codec: BlockCodec, dtype: torch.dtype) -> None:
 
 
 @codecs
-def test_parameters_are_values_too(codec: BlockCodec) -> None:
-    """And no graph is kept of what is made of them."""
+def test_parameters_can_be_coded(codec: BlockCodec) -> None:
+    """Coding a parameter records no graph."""
     parameter = torch.nn.Parameter(torch.randn(300))
     message = message_of(codec, parameter)
     assert torch.equal(message, message_of(codec, parameter.detach())) and not message.requires_grad
@@ -183,7 +184,7 @@ def test_parameters_are_values_too(codec: BlockCodec) -> None:
 
 
 @codecs
-def test_a_message_in_the_middle_of_a_buffer(codec: BlockCodec) -> None:
+def test_a_message_in_a_buffer_changes_no_neighbours(codec: BlockCodec) -> None:
     values, num_bytes = torch.randn(1000), codec.message_bytes(1000)
     buffer = torch.full((num_bytes + 64,), 5, dtype=torch.uint8)
     codec.encode(values, buffer[32 : 32 + num_bytes])
@@ -200,7 +201,7 @@ def test_a_message_in_the_middle_of_a_buffer(codec: BlockCodec) -> None:
     exponent=st.integers(-44, 38),
     seed=st.integers(0, 99),
 )
-def test_any_size_and_magnitude(
+def test_any_size_and_magnitude_equals_the_definition(
     numel: int, num_bits: int, block_numel: int, scale_dtype: torch.dtype, exponent: int, seed: int
 ) -> None:
     codec = BlockCodec(num_bits, block_numel, scale_dtype)
@@ -210,7 +211,7 @@ def test_any_size_and_magnitude(
     assert_same_bits(found, (levels * scales.float()[:, None]).flatten()[:numel])
 
 
-def test_the_error_that_is_told() -> None:
+def test_the_measured_error() -> None:
     values = torch.zeros(256)
     values[0], values[1], values[2] = 127.0, 0.4, 3.0
     error = BlockCodec(8, 256, torch.float32).measured_error(values)
@@ -231,7 +232,7 @@ def test_smaller_blocks_lose_less() -> None:
 
 
 @codecs
-def test_operators_keep_to_their_schemas(codec: BlockCodec) -> None:
+def test_operators_follow_their_schemas(codec: BlockCodec) -> None:
     form = (codec.num_bits, codec.block_numel)
     values = torch.randn(5 * codec.block_numel + 3)
     numel = values.numel()
@@ -249,7 +250,7 @@ def test_operators_keep_to_their_schemas(codec: BlockCodec) -> None:
     torch.library.opcheck(ops.dequantize_sum_quantize.out, (*both, *form, numel, 0.5), summed)
 
 
-def test_new_tensors_are_what_is_written_into_given_ones() -> None:
+def test_functional_operators_equal_those_with_out_tensors() -> None:
     values = torch.randn(1000)
     codes, scales = ops.quantize_blocks(values, 4, 64, torch.bfloat16)
     message = message_of(GRADIENTS_INT4, values)
@@ -271,12 +272,12 @@ def test_new_tensors_are_what_is_written_into_given_ones() -> None:
         ((8, 64, torch.float16), "scale_dtype=torch.float16: scales are torch.float32 or torch.bfloat16"),
     ],
 )
-def test_formats_that_are_refused(arguments: tuple[int, int, torch.dtype], sentence: str) -> None:
+def test_unsupported_formats_are_refused(arguments: tuple[int, int, torch.dtype], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         BlockCodec(*arguments)
 
 
-def test_messages_that_do_not_fit_are_refused() -> None:
+def test_messages_of_wrong_size_or_dtype_are_refused() -> None:
     codec, values = WEIGHTS_INT8, torch.randn(256)
     with pytest.raises(ValueError, match=r"a payload of 256 values is contiguous torch\.uint8 \[260\], not .* \[261\]"):
         codec.encode(values, torch.empty(261, dtype=torch.uint8))
@@ -302,7 +303,7 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.slow
 @needs_triton
 def test_triton_computes_the_same_bits() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported. `tests/gpu` has the same on CUDA."""
+    """The interpreter must be chosen before Triton is imported. `tests/gpu` compares on CUDA."""
     script = Path(__file__).with_name("triton_against_torch.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
@@ -316,7 +317,7 @@ def test_triton_computes_the_same_bits() -> None:
 @needs_triton
 @pytest.mark.parametrize("num_bits", [8, 4])
 def test_triton_rounds_each_operation_by_itself_on_cuda(num_bits: int) -> None:
-    """Compiling needs no GPU. A fused product and sum, or a division by the faster way, would be other bits."""
+    """Compiling needs no GPU. A fused multiply-add or a fast division would change bits."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -334,4 +335,4 @@ def test_triton_rounds_each_operation_by_itself_on_cuda(num_bits: int) -> None:
     apart, fused = (compile(source, target=target, options={"enable_fp_fusion": on}).asm["ptx"] for on in (False, True))
     assert "div.rn.f32" in apart and "mul.rn.f32" in apart
     assert not [word for word in ("fma.", ".ftz", "div.full", "div.approx") if word in apart]
-    assert "fma." in fused, "nothing to fuse: this test could not fail"
+    assert "fma." in fused, "nothing to fuse, so this test could not fail"

@@ -1,4 +1,6 @@
-"""What the setting `collectives` changes of a training over several boxes: which bits, and how many bytes."""
+"""The setting `collectives` changes exactly the intended bits of a training on several nodes, and sends the planned
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained_boxes import Oracle, Trained, Training, gradient_numels, part_numel
+from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, Channel, RanksDisagreeError
 from hf_lohan.testing.thread_ranks import run_ranks
 
-BOXES = [(2, 1), (4, 2), (3, 1)]
-"""Ranks, and how many of them lie on a box."""
+NODES = [(2, 1), (4, 2), (3, 1)]
+"""The number of ranks, and the number of ranks per node."""
 GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 
 
@@ -29,7 +31,7 @@ def check_against_oracle(trained: list[Trained], oracle: Oracle) -> None:
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("word", ["int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
-def test_gradients_are_rounded_as_one_process_would_that_has_the_codec(
+def test_gradients_are_rounded_as_in_one_process_with_the_codec(
     num_ranks: int, num_local: int, word: str, max_norm: float, tmp_path: Path
 ) -> None:
     training = Training(num_ranks, num_local, max_norm)
@@ -44,9 +46,11 @@ def test_gradients_are_rounded_as_one_process_would_that_has_the_codec(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("word", ["exact", "int8", "int4"])
-@pytest.mark.parametrize(("num_ranks", "num_local"), BOXES)
-def test_bytes_of_gradients(num_ranks: int, num_local: int, word: str, tmp_path: Path) -> None:
-    """A box sends the sum of each chunk that another one owns, once: (Y - 1) / Y of all, if cut alike."""
+@pytest.mark.parametrize(("num_ranks", "num_local"), NODES)
+def test_the_sent_bytes_of_gradients(num_ranks: int, num_local: int, word: str, tmp_path: Path) -> None:
+    """A node sends the sum of each chunk that another node owns, once. With N equal nodes that is (N - 1) / N of all
+    chunks.
+    """
     training = Training(num_ranks, num_local, num_steps=2)
     trained = training.run(tmp_path, {"gradients": word})
     for rank, ours in enumerate(trained):
@@ -64,7 +68,7 @@ def test_bytes_of_gradients(num_ranks: int, num_local: int, word: str, tmp_path:
         assert ours.figures["sent_bytes"]["gradients"] == 2 * sent_bytes
     trained_numel = sum(block.state_numel for block in trained[0].layout.blocks)
     all_numels = [sum(gradient_numels(training, trained[0].layout, rank)) for rank in range(num_ranks)]
-    assert sum(all_numels) == (training.num_boxes - 1) * trained_numel
+    assert sum(all_numels) == (training.num_nodes - 1) * trained_numel
 
 
 def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
@@ -78,7 +82,7 @@ def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_on_one_box_nothing_is_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_rounded_on_one_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     training = Training(2, 2, num_steps=2)
     exact = training.run(tmp_path / "exact", "exact")
     with caplog.at_level(logging.INFO, logger="hf_lohan"):
@@ -89,7 +93,7 @@ def test_on_one_box_nothing_is_rounded(tmp_path: Path, caplog: pytest.LogCapture
     assert "has no effect" in caplog.text
 
 
-def test_a_codec_that_rounds_says_so_and_how_much(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_codec_that_rounds_is_logged_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_lohan"):
         Training(2, 1).run(tmp_path, {"gradients": "int4"})
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -103,17 +107,17 @@ def test_a_codec_that_rounds_says_so_and_how_much(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("backward", ["world", "node"])
-def test_weights_are_rounded_as_one_process_would_that_has_the_codec(
+def test_weights_are_rounded_as_in_one_process_with_the_codec(
     backward: str, num_ranks: int, num_local: int, max_norm: float, tmp_path: Path
 ) -> None:
-    """All ranks compute with what arrives elsewhere; the updates are of exact weights."""
+    """All ranks compute with the decoded weights. Updates change the exact weights."""
     training = Training(num_ranks, num_local, max_norm)
     oracle = Oracle(training, tmp_path)
     oracle.train(weights=WEIGHTS_INT8)
     check_against_oracle(training.run(tmp_path, {"forward": "int8", "backward": backward}), oracle)
 
 
-def test_all_that_may_be_rounded_is(tmp_path: Path) -> None:
+def test_quantized_rounds_weights_and_gradients(tmp_path: Path) -> None:
     training = Training(4, 2)
     oracle = Oracle(training, tmp_path)
     oracle.train(weights=WEIGHTS_INT8, gradients=GRADIENTS_INT4)
@@ -126,10 +130,10 @@ EXACT_WAYS = [{"backward": "node"}, {"forward": "delta"}, {"forward": "delta", "
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_ranks", "num_local", "max_norm"), [(2, 1, 0.5), (4, 2, 0.5), (2, 1, 0.0)])
-def test_what_is_kept_changes_no_bit(
+def test_kept_weights_change_no_bit(
     num_ranks: int, num_local: int, max_norm: float, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """With an evaluation behind each step, which fetches what the step changed."""
+    """An evaluation after each step fetches the changed weights."""
     training = Training(num_ranks, num_local, max_norm, dtype=dtype, evaluates=True, decides_before_loads=False)
     exact = training.run(tmp_path / "exact", "exact")
     for number, way in enumerate(EXACT_WAYS):
@@ -142,9 +146,9 @@ def test_what_is_kept_changes_no_bit(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("forward", ["exact", "int8"])
 @pytest.mark.parametrize("backward", ["world", "node"])
-@pytest.mark.parametrize(("num_ranks", "num_local"), BOXES)
-def test_bytes_of_weights(num_ranks: int, num_local: int, forward: str, backward: str, tmp_path: Path) -> None:
-    """A rank sends its part to each other box: whenever the block is loaded, or once for each state of it."""
+@pytest.mark.parametrize(("num_ranks", "num_local"), NODES)
+def test_the_sent_bytes_of_weights(num_ranks: int, num_local: int, forward: str, backward: str, tmp_path: Path) -> None:
+    """A rank sends its part to each other node for every load of the block, or once for each version of the block."""
     training = Training(num_ranks, num_local, num_steps=3)
     trained = training.run(tmp_path, {"forward": forward, "backward": backward})
     for rank, ours in enumerate(trained):
@@ -156,8 +160,8 @@ def test_bytes_of_weights(num_ranks: int, num_local: int, forward: str, backward
             if backward == "node":
                 assert num_loads >= training.num_steps
                 num_loads = ours.num_states[block.name]
-            expected += num_loads * (training.num_boxes - 1) * message_bytes
-            exact += num_loads * (training.num_boxes - 1) * numel * 4
+            expected += num_loads * (training.num_nodes - 1) * message_bytes
+            exact += num_loads * (training.num_nodes - 1) * numel * 4
         assert ours.sent[Channel.WEIGHTS] == expected
         if forward == "int8":
             assert ours.figures["coded"]["weights"]["sent_bytes"] == expected
@@ -166,14 +170,14 @@ def test_bytes_of_weights(num_ranks: int, num_local: int, forward: str, backward
     assert of_one_pass == sum(block.numel for block in trained[0].layout.blocks)
 
 
-def test_backward_asks_other_boxes_for_nothing(tmp_path: Path) -> None:
-    """There are more loads than what is sent: those of backward."""
+def test_backward_loads_nothing_from_other_nodes(tmp_path: Path) -> None:
+    """The loads of backward send nothing."""
     ours = Training(2, 1, num_steps=3).run(tmp_path, {"backward": "node"})[0]
     assert sum(ours.num_loads.values()) > sum(ours.num_states.values())
-    assert all(num_states <= 4 for num_states in ours.num_states.values()), "one a step, and one that is foreseen"
+    assert all(num_states <= 4 for num_states in ours.num_states.values()), "one per step and one foreseen"
 
 
-def test_a_step_sends_what_it_changed(tmp_path: Path) -> None:
+def test_a_step_sends_only_changes(tmp_path: Path) -> None:
     training = Training(2, 1, num_steps=4, dtype=torch.bfloat16, lr=1e-5)
     kept = training.run(tmp_path / "kept", {"backward": "node"})
     changes = training.run(tmp_path / "changes", {"forward": "delta"})
@@ -190,13 +194,11 @@ def test_a_step_sends_what_it_changed(tmp_path: Path) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("forward", ["exact", "delta", "int8"])
-def test_a_copy_on_the_ssd_is_as_good_as_one_in_ram(
-    forward: str, num_ranks: int, num_local: int, tmp_path: Path
-) -> None:
+def test_copies_on_the_ssd_equal_copies_in_ram(forward: str, num_ranks: int, num_local: int, tmp_path: Path) -> None:
     training = Training(num_ranks, num_local, dtype=torch.bfloat16, evaluates=True, cpu_memory="12MiB")
     expected = training.run(tmp_path / "ram", {"forward": forward, "backward": "ram"})
     found = training.run(tmp_path / "ssd", {"forward": forward, "backward": "ssd"})
-    assert any(ours.layout.copy_records for ours in found)  # not all: no part of any block may come to a rank
+    assert any(ours.layout.copy_records for ours in found)  # a rank may have no part of any block
     for ours, other in zip(found, expected, strict=True):
         assert other.layout.copy_cpu_bytes == ours.layout.copy_bytes > 0
         assert ours.layout.copy_cpu_bytes == 0 and not other.layout.copy_records

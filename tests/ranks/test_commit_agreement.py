@@ -1,4 +1,4 @@
-"""Ranks that commit together: wherever one of them is killed, all go on from the same commit, to the bit."""
+"""Ranks commit together. If one of them is killed anywhere, all continue from the same commit, to the bit."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def engine() -> Iterator[IoEngine]:
 
 
 class Killed(BaseException):
-    """Stands for the end of a process: no code of ours runs after it."""
+    """Ends a rank like SIGKILL."""
 
 
 @dataclass
 class KilledAt:
-    """The end of one rank's process right before the n-th call of one kind in a commit."""
+    """Kills one rank right before the n-th call of one kind in a commit."""
 
     rank: int
     step: int
     call: str
-    """Of `os`, or "tell", "told", "before_write"."""
+    """A function of `os`, or "commit", "tell", "told" or "before_write"."""
     nth: int = 1
     num_calls: int = field(default=0, init=False)
     is_done: bool = field(default=False, init=False)
@@ -65,7 +65,7 @@ def path_of(root: Path, rank: int) -> list[StorePath]:
 
 
 class TrainedRank:
-    """One rank's store, and what it held at each commit."""
+    """One rank's store, and its content at each commit."""
 
     def __init__(self, links: Links, root: Path, engine: IoEngine, kill: KilledAt | None, seed: int = 0) -> None:
         self.rank = links.ranks.rank
@@ -98,7 +98,7 @@ class TrainedRank:
 
 @contextmanager
 def calls_that_kill(kill: KilledAt) -> Iterator[None]:
-    """Calls of `os` by the thread of the rank that is to be killed."""
+    """Let calls of `os` and of the agreement kill the rank."""
 
     def passing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -136,14 +136,15 @@ KILLS = [
     ("told", 1),
     ("before_write", 1),
 ]
-"""In the order of a commit: its data, the new file, the old name, the new name, the folder; then the word to the
-others, and what follows."""
+"""In the order of a commit: data, the new file, the old name, the new name and the folder. Then the message to the
+other ranks, and the next step.
+"""
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(("call", "nth"), KILLS)
-def test_a_rank_is_killed_anywhere_and_all_go_on_from_one_commit(
+def test_all_ranks_continue_from_one_commit_after_a_rank_is_killed_anywhere(
     tmp_path: Path, engine: IoEngine, num_ranks: int, call: str, nth: int
 ) -> None:
     for killed_step in (1, 3) if num_ranks == 2 else (3,):
@@ -163,7 +164,7 @@ def test_a_rank_is_killed_anywhere_and_all_go_on_from_one_commit(
 
         with calls_that_kill(kill):
             outcomes = rank_outcomes(num_ranks, until_killed, delays_seed=nth, timeout_s=5)
-        if not kill.is_done:  # a first commit takes the place of none
+        if not kill.is_done:  # a first commit replaces no file
             assert (call, killed_step) in {("link", 1), ("unlink", 1)} and not any(o.error for o in outcomes)
             continue
         assert isinstance(outcomes[-1].error, Killed)
@@ -185,7 +186,7 @@ def test_a_rank_is_killed_anywhere_and_all_go_on_from_one_commit(
         is_durable = KILLS.index((call, nth)) > KILLS.index(("replace", 1))
         before = killed_step - 1
         assert len(numbers) == 1
-        # A new name counts for whoever opens the folder, whether the power would have let it last or not.
+        # A process sees a new name at once, even if a power cut could still undo it.
         assert numbers <= ({before + 1, before} if is_durable and call != "before_write" else {before})
         again = run_ranks(num_ranks, lambda links, root=root: last_number(links, root, engine))
         assert set(again) == {numbers.pop() + 2}
@@ -202,12 +203,10 @@ def others_ended(outcomes: Sequence[Outcome[None]], killed: int) -> None:
 def last_number(links: Links, root: Path, engine: IoEngine) -> int:
     trained = TrainedRank(links, root, engine, None)
     trained.store.close()
-    assert trained.began_at is not None
     return trained.began_at.number
 
 
-def test_nobody_waits_while_all_keep_pace(tmp_path: Path, engine: IoEngine) -> None:
-    """A rank that is slow to commit holds up the writes of the next step, and no earlier ones."""
+def test_a_slow_commit_of_one_rank_delays_only_writes_of_the_next_step(tmp_path: Path, engine: IoEngine) -> None:
     times: dict[tuple[int, str], float] = {}
 
     def run(links: Links) -> None:
@@ -229,7 +228,7 @@ def test_nobody_waits_while_all_keep_pace(tmp_path: Path, engine: IoEngine) -> N
     assert times[0, "committed"] < times[1, "commits"] < times[0, "has written"]
 
 
-def test_a_rank_with_an_empty_folder_is_named(tmp_path: Path, engine: IoEngine) -> None:
+def test_the_error_of_an_empty_folder_names_the_rank(tmp_path: Path, engine: IoEngine) -> None:
     for rank in range(2):
         (tmp_path / f"rank-{rank}").mkdir()
 
@@ -266,8 +265,8 @@ def test_ranks_that_keep_different_numbers_of_versions_are_refused(tmp_path: Pat
     run_ranks(2, begin)
 
 
-def test_stores_that_keep_one_version_are_left_as_they_are(tmp_path: Path, engine: IoEngine) -> None:
-    """They hold no steps to go on from, and that of a rank that ended in the middle of one is torn."""
+def test_stores_with_one_version_do_not_change(tmp_path: Path, engine: IoEngine) -> None:
+    """Such stores have no steps to resume. The store of a rank that ended within a step is torn."""
     for rank in range(2):
         (tmp_path / f"rank-{rank}").mkdir()
 
@@ -293,8 +292,8 @@ def test_stores_that_keep_one_version_are_left_as_they_are(tmp_path: Path, engin
     assert run_ranks(2, go_on) == [False, True]
 
 
-def test_stores_of_another_run_do_not_pass_for_those_of_this(tmp_path: Path, engine: IoEngine) -> None:
-    """Both are at commit 2."""
+def test_stores_of_another_run_are_refused(tmp_path: Path, engine: IoEngine) -> None:
+    """Both stores have commit 2."""
     for run in ("one", "other"):
         for rank in range(2):
             (tmp_path / run / f"rank-{rank}").mkdir(parents=True)
@@ -316,14 +315,14 @@ def test_stores_of_another_run_do_not_pass_for_those_of_this(tmp_path: Path, eng
     run_ranks(2, go_on)
 
 
-def test_the_newest_that_all_hold() -> None:
+def test_the_newest_common_commit() -> None:
     assert newest_common_commit([[("a", 7), ("a", 6)], [("a", 6), ("a", 5)], [("a", 7), ("a", 6)]]) == ("a", 6)
     assert newest_common_commit([[("a", 1), ("", 0)], [("", 0)]]) == ("", 0)
     with pytest.raises(RanksDisagreeError, match="rank 0 holds commit 7 of run a; rank 1 holds nothing"):
         newest_common_commit([[("a", 7)], [("", 0)]])
 
 
-def test_one_rank_agrees_with_itself(tmp_path: Path, engine: IoEngine) -> None:
+def test_a_single_rank_keeps_the_previous_commit(tmp_path: Path, engine: IoEngine) -> None:
     (tmp_path / "rank-0").mkdir()
     with Links.alone() as links:
         trained = TrainedRank(links, tmp_path, engine, None)

@@ -1,4 +1,4 @@
-"""Gradients come to their owners from all ranks, in any order, and are summed in one."""
+"""Owners get the gradients of all ranks in any order and sum them in rank order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hf_lohan.ranks.collectives import node_sums
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
 LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (2, 1), (3, 1), (4, 2), (4, 1), (6, 2), (8, 2)]
-"""Ranks, and how many of them lie on a box."""
+"""The number of ranks, and the number of ranks per node."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_ranks", "num_local"), LAYOUTS)
-def test_owners_get_the_sum_in_rank_order_and_buffers_come_back(
+def test_owners_get_the_sum_in_rank_order_and_all_buffers_are_released(
     num_ranks: int, num_local: int, dtype: torch.dtype
 ) -> None:
     backwards = Backwards(num_ranks, num_local, seed=num_ranks, dtype=dtype)
@@ -36,7 +36,7 @@ def test_owners_get_the_sum_in_rank_order_and_buffers_come_back(
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1)])
-def test_large_chunks_go_from_box_to_box_in_pieces(num_ranks: int, num_local: int) -> None:
+def test_large_chunks_are_sent_between_nodes_in_pieces(num_ranks: int, num_local: int) -> None:
     backwards = Backwards(num_ranks, num_local, seed=1, max_numel=600_000, num_steps=1, share_without=0.0)
     check(backwards, run_ranks(num_ranks, lambda links: exchange_all(links, backwards), num_local=num_local))
 
@@ -52,20 +52,20 @@ def run_drawn(seed: int) -> None:
     check(backwards, found)
 
 
-def test_gradients_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_right_for_any_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 700)
     for seed in range(12):
         run_drawn(seed)
 
 
 @pytest.mark.slow
-def test_gradients_come_in_a_thousand_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_right_for_a_thousand_orders_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 5000)
     for seed in range(12, 1012):
         run_drawn(seed)
 
 
-def test_within_a_box_no_gradient_is_sent() -> None:
+def test_no_gradient_is_sent_within_a_node() -> None:
     backwards = Backwards(4, 4, seed=9, max_numel=100_000)
     channels: list[dict[Channel, int]] = []
 
@@ -80,7 +80,7 @@ def test_within_a_box_no_gradient_is_sent() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1), (8, 2)])
-def test_a_sum_may_take_the_place_of_the_owners_own_gradient(
+def test_a_sum_may_overwrite_the_owners_own_gradient(
     num_ranks: int, num_local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 500)
@@ -106,7 +106,7 @@ def test_a_sum_may_take_the_place_of_the_owners_own_gradient(
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (3, 3), (4, 2), (4, 1)])
-def test_a_backward_that_breaks_off_gives_all_buffers_back_and_the_next_one_is_whole(
+def test_an_abandoned_backward_releases_all_buffers_and_the_next_one_is_complete(
     num_ranks: int, num_local: int
 ) -> None:
     for seed in range(6):
@@ -125,7 +125,9 @@ def test_a_backward_that_breaks_off_gives_all_buffers_back_and_the_next_one_is_w
                     rank.publish(0, key)
                 step = rank.exchange.end_backward()
                 rank.exchange.wait_until_complete(step)
-                links.wait_for(lambda: rank.abandoned == [(0, breaks)], "the news", peers=[breaks])
+                links.wait_for(
+                    lambda: rank.abandoned == [(0, breaks)], "the message of the abandoned backward", peers=[breaks]
+                )
             for key in backwards.order(1, links.ranks.rank):
                 rank.publish(1, key)
             assert rank.exchange.wait_until_complete(rank.exchange.end_backward())
@@ -142,8 +144,8 @@ def test_a_backward_that_breaks_off_gives_all_buffers_back_and_the_next_one_is_w
                     assert torch.equal(total, expected)
 
 
-def test_who_says_early_that_it_has_none_keeps_nobodys_buffer() -> None:
-    """Before the backward ends: a rank that has no buffer left to go on with would wait for that."""
+def test_a_rank_without_a_gradient_releases_the_buffers_of_others_early() -> None:
+    """Buffers are released before the backward ends, because a rank without free buffers would wait for them."""
     backwards = Backwards(4, 2, seed=6, num_chunks=8, num_steps=1, share_without=0.5)
 
     def run(links: Links) -> OwnersSums:
@@ -159,7 +161,7 @@ def test_who_says_early_that_it_has_none_keeps_nobodys_buffer() -> None:
     check(backwards, run_ranks(4, run, num_local=2, delays_seed=1))
 
 
-def test_a_gradient_that_nobody_wants_is_released_without_a_sum() -> None:
+def test_an_unused_gradient_is_released_without_a_sum() -> None:
     backwards = Backwards(4, 2, seed=2, num_steps=1)
 
     class Dropping(RankOfExchange):
@@ -180,7 +182,7 @@ def test_a_gradient_that_nobody_wants_is_released_without_a_sum() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1)])
 @pytest.mark.parametrize("at_message", [4, 9, 15])
-def test_a_rank_that_dies_leaves_no_other_waiting(num_ranks: int, num_local: int, at_message: int) -> None:
+def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_message: int) -> None:
     backwards = Backwards(num_ranks, num_local, seed=5, num_steps=20, share_without=0.1)
 
     def run(links: Links) -> OwnersSums:
@@ -191,7 +193,7 @@ def test_a_rank_that_dies_leaves_no_other_waiting(num_ranks: int, num_local: int
                     rank.publish(step, key)
                 rank.exchange.wait_until_complete(rank.exchange.end_backward())
         except RankFailedError:
-            rank.exchange.abandon()  # gives back what was published, whoever is gone
+            rank.exchange.abandon()  # releases published gradients even if their owner is dead
             raise
         finally:
             rank.end()
@@ -206,7 +208,7 @@ def test_a_rank_that_dies_leaves_no_other_waiting(num_ranks: int, num_local: int
         assert outcomes[rank].took_s < 10
 
 
-def test_a_rank_that_never_publishes_is_named() -> None:
+def test_the_error_names_a_rank_that_never_publishes() -> None:
     backwards = Backwards(3, 3, seed=5, num_chunks=9, share_without=0.0)
     assert set(backwards.owners.values()) == {0, 1, 2}
 
@@ -229,7 +231,7 @@ def test_a_rank_that_never_publishes_is_named() -> None:
         assert "said nothing for 0.5 s while rank" in str(outcomes[rank].error)
 
 
-def test_gradients_that_do_not_fit_together_are_told() -> None:
+def test_gradients_of_different_sizes_are_refused() -> None:
     def run(links: Links) -> None:
         region = SharedRegion.create(links, 2 * 4096, "gradients")
         exchange = GradientExchange(links, {7: 0}, region, completed=lambda _: None, release=lambda _: None)

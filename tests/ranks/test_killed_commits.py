@@ -1,4 +1,4 @@
-"""Processes that commit together, one of them killed at any time: all go on from one commit, to the bit."""
+"""Processes commit together. If one of them is killed at any time, all continue from one commit, to the bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Report = Callable[[object], None]
 
 
 def written_in(step: int, rank: int) -> dict[int, Random]:
-    """Which granules a step writes, and with what."""
+    """Return the granules that a step writes, each with the generator of its values."""
     which = Random(f"{rank} {step}").sample(range(NUM_GRANULES), 3)
     return {granule: Random(f"{rank} {step} {granule}") for granule in which}
 
@@ -48,7 +48,7 @@ def opened(links: Links, engine: IoEngine, root: str) -> Store:
 
 
 def train(store: Store, rank: int) -> Iterator[int]:
-    """The number of each commit."""
+    """Train and yield the number of each commit."""
     step = store.committed.number if store.committed is not None else 0
     while True:
         step += 1
@@ -72,7 +72,7 @@ def train_until_killed(links: Links, report: Report) -> None:
         engine.close()
 
 
-def test_wherever_one_of_three_is_killed_all_are_at_one_commit(tmp_path: Path) -> None:
+def test_all_ranks_continue_from_one_commit_after_one_of_three_is_killed(tmp_path: Path) -> None:
     random, numbers = Random(4), [0]
     for attempt in range(3):
         ranks = RankProcesses(3, train_until_killed, environment={ROOT: str(tmp_path)})
@@ -105,5 +105,5 @@ def test_wherever_one_of_three_is_killed_all_are_at_one_commit(tmp_path: Path) -
         engine.close()
         assert len({number for number, _ in found}) == 1
         assert all(newest - number in (0, 1) for number, newest in found)
-        assert found[0][0] > numbers[-1], "the ranks had made more"
+        assert found[0][0] > numbers[-1], "the ranks had more commits"
         numbers.append(found[0][0] + 2)

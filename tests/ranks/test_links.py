@@ -1,4 +1,4 @@
-"""Messages, what all ranks do together, and clean ends."""
+"""Messages, exchanges of all ranks, and clean ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBERS_OF_RANKS = [1, 2, 3, 4, 8]
 
 
 @pytest.mark.parametrize("num_ranks", NUMBERS_OF_RANKS)
-def test_all_get_what_each_gave_in_rank_order(num_ranks: int) -> None:
+def test_all_gather_returns_payloads_in_rank_order(num_ranks: int) -> None:
     def gather_twice(links: Links) -> list[list[bytes]]:
         mine = bytes([links.ranks.rank]) * (1 + 1000 * links.ranks.rank)
         return [links.all_gather("first", mine), links.all_gather("second", mine + b"!")]
@@ -27,7 +27,7 @@ def test_all_get_what_each_gave_in_rank_order(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", NUMBERS_OF_RANKS)
-def test_nobody_passes_a_barrier_before_the_last_comes(num_ranks: int) -> None:
+def test_no_rank_passes_a_barrier_before_the_last_one_arrives(num_ranks: int) -> None:
     arrived: list[int] = []
 
     def meet(links: Links) -> int:
@@ -40,7 +40,7 @@ def test_nobody_passes_a_barrier_before_the_last_comes(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", NUMBERS_OF_RANKS)
 @pytest.mark.parametrize("numel", [0, 1, 3_000_001])
-def test_one_ranks_bytes_come_to_all_and_are_counted(num_ranks: int, numel: int) -> None:
+def test_a_broadcast_reaches_all_ranks_and_is_counted(num_ranks: int, numel: int) -> None:
     owner = num_ranks // 2
     whole = torch.arange(numel, dtype=torch.int32).to(torch.int16)
 
@@ -55,7 +55,7 @@ def test_one_ranks_bytes_come_to_all_and_are_counted(num_ranks: int, numel: int)
         assert received_bytes == (0 if rank == owner else 2 * numel)
 
 
-def test_sizes_that_differ_are_told_and_not_waited_for() -> None:
+def test_a_broadcast_of_different_sizes_is_refused_at_once() -> None:
     def share(links: Links) -> None:
         links.broadcast(torch.zeros(4 + links.ranks.rank), 0, "the norm's weight")
 
@@ -63,7 +63,7 @@ def test_sizes_that_differ_are_told_and_not_waited_for() -> None:
         run_ranks(2, share)
 
 
-def test_a_step_that_only_one_rank_runs_is_told_with_both_names() -> None:
+def test_the_error_of_different_exchanges_names_both() -> None:
     def step(links: Links) -> None:
         if links.ranks.rank == 1:
             links.barrier("a save that rank 1 alone runs")
@@ -79,7 +79,7 @@ def test_a_step_that_only_one_rank_runs_is_told_with_both_names() -> None:
     assert all(isinstance(outcome.error, RanksDisagreeError | RankFailedError) for outcome in outcomes)
 
 
-def test_two_threads_gather_each_in_its_own_sequence() -> None:
+def test_two_threads_gather_in_their_own_sequences() -> None:
     def gather(links: Links) -> list[bytes]:
         found: list[list[bytes]] = []
 
@@ -139,7 +139,6 @@ def test_two_ranks_that_send_more_than_sockets_hold_still_read() -> None:
 
         def land(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
             nonlocal has_landed
-            assert payload is not None
             payload.read_into(landed)
             has_landed = True
             links.notify()
@@ -151,7 +150,7 @@ def test_two_ranks_that_send_more_than_sockets_hold_still_read() -> None:
         links.set_handler(Kind.PIECE, land)
         links.send(other, Kind.PIECE, payload=torch.full((numel,), 1.0 + links.ranks.rank), channel=Channel.GRADIENTS)
         links.wait_for(lambda: answers == 4 * num_messages and has_landed, "the answers", peers=[other])
-        links.barrier("all to have theirs")  # who leaves answers no more
+        links.barrier("all to have theirs")  # a rank that has left does not answer
         return answers, landed
 
     for rank, (answers, landed) in enumerate(run_ranks(2, flood)):
@@ -166,7 +165,6 @@ def test_a_tensor_may_be_changed_when_it_was_sent() -> None:
         landing = torch.zeros(100_000)
 
         def land(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-            assert payload is not None
             payload.read_into(landing)
             assert bool((landing == landing[0]).all())
             came.append(float(landing[0]))
@@ -183,7 +181,7 @@ def test_a_tensor_may_be_changed_when_it_was_sent() -> None:
     assert run_ranks(2, send, delays_seed=3) == [[float(value) for value in range(20)]] * 2
 
 
-def test_a_handler_that_leaves_its_payload_loses_nothing_else() -> None:
+def test_a_handler_that_ignores_its_payload_loses_no_message() -> None:
     def send(links: Links) -> list[int]:
         came: list[int] = []
 
@@ -201,9 +199,9 @@ def test_a_handler_that_leaves_its_payload_loses_nothing_else() -> None:
     assert run_ranks(2, send) == [list(range(5))] * 2
 
 
-def test_ranks_end_at_different_times_and_that_is_no_failure() -> None:
+def test_ranks_may_end_at_different_times() -> None:
     def pass_on(links: Links) -> str:
-        """Rank 0 leaves first; the last waits for those before it only."""
+        """Rank 0 leaves first. Each other rank waits only for the one before it."""
         rank, num_ranks = links.ranks.rank, links.ranks.num_ranks
         came: list[int] = []
         links.set_handler(Kind.TAKEN, lambda peer, numbers, payload: (came.append(peer), links.notify()))
@@ -214,7 +212,7 @@ def test_ranks_end_at_different_times_and_that_is_no_failure() -> None:
             links.send(0, Kind.PREPARED)  # to a rank that may have left
         return "done"
 
-    # Not to itself: rank 0 sends that to rank 1 as well.
+    # Rank 0 also sends to rank 1, and not to itself.
     def run(links: Links) -> str:
         return pass_on(links) if links.ranks.rank else _first(links)
 
@@ -226,7 +224,7 @@ def test_ranks_end_at_different_times_and_that_is_no_failure() -> None:
         assert run_ranks(4, run, delays_seed=seed) == ["done"] * 4
 
 
-def test_one_rank_alone_can_do_all_that_several_can() -> None:
+def test_a_single_rank_supports_all_operations() -> None:
     with Links.alone() as links:
         tensor = torch.arange(5)
         links.broadcast(tensor, 0, "a tensor")
@@ -240,7 +238,7 @@ def test_one_rank_alone_can_do_all_that_several_can() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1 << 62, 1 << 30])
 @pytest.mark.parametrize("kind", [Kind.GATHER, Kind.FAILED])
-def test_an_absurd_size_is_refused_before_memory_is_taken(kind: Kind, num_bytes: int) -> None:
+def test_an_absurd_size_is_refused_before_memory_is_allocated(kind: Kind, num_bytes: int) -> None:
     def announce(links: Links) -> None:
         if links.ranks.rank == 1:
             connection = links._peers[0].connections[Channel.CONTROL]

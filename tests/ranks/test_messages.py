@@ -1,4 +1,4 @@
-"""Heads of messages, and the payloads behind them."""
+"""Heads of messages, and their payloads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hf_lohan.ranks.transport.messages import DamagedHeadError, Head, memory_of
 HEAD = Head(Kind.CHUNK, Channel.GRADIENTS, 2**40, (1, -(2**63), 2**63 - 1), payload_bytes=2**50)
 
 
-def test_a_head_comes_back_as_it_was() -> None:
+def test_a_packed_head_is_unpacked() -> None:
     packed = HEAD.pack()
     assert len(packed) == HEAD_BYTES
     assert Head.unpack(packed) == HEAD
 
 
-def test_a_single_wrong_bit_is_seen_wherever_it_is() -> None:
+def test_any_flipped_bit_of_a_head_is_detected() -> None:
     for bit in range(8 * HEAD_BYTES):
         packed = bytearray(HEAD.pack())
         packed[bit // 8] ^= 1 << bit % 8
@@ -31,7 +31,7 @@ def test_a_ninth_number_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
-def test_a_tensors_bytes_are_its_memory(dtype: torch.dtype) -> None:
+def test_memory_of_shares_the_bytes_of_a_tensor(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, 5, dtype=dtype)
     memory_of(tensor)[-dtype.itemsize] = 1
     assert int(torch.count_nonzero(tensor.view(torch.uint8) if dtype != torch.bool else tensor)) == 1
@@ -44,7 +44,7 @@ def test_memory_with_gaps_cannot_be_sent() -> None:
         memory_of(torch.zeros(4, 4)[:, 1])
 
 
-def test_a_payload_is_read_in_parts_and_not_beyond_its_end() -> None:
+def test_a_payload_is_read_in_parts_up_to_its_end() -> None:
     content = memoryview(bytes(range(10)))
     position = 0
 

@@ -1,4 +1,4 @@
-"""Two boxes, each a network namespace with one rank: the kernel counts on their link what `Links` say they sent."""
+"""Two network namespaces with one rank each stand for nodes. The kernel counts the bytes that `Links` count."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engines import open_engine, resolved
 from rank_processes import CONTEXT, HANGS_AFTER_S
 
-from hf_lohan.config import OffloadConfig
-from hf_lohan.device import CpuDevice
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import HEAD_BYTES, Links, Ranks, connect
@@ -39,15 +37,11 @@ def model_of_four_million() -> Any:
 
 
 def train_a_step(links: Links, folder: str) -> int:
-    """Bytes of the weights that this rank holds."""
+    """Train one step and return the bytes of all weights."""
     model = model_of_four_million()
-    config = OffloadConfig.load({**BUDGETS, "ssd": folder, "activations": "recompute"}).resolve(
-        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=folder
-    )
+    config = resolved(folder, **BUDGETS, activations="recompute")
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-    tiers = open_tiers(layout, config, CpuDevice(), links)
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
-    engine = OffloadEngine(model, layout, tiers, config)
+    engine = open_engine(model, layout, config, links=links)
     try:
         optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
         model(**tiny_batch(seed=links.ranks.rank)).loss.backward()
@@ -72,7 +66,9 @@ def be_rank(rank: int, box: NetworkBox, folder: str, connection: Any) -> None:
 
 
 def train_on_nodes(boxes: list[NetworkBox], folder: Path) -> list[tuple[int, int, int]]:
-    """By rank: bytes of all weights, bytes that `Links` sent in a step, and bytes that the kernel sent."""
+    """Return by rank the bytes of all weights, the bytes that `Links` sent in a step, and the bytes that the kernel
+    sent.
+    """
     sent_before = [box.sent_bytes for box in boxes]
     receiving = []
     processes = []
@@ -97,13 +93,13 @@ def train_on_nodes(boxes: list[NetworkBox], folder: Path) -> list[tuple[int, int
 
 
 def test_the_kernel_counts_what_links_count(boxes: list[NetworkBox], tmp_path: Path) -> None:
-    # On a busy machine TCP sends some segments again, so the kernel may count more.
+    # On a busy machine TCP repeats some segments, so the kernel may count more.
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         counts = train_on_nodes(boxes, folder)
         for weight_bytes, sent_bytes, kernel_bytes in counts:
-            # Half of the weights for forward, and again for backward; the gradients of the other half.
+            # Half of the weights for forward and for backward, and half of the gradients.
             assert weight_bytes < sent_bytes <= kernel_bytes
         if all(kernel_bytes <= 1.02 * sent_bytes for _, sent_bytes, kernel_bytes in counts):
             return

@@ -1,4 +1,4 @@
-"""Ranks that are processes: how they find each other, and that the others see one end."""
+"""Ranks that are processes find each other, and notice when one ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gather_until_the_end(links: Links, report: Report) -> None:
 
 
 def gather_while_a_child_lives(links: Links, report: Report) -> None:
-    """The child, as a data loader's worker, outlives the rank that is killed. Only it then has the rank's files."""
+    """The child outlives its killed rank, like a data loader's worker, and still has the rank's files open."""
     child = os.fork()
     if child == 0:
         time.sleep(20)
@@ -44,7 +44,7 @@ def gather_while_a_child_lives(links: Links, report: Report) -> None:
 
 
 @pytest.mark.parametrize("num_local", [3, 1])
-def test_a_killed_rank_is_named_by_all_others_within_a_second(num_local: int) -> None:
+def test_all_other_ranks_name_a_killed_rank_within_a_second(num_local: int) -> None:
     ranks = RankProcesses(3, gather_until_the_end, num_local=num_local)
     try:
         pids = [ranks.report_of(rank) for rank in range(3)]
@@ -57,13 +57,12 @@ def test_a_killed_rank_is_named_by_all_others_within_a_second(num_local: int) ->
     assert ends[1] is None
     for rank in (0, 2):
         ended = ends[rank]
-        assert ended is not None
         told = rf"RankFailedError: rank 1 \(pid {pids[1]}, \S+\) ended.* while rank {rank} w\w+ .*"
         assert re.match(told, ended.error), ended.error
         assert ended.at_s - killed_at_s < SOON_S
 
 
-def test_a_child_that_outlives_its_rank_does_not_hide_its_end() -> None:
+def test_a_child_that_outlives_its_rank_does_not_hide_the_end_of_the_rank() -> None:
     ranks = RankProcesses(2, gather_while_a_child_lives)
     children = []
     try:
@@ -93,7 +92,7 @@ links.barrier("the next step")
 """
 
 
-@pytest.mark.slow  # each imports torch twice
+@pytest.mark.slow  # each case imports torch twice
 @pytest.mark.parametrize(
     ("ends", "told"),
     [
@@ -102,7 +101,7 @@ links.barrier("the next step")
         ("import os; os._exit(1)", r"rank 1 \(.*\) ended while rank 0 waited for the next step"),
     ],
 )
-def test_a_program_that_ends_without_closing_says_how_it_ended(ends: str, told: str) -> None:
+def test_a_program_that_exits_without_close_tells_others_how_it_ended(ends: str, told: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     programs = [
         subprocess.Popen(
@@ -119,7 +118,7 @@ def test_a_program_that_ends_without_closing_says_how_it_ended(ends: str, told: 
 
 
 def interrupt_itself(links: Links, report: Report) -> str:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process may ignore SIGINT
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         links.wait_for(lambda: False, "what never comes")
@@ -129,7 +128,7 @@ def interrupt_itself(links: Links, report: Report) -> str:
     return "not interrupted"
 
 
-def test_who_waits_can_be_interrupted_and_go_on() -> None:
+def test_a_waiting_rank_can_be_interrupted_and_continue() -> None:
     ranks = RankProcesses(2, interrupt_itself)
     try:
         assert [ended.result for ended in ranks.ends() if ended is not None] == ["interrupted"] * 2
@@ -144,7 +143,7 @@ def share_over_the_network(links: Links, report: Report) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("num_local", [4, 2, 1])
-def test_ranks_find_each_other_within_and_between_boxes(num_local: int) -> None:
+def test_ranks_find_each_other_within_and_between_nodes(num_local: int) -> None:
     ranks = RankProcesses(4, share_over_the_network, num_local=num_local, environment={"LOHAN_SOCKET_IFNAME": "lo"})
     try:
         results = [ended.result for ended in ranks.ends() if ended is not None]
@@ -168,7 +167,7 @@ def write_and_read(links: Links, report: Report) -> tuple[int, list[int], bool]:
     return region.bytes.numel(), read, region.bytes.data_ptr() % 4096 == 0
 
 
-def test_the_ranks_of_a_box_read_what_the_others_wrote() -> None:
+def test_ranks_of_a_node_share_a_region() -> None:
     ranks = RankProcesses(4, write_and_read, num_local=2, environment={"LOHAN_SOCKET_IFNAME": "lo"})
     try:
         results = [ended.result for ended in ranks.ends() if ended is not None]
@@ -183,7 +182,7 @@ def hold_memory(links: Links, report: Report) -> None:
     gather_until_the_end(links, report)
 
 
-def test_killed_ranks_leave_no_memory_behind() -> None:
+def test_killed_ranks_leave_no_shared_memory() -> None:
     before = set(os.listdir("/dev/shm"))
     ranks = RankProcesses(2, hold_memory)
     try:

@@ -1,4 +1,4 @@
-"""A rank that dies, fails, hangs or sends nonsense: every other one says which, what it waited for, and soon."""
+"""If a rank dies, fails, hangs or sends nonsense, every other rank soon raises an error that names it and the wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def many_steps(links: Links) -> str:
 
 
 def errors_of(outcomes: list[Outcome[str]], but: int) -> list[BaseException]:
-    """What the ranks raised that the fault did not befall."""
+    """Return the errors of all ranks but one."""
     found = [outcome.error for rank, outcome in enumerate(outcomes) if rank != but]
     assert all(error is not None for error in found)
     return [error for error in found if error is not None]
@@ -43,7 +43,7 @@ def errors_of(outcomes: list[Outcome[str]], but: int) -> list[BaseException]:
         ("corrupt", r"sent a message of channel control that cannot be read: its head is damaged .*"),
     ],
 )
-def test_others_name_the_rank_that_broke(what: str, told: str, at_message: int, num_ranks: int) -> None:
+def test_other_ranks_name_the_faulty_rank(what: str, told: str, at_message: int, num_ranks: int) -> None:
     fault = Fault(1, what, at_message, Channel.CONTROL)  # type: ignore[arg-type]
     outcomes = rank_outcomes(num_ranks, many_steps, faults=[fault], delays_seed=at_message)
     for rank, error in zip([0, *range(2, num_ranks)], errors_of(outcomes, but=1), strict=True):
@@ -54,7 +54,7 @@ def test_others_name_the_rank_that_broke(what: str, told: str, at_message: int, 
         assert outcomes[rank].took_s < SOON_S + 200 * 0.02
 
 
-def test_a_dead_rank_is_named_with_what_was_waited_for() -> None:
+def test_the_error_of_a_dead_rank_names_the_wait() -> None:
     outcomes = rank_outcomes(3, many_steps, faults=[Fault(2, "die", 3 + 2 * 12, Channel.CONTROL)])
     names = [str(error) for error in errors_of(outcomes, but=2)]
     assert all(re.match(r"rank 2 \(pid \d+, \S+\) ended while rank \d ", name) for name in names)
@@ -74,7 +74,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:
     assert all(outcomes[rank].took_s < 0.5 + SOON_S for rank in (0, 2))
 
 
-def test_a_rank_that_hangs_while_it_is_sent_much_is_named_after_the_timeout() -> None:
+def test_a_rank_that_hangs_while_it_receives_is_named_after_the_timeout() -> None:
     def send(links: Links) -> str:
         if links.ranks.rank == 0:
             for _ in range(100):
@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_while_it_is_sent_much_is_named_after_the_timeout() ->
     )
 
 
-def test_a_rank_that_fails_says_why_to_those_who_wait() -> None:
+def test_a_failing_rank_tells_its_error_to_waiting_ranks() -> None:
     def fail(links: Links) -> str:
         links.barrier("the start")
         if links.ranks.rank == 2:
@@ -106,7 +106,7 @@ def test_a_rank_that_fails_says_why_to_those_who_wait() -> None:
 
 
 class SlowSocket:
-    """What comes is read late."""
+    """A socket that reads slowly."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -118,8 +118,8 @@ class SlowSocket:
         return num_bytes
 
 
-def test_other_lanes_that_end_first_do_not_hide_why() -> None:
-    """A rank that fails says so in the control channel, and its other connections may be seen to end before."""
+def test_channels_that_end_first_do_not_hide_the_error() -> None:
+    """A failing rank sends its error in the control channel. Its other connections may end before."""
     ends = {channel: socket.socketpair() for channel in Channel}
     waiting: dict[tuple[Channel, int], Socket] = {(channel, 1): pair[0] for channel, pair in ends.items()}
     waiting[Channel.CONTROL, 1] = SlowSocket(ends[Channel.CONTROL][0])
@@ -132,7 +132,7 @@ def test_other_lanes_that_end_first_do_not_hide_why() -> None:
             links.wait_for(lambda: False, "the end")
 
 
-def test_a_handler_that_fails_is_the_failure_of_its_rank() -> None:
+def test_an_error_in_a_handler_fails_its_rank() -> None:
     def fail(links: Links) -> str:
         def take(peer: int, numbers: tuple[int, ...], payload: object) -> None:
             raise LookupError(f"no block {numbers[0]}")
@@ -149,7 +149,7 @@ def test_a_handler_that_fails_is_the_failure_of_its_rank() -> None:
         assert re.match(r"rank 1 \(.*\) failed: LookupError: no block 7 while rank \d waited for the end", str(error))
 
 
-def test_a_clean_end_is_a_failure_for_those_who_wait_for_that_rank() -> None:
+def test_a_clean_end_fails_ranks_that_wait_for_the_rank() -> None:
     def leave(links: Links) -> str:
         links.barrier("the start")
         return "done" if links.ranks.rank == 1 else many_steps(links)
@@ -162,7 +162,7 @@ def test_a_clean_end_is_a_failure_for_those_who_wait_for_that_rank() -> None:
 
 
 class AnsweredSocket:
-    """Whoever sends a farewell on it hears at once, before the next one, that the other end has failed for it."""
+    """A socket that calls `answer` after it has sent a farewell."""
 
     def __init__(self, end: socket.socket, answer: Callable[[], object]) -> None:
         self._end, self._answer = end, answer
@@ -175,8 +175,8 @@ class AnsweredSocket:
         return num_bytes
 
 
-def test_a_rank_that_leaves_says_so_on_all_lanes_though_the_first_to_hear_it_fails() -> None:
-    """Else its last connections end without a farewell, as if it had died."""
+def test_a_leaving_rank_says_so_on_all_channels_even_if_a_receiver_fails() -> None:
+    """Without this its last connections would end without a farewell, as if it had died."""
     ends = {channel: socket.socketpair() for channel in Channel}
     heard = threading.Event()
 
@@ -194,8 +194,8 @@ def test_a_rank_that_leaves_says_so_on_all_lanes_though_the_first_to_hear_it_fai
             staying.wait_for(lambda: False, "the end")
 
 
-def test_the_first_failure_is_the_one_that_all_name() -> None:
-    """What ends because of it is not taken for a cause."""
+def test_all_ranks_name_the_first_failure() -> None:
+    """Later failures that it causes are not named."""
 
     def pass_on(links: Links) -> str:
         links.barrier("the start")
@@ -213,7 +213,7 @@ def test_the_first_failure_is_the_one_that_all_name() -> None:
             assert "rank 4" in str(error).split("failed: ValueError: a bad batch")[0]
 
 
-def test_who_asks_is_told_of_a_failure_without_waiting() -> None:
+def test_a_failure_callback_is_called_without_a_wait() -> None:
     all_listen = threading.Barrier(3)
 
     def ask(links: Links) -> int:
@@ -230,7 +230,7 @@ def test_who_asks_is_told_of_a_failure_without_waiting() -> None:
     assert [outcome.result for outcome in outcomes[1:]] == [0, 0]
 
 
-def test_a_timeout_may_be_set_later() -> None:
+def test_the_timeout_may_be_changed() -> None:
     def wait(links: Links) -> str:
         links.barrier("the start")
         links.set_timeout(0.3)

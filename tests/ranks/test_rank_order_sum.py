@@ -1,4 +1,4 @@
-"""The mean over ranks, to the bit of what one process gets that accumulates, and of DDP where it sums in rank order."""
+"""The mean over ranks equals one process that accumulates, and DDP that sums in rank order, to the bit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_each_element_is_summed_in_rank_order(dtype: torch.dtype, num_ranks: int
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_ranks_have_the_bits_of_one_process_that_accumulates(num_ranks: int) -> None:
-    """Accumulating, a loss is divided by the number of micro-batches before its backward."""
+def test_the_mean_over_ranks_equals_accumulation_in_one_process(num_ranks: int) -> None:
+    """Accumulation divides each loss by the number of micro-batches before its backward."""
     torch.manual_seed(num_ranks)
     inputs = torch.randn(num_ranks, 4, 300)
     alone, shared = (nn.Linear(300, 200) for _ in range(2))
@@ -48,13 +48,11 @@ def test_ranks_have_the_bits_of_one_process_that_accumulates(num_ranks: int) -> 
         (alone(batch).square().mean() / num_ranks).backward()
         shared.zero_grad()
         shared(batch).square().mean().backward()
-        assert shared.weight.grad is not None
         parts.append(shared.weight.grad.clone().view(-1))
-    assert alone.weight.grad is not None
     assert torch.equal(sum_in_rank_order_(torch.empty(60_000), parts, num_ranks), alone.weight.grad.view(-1))
 
 
-def test_another_order_or_a_fused_multiplication_would_show() -> None:
+def test_another_order_of_sums_changes_bits() -> None:
     parts = gradients(3, 10_000)
     expected = sum_in_rank_order_(torch.empty(10_000), parts, 3)
     assert not torch.equal(expected, sum_in_rank_order_(torch.empty(10_000), parts[::-1], 3))
@@ -63,7 +61,7 @@ def test_another_order_or_a_fused_multiplication_would_show() -> None:
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_the_sum_may_take_the_place_of_any_part(which: int, numel: int) -> None:
+def test_the_sum_may_overwrite_any_part(which: int, numel: int) -> None:
     parts = gradients(3, numel)
     expected = one_after_the_other(parts, 3)
     assert torch.equal(sum_in_rank_order_(parts[which], parts, 3), expected)
@@ -71,8 +69,8 @@ def test_the_sum_may_take_the_place_of_any_part(which: int, numel: int) -> None:
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_the_sum_may_take_the_place_of_a_part_at_its_end(which: int, numel: int) -> None:
-    """Gradients of bfloat16 weights land in the second half of a buffer for float32."""
+def test_the_sum_may_overwrite_a_part_in_the_second_half_of_its_memory(which: int, numel: int) -> None:
+    """Gradients of bfloat16 weights are in the second half of a float32 buffer."""
     parts = gradients(3, numel, torch.bfloat16)
     expected = one_after_the_other(parts, 3)
     out = torch.empty(numel)
@@ -91,7 +89,7 @@ def test_a_part_that_would_be_overwritten_too_early_is_refused() -> None:
         sum_in_rank_order_(memory[1:], [memory[:100]], 1)
 
 
-def test_nothing_and_other_sizes_are_refused() -> None:
+def test_no_parts_and_other_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="no gradients to sum"):
         sum_in_rank_order_(torch.zeros(4), [], 2)
     with pytest.raises(ValueError, match=r"shape \[3\] cannot be added to \[4\]"):

@@ -1,4 +1,4 @@
-"""How ranks find each other, and who is sent away."""
+"""Ranks find each other, and strangers are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ranks_meet_twice_at_one_store(num_ranks: int, num_local: int, monkeypat
 
 
 @pytest.mark.parametrize("error", [None, OSError("the drive is full")])
-def test_when_the_program_ends_the_others_are_told_how(error: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_told_how_another_program_ended(error: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[partial[None]] = []
     monkeypatch.setattr(rendezvous.atexit, "register", lambda function, *args: at_exit.append(partial(function, *args)))
     monkeypatch.setattr(rendezvous.sys, "last_value", error, raising=False)
@@ -65,7 +65,7 @@ def test_when_the_program_ends_the_others_are_told_how(error: OSError | None, mo
     other.close()
 
 
-def test_a_stranger_is_sent_away_and_keeps_nobody_out(
+def test_a_stranger_is_refused_and_blocks_no_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
@@ -79,7 +79,7 @@ def test_a_stranger_is_sent_away_and_keeps_nobody_out(
         stranger.sendall(b"LOH1" + bytes(5 + 16 + 32))  # a greeting of rank 0, channel 0, without a proof
         stranger.settimeout(5)
         assert len(stranger.recv(16)) == 16
-        assert stranger.recv(1) == b""  # sent away
+        assert stranger.recv(1) == b""  # the connection is closed
         second = connect(Ranks(1, 2, 0, 1), store, 20.0)
         first.join()
         silent.close()
@@ -88,7 +88,7 @@ def test_a_stranger_is_sent_away_and_keeps_nobody_out(
     assert "does not know the secret" in caplog.text
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
+def test_the_error_names_a_rank_that_never_connects() -> None:
     store = dist.HashStore()
     with pytest.raises(RankTimeoutError, match=r"rank 1 did not connect within 0.3 s: rank 0 waited for its"):
         connect(Ranks(0, 2, 0, 2), store, 0.3)
@@ -96,7 +96,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         connect(Ranks(1, 2, 1, 2), dist.HashStore(), 0.3)
 
 
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_unknown_interface_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=eth77: no such network interface.*'lo'"):
         outgoing_address()
@@ -104,10 +104,10 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypat
     assert outgoing_address() == (socket.AF_INET, "127.0.0.1")
 
 
-def test_a_silent_flood_holds_the_start_up_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_delay_the_start_and_do_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(rendezvous, "_MOST_GREETINGS", 2)
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.5)  # no rank that is there takes so long
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.5)  # a running rank is faster
     store, strangers = dist.HashStore(), contextlib.ExitStack()
     with strangers, ThreadPoolExecutor(1) as threads:
         first = threads.submit(connect, Ranks(0, 2, 0, 1), store, 20.0)
@@ -119,7 +119,7 @@ def test_a_silent_flood_holds_the_start_up_and_does_not_end_it(monkeypatch: pyte
         first.result().close()
 
 
-def test_a_process_with_too_many_open_files_goes_on_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_too_many_open_files_continues_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     accept, refused = socket.socket.accept, iter([errno.EMFILE, errno.ENFILE, errno.ECONNABORTED] * 2)
 
     def refuses_at_first(self: socket.socket) -> Any:
@@ -132,7 +132,7 @@ def test_a_process_with_too_many_open_files_goes_on_listening(monkeypatch: pytes
         links.close()
 
 
-def test_the_secret_is_in_the_store_no_longer_than_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_secret_is_removed_from_the_store_after_ranks_have_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.PrefixStore("run", dist.HashStore())
     for links in connect_threads(2, 2, store):
         links.close()
@@ -146,7 +146,7 @@ def test_the_secret_is_in_the_store_no_longer_than_ranks_meet(monkeypatch: pytes
     assert len(told) == 3 and not any("of the launcher" in value for value in told)
 
 
-def test_a_secret_that_only_one_rank_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_of_only_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     store.set("lohan/1/secret", "for all to read")
     monkeypatch.setenv("LOHAN_RANKS_SECRET", "of rank 1")

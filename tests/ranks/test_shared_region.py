@@ -1,4 +1,4 @@
-"""Memory of a box: one tensor for ranks that are threads, and refusals that all ranks are told."""
+"""Ranks of a node share one region of memory, and all of them get its refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (2, 2), (4, 2), (3, 1), (8, 4)])
-def test_threads_of_a_box_have_the_same_tensor(num_ranks: int, num_local: int) -> None:
+def test_threads_of_a_node_have_the_same_tensor(num_ranks: int, num_local: int) -> None:
     def create(links: Links) -> tuple[int, torch.Tensor]:
         region = SharedRegion.create(links, 5000, "test", CpuDevice())
         return region.bytes.data_ptr(), region.bytes
@@ -26,7 +26,7 @@ def test_threads_of_a_box_have_the_same_tensor(num_ranks: int, num_local: int) -
         ]
 
 
-def test_where_a_tensor_lies_in_it() -> None:
+def test_the_offset_of_a_tensor_in_the_region() -> None:
     with Links.alone() as links:
         region = SharedRegion.create(links, 8192, "test")
     assert region.bytes.count_nonzero() == 0
@@ -35,7 +35,7 @@ def test_where_a_tensor_lies_in_it() -> None:
     assert region.offset_of(torch.zeros(4)) is None
 
 
-def test_more_than_there_is_is_refused_on_all_ranks() -> None:
+def test_too_much_memory_is_refused_on_all_ranks() -> None:
     outcomes = rank_outcomes(3, lambda links: SharedRegion.create(links, 1 << 50, "weights"))
     for outcome in outcomes:
         assert "3 ranks of a node share 1 PiB of memory for weights" in str(outcome.error)
@@ -48,12 +48,12 @@ def test_sizes_that_differ_are_refused() -> None:
         assert "rank 1 wants 4097 bytes" in str(outcome.error)
 
 
-def test_no_memory_at_all_is_refused() -> None:
+def test_a_region_of_zero_bytes_is_refused() -> None:
     with Links.alone() as links, pytest.raises(ValueError, match="0 bytes"):
         SharedRegion.create(links, 0, "weights")
 
 
-def test_where_the_system_gives_no_memory_file_a_small_container_is_told_what_to_set(
+def test_without_memory_files_a_small_container_is_told_to_set_shm_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(name: str, flags: int) -> int:

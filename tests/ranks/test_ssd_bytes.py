@@ -1,4 +1,4 @@
-"""What the ranks of a box move together over the drives, beside what one rank moves alone."""
+"""The ranks of a node together read and write about the same bytes as a single rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import open_engine, resolved
 
-from hf_lohan.config import OffloadConfig
-from hf_lohan.device import CpuDevice
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
@@ -23,19 +21,14 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def bytes_of_a_step(links: Links, folder: Path, max_norm: float) -> tuple[int, int, int]:
-    """Read and written by this rank, when every step is as the one before; and the size of all weights."""
+    """Return the bytes that this rank reads and writes in a steady step, and the size of all weights."""
     with _ONE_AT_A_TIME:
         torch.manual_seed(0)
         model = tiny_model("llama", num_layers=8, hidden_size=128).train()
-    own_folder = str(folder / f"rank-{links.ranks.rank}-of-{links.ranks.num_ranks}")
-    config = OffloadConfig.load({**BUDGETS, "ssd": own_folder, "activations": "recompute"}).resolve(
-        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=own_folder
-    )
-    hold = max_norm > 0
-    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=hold, ranks=links.ranks)
-    tiers = open_tiers(layout, config, CpuDevice(), links)
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
-    engine = OffloadEngine(model, layout, tiers, config)
+    own_folder = folder / f"rank-{links.ranks.rank}-of-{links.ranks.num_ranks}"
+    config = resolved(own_folder, **BUDGETS, activations="recompute")
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=max_norm > 0, ranks=links.ranks)
+    engine = open_engine(model, layout, config, links=links)
     try:
         optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
         read, written = [], []
@@ -47,21 +40,21 @@ def bytes_of_a_step(links: Links, folder: Path, max_norm: float) -> tuple[int, i
             optimizer.zero_grad()
             engine.wait_for_updates()
             links.barrier("a step that is over")
-            read.append(tiers.io.read_bytes)
-            written.append(tiers.io.write_bytes)
+            read.append(engine.tiers.io.read_bytes)
+            written.append(engine.tiers.io.write_bytes)
         return read[-1] - read[-2], written[-1] - written[-2], sum(block.param_bytes for block in layout.blocks)
     finally:
         engine.close()
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
-def test_two_ranks_move_together_what_one_does(max_norm: float, tmp_path: Path) -> None:
-    """Updates in backward take the old weights from the slot in use where it is lent; who is late reads them."""
+def test_two_ranks_together_move_the_bytes_of_one(max_norm: float, tmp_path: Path) -> None:
+    """Updates in backward borrow old weights from a slot. Late updates read them from the drive."""
     [(read_alone, written_alone, _)] = run_ranks(1, lambda links: bytes_of_a_step(links, tmp_path, max_norm))
     of_ranks = run_ranks(2, lambda links: bytes_of_a_step(links, tmp_path, max_norm))
     read, written = sum(of[0] for of in of_ranks), sum(of[1] for of in of_ranks)
     weights = of_ranks[0][2]
     print(f"read {read} by two, {read_alone} alone; written {written}, {written_alone}; weights {weights}")
-    # With the buffers of two ranks fewer gradients are spilled.
+    # Two ranks have more buffers, so they spill fewer gradients.
     assert written <= 1.02 * written_alone
-    assert read <= 1.05 * read_alone + weights / 2  # 1.02 of it on a quiet machine
+    assert read <= 1.05 * read_alone + weights / 2  # 1.02 on a quiet machine

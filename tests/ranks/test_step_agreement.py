@@ -1,4 +1,4 @@
-"""What ranks decide about a step: one exchange, of which all draw the same conclusions."""
+"""One exchange per step decides the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 
-def test_all_know_what_each_has_measured() -> None:
+def test_all_ranks_get_the_measurements_of_each() -> None:
     def run(links: Links) -> list[bytes]:
         agreement = StepAgreement(links)
         measured = (bytes([links.ranks.rank]), b"" if links.ranks.rank else b"more")
@@ -18,7 +18,7 @@ def test_all_know_what_each_has_measured() -> None:
     assert run_ranks(3, run, delays_seed=1) == [[b"\0", b"\1", b"\2", b"more", b"", b""]] * 3
 
 
-def test_the_next_step_is_committed_where_all_wish_it() -> None:
+def test_the_next_step_is_committed_if_all_ranks_request_it() -> None:
     wishes = [(False, False), (True, False), (True, True), (False, True), (True, True)]
 
     def run(links: Links) -> list[bool | None]:
@@ -36,13 +36,13 @@ def test_the_next_step_is_committed_where_all_wish_it() -> None:
     assert run_ranks(2, run) == [[None, False, False, True, False, True, True]] * 2
 
 
-def test_one_rank_that_is_asked_to_end_ends_all_behind_the_same_step() -> None:
+def test_a_request_to_end_on_one_rank_ends_all_after_the_same_step() -> None:
     def run(links: Links) -> list[bool]:
         agreement, ends = StepAgreement(links), []
         for step in range(3):
             if (links.ranks.rank, step) == (1, 1):
                 agreement.request_end()
-            ends.append(agreement.ends_run)  # what one rank alone knows counts for none
+            ends.append(agreement.ends_run)  # a request counts after the exchange
             agreement.apply_gradients(b"")
             ends.append(agreement.ends_run)
         return ends
@@ -50,7 +50,7 @@ def test_one_rank_that_is_asked_to_end_ends_all_behind_the_same_step() -> None:
     assert run_ranks(3, run) == [[False, False, False, True, True, True]] * 3
 
 
-def test_the_only_rank_ends_when_it_is_asked_to() -> None:
+def test_a_single_rank_ends_on_request() -> None:
     with Links.alone() as links:
         agreement = StepAgreement(links)
         assert not agreement.ends_run
@@ -58,7 +58,7 @@ def test_the_only_rank_ends_when_it_is_asked_to() -> None:
         assert agreement.ends_run
 
 
-def test_a_rank_that_drops_what_another_applies_is_named() -> None:
+def test_a_rank_that_drops_a_step_of_another_is_named() -> None:
     def run(links: Links) -> None:
         agreement = StepAgreement(links)
         if links.ranks.rank == 1:
@@ -72,8 +72,8 @@ def test_a_rank_that_drops_what_another_applies_is_named() -> None:
     )
 
 
-def test_a_rank_at_another_place_is_named_to_who_waits_for_its_gradients() -> None:
-    """At once, not when it has been silent for long: both are well, and would wait for each other."""
+def test_a_rank_in_another_exchange_is_named_while_others_wait_for_its_gradients() -> None:
+    """The error is raised at once. Both ranks are healthy and would otherwise wait for each other."""
     backwards = Backwards(2, 2, seed=3, num_steps=1, share_without=0.0)
 
     def run(links: Links) -> None:

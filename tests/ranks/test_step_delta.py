@@ -1,4 +1,4 @@
-"""What a step changed, and back: every bit pattern, few bytes, and messages that are none."""
+"""Changes of a step need few bytes and are exact for every bit pattern. Damaged messages are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 64 * 1024
 
 
 def bits(patterns: Tensor) -> Tensor:
-    """bfloat16 of these bit patterns."""
+    """Return bfloat16 values with these bit patterns."""
     return patterns.to(torch.int16).view(torch.bfloat16)
 
 
@@ -29,7 +29,7 @@ def message_of(old: Tensor, new: Tensor, delta: StepDelta | None = None) -> Tens
 
 
 def assert_exact(old: Tensor, new: Tensor, delta: StepDelta | None = None) -> Tensor:
-    """Returns the message."""
+    """Check that encoding and applying gives `new`. Return the message."""
     before = old.clone(), new.clone()
     message = message_of(old, new, delta)
     for tensor, copy in zip((old, new), before, strict=True):
@@ -40,7 +40,7 @@ def assert_exact(old: Tensor, new: Tensor, delta: StepDelta | None = None) -> Te
 
 
 def a_step(numel: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Weights before and after a step such as a fine-tune makes: 4% change by one ulp, 0.5% by a few."""
+    """Return weights before and after a step like one of a fine-tune: 4% change by one ulp, 0.5% by five."""
     generator = torch.Generator().manual_seed(seed)
     old = (torch.randn(numel, generator=generator) * 0.03).bfloat16()
     chance = torch.rand(numel, generator=generator)
@@ -49,7 +49,7 @@ def a_step(numel: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     return old, bits(old.view(torch.int16) + ulps)
 
 
-def test_a_step_takes_little_more_than_a_bit_a_weight() -> None:
+def test_a_step_needs_little_more_than_a_bit_per_weight() -> None:
     old, new = a_step(8 * CHUNK)
     changed = float((old != new).float().mean())
     message = assert_exact(old, new)
@@ -66,7 +66,7 @@ def test_a_step_takes_little_more_than_a_bit_a_weight() -> None:
     share=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
     seed=st.integers(0, 999),
 )
-def test_any_patterns(numel: int, chunk_numel: int, spread: int, share: float, seed: int) -> None:
+def test_any_patterns_are_exact(numel: int, chunk_numel: int, spread: int, share: float, seed: int) -> None:
     generator = np.random.default_rng(seed)
     old = generator.integers(-(1 << 15), 1 << 15, numel)
     steps = generator.integers(-spread, spread + 1, numel) * (generator.random(numel) < share)
@@ -74,8 +74,8 @@ def test_any_patterns(numel: int, chunk_numel: int, spread: int, share: float, s
     assert_exact(bits(torch.from_numpy(old)), bits(torch.from_numpy(new)), StepDelta(chunk_numel))
 
 
-def test_every_pattern_to_every_kind_of_other() -> None:
-    """All 65,536: NaN with any payload, infinities, both zeros, subnormal numbers."""
+def test_all_bit_patterns_are_exact() -> None:
+    """The 65,536 patterns have NaN with any payload, infinities, both zeros and subnormal numbers."""
     patterns = torch.arange(1 << 16)
     for step in (0, 1, -1, 2, 127, -128, 128, -129, 1 << 15):
         assert_exact(bits(patterns), bits(patterns + step))
@@ -86,18 +86,18 @@ def test_every_pattern_to_every_kind_of_other() -> None:
     ("old", "new"),
     [(0.0, -0.0), (1.0, -1.0), (torch.nan, 1.0), (1.0, torch.nan), (torch.inf, -torch.inf), (3e38, torch.inf)],
 )
-def test_numbers_with_a_meaning(old: float, new: float) -> None:
+def test_special_numbers_are_exact(old: float, new: float) -> None:
     before, after = a_step(5000)
     before[1234], after[1234] = old, new
     assert_exact(before, after)
 
 
-def test_float16_is_patterns_too() -> None:
+def test_float16_is_exact() -> None:
     old = torch.randn(1000).half()
     assert_exact(old, (old * 1.001).half())
 
 
-def test_where_nothing_changed_nothing_is_said() -> None:
+def test_unchanged_chunks_need_no_bytes() -> None:
     weights = torch.randn(3 * CHUNK + 5).bfloat16()
     assert message_of(weights, weights.clone()).numel() == 4 * TABLE_ROW_BYTES
     for ulps, difference_bytes in ((1, 0), (-1, 0), (2, 1), (-128, 1), (128, 2)):
@@ -107,8 +107,8 @@ def test_where_nothing_changed_nothing_is_said() -> None:
         assert message.numel() == 4 * TABLE_ROW_BYTES + CHUNK // 8 + 1 + 1 + difference_bytes
 
 
-def test_a_chunk_that_is_cheaper_as_it_is_goes_as_it_is() -> None:
-    """And no other one does."""
+def test_a_chunk_is_sent_whole_if_its_changes_need_more_bytes() -> None:
+    """Only this chunk is sent whole."""
     old, new = a_step(3 * CHUNK)
     new[CHUNK : 2 * CHUNK] = torch.randn(CHUNK)
     alone = [message_of(old[part], new[part]).numel() for part in (slice(CHUNK), slice(2 * CHUNK, 3 * CHUNK))]
@@ -117,7 +117,7 @@ def test_a_chunk_that_is_cheaper_as_it_is_goes_as_it_is() -> None:
     assert assert_exact(torch.zeros(1000).bfloat16(), other).numel() == StepDelta().max_bytes(1000)
 
 
-def test_the_message_may_lie_at_any_byte() -> None:
+def test_the_message_may_begin_at_any_byte() -> None:
     old, new = a_step(1000)
     new[::100] = 7.0
     message = message_of(old, new)
@@ -148,7 +148,7 @@ def test_a_damaged_message_is_refused(damage: object, sentence: str) -> None:
     assert torch.equal(old, before)
 
 
-def test_what_cannot_be_coded_is_refused() -> None:
+def test_unsupported_tensors_are_refused() -> None:
     delta, weights, out = StepDelta(), torch.zeros(10).bfloat16(), torch.zeros(99, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"not for torch\.float32 \[10\] on cpu; send other weights as they are"):
         delta.encode(weights.float(), weights.float(), out)

@@ -1,4 +1,4 @@
-"""Numbers of ranks and boxes."""
+"""Numbers of ranks and nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hf_lohan.ranks import SINGLE_RANK, Ranks
 
 
-def test_ranks_are_numbered_box_by_box() -> None:
+def test_ranks_are_numbered_node_by_node() -> None:
     ranks = Ranks(rank=5, num_ranks=6, local_rank=2, num_local=3)
     assert (ranks.node, ranks.num_nodes) == (1, 2)
     assert ranks.others == [0, 1, 2, 3, 4]
@@ -29,6 +29,6 @@ def test_one_rank_is_alone() -> None:
         ((3, 4, 0, 2), "rank 3 has local rank 0, but on nodes of 2 ranks it has 1"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(ranks: tuple[int, int, int, int], told: str) -> None:
+def test_impossible_numbers_are_refused(ranks: tuple[int, int, int, int], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Ranks(*ranks)

@@ -1,5 +1,6 @@
-"""Several ranks, each an engine of its own over its part of the records, train as one process of torch would that sums
-the gradients of as many batches."""
+"""Several ranks, each with an engine and its part of the records, equal one torch process that accumulates the same
+batches.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engines import open_engine, resolved
 from torch import Tensor
 
-from hf_lohan.config import OffloadConfig
-from hf_lohan.device import CpuDevice, Device
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.device import Device
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
@@ -24,12 +25,20 @@ from hf_lohan.testing.thread_ranks import run_ranks
 
 NUM_STEPS = 4
 LR = 1e-3
+SETTINGS: dict[str, Any] = {
+    "cpu_memory": "6MiB",
+    "gpu_memory": "1MiB",
+    "io_threads": 1,
+    "prefetch_blocks": 1,
+    "activations": "recompute",
+    "experts": "with_layer",
+}
 _ONE_GENERATOR = threading.Lock()
-"""Ranks are threads here, and torch has one generator for all."""
+"""Ranks are threads here, and all threads share torch's generator."""
 
 
 class Trained(NamedTuple):
-    """What a run leaves."""
+    """The results of a run."""
 
     weights: dict[str, Tensor]
     norms: list[Tensor]
@@ -43,7 +52,7 @@ def train_stock(
     accumulation: int = 1,
     after_step: Callable[[Any, int], object] = lambda _model, _step: None,
 ) -> Trained:
-    """One process, in memory, with as many batches a step."""
+    """Train one process in memory with the batches of all ranks."""
     model = tiny_model(family).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
     norms, losses = [], []
@@ -79,26 +88,16 @@ def train_rank(
     spoils: Callable[[int, int], bool] = lambda _step, _rank: False,
     **settings: Any,
 ) -> Trained:
-    """One rank of several, under an engine; or, alone, with the batches of ``num_batches`` ranks. ``spoils``: whether
-    a rank's loss is not finite in a step."""
+    """Train one rank of several with an engine, or a single rank with the batches of `num_batches` ranks. `spoils(step,
+    rank)`: whether the loss of a rank is not finite in a step.
+    """
     rank = links.ranks.rank
     with _ONE_GENERATOR:
         model = tiny_model(family).train()
-    own_folder = str(folder / f"rank-{rank}")
-    config = OffloadConfig.load(
-        {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "ssd": own_folder, "io_threads": 1, "prefetch_blocks": 1},
-        **{"activations": "recompute", "experts": "with_layer", **settings},
-    ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=own_folder)
-    layout = lay_out(
-        model,
-        config,
-        working_dtype=dtype,
-        hold_gradients=max_norm > 0 or accumulation * num_batches > 1,
-        ranks=links.ranks,
-    )
-    tiers = open_tiers(layout, config, device or CpuDevice(), links)
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
-    engine = OffloadEngine(model, layout, tiers, config)
+    config = resolved(folder / f"rank-{rank}", **{**SETTINGS, **settings})
+    holds = max_norm > 0 or accumulation * num_batches > 1
+    layout = lay_out(model, config, working_dtype=dtype, hold_gradients=holds, ranks=links.ranks)
+    engine = open_engine(model, layout, config, device, links)
     try:
         optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
         norms, losses = [], []
@@ -125,34 +124,34 @@ def train_rank(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "mixtral", "qwen3_moe"])
-def test_two_ranks_train_as_one_process_does(family: str, max_norm: float, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process(family: str, max_norm: float, tmp_path: Path) -> None:
     check_against_stock(2, family, max_norm, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_four_ranks_train_as_one_process_does(family: str, tmp_path: Path) -> None:
+def test_four_ranks_train_as_one_process(family: str, tmp_path: Path) -> None:
     check_against_stock(4, family, 0.5, tmp_path)
 
 
 def test_each_rank_sums_its_own_micro_batches_first(tmp_path: Path) -> None:
-    """As `DistributedDataParallel` does."""
-    expected = train_boxes("llama", boxes=[[0], [1]], max_norm=0.5, accumulation=2)
+    """`DistributedDataParallel` does the same."""
+    expected = train_nodes("llama", nodes=[[0], [1]], max_norm=0.5, accumulation=2)
     trained = run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, accumulation=2))
     for ours in trained:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("num_local", [1, 2])
-def test_boxes_sum_what_their_ranks_have_before_they_send_it(num_local: int, tmp_path: Path) -> None:
-    boxes = [list(range(first, first + num_local)) for first in range(0, 2 * num_local, num_local)]
-    expected = train_boxes("llama", boxes=boxes, max_norm=0.5)
+def test_nodes_sum_the_gradients_of_their_ranks_before_they_send_them(num_local: int, tmp_path: Path) -> None:
+    nodes = [list(range(first, first + num_local)) for first in range(0, 2 * num_local, num_local)]
+    expected = train_nodes("llama", nodes=nodes, max_norm=0.5)
     trained = run_ranks(2 * num_local, lambda links: train_rank(links, tmp_path, "llama", 0.5), num_local=num_local)
     for ours in trained:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in expected.items())
 
 
-def test_three_ranks_agree_and_are_near_one_process(tmp_path: Path) -> None:
-    """A third is no float: nobody promises the bits."""
+def test_three_ranks_agree_and_are_close_to_one_process(tmp_path: Path) -> None:
+    """A third is not a float, so the bits differ."""
     stock = train_stock("llama", 3, 0.5)
     trained = run_ranks(3, lambda links: train_rank(links, tmp_path, "llama", 0.5))
     for ours in trained:
@@ -162,7 +161,7 @@ def test_three_ranks_agree_and_are_near_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_bfloat16_ranks_sum_in_float32_as_one_process_of_ours_does(family: str, tmp_path: Path) -> None:
+def test_bfloat16_ranks_sum_in_float32_as_one_offloaded_process(family: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": torch.bfloat16}
     alone = train_rank(Links.alone(), tmp_path / "alone", family, 0.5, num_batches=2, **settings)
     for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, family, 0.5, **settings)):
@@ -171,12 +170,11 @@ def test_bfloat16_ranks_sum_in_float32_as_one_process_of_ours_does(family: str, 
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_guesses_about_the_norm_of_all_ranks_come_true_or_are_undone(max_norm: float, tmp_path: Path) -> None:
+def test_guesses_of_the_norm_of_all_ranks_are_right_or_undone(max_norm: float, tmp_path: Path) -> None:
     stock = train_stock("llama", 2, max_norm)
     applied: list[str | None] = []
 
     def note(engine: OffloadEngine, _step: int) -> None:
-        assert engine.last_step is not None
         applied.append(engine.last_step.applied)
 
     trained = run_ranks(
@@ -242,7 +240,7 @@ def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: P
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_a_step_has_one_exchange(max_norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it decides: the norms, the end of the backwards, whether it is skipped, the next commit."""
+    """This exchange decides the norm, the end of backwards, a skip and the next commit."""
     done: dict[int, list[str]] = {0: [], 1: []}
     all_gather = Links.all_gather
 
@@ -273,15 +271,16 @@ def test_a_step_has_one_exchange(max_norm: float, tmp_path: Path, monkeypatch: p
     )
     for of_rank in steps:
         assert of_rank[: NUM_STEPS - 1] == ["the end of the step"] * (NUM_STEPS - 1)
-        assert "the end of the step" not in of_rank[NUM_STEPS - 1 :], "others read weights behind the steps"
+        assert "the end of the step" not in of_rank[NUM_STEPS - 1 :], "all later exchanges read weights"
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
-def test_no_wait_is_missing_where_copies_run_late(seed: int, max_norm: float, tmp_path: Path) -> None:
+def test_no_wait_is_missing_if_copies_run_late(seed: int, max_norm: float, tmp_path: Path) -> None:
     stock = train_stock("llama", 2, max_norm)
 
-    devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]  # here, for their threads last
+    # created here, because their threads outlive the ranks
+    devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]
 
     def train(links: Links) -> Trained:
         return train_rank(links, tmp_path, "llama", max_norm, device=devices[links.ranks.rank])
@@ -300,15 +299,15 @@ def check_against_stock(num_ranks: int, family: str, max_norm: float, folder: Pa
         assert all(map(torch.equal, ours.losses, stock.losses[rank::num_ranks]))
 
 
-def train_boxes(family: str, boxes: list[list[int]], max_norm: float, accumulation: int = 1) -> dict[str, Tensor]:
-    """One process that sums the gradients of each box apart, and then these sums."""
+def train_nodes(family: str, nodes: list[list[int]], max_norm: float, accumulation: int = 1) -> dict[str, Tensor]:
+    """Train one process that sums the gradients of each node, and then these sums."""
     model = tiny_model(family).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
-    num_ranks = sum(map(len, boxes))
+    num_ranks = sum(map(len, nodes))
     for step in range(NUM_STEPS):
         sums: list[list[Tensor]] = []
-        for box in boxes:
-            for rank in box:
+        for node in nodes:
+            for rank in node:
                 for micro in range(accumulation):
                     loss = model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
                     (loss / accumulation / num_ranks).backward()

@@ -1,5 +1,6 @@
-"""Everything that `triton_codec` computes, beside `torch_codec`, to the bit. Run by `test_block_codec` in a process of
-its own, where Triton interprets."""
+"""Compare all functions of `triton_codec` with `torch_codec`, to the bit. `test_block_codec` runs this file in a
+process with Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def compare(num_bits: int, block: int, scale_dtype: torch.dtype, dtype: torch.dt
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where an infinity meets another
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about the sum of opposite infinities
     torch.set_num_threads(1)
     cases = list(
         itertools.product(

@@ -1,4 +1,4 @@
-"""A Trainer over a tiny model and random rows, without anything that the tests do not look at."""
+"""A minimal Trainer of a tiny model on random rows."""
 
 from __future__ import annotations
 

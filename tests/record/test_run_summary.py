@@ -1,4 +1,4 @@
-"""The summary of a run, in its documented keys."""
+"""The summary of a run has its documented keys."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with contextlib.redirect_stdout(printed):
         trainer.train()
     engine = trainer.offload_engine
-    assert engine is not None
     files_bytes = sum(path.stat().st_size for path in (folder / "_lohan" / "store").glob("*.bin"))
     engine.close()
     return {
@@ -72,9 +71,9 @@ def test_steps_and_tokens_are_counted_over_micro_batches(run: dict[str, Any]) ->
     assert summary["num_steps"] == NUM_STEPS
     assert summary["step_s"] > 0
     tokens_per_step = ACCUMULATE * BATCH_SIZE * SEQUENCE_LENGTH
-    counted = {line["step"]: line["num_tokens"] for line in run["lines"]}  # the last one of a step counts
+    counted = {line["step"]: line["num_tokens"] for line in run["lines"]}  # the last line of a step counts
     assert list(counted.values()) == [tokens_per_step] * NUM_STEPS
-    # A median of four steps is at most twice their mean; one long step makes the mean as large as it likes.
+    # The median of four steps is at most twice their mean, but the mean may be far above the median.
     assert 0 < summary["tokens_per_s"] * summary["step_s"] / tokens_per_step <= 2
 
 
@@ -83,14 +82,14 @@ def test_bytes_match_the_state(run: dict[str, Any]) -> None:
     state_bytes = 12 * summary["num_parameters"]
     assert summary["store_bytes"] >= state_bytes
     assert summary["store_bytes"] + summary["scratch_bytes"] == run["files_bytes"]
-    # Every step reads and writes weights and moments once; the start writes the weights.
+    # Every step reads and writes weights and moments once. The start writes the weights.
     assert summary["ssd_write_bytes"] >= NUM_STEPS * state_bytes + state_bytes / 3
     assert summary["ssd_read_bytes"] >= NUM_STEPS * state_bytes
 
 
 def test_peaks_are_within_the_budgets(run: dict[str, Any]) -> None:
     summary = run["summary"]
-    config = OffloadConfig.load(summary["config"])  # what was resolved can be used again
+    config = OffloadConfig.load(summary["config"])  # the resolved config can be loaded
     assert config.is_resolved
     assert (config.cpu_memory, config.gpu_memory) == (3 << 20, 1 << 20)
     assert 0 < summary["peak_cpu_pool_bytes"] <= 3 << 20
@@ -99,16 +98,16 @@ def test_peaks_are_within_the_budgets(run: dict[str, Any]) -> None:
 
 
 def test_trackers_get_the_figures(run: dict[str, Any]) -> None:
-    told = [row for row in run["tracked"] if "lohan/step_s" in row]
-    assert len(told) == len(run["logs"]) == NUM_STEPS // 2
-    figures = {key.removeprefix("lohan/") for key in told[0]}
+    rows_with_figures = [row for row in run["tracked"] if "lohan/step_s" in row]
+    assert len(rows_with_figures) == len(run["logs"]) == NUM_STEPS // 2
+    figures = {key.removeprefix("lohan/") for key in rows_with_figures[0]}
     assert figures >= CONTRACT - {"config", "num_parameters", "hardware"}
-    written = [row["lohan/ssd_write_bytes"] for row in told]
+    written = [row["lohan/ssd_write_bytes"] for row in rows_with_figures]
     assert written[0] < written[1] <= run["summary"]["ssd_write_bytes"]
 
 
 def test_the_console_has_two_more_lines_than_stock(run: dict[str, Any]) -> None:
-    """A line of ours before the first log and one behind the last."""
+    """hf_lohan prints one line before the first log and one after the last."""
     ours = [line.startswith("hf_lohan: ") for line in run["console"].splitlines()]
     assert ours == [True, *[False] * (len(run["logs"]) + 1), True], run["console"]
     assert not any(key.startswith("lohan/") for row in run["history"] for key in row)

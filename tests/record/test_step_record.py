@@ -1,4 +1,4 @@
-"""The record of a run: a line a step, a trace, and the report."""
+"""The record of a run: a line per step, a trace and the report."""
 
 from __future__ import annotations
 
@@ -42,14 +42,11 @@ def trainer_in(folder: Path, *, num_steps: int = NUM_STEPS, trace: bool = False)
 
 
 def finish(trainer: hf_lohan.Trainer, **options: Any) -> dict[str, Any]:
-    """Train and close; return the losses, a weight, and the planned model and setup."""
+    """Train and close. Return the losses, a weight, and the planned model and setup."""
     trainer.train(**options)
     engine = trainer.offload_engine
-    assert engine is not None
     weight: Tensor = engine.parameters.read_parameter("model.layers.1.mlp.up_proj.weight")
     plan = run_plan_of(engine)
-    assert plan is not None
-    assert plan.first is not None
     engine.close()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return {"losses": losses, "weight": weight, "model": plan.first.profile, "setup": plan.first.setup}
@@ -72,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     yield {"folder": folder, "lines": lines_of(folder), "summary": summary, "trace": trace, **result}
 
 
-def test_a_line_a_step(run: dict[str, Any]) -> None:
+def test_the_record_has_one_line_per_step(run: dict[str, Any]) -> None:
     lines = run["lines"]
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     for line in lines:
@@ -95,7 +92,7 @@ def test_logged_values_are_in_the_line_of_their_step(run: dict[str, Any]) -> Non
     assert all({"grad_norm", "learning_rate"} <= line.keys() for line in run["lines"] if line["step"] in logged)
 
 
-def test_bytes_add_up_to_the_summarys(run: dict[str, Any]) -> None:
+def test_bytes_of_steps_add_up_to_those_of_the_summary(run: dict[str, Any]) -> None:
     lines, summary = run["lines"], run["summary"]
     for name, lane in (("ssd_read_bytes", SSD_READ), ("ssd_write_bytes", SSD_WRITE)):
         during = sum(line[name] for line in lines) + lines[-1]["after"][name]
@@ -115,7 +112,7 @@ def test_the_floor_is_below_the_prediction(run: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mixed", [None, 0.1, 1.0, 3.0])
 def test_the_floor_is_below_the_prediction_for_any_mixed_rate(run: dict[str, Any], mixed: float | None) -> None:
-    """``mixed``: rate of mixed reads and writes over the rate of reads."""
+    """The parameter `mixed` is the rate of mixed reads and writes divided by the rate of reads."""
     measured = HardwareProfile.from_mapping(run["summary"]["measured_hardware"])
     read_bytes_per_s = measured.ssd_read_bytes_per_s
     hardware = replace(
@@ -135,7 +132,7 @@ def test_the_trace_has_tasks_of_every_lane(run: dict[str, Any]) -> None:
     assert lanes >= {COMPUTE, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, "step"}
     assert all({"pid", "tid", "ts", "dur", "name"} <= event.keys() and event["dur"] >= 0 for event in events)
     traced = {lane: sum(event["args"].get("bytes", 0) for event in events if event["cat"] == lane) for lane in lanes}
-    assert traced[SSD_READ] == run["summary"]["ssd_read_bytes"], "the trace begins before the store is opened"
+    assert traced[SSD_READ] == run["summary"]["ssd_read_bytes"], "the trace misses reads before the first step"
     assert traced[SSD_WRITE] == run["summary"]["ssd_write_bytes"]
     steps = [event for event in events if event["cat"] == "step"]
     assert [event["args"]["step"] for event in steps] == list(range(1, NUM_STEPS + 1))
@@ -165,7 +162,6 @@ def test_an_interrupted_run_is_recorded_and_continues_in_the_same_file(tmp_path:
     broken.add_callback(Break())
     with pytest.raises(KeyboardInterrupt):
         broken.train()
-    assert broken.offload_engine is not None
     broken.offload_engine.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
     assert not json.loads((tmp_path / "lohan" / "summary.json").read_text())["is_finished"]
@@ -174,7 +170,8 @@ def test_an_interrupted_run_is_recorded_and_continues_in_the_same_file(tmp_path:
     assert f"it is at step 3 of {NUM_STEPS}" in page
 
     steps = tmp_path / "lohan" / "steps.jsonl"
-    steps.write_text(steps.read_text() + '{"step": 4, "step_s": 1}\n{"step": 5, "st')  # was never committed
+    # steps 4 and 5 were never committed
+    steps.write_text(steps.read_text() + '{"step": 4, "step_s": 1}\n{"step": 5, "st')
     finish(trainer_in(tmp_path, num_steps=3 + MORE_STEPS), resume_from_checkpoint="last_step")
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
@@ -225,5 +222,4 @@ def test_a_folder_with_the_name_of_a_file_is_refused_before_the_first_step(name:
     with pytest.raises(StorageError, match=rf"this run writes a file and not a folder at .*/lohan/{name}: move"):
         trainer.train()
     assert trainer.state.global_step == 0
-    assert trainer.offload_engine is not None
     trainer.offload_engine.close()

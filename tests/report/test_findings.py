@@ -32,22 +32,22 @@ def findings(steps: list[dict[str, Any]], **summary: Any) -> Findings:
     return Findings(RunData(Path("run"), {}, {"is_finished": True, **summary}, tuple(steps), ()))
 
 
-def a_run(num_steps: int = 25, **summary: Any) -> Findings:
+def typical_run(num_steps: int = 25, **summary: Any) -> Findings:
     first = [line(step, step_s=40.0) for step in range(1, NUM_FIRST_STEPS + 1)]
     return findings([*first, *(line(step) for step in range(NUM_FIRST_STEPS + 1, num_steps + 1))], **summary)
 
 
 def test_the_first_steps_are_left_out() -> None:
-    run = a_run()
+    run = typical_run()
     assert run.step_s == 4.0
     assert run.tokens_per_s == 128.0
     assert run.lanes[0].share == pytest.approx(0.8)
-    assert findings([line(1, step_s=9.0)]).step_s == 9.0, "a single step counts"
+    assert findings([line(1, step_s=9.0)]).step_s == 9.0, "the only step was left out"
 
 
 def test_waits_are_described_by_length_and_cause() -> None:
-    assert sentences.on_waits(a_run()) == "Compute waited 800 ms a step (20%), nearly all of it for weights."
-    idle = a_run().steps[-1] | {"waits_s": {"compute waits": {"weights": 0.001}}}
+    assert sentences.on_waits(typical_run()) == "Compute waited 800 ms a step (20%), nearly all of it for weights."
+    idle = typical_run().steps[-1] | {"waits_s": {"compute waits": {"weights": 0.001}}}
     assert "waited little" in sentences.on_waits(findings([idle]))
     several = {"weights": 0.5, "activations": 0.4, "the norm": 0.1}
     text = sentences.on_waits(findings([line(1, waits_s={"compute waits": several}, between_s=0.2)]))
@@ -63,7 +63,7 @@ def test_waits_inside_compute_are_subtracted_on_a_cpu() -> None:
 
 
 def test_the_bottleneck_is_named() -> None:
-    assert sentences.bound_by(a_run()) == "computing"
+    assert sentences.bound_by(typical_run()) == "computing"
     waiting = line(1, busy_s={"compute": 1.0, "ssd read": 2.5, "ssd write": 1.2, "cpu optimizer": 2.0})
     assert sentences.bound_by(findings([waiting])) == "the SSDs"
     assert sentences.bound_by(findings([], bottleneck="h2d")) == "the link to the device"
@@ -72,18 +72,18 @@ def test_the_bottleneck_is_named() -> None:
 
 def test_a_floor_above_the_steps_is_dropped() -> None:
     floors = {"floor_by_resource_s": {"compute": 30.0}, "predicted_step_s": 33.0}
-    text = sentences.on_step_time(a_run(**floors, cpu_load=13.52, num_cpus=2))
+    text = sentences.on_step_time(typical_run(**floors, cpu_load=13.52, num_cpus=2))
     assert "times the floor" not in text
     assert "There is no floor, because the hardware was slower when it was measured" in text
     assert text.endswith("The machine was busy when training began: a load of 13.5 on 2 CPUs.")
     text = sentences.on_step_time(
-        a_run(predicted_step_s=3.2, floor_by_resource_s={"ssd": 2.5}, cpu_load=4.0, num_cpus=2)
+        typical_run(predicted_step_s=3.2, floor_by_resource_s={"ssd": 2.5}, cpu_load=4.0, num_cpus=2)
     )
     assert "times the floor of 2.5 s" in text and text.endswith("a load of 4.0 on 2 CPUs.")
 
 
 def test_a_step_is_compared_with_plan_and_floor() -> None:
-    run = a_run(predicted_step_s=3.2, corrected_step_s=3.2, floor_by_resource_s={"compute": 1.0, "ssd": 2.5})
+    run = typical_run(predicted_step_s=3.2, corrected_step_s=3.2, floor_by_resource_s={"compute": 1.0, "ssd": 2.5})
     assert run.floor == ("ssd", 2.5)
     assert run.corrected_s is None
     text = sentences.on_step_time(run)
@@ -103,8 +103,8 @@ def test_wear_counts_all_written_bytes() -> None:
 
 
 def test_warnings() -> None:
-    assert not list(sentences.warnings(a_run(predicted_step_s=4.1)))
-    (off,) = sentences.warnings(a_run(predicted_step_s=3.0, corrected_step_s=3.9))
+    assert not list(sentences.warnings(typical_run(predicted_step_s=4.1)))
+    (off,) = sentences.warnings(typical_run(predicted_step_s=3.0, corrected_step_s=3.9))
     assert "33% longer" in off and "corrected to 3.9 s" in off
     steps = [line(1), line(2, is_skipped=True, updates=None), line(3, updates="redone", between_s=3.0)]
     unfinished, skipped, between, redone = sentences.warnings(findings(steps, is_finished=False, num_planned_steps=10))

@@ -13,7 +13,6 @@ def step(number: int, began_s: float, ended_s: float) -> TracedTask:
 def test_the_median_step_of_the_later_half_is_chosen() -> None:
     steps = [step(1, 0, 9), step(2, 9, 10), step(3, 10, 12), step(4, 12, 17), step(5, 17, 20)]
     picture = picture_of(steps)
-    assert picture is not None
     assert (picture.step, picture.step_s) == (5, 3)
     assert picture_of([]) is None
     assert picture_of([TracedTask("compute", "forward", 0, 1)]) is None
@@ -31,7 +30,6 @@ def test_tasks_are_cut_to_the_step_and_merged() -> None:
         TracedTask("ssd write", "param", 25, 26),
     ]
     picture = picture_of(tasks)
-    assert picture is not None
     assert picture.spans == {
         ("compute", "backward"): [(4, 8)],
         ("compute", "forward"): [(0, 2)],
@@ -39,7 +37,7 @@ def test_tasks_are_cut_to_the_step_and_merged() -> None:
         ("ssd write", "param"): [(9, 10)],
     }
     assert picture.ssd_hidden_share is not None
-    assert abs(picture.ssd_hidden_share - 1 / 3.998) < 1e-9, "one second of reading, before forward's end"
+    assert abs(picture.ssd_hidden_share - 1 / 3.998) < 1e-9, "only the first second of reading overlaps the forward"
 
 
 def test_union_and_overlap() -> None:

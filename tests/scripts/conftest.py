@@ -1,4 +1,4 @@
-"""Tiny checkpoints and data files, made on the spot: no network."""
+"""Tiny checkpoints and data files, folders without a network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_lohan.testing.models import tiny_model
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "development")]  # the scripts import one another as they do when run
+sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "development")]  # scripts import each other from their folder
 
 
 @pytest.fixture(scope="session")
@@ -24,16 +24,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def checkpoint(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model of a family, with its tokenizer; OPT in float16, as its real ones are."""
-    made: dict[str, Path] = {}
+    """Return the folder of a tiny model of a family, with its tokenizer. OPT is in float16, like its real
+    checkpoints."""
+    folders: dict[str, Path] = {}
 
     def folder_of(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family)
             model = tiny_model(family)
-            (model.half() if family == "opt" else model).save_pretrained(made[family])
-            tokenizer.save_pretrained(made[family])
-        return made[family]
+            (model.half() if family == "opt" else model).save_pretrained(folders[family])
+            tokenizer.save_pretrained(folders[family])
+        return folders[family]
 
     return folder_of
 
@@ -46,8 +47,8 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """A script sets levels as if the process were its own; the tests behind it read warnings."""
+def restore_logging() -> Iterator[None]:
+    """Restore log levels and handlers, because scripts change them and later tests read warnings."""
     loggers = [logging.getLogger(name) for name in (None, "datasets", "hf_lohan", "transformers")]
     before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
     yield
@@ -58,7 +59,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read from or left in the user's cache."""
+    """Keep datasets out of the user's cache."""
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))

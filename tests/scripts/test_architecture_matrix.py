@@ -1,4 +1,4 @@
-"""The page of architectures: what it says of a class is what training it offloaded and in memory gives."""
+"""The page of architectures tells whether a class trains offloaded as in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiny_images import batches_with_images, freeze
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in a child of the matrix."""
+    """Use one thread, like the child processes of the matrix."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,13 +51,13 @@ BY_NAME = (
     "name",
     [
         "Qwen3VLForConditionalGeneration",  # tower features that are added within the text layers
-        "MllamaForConditionalGeneration",  # text layers that attend to the tower, and none without images
-        "Blip2ForConditionalGeneration",  # a tower, a model for queries, a text model
+        "MllamaForConditionalGeneration",  # text layers attend to the tower, and are skipped without images
+        "Blip2ForConditionalGeneration",  # a tower, a query model and a text model
         *(pytest.param(f"{name}ForConditionalGeneration", marks=pytest.mark.slow) for name in BY_NAME),
     ],
 )
 def test_models_that_read_images_are_exact(name: str, tmp_path: Path) -> None:
-    """As a whole, with a frozen tower and with a frozen text model; the images change from step to step."""
+    """Train the whole model, and with a frozen tower or text model. The images change between steps."""
     outcome = try_class(name, tmp_path / "store", task=Task.IMAGES)
     assert outcome.what == EXACT, outcome.why
 
@@ -85,11 +85,11 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Image processors that need PIL alone, with the sizes of the tiny models."""
+"""Image processors that need only PIL, with sizes for the tiny models."""
 
 
 def processed_images(processor: Any, model: Any, grids: tuple[tuple[int, int], ...], generator: Any) -> dict[str, Any]:
-    """Pictures of 32 x 32 times these sizes, as the processor gives them."""
+    """Return processed pictures, each `grids` times 32 x 32 pixels large."""
     colors = torch.randint(255, (len(grids), 3), generator=generator).tolist()
     pictures: list[Any] = [
         Image.linear_gradient("L").resize((32 * width, 32 * height)).convert("RGB") for height, width in grids
@@ -98,8 +98,8 @@ def processed_images(processor: Any, model: Any, grids: tuple[tuple[int, int], .
         Image.blend(picture, Image.new("RGB", picture.size, tuple(color)), 0.5)
         for picture, color in zip(pictures, colors, strict=True)
     ]
-    given = processor(images=[pictures] if "Idefics" in type(processor).__name__ else pictures, return_tensors="pt")
-    return {name: value for name, value in given.items() if name in inspect.signature(model.forward).parameters}
+    outputs = processor(images=[pictures] if "Idefics" in type(processor).__name__ else pictures, return_tensors="pt")
+    return {name: value for name, value in outputs.items() if name in inspect.signature(model.forward).parameters}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_batches_of_the_class_s_own_processor_are_exact(
     assert outcome.what == EXACT, outcome.why
 
 
-def test_images_of_the_batches_change_in_number_and_size() -> None:
+def test_batches_differ_in_the_number_and_size_of_images() -> None:
     model = tiny_model_of("Qwen3VLForConditionalGeneration")
     batches = batches_with_images(model, frozen="")
     grids = [batch.get("image_grid_thw", torch.zeros(0, 3)).tolist() for batch in batches]
@@ -132,7 +132,7 @@ def test_images_of_the_batches_change_in_number_and_size() -> None:
     }
 
 
-def test_what_differs_and_what_breaks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_and_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = matrix.train_in_memory
 
     def off_by_one_bit(*given: Any) -> matrix.Trained:
@@ -146,7 +146,7 @@ def test_what_differs_and_what_breaks_is_said(tmp_path: Path, monkeypatch: pytes
     assert [one.what for one in outcomes] == [matrix.FAILED] and "NoSuchForCausalLM" in outcomes[0].why
 
 
-def test_the_page_has_a_row_for_each_class_and_is_that_of_this_transformers() -> None:
+def test_the_page_has_a_row_for_each_class_and_no_failures() -> None:
     names = class_names()
     assert len(names) == len(set(names)) > 150 and "LlamaForCausalLM" in names
     page = with_section(PAGE.read_text(encoding="utf-8"), Task.TEXT, [Outcome(name, EXACT) for name in names])

@@ -1,4 +1,4 @@
-"""The benchmarks run in small on the CPU. Their figures measure nothing at these sizes."""
+"""The benchmarks run at small sizes on the CPU, where their figures mean nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_a_gpu_step_on_the_cpu(run: Run) -> None:
+def test_gpu_step_runs_on_the_cpu(run: Run) -> None:
     figures = run("gpu_step", *SMALL, output="figures")
     assert figures["file"].startswith("gpu_step_cpu_") and figures["file"].endswith("cores.json")
     assert figures["first_losses_equal"], (figures["in_memory"], figures["offloaded"])
@@ -56,7 +56,7 @@ def test_a_gpu_step_on_the_cpu(run: Run) -> None:
     assert figures["command"].startswith("python scripts/benchmarks/gpu_step.py --hidden 64")
 
 
-def test_a_paced_step(run: Run) -> None:
+def test_paced_step_runs(run: Run) -> None:
     own = ["--regime", "balanced", "--max-grad-norm", "1", "--steps-per-turn", "1"]
     figures = run("paced_step", *SMALL, *own, "--set", "resident_records=none", "--set", "commit_every=1")
     assert figures["settings"]["resident_records"] == "none"
@@ -69,7 +69,7 @@ def test_a_paced_step(run: Run) -> None:
     assert result["over_longest_lane"] == turn["step_s"] / max(turn["lanes_s"].values())
 
 
-def test_codecs(run: Run) -> None:
+def test_bench_codecs_runs(run: Run) -> None:
     codecs = run("bench_codecs", "--numel", "70000", "--num-turns", "1")["codecs"]
     assert codecs["gradients, int4"]["bits_per_value"] == pytest.approx(4.25, rel=1e-3)
     assert 1 < codecs["step delta, lr 5e-6"]["bits_per_value"] < codecs["step delta, lr 1e-4"]["bits_per_value"] < 2
@@ -79,7 +79,7 @@ def test_codecs(run: Run) -> None:
 def test_all_benchmarks_take_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = [path.stem for path in BENCHMARKS.glob("*.py") if "@benchmark(" in path.read_text()]
-    names.remove("bench_rivals")  # defines its command when it is run: DeepSpeed's environment lacks the library
+    names.remove("bench_rivals")  # defines its command only when run, because DeepSpeed's environment lacks hf_lohan
     names.remove("benchmarking")
     assert {"bench_io", "bench_large", "gpu_step", "paced_step"} <= set(names)
     for name in names:
@@ -109,12 +109,12 @@ def test_the_measured_rows_have_valid_arguments(monkeypatch: pytest.MonkeyPatch)
 def test_other_benchmarks_run(name: str, own: list[str], run: Run) -> None:
     try:
         assert run(name, *SMALL, *own)["commit"]
-    except PermissionError as error:  # network namespaces
+    except PermissionError as error:  # raised without network namespaces
         pytest.skip(str(error))
 
 
 @pytest.mark.slow
-def test_generating_from_a_paced_drive(run: Run) -> None:
+def test_generate_from_ssd_runs(run: Run) -> None:
     figures = run("generate_from_ssd", *SMALL, "--layers", "8", "--drive", "10e6", "--tokens", "2")
     assert figures["is_drive_paced"] and figures["drive_bytes_per_s"] == 10e6
     assert figures["missing_bytes_per_token"]["all"] == 0 < figures["missing_bytes_per_token"]["ring"]

@@ -1,4 +1,4 @@
-"""The fine-tuning scripts on tiny models: stock, offloaded, resumed, launched, and bad input."""
+"""The fine-tuning scripts on tiny models: stock, offloaded, resumed, launched and with bad input."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU does")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 def test_bf16_works_without_a_gpu(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     words = [word for word in flags(checkpoint("llama"), text_file, tmp_path / "out") if word != "--use_cpu"]
     results = main(LLAMA, [*words, "--bf16", "--max_steps", "1", "--save_strategy", "no", "--offload", "lohan"])
@@ -80,7 +80,7 @@ def test_a_resumed_run_equals_a_whole_one(
 ) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     main(LLAMA, flags(checkpoint("llama"), text_file, whole, *offload))
-    # The same schedule of four steps, left after the second: its checkpoint is what an interrupted run leaves behind.
+    # The checkpoint of step 2 is what an interrupted run of the same four steps would leave.
     halves.mkdir()
     (whole / "checkpoint-2").rename(halves / "checkpoint-2")
     main(LLAMA, flags(checkpoint("llama"), text_file, halves, *offload, "--resume"))
@@ -94,14 +94,14 @@ def test_resume_takes_the_last_committed_step(checkpoint: Checkpoints, text_file
     assert checkpoint_to_resume("last", str(out)) is True
     trained = (out / "model.safetensors").read_bytes()
     main(LLAMA, flags(checkpoint("llama"), text_file, out, "--offload", "lohan", "--save_strategy", "no", "--resume"))
-    assert (out / "model.safetensors").read_bytes() == trained  # all steps had been taken
+    assert (out / "model.safetensors").read_bytes() == trained  # no step was left to take
 
 
 @pytest.mark.parametrize("name", ["lohan.yaml", "lohan_small_budget.yaml", "lohan_two_ssds.yaml", "quickstart.yaml"])
 def test_every_config_runs(
     name: str, checkpoint: Checkpoints, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # relative paths in a config start where it is run
+    monkeypatch.chdir(tmp_path)  # relative paths in a config start at the working directory
     out = tmp_path / "out"
     more = ("--offload", str(ROOT / "configs" / name), "--max_steps", "1")
     main(LLAMA, flags(checkpoint("llama"), text_file, out, *more))
@@ -110,7 +110,7 @@ def test_every_config_runs(
 
 
 @pytest.mark.slow
-def test_accelerate_launch(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
+def test_accelerate_launches_the_script(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     script = [str(ROOT / "scripts" / "finetune_llama.py"), *flags(checkpoint("llama"), text_file, tmp_path / "out")]
     config = str(ROOT / "configs" / "accelerate_single.yaml")
     offload = ["--offload", str(ROOT / "configs" / "lohan.yaml")]

@@ -1,4 +1,4 @@
-"""The demo of experts with a tiny model. `bash scripts/moe_demo.sh` runs the whole."""
+"""The demo of experts with a tiny model. `bash scripts/moe_demo.sh` runs the whole demo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dense(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("llama")
 
 
-def test_the_mixture_computes_what_the_dense_model_does(dense: Path, tmp_path: Path) -> None:
+def test_the_mixture_equals_the_dense_model(dense: Path, tmp_path: Path) -> None:
     moe_inputs.upcycle(dense, tmp_path / "base", num_experts=4)
     stock = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     mixture = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
@@ -76,8 +76,8 @@ def test_the_demo_runs(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     check_arguments(args)
     offload = {"gpu_memory": "2MiB", "cpu_memory": "64MiB", "experts": "streamed"}
     moe_demo.main(tmp_path, offload=offload, block_size=16, args=args, min_improvement_fraction=-1.0)
-    said = capsys.readouterr().out
-    assert "to the same logits bit for bit" in said.replace("\n", " ")
+    output = capsys.readouterr().out
+    assert "to the same logits bit for bit" in output.replace("\n", " ")
     drawn = ElementTree.fromstring((tmp_path / "routing.svg").read_text())
     num_layers = AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned").config.num_hidden_layers
     cells = [element for element in drawn.iter() if element.tag.endswith("rect")]

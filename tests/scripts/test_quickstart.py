@@ -1,4 +1,4 @@
-"""Parts of the quickstart. `bash scripts/quickstart.sh` runs the whole."""
+"""Parts of the quickstart. `bash scripts/quickstart.sh` runs the whole quickstart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_jsonl_round_trip(tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in lines] == texts
 
 
-def test_its_budgets_are_a_fraction_of_the_state() -> None:
+def test_the_budgets_are_a_fraction_of_the_state() -> None:
     config = OffloadConfig.load(str(quickstart.CONFIG))
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert config.gpu_memory + config.cpu_memory < 0.4 * 134_515_008 * 16

@@ -1,4 +1,4 @@
-"""Reading text files and cutting them into blocks."""
+"""Reading text files and cutting texts into blocks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_bad_files_are_refused(
         text_data.read_documents([str(path)], text_column=column)
 
 
-def test_kinds_do_not_mix(tmp_path: Path) -> None:
+def test_files_of_different_kinds_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / "a.jsonl", TEXTS), write(tmp_path / "b.csv", TEXTS)]
     with pytest.raises(ValueError, match="different kinds"):
         text_data.read_documents(files)
@@ -108,7 +108,7 @@ def test_packed_blocks_separate_documents_by_ends(tokenizer: PreTrainedTokenizer
     assert text.count("<end>") >= 2
 
 
-def test_without_packing_a_row_is_a_document_cut_off(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_without_packing_a_row_is_a_truncated_document(tokenizer: PreTrainedTokenizerFast) -> None:
     documents = Dataset.from_dict({"text": ["block", "block " * 100]})
     blocks = text_data.make_blocks(documents, tokenizer, block_size=16, packing=False)
     short, long = blocks["input_ids"]

@@ -1,4 +1,4 @@
-"""Causal LMs of many families, tiny, from their config classes."""
+"""Tiny causal LMs of many families, made from their config classes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
     "gpt2": ("GPT2Config", GPT),
     "gpt_bigcode": ("GPTBigCodeConfig", GPT),
-    "ctrl": ("CTRLConfig", {**GPT, "dff": 64}),  # no layer class: a list of modules
+    "ctrl": ("CTRLConfig", {**GPT, "dff": 64}),  # has no layer class, only a list of modules
     "granite_swa": ("GraniteSWAConfig", GROUPED),  # vectors of four elements
     "mpt": ("MptConfig", {**COMMON, "d_model": 32, "n_layers": NUM_LAYERS, "n_heads": 4}),
     "opt": ("OPTConfig", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}),
@@ -54,7 +54,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(architecture: str, *, attention: str | None = None, **overrides: Any) -> Any:
-    """Randomly initialised in the default device and dtype; ``overrides`` are settings of its config."""
+    """Return a random model on the default device with the default dtype. `overrides` are settings of its config."""
     config_class, settings = ARCHITECTURES[architecture]
     config = getattr(transformers, config_class)(**{**settings, **overrides})
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -1,4 +1,4 @@
-"""Maximum norms that clip and that do not, and the engine's counts of speculated steps."""
+"""Maximum norms that clip or do not clip, and the engine's counts of speculated steps."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def counts(twins: Any) -> tuple[int, int]:
 
 
 def assert_speculated(twins: Any, max_norms: list[float]) -> None:
-    """All steps were speculated, and exactly those that clipped were redone."""
+    """Check that all steps were speculated and that exactly the clipped steps were redone."""
     assert counts(twins) == (len(max_norms), max_norms.count(CLIPS))
     assert (twins.engine.undone_update_s > 0) == (CLIPS in max_norms)

@@ -1,4 +1,4 @@
-"""Choose few cases of a test that cover each value, or each pair of values, of its parameters."""
+"""Choose a few cases of a test that cover each value, or each pair of values, of its parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Case = tuple[tuple[str, str], ...]
 
 
 def few_that_cover(cases: Sequence[Case], strength: int) -> set[Case]:
-    """Return cases that contain every combination of `strength` values which occurs in ``cases``.
+    """Return cases that contain every combination of `strength` values that occurs in `cases`.
 
     A case with more new combinations is chosen first. Among equals, a case with rarer values is chosen.
     """

@@ -1,4 +1,4 @@
-"""On the CUDA double, a test fails if the double finds a violation while it runs, such as a race."""
+"""On the CUDA double, a test fails if the double finds a violation, such as a race, during the test."""
 
 from __future__ import annotations
 

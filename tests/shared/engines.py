@@ -1,4 +1,4 @@
-"""Engines over tiny models with tight budgets, and twins of these models that torch trains in memory."""
+"""Engines of tiny models with tight budgets, and twins of these models that torch trains in memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,39 @@ from hf_lohan.huggingface.attachment import compute_expert, enable_checkpointing
 from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import lay_out
+from hf_lohan.planning import OffloadLayout, lay_out
+from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 EngineFactory = Callable[..., OffloadEngine]
 ConfigFactory = Callable[..., OffloadConfig]
+
+HELD_OR_ACTIVE = pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
+
+
+class PlannedError(Exception):
+    """Raised on purpose."""
+
+
+def resolved(folder: Path | str, *, memory_bytes: int = 1 << 30, **settings: Any) -> OffloadConfig:
+    """Return settings for a store in `folder` on a machine with `memory_bytes` of RAM and of device memory."""
+    return OffloadConfig.load({"ssd": str(folder), **settings}).resolve(
+        host_memory_bytes=memory_bytes, device_memory_bytes=memory_bytes, num_cpus=2, default_ssd_path=str(folder)
+    )
+
+
+def open_engine(
+    model: Any,
+    layout: OffloadLayout,
+    config: OffloadConfig,
+    device: Device | None = None,
+    links: Links | None = None,
+    **parts: Any,
+) -> OffloadEngine:
+    """Write the model's weights to its store and return its engine."""
+    tiers = open_tiers(layout, config, device or CpuDevice(), links)
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
+    return OffloadEngine(model, layout, tiers, config, **parts)
 
 
 @pytest.fixture
@@ -37,13 +65,10 @@ def make_config(tmp_path: Path) -> ConfigFactory:
             "gpu_memory": "1MiB",
             "prefetch_blocks": 1,
             "experts": "with_layer",
-            "ssd": str(tmp_path / "store"),
             "io_threads": 2,
             "io_piece_bytes": 1 << 20,
         }
-        return OffloadConfig.load({**defaults, **settings}).resolve(
-            host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
-        )
+        return resolved(tmp_path / "store", **{**defaults, **settings})
 
     return make
 
@@ -78,9 +103,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
             memory_is_host=device.memory_is_host,
             rules=rules,
         )
-        tiers = open_tiers(layout, config, device)
-        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
-        engines.append(OffloadEngine(model, layout, tiers, config, events, compute_expert))
+        engines.append(open_engine(model, layout, config, device, events=events, compute_expert=compute_expert))
         stream_experts(engines[-1].experts)
         return engines[-1]
 
@@ -90,9 +113,8 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Twins:
-    """One model twice: `stock` under torch in memory, and `model` under an engine.
-
-    Each step is taken with both. `assert_equal` then compares weights, states and step counts to the bit.
+    """Two copies of one model: `stock` is trained by torch in memory, `model` by an engine. Each step is taken with
+    both. `assert_equal` then compares weights, states and step counts to the bit.
     """
 
     def __init__(
@@ -102,7 +124,7 @@ class Twins:
         optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """``optimizers``: one torch optimizer for each model, AdamW by default. The engine takes over the second."""
+        """Use one torch optimizer for each model, AdamW by default. The engine takes over the second one."""
         self.stock, self.model, self.engine = stock, engine.model, engine
         if optimizers is not None:
             self.stock_optimizer, self.optimizer = optimizers[0], take_over(optimizers[1], engine)
@@ -117,7 +139,7 @@ class Twins:
         return self.stock, self.model
 
     def losses(self, batch_seed: int, *, rng_seed: int | None = None, scale: float = 1.0, **shape: int) -> list[Tensor]:
-        """Return the losses of both on one batch (``shape``: see `tiny_batch`), which must be equal."""
+        """Return the losses of both models on one batch of `tiny_batch`, and check that they are equal."""
         losses = []
         for model in self.models:
             if rng_seed is not None:
@@ -147,7 +169,7 @@ class Twins:
             self.step()
 
     def assert_equal(self) -> None:
-        access = self.engine.parameters  # as the last step left them
+        access = self.engine.parameters  # waits for the updates of the last step
         slices = {part.name: part for part in self.engine.parameter_slices}
         for name, parameter in self.stock.named_parameters():
             assert torch.equal(access.read_parameter(name), parameter), name
@@ -163,7 +185,7 @@ TwinsFactory = Callable[..., Twins]
 
 @pytest.fixture
 def make_twins(build_engine: EngineFactory) -> TwinsFactory:
-    """Make twins of a family, or of the models that ``model_factory`` makes. Each call must give equal models."""
+    """Make twins of a family or of the models of `model_factory`, whose calls must return equal models."""
 
     def make(
         family: str = "llama",

@@ -18,7 +18,8 @@ from hf_lohan.huggingface import engine_of, offload_model
 
 @pytest.fixture(autouse=True)
 def forget_global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Reset accelerate's shared state, the environment variable of TrainingArguments and the number of threads."""
+    """Reset accelerate's shared state, the environment variable that TrainingArguments sets and the number of
+    threads."""
     num_threads = torch.get_num_threads()
     forget_accelerator_state()
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)

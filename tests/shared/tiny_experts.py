@@ -105,7 +105,7 @@ FLOAT32_ROUTERS = frozenset({"Ernie4_5_MoeConfig", "HunYuanMoEV1Config"})
 
 
 def tiny_experts(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """A randomly initialised causal LM; equal seeds give equal weights."""
+    """Return a random causal LM. Equal seeds give equal weights."""
     import transformers
 
     config = getattr(transformers, family)(**{**_COMMON, **_OWN[family], **overrides})
@@ -114,5 +114,5 @@ def tiny_experts(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any() or (parameter == 1).all():
-                parameter.add_(torch.randn(parameter.shape) * 0.02)  # mistakes would not show in zeros or ones
+                parameter.add_(torch.randn(parameter.shape) * 0.02)  # zeros and ones would hide mistakes
     return model

@@ -1,4 +1,4 @@
-"""A tiny tokenizer, and the sentences that it was trained on."""
+"""A tiny tokenizer and the sentences it was trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SENTENCES = [f"block {index} goes down to the disk and comes back up when it is 
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `VOCAB_SIZE` tokens, trained on the sentences."""
+    """Return a byte-level BPE tokenizer with at most `VOCAB_SIZE` tokens, trained on the sentences."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Train an engine, and read all that it stores."""
+"""Train an engine and read everything it stores."""
 
 from __future__ import annotations
 

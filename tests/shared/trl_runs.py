@@ -19,7 +19,7 @@ from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_model
 
 BUDGETS = {"cpu_memory": "8MiB", "gpu_memory": "2MiB"}
-"""Two engines fit, each with two or three blocks on the device."""
+"""Two engines fit these budgets, each with two or three blocks on the device."""
 NUM_STEPS = 3
 _TIMES = ("runtime", "per_second", "step_time", "total_flos", "epoch")
 NORM_RELATIVE_TOLERANCE = 1e-6
@@ -48,12 +48,12 @@ def arguments(kind: str, folder: Path, **settings: Any) -> Any:
     return getattr(trl, f"{kind}Config")(str(folder), **{**defaults, **settings})
 
 
-def run(kind: str, args: Any, *, offload: Any = None, **given: Any) -> Run:
-    """Make a trainer, stock if ``offload`` is None, and train."""
+def run(kind: str, args: Any, *, offload: Any = None, **options: Any) -> Run:
+    """Make a trainer, which is stock if `offload` is None, and train."""
     if offload is None:
-        trainer = getattr(trl, f"{kind}Trainer")(args=args, **given)
+        trainer = getattr(trl, f"{kind}Trainer")(args=args, **options)
     else:
-        trainer = getattr(hf_lohan.trl, f"{kind}Trainer")(args=args, offload=offload, **given)
+        trainer = getattr(hf_lohan.trl, f"{kind}Trainer")(args=args, offload=offload, **options)
     trainer.train()
     return Run(trainer, comparable(trainer.state.log_history), weights_of(trainer.model))
 
@@ -75,12 +75,12 @@ def close(found: Run) -> None:
 
 
 def comparable(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a log without times."""
+    """Return the rows of a log without times."""
     return [{key: value for key, value in row.items() if not any(word in key for word in _TIMES)} for row in history]
 
 
 def assert_same(ours: Run, stock: Run) -> None:
-    """All values are equal to the bit, except gradient norms, which are summed in another order."""
+    """Check that all values are equal to the bit, except gradient norms, which are summed in another order."""
     assert len(ours.logs) == len(stock.logs) > 0
     for ours_row, stock_row in zip(ours.logs, stock.logs, strict=True):
         assert ours_row.keys() == stock_row.keys()
@@ -93,22 +93,22 @@ def assert_same(ours: Run, stock: Run) -> None:
 
 
 def assert_trained(found: Run, before: dict[str, Tensor]) -> None:
-    """At least one weight has changed."""
+    """Check that at least one weight has changed."""
     assert any(not torch.equal(found.weights[name], weight) for name, weight in before.items())
 
 
 def both(
-    kind: str, folder: Path, settings: dict[str, Any], given: Callable[[], dict[str, Any]], **offload: Any
+    kind: str, folder: Path, settings: dict[str, Any], options: Callable[[], dict[str, Any]], **offload: Any
 ) -> tuple[Run, Run]:
-    """Return the offloaded and the stock run. ``given`` makes the options of each."""
-    stock = run(kind, arguments(kind, folder / "stock", **settings), **given())
-    ours = run(kind, arguments(kind, folder / "ours", **settings), offload={**BUDGETS, **offload}, **given())
+    """Return the offloaded and the stock run. `options` makes the options of each run."""
+    stock = run(kind, arguments(kind, folder / "stock", **settings), **options())
+    ours = run(kind, arguments(kind, folder / "ours", **settings), offload={**BUDGETS, **offload}, **options())
     close(ours)
     return ours, stock
 
 
 def lora(**settings: Any) -> Any:
-    """Adapt two matrices of each layer."""
+    """Return the config of adapters for two matrices of each layer."""
     import peft
 
     return peft.LoraConfig(

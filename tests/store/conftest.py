@@ -1,4 +1,4 @@
-"""Engines and records, and the modules beside this file."""
+"""Import fixtures of engines and records, and make the modules beside this file importable."""
 
 import sys
 from pathlib import Path

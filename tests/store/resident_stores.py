@@ -19,6 +19,11 @@ MOMENT = RecordSpec("layer", "exp_avg", "float32", 2 * GRANULE_NUMEL)
 FROZEN = RecordSpec("frozen", "param", "float32", GRANULE_NUMEL + 4096, versioned_numel=0)
 RECORDS = (WEIGHT, MOMENT, FROZEN)
 
+CHUNKS = [
+    (record, start, min(start + GRANULE_NUMEL, record.numel))
+    for record in RECORDS
+    for start in range(0, record.numel, GRANULE_NUMEL)
+]
 Place = tuple[str, str, int]
 ALL: Place = ("layer", "param", 0)
 

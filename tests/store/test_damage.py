@@ -1,4 +1,4 @@
-"""A flipped bit on the disk gives an error with its position, or the right data, but never wrong data."""
+"""After a bit flips on the disk, a read gives the right data or an error with the position of the damage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def paths(tmp_path: Path) -> list[StorePath]:
 
 @pytest.fixture
 def content(paths: list[StorePath], engine: IoEngine) -> Content:
-    """Content of a store in ``paths`` whose current records are partly in each home, and partly in neither."""
+    """Create a store in `paths` with some current granules in each home and some in neither. Return its content."""
     random = Random(0)
     with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2, stripe_bytes=20480) as store:
         for record in RECORDS:
@@ -59,7 +59,7 @@ def flip(file: Path, byte: int, random: Random) -> None:
 
 
 def current_bytes(store: Store) -> set[tuple[str, int]]:
-    """The sectors with committed bytes."""
+    """Return the sectors with committed bytes."""
     return {
         (path, sector)
         for record in store.records
@@ -121,7 +121,7 @@ def test_a_flipped_bit_of_a_manifest_is_refused(paths: list[StorePath], content:
                 store = Store.open(paths, model=MODEL, engine=engine)
             except ForeignStoreError as error:
                 assert "manifest.json" in str(error) and "\n" not in str(error)
-            else:  # one white space for another
+            else:  # only white space has changed
                 assert json.loads(file.read_bytes()) == json.loads(sound)
                 store.close()
             file.write_bytes(sound)
@@ -172,7 +172,7 @@ def test_a_bit_that_flips_in_transfer_is_detected(
         out = aligned(record, record.numel)
         with pytest.raises(CorruptionError, match=r"exp_avg of a is damaged .*records-0\.bin at byte \d+"):
             store.read("a", "exp_avg", 0, out).wait()
-        if verb == "read":  # on the disk it is right
+        if verb == "read":  # the bytes on the disk are right
             store.read("a", "exp_avg", 0, out).wait()
             assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
 
@@ -254,8 +254,8 @@ def checked(paths: list[StorePath], engine: IoEngine) -> str:
 
 
 @pytest.fixture
-def told(tmp_path: Path, engine: IoEngine) -> list[StorePath]:
-    """A store with all files that there are."""
+def complete_store(tmp_path: Path, engine: IoEngine) -> list[StorePath]:
+    """A store with all kinds of files."""
     path = StorePath(str(tmp_path / "store"), 1 << 20)
     with Store.create([path], RECORDS, model=MODEL, engine=engine, num_homes=1) as store:
         store.commit({"step": 1}, {"journal": b"x" * 100}, b"a line\n", model_files={"config.json": b'{"a": 1}'})
@@ -265,9 +265,9 @@ def told(tmp_path: Path, engine: IoEngine) -> list[StorePath]:
 
 @pytest.mark.parametrize("name", METADATA)
 def test_damaged_metadata_is_reported_in_one_line_with_its_name(
-    name: str, told: list[StorePath], engine: IoEngine
+    name: str, complete_store: list[StorePath], engine: IoEngine
 ) -> None:
-    file, random = Path(told[0].path) / name, Random(name)
+    file, random = Path(complete_store[0].path) / name, Random(name)
     whole = file.read_bytes()
     foreign = [
         *(b"", b"{}", b"[]", b"null", b"'x'", b"[" * 100_000, b"1e999", b"\xff" * 64),
@@ -281,16 +281,16 @@ def test_damaged_metadata_is_reported_in_one_line_with_its_name(
     cut = [whole[: random.randrange(len(whole))] for _ in range(20)]
     for content in (*foreign, *flipped, *cut):
         file.write_bytes(content)
-        found = checked(told, engine)
+        found = checked(complete_store, engine)
         assert file.name in found and "\n" not in found, content[:60]
 
 
 @pytest.mark.parametrize("name", METADATA)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "giant"])
 def test_a_file_of_another_kind_is_refused_at_once(
-    kind: str, name: str, told: list[StorePath], engine: IoEngine
+    kind: str, name: str, complete_store: list[StorePath], engine: IoEngine
 ) -> None:
-    file = Path(told[0].path) / name
+    file = Path(complete_store[0].path) / name
     file.unlink()
     if kind == "pipe":
         os.mkfifo(file)
@@ -299,7 +299,7 @@ def test_a_file_of_another_kind_is_refused_at_once(
     else:
         with file.open("wb") as stream:
             stream.truncate(1 << 40)
-    assert file.name in checked(told, engine)
+    assert file.name in checked(complete_store, engine)
 
 
 def test_an_unmounted_path_is_named(tmp_path: Path, engine: IoEngine) -> None:

@@ -17,7 +17,7 @@ from hf_lohan.store.commits import read_commit, write_commit
 from hf_lohan.testing.stored_state import aligned, content_of
 
 
-def test_frozen_records_loaded_again_do_not_harm_the_commit(tmp_path: Path, engine: IoEngine) -> None:
+def test_writing_frozen_records_again_keeps_the_commit_unless_they_change(tmp_path: Path, engine: IoEngine) -> None:
     frozen = (RECORDS[3],)
     with new_store(tmp_path, engine, 2) as store:
         fill(store, RECORDS, Random(1))
@@ -111,7 +111,6 @@ def test_a_commit_that_does_not_fit_its_manifest_is_refused(tmp_path: Path, engi
         store.commit()
         paths = store.paths
     commit = read_commit(paths[0].path)
-    assert commit is not None
     commit.home[0] = 1
     write_commit(commit, paths[0].path)
     with pytest.raises(ForeignStoreError, match=r"does not fit its manifest .*homes that do not exist"):
@@ -132,7 +131,7 @@ def test_an_unfinished_store_is_created_again_unless_it_has_a_commit(tmp_path: P
         Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine)
     (tmp_path / "b" / "away").rename(tmp_path / "b" / "manifest.json")
     other = StorePath(str(tmp_path / "c"), 10**7)
-    with pytest.raises(StorageError, match=r"there is no store in .*/c"):  # the commit is in a
+    with pytest.raises(StorageError, match=r"there is no store in .*/c"):  # path a has the commit
         Store.open_or_create([paths[1], other], RECORDS, model=MODEL, engine=engine)
 
 
@@ -150,7 +149,7 @@ def test_durability_decides_the_number_of_homes(
         Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability=other)
 
 
-def test_auto_takes_one_home_where_two_do_not_fit_beside_the_scratch(tmp_path: Path, engine: IoEngine) -> None:
+def test_auto_chooses_one_home_if_two_and_the_scratch_do_not_fit(tmp_path: Path, engine: IoEngine) -> None:
     once = sum(record.num_bytes for record in RECORDS)
     twice = once + sum(record.versioned_numel * record.itemsize for record in RECORDS)
     scratch = (RecordSpec("a", "gradient", "float32", 2048),)

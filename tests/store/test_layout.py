@@ -31,7 +31,7 @@ layouts = st.builds(
 
 
 def extents(layout: StoreLayout, block: str, kind: str, start_numel: int, numel: int) -> list[Extent]:
-    """Of elements."""
+    """Return the extents of a range of elements."""
     itemsize = layout.record(block, kind).itemsize
     return layout.extents(block, kind, start_numel * itemsize, numel * itemsize)
 
@@ -63,7 +63,7 @@ def test_ranges_of_a_record_have_the_right_extents(layout: StoreLayout, data: st
     numel = data.draw(st.integers(0, record.numel - start))
 
     def byte_places(start_numel: int, numel: int) -> list[tuple[int, int]]:
-        """The place of the first and of the last byte of each element."""
+        """Return the place of each byte of the elements."""
         by_byte = {}
         for path, offset, at, num_bytes in extents(layout, record.block, record.kind, start_numel, numel):
             by_byte.update({at + i: (path, offset + i) for i in range(num_bytes)})

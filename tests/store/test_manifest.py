@@ -19,7 +19,7 @@ Records = tuple[RecordSpec, ...]
 
 @pytest.fixture
 def manifests(paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine) -> list[Path]:
-    """The manifest files of a store that is closed."""
+    """The manifest files of a closed store."""
     Store.create(paths, records, model=model, engine=engine).close()
     return [Path(path.path) / "manifest.json" for path in paths]
 
@@ -86,7 +86,7 @@ def test_a_damaged_manifest_is_refused(
         Store.create(paths, records, model=model, engine=engine)
 
 
-def as_an_older_version_made_it(file: Path, **changes: Any) -> None:
+def write_as_older_version(file: Path, **changes: Any) -> None:
     fields = json.loads(file.read_text()) | {"format_version": 3} | changes
     fields.pop("rank", None)
     file.write_text(json.dumps(sealed(fields)))
@@ -96,7 +96,7 @@ def test_a_manifest_without_a_rank_is_accepted(
     manifests: list[Path], paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
     for file in manifests:
-        as_an_older_version_made_it(file)
+        write_as_older_version(file)
     before = [file.read_bytes() for file in manifests]
     for number in (1, 2):
         with Store.open_or_create(paths, records, model=model, engine=engine, durability="checkpoint") as store:
@@ -106,7 +106,7 @@ def test_a_manifest_without_a_rank_is_accepted(
         assert store.committed is not None and store.committed.facts == {"number": 2}
     assert [file.read_bytes() for file in manifests] == before
     content = (manifests[0].parent / "commit.safetensors").read_bytes()
-    assert b"store_id" in content and b"layout_id" not in content, "the older version knows no such field"
+    assert b"store_id" in content and b"layout_id" not in content, "the older version does not know this field"
 
 
 def changed_records(file: Path, **changes: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def test_a_manifest_of_other_records_is_refused(
     engine: IoEngine,
     change: dict[str, Any],
 ) -> None:
-    """Its checksum is right, so it was edited or belongs to another store."""
+    """The manifest has a right checksum, so it was edited or belongs to another store."""
     with Store.open(paths, model=model, engine=engine) as store:
         store.commit()
     sound = [file.read_text() for file in manifests]
@@ -139,7 +139,7 @@ def test_a_manifest_of_other_records_is_refused(
             attempt()
     for file, text in zip(manifests, sound, strict=True):
         file.write_text(text)
-        as_an_older_version_made_it(file, layout=changed_records(file, **change))
+        write_as_older_version(file, layout=changed_records(file, **change))
     (manifests[0].parent / "commit.safetensors").unlink()
     with pytest.raises(ForeignStoreError, match="with other records than this run has, the first of them elements"):
         Store.open_or_create(paths, records, model=model, engine=engine)

@@ -1,4 +1,4 @@
-"""The model's files are part of the commit: after a power cut they are right, or known to be wrong."""
+"""The model's files are part of the commit. After a power cut they are those of a commit."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def opened(folder: Path, engine: IoEngine) -> Store:
 
 
 def files_of(store: Store) -> dict[str, bytes] | None:
-    """Raises if a file differs from the commit."""
+    """Return the model's files. Raises if a file differs from the commit."""
     if store.model_folder is None:
         return None
     folder = Path(store.model_folder)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_files_stay_until_others_are_committed(tmp_path: Path, engine: IoEngine) -> None:
+def test_files_are_kept_until_others_are_committed(tmp_path: Path, engine: IoEngine) -> None:
     with opened(tmp_path, engine) as store:
         assert store.model_folder is None
         store.commit()

@@ -1,4 +1,4 @@
-"""After a power cut behind any call that changes a file, the store has a committed state, to the bit."""
+"""If the power is cut after any call that changes a file, the store has a committed state, to the bit."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from versioned_stores import MODEL, write_some
+from versioned_stores import TWO_RECORDS as RECORDS
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath, TornStoreError
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
+from hf_lohan.store import GRANULE_NUMEL, Store
 from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
-MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
-RECORDS = (
-    RecordSpec("a", "param", "bfloat16", 2 * GRANULE_NUMEL - 2048),
-    RecordSpec("tail", "param", "bfloat16", 2 * GRANULE_NUMEL, versioned_numel=GRANULE_NUMEL),
-)
-
 
 @dataclass(frozen=True)
-class Found:
-    """A state that a commit made, or was to make; ``key`` is among its facts."""
+class State:
+    """The state of a commit, which may have failed. The facts of the commit contain `key`."""
 
     key: str
     content: Content
@@ -34,14 +30,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Mark:
-    """A state that later cuts may leave. If ``is_sure``, its commit has returned, so no older one may be found."""
+    """A state that later cuts may leave. If `is_sure`, its commit has returned, so later cuts leave no older state."""
 
-    state: Found
+    state: State
     is_sure: bool
 
 
 class Run:
-    """A store on a disk that records all calls, with its commits as marks among them."""
+    """A store on a disk that records all calls. Each commit is marked among the calls."""
 
     def __init__(
         self, disk: RecordedDisk, engine: IoEngine, *, num_paths: int, num_homes: int, lives_in_ram: bool = False
@@ -58,35 +54,31 @@ class Run:
         self.lives_in_ram = lives_in_ram
         if lives_in_ram:
             self.store.keep_copies([(record.block, record.kind) for record in RECORDS], mapped_empty)
-        disk.mark(Mark(Found("", content_of(self.store), b""), is_sure=True))
+        disk.mark(Mark(State("", content_of(self.store), b""), is_sure=True))
 
     def write(self) -> None:
-        """Write some versioned granules, and the frozen one with its present bytes."""
+        """Write some versioned granules, and the frozen one with unchanged bytes."""
         if self.lives_in_ram:
             self.store.keep_new_in_ram(self.random.random() < 0.7)
-        record = self.random.choice(RECORDS)
-        self.store.write(record.block, record.kind, 0, aligned(record, GRANULE_NUMEL, self.random)).wait()
-        if self.random.random() < 0.5:
-            rest = aligned(RECORDS[0], GRANULE_NUMEL - 2048, self.random)
-            self.store.write("a", "param", GRANULE_NUMEL, rest).wait()
+        write_some(self.store, self.random)
         self.store.write("tail", "param", GRANULE_NUMEL, self.frozen).wait()
 
     def commit(self, key: str, *, keep_log: bool = True) -> None:
         lines = f"{key}\n".encode()
-        state = Found(key, content_of(self.store), (self.store.log if keep_log else b"") + lines)
+        state = State(key, content_of(self.store), (self.store.log if keep_log else b"") + lines)
         self.disk.mark(Mark(state, is_sure=False))
         self.store.commit({"key": key}, {"file": key.encode()}, lines, keep_log=keep_log)
         self.disk.mark(Mark(state, is_sure=True))
 
     def commit_fails(self, key: str) -> None:
-        """Fail the last call: a power cut may then leave either commit."""
+        """Fail the last call of a commit. A power cut may then leave this commit or the previous one."""
         before = self.store.committed
         self.disk.fail(2, errno.EIO, after="rename")
         with pytest.raises(StorageError, match=r"cannot write .*commit\.safetensors"):
             self.commit(key)
         assert self.disk.calls[-1].name == "rename" and self.store.committed is before
 
-    def live_through_much(self) -> None:
+    def write_and_commit_often(self) -> None:
         for key in ("1", "2", "3"):
             self.write()
             self.commit(key)
@@ -102,7 +94,7 @@ class Run:
         self.write()
 
     def step_back(self) -> None:
-        """What takes two homes."""
+        """Drop drafts, which needs two homes."""
         self.store.drop_drafts()
         self.write()
         self.commit("8")
@@ -119,11 +111,11 @@ class Run:
 
 
 def cut_after_each_call(run: Run, image: Path, engine: IoEngine, random: Random) -> set[str]:
-    """Check the store after each cut. Returns the keys of the commits that were found, and "torn" for torn stores."""
+    """Check the store after each cut. Return the keys of the commits that the cuts left, and "torn" for torn stores."""
     cut = PowerCut()
-    allowed: dict[str, Found] = {}
+    allowed: dict[str, State] = {}
     keys = set()
-    for path in run.paths:  # made by the test
+    for path in run.paths:  # the test made these folders
         cut.add_folder(Path(path.path).name)
     for call in run.disk.calls:
         if call.name == "mark":
@@ -132,14 +124,14 @@ def cut_after_each_call(run: Run, image: Path, engine: IoEngine, random: Random)
             allowed[call.mark.state.key] = call.mark.state
             continue
         cut.apply(call)
-        if allowed:  # the store is there
+        if allowed:  # the store exists
             cut.write_image(image, random)
             keys.add(found_in(image, run, engine, allowed))
             shutil.rmtree(image)
     return keys
 
 
-def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found]) -> str:
+def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, State]) -> str:
     paths = [StorePath(str(image / Path(path.path).name), path.capacity_bytes) for path in run.paths]
     try:
         store = Store.open(paths, model=MODEL, engine=engine)
@@ -152,7 +144,7 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found])
         assert key in allowed
         assert content_of(store) == allowed[key].content and store.log == allowed[key].log
         assert committed is None or committed.journal == {"file": key.encode()}
-        # It can go on from there.
+        # The store can be written and committed again.
         store.write("a", "param", 0, aligned(RECORDS[0], GRANULE_NUMEL, run.random)).wait()
         if run.store.num_homes == 2:
             store.drop_drafts()
@@ -164,33 +156,33 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found])
 
 @pytest.mark.parametrize("lives_in_ram", [False, True])
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
-def test_with_two_homes_a_complete_state_survives(
+def test_a_power_cut_with_two_homes_leaves_a_complete_state(
     ram_folder: Path, engine: IoEngine, num_paths: int, lives_in_ram: bool
 ) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=num_paths, num_homes=2, lives_in_ram=lives_in_ram)
-        run.live_through_much()
+        run.write_and_commit_often()
         run.step_back()
         run.store.close()
     keys = cut_after_each_call(run, ram_folder / "image", engine, Random(num_paths))
-    assert keys >= {"", "1", "2", "3", "4", "6", "7", "8", "10"}  # 5 and 9 may be found, or not
+    assert keys >= {"", "1", "2", "3", "4", "6", "7", "8", "10"}  # commits 5 and 9 failed, so they may be missing
 
 
 @pytest.mark.parametrize("num_paths", [1, 2])
-def test_with_one_home_a_state_is_complete_or_known_to_be_torn(
+def test_a_power_cut_with_one_home_leaves_a_complete_or_torn_state(
     ram_folder: Path, engine: IoEngine, num_paths: int
 ) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=num_paths, num_homes=1)
-        run.live_through_much()
+        run.write_and_commit_often()
         run.store.close()
     keys = cut_after_each_call(run, ram_folder / "image", engine, Random(num_paths))
     assert keys >= {"", "torn", "1", "2", "3", "4", "6", "7"}
 
 
-def test_a_store_can_be_created_after_a_run_died_creating_it(ram_folder: Path, engine: IoEngine) -> None:
+def test_a_store_can_be_created_after_a_power_cut_during_its_creation(ram_folder: Path, engine: IoEngine) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
-        for key in ("1", "2"):  # in place of nothing, and of a store
+        for key in ("1", "2"):  # the second run replaces the store of the first
             run = Run(disk, engine, num_paths=2, num_homes=2)
             run.write()
             run.commit(key)
@@ -244,8 +236,8 @@ def test_a_failed_commit_can_be_repeated(ram_folder: Path, engine: IoEngine, cod
         with Store.open(run.paths, model=MODEL, engine=engine) as store:
             assert content_of(store) == draft and store.log == b"1\n2, again\n"
         shutil.rmtree(root)
-    # Two files of two homes, synced; the log opened, cut, written, synced; the commit opened, written, synced, renamed,
-    # its directory opened and synced.
+    # Four data files are synced. The log is opened, cut, written and synced. The commit is opened, written, synced and
+    # renamed, and its directory is opened and synced.
     assert num_failed == 4 + 4 + 6
 
 
@@ -271,7 +263,7 @@ def test_no_record_is_written_if_the_torn_mark_fails(ram_folder: Path, engine: I
                 run.write()
             assert content_of(run.store) == before and not run.store.has_drafts
             run.store.drop_drafts()
-        run.store.write("tail", "param", GRANULE_NUMEL, run.frozen).wait()  # harms nothing, so the mark comes off again
+        run.store.write("tail", "param", GRANULE_NUMEL, run.frozen).wait()  # unchanged bytes remove the mark
         run.store.close()
     with Store.open(run.paths, model=MODEL, engine=engine) as store:
         assert content_of(store) == before

@@ -1,4 +1,4 @@
-"""The previous commit survives any power cut, to the bit, until all ranks have the next one."""
+"""Until all ranks have the next commit, the previous one survives any power cut, to the bit."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
+from versioned_stores import MODEL, write_some
+from versioned_stores import TWO_RECORDS as RECORDS
 
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath
-from hf_lohan.store import GRANULE_NUMEL, Commit, ModelIdentity, RecordSpec, Store
+from hf_lohan.store import GRANULE_NUMEL, Commit, Store
 from hf_lohan.store.commits import COMMIT_NAME, PREVIOUS_NAME
 from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
-MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
-RECORDS = (
-    RecordSpec("a", "param", "bfloat16", 2 * GRANULE_NUMEL - 2048),
-    RecordSpec("tail", "param", "bfloat16", 2 * GRANULE_NUMEL, versioned_numel=GRANULE_NUMEL),
-)
-
 
 @dataclass
 class OtherRanks:
-    """Ranks that confirm a commit when they are waited for."""
+    """Ranks that confirm a commit as soon as this rank waits for them."""
 
     group_id: str = "run"
     keeps_previous: bool = True
@@ -53,8 +49,10 @@ class State:
 
 
 class Run:
-    """Commits with other ranks. Marks among the disk's calls: a state that is about to be committed, the number of one
-    that is, and of one that all ranks have, so that nobody goes back further."""
+    """A store that commits together with other ranks. Among the calls of the disk it marks each state before its
+    commit, the number of each finished commit, and the number of each commit that all ranks have. No rank goes back
+    further than that.
+    """
 
     def __init__(self, root: Path, engine: IoEngine, disk: RecordedDisk | None = None) -> None:
         self.paths = [StorePath(str(root / str(index)), 10**6) for index in range(2)]
@@ -72,11 +70,7 @@ class Run:
             self.disk.mark(mark)
 
     def write(self) -> None:
-        record = self.random.choice(RECORDS)
-        self.store.write(record.block, record.kind, 0, aligned(record, GRANULE_NUMEL, self.random)).wait()
-        if self.random.random() < 0.5:
-            rest = aligned(RECORDS[0], GRANULE_NUMEL - 2048, self.random)
-            self.store.write("a", "param", GRANULE_NUMEL, rest).wait()
+        write_some(self.store, self.random)
 
     def commit(self, *, keep_log: bool = True, model: str | None = None) -> None:
         number = 1 + (self.store.committed.number if self.store.committed is not None else 0)
@@ -97,7 +91,7 @@ class Run:
             self.write()
             self.write()
             self.commit()
-        self.commit(keep_log=False)  # of nothing new
+        self.commit(keep_log=False)  # this commit has no new records
         self.write()
         self.commit(model="second")
         self.write()
@@ -112,7 +106,7 @@ def check(store: Store, state: State) -> None:
     assert folder is not None and (Path(folder) / "config.json").read_text() == state.model
 
 
-def test_after_a_power_cut_every_commit_that_another_rank_may_have_exists(ram_folder: Path, engine: IoEngine) -> None:
+def test_a_power_cut_keeps_every_commit_that_another_rank_may_have(ram_folder: Path, engine: IoEngine) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(ram_folder / "disk", engine, disk)
         run.live()
@@ -147,7 +141,7 @@ def test_after_a_power_cut_every_commit_that_another_rank_may_have_exists(ram_fo
                 check(store, states[newest])
             num_with_two += len(kept) == 2
             if all_have:
-                assert all_have in kept, "another rank may have no newer one"
+                assert all_have in kept, "another rank may have no newer commit"
             if all_have or newest == 1:
                 store.restore_commit(kept.get(all_have))
                 if all_have:
@@ -173,7 +167,7 @@ def test_a_store_can_be_opened_at_the_previous_commit(ram_folder: Path, engine: 
     run.store.close()
     with Store.open(run.paths, model=MODEL, engine=engine) as store:
         check(store, run.states[1])
-        assert [commit.number for commit in store.kept_commits] == [1], "the one behind is of no run any more"
+        assert [commit.number for commit in store.kept_commits] == [1], "the dropped commit must not return"
 
 
 def test_no_record_is_written_before_all_ranks_have_the_last_commit(ram_folder: Path, engine: IoEngine) -> None:
@@ -227,7 +221,7 @@ def test_a_failed_commit_leaves_the_earlier_ones(ram_folder: Path, engine: IoEng
             check(run.store, run.states[2])
             run.store.close()
         shutil.rmtree(root)
-    # Beside the calls of a commit of one rank, the old name goes and a new one comes.
+    # Two calls more than for a commit of one rank: the old name is removed and a new one is linked.
     assert num_failed == 4 + 4 + 6 + 2
 
 

@@ -1,4 +1,4 @@
-"""Stores and other processes, and full or read-only disks."""
+"""Stores of other processes, and full or read-only disks, are refused by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ FORKED = (
     + """
 import os
 child = os.fork()
-if child == 0:  # a data loader's worker: what it does with its parent's store and engine, it does not
+if child == 0:  # like a data loader's worker: closing the parent's store and engine must do nothing
     store.close()
     engine.close()
     engine.__class__.close(engine)
@@ -96,45 +97,41 @@ def test_a_forked_child_outlives_its_killed_parent_without_the_lock(paths: list[
             assert (Path(paths[0].path) / "gradients.bin").exists()
             parent.kill()
             parent.wait()
-            os.kill(child, 0)  # it is there still
+            os.kill(child, 0)  # the child still runs
             with Store.open(paths, model=None, engine=engine) as store:
                 assert store.committed is not None
         finally:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_system_without_inodes_is_reported(tmp_path: Path, engine: IoEngine, model: ModelIdentity) -> None:
+@contextmanager
+def mounted_disk(folder: Path, options: str) -> Iterator[Path]:
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small file system needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=4", "none", str(disk)]
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this environment cannot mount")
     try:
-        for number in range(2):
-            (disk / str(number)).touch()
-        record = RecordSpec("layers.0", "param", "float32", 2048)
-        with pytest.raises((CapacityError, StorageError), match=r"no inode left"):
-            Store.create([StorePath(str(disk / "store"), 1 << 19)], [record], model=model, engine=engine)
+        yield folder
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting a small file system needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"this environment cannot mount: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with mounted_disk(tmp_path / "disk", "size=1m") as disk:
+        yield disk
+
+
+def test_a_file_system_without_inodes_is_reported(tmp_path: Path, engine: IoEngine, model: ModelIdentity) -> None:
+    with mounted_disk(tmp_path / "disk", "size=1m,nr_inodes=4") as disk:
+        for number in range(2):
+            (disk / str(number)).touch()
+        record = RecordSpec("layers.0", "param", "float32", 2048)
+        with pytest.raises((CapacityError, StorageError), match=r"no inode left"):
+            Store.create([StorePath(str(disk / "store"), 1 << 19)], [record], model=model, engine=engine)
 
 
 def test_free_space_is_checked_before_any_write(small_disk: Path, engine: IoEngine, model: ModelIdentity) -> None:
@@ -149,7 +146,8 @@ def test_free_space_is_checked_before_any_write(small_disk: Path, engine: IoEngi
 def test_a_disk_that_fills_up_during_creation_is_left_clean(
     small_disk: Path, engine: IoEngine, model: ModelIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 1 << 30)  # it was free when checked
+    # the space was free when it was checked
+    monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 1 << 30)
     two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
     path = StorePath(str(small_disk / "store"))
     with pytest.raises(CapacityError, match=r"records-0\.bin needs 2,097,152 bytes .* free space .* is 1,0\d\d,\d+"):

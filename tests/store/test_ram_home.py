@@ -1,5 +1,6 @@
-"""Between two commits, the newest version of a record may be in RAM only. It reads like a written one. The next commit
-writes it, and dropping drafts loses it."""
+"""Between two commits, the newest version of a record may be only in RAM. It reads like a written one. The next commit
+writes it, and `drop_drafts` discards it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resident_stores import ALL, MOMENT, RECORDS, WEIGHT, is_all, open_store, values
+from resident_stores import ALL, CHUNKS, MOMENT, RECORDS, WEIGHT, is_all, open_store, values
 from torch import Tensor
 
 from hf_lohan.device import mapped_empty
@@ -31,7 +32,7 @@ def test_nothing_is_written_before_the_commit(tmp_path: Path) -> None:
         store.commit()
         assert engine.write_bytes == WEIGHT.num_bytes
         store.commit()
-        assert engine.write_bytes == WEIGHT.num_bytes  # once is enough
+        assert engine.write_bytes == WEIGHT.num_bytes  # nothing is written twice
         assert is_all(store, 3)
     with open_store(tmp_path, resident=()) as (store, _):
         store.drop_drafts()
@@ -53,7 +54,7 @@ def test_dropping_drafts_restores_the_commit(num_homes: int, tmp_path: Path) -> 
         store.commit()
         store.keep_new_in_ram(True)
         store.write("layer", "param", GRANULE_NUMEL, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
-        store.drop_drafts()  # also with one home, over which nothing was written
+        store.drop_drafts()  # possible with one home, because its file was not overwritten
         assert is_all(store, 1) and is_all(store, 1)
 
 
@@ -61,7 +62,7 @@ def test_borrowed_memory_is_changed_in_place(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, engine):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
-        assert store.ram.borrow("layer", "param", 0, WEIGHT.numel) is None  # it is to be written
+        assert store.ram.borrow("layer", "param", 0, WEIGHT.numel) is None  # this record must be written at once
         store.keep_new_in_ram(True)
         before = engine.write_bytes
         lent = store.ram.borrow("layer", "param", GRANULE_NUMEL, GRANULE_NUMEL)
@@ -94,8 +95,7 @@ def test_an_unfinished_change_is_not_committed(tmp_path: Path) -> None:
         store.keep_new_in_ram(True)
         store.write(*ALL, values(WEIGHT, fill=2)).wait()
         lent = store.ram.borrow("layer", "param", 0, GRANULE_NUMEL)
-        assert lent is not None
-        lent[:7] = 5  # and something breaks
+        lent[:7] = 5  # the change is not finished
         with pytest.raises(StorageError, match="incomplete in RAM"):
             is_all(store, 2)
         with pytest.raises(StorageError, match="is incomplete from element"):
@@ -128,16 +128,11 @@ def test_loaded_values_are_read_again(tmp_path: Path) -> None:
         bounce = mapped_empty(2 * WEIGHT.granule_bytes)
         store.write_unaligned("layer", "param", 5, values(WEIGHT, GRANULE_NUMEL, fill=9), bounce)
         out = values(WEIGHT)
-        for _ in range(2):  # from the drive and RAM, and then from RAM
+        for _ in range(2):  # the first read uses the drive and RAM, the second only RAM
             store.read(*ALL, out).wait()
             assert (out[5 : 5 + GRANULE_NUMEL] == 9).all() and (out == 1).sum() == WEIGHT.numel - GRANULE_NUMEL
 
 
-CHUNKS = [
-    (record, start, min(start + GRANULE_NUMEL, record.numel))
-    for record in RECORDS
-    for start in range(0, record.numel, GRANULE_NUMEL)
-]
 OPERATIONS = (
     *("write", "change", "change", "write_unaligned", "read", "commit", "drop"),
     *("keep", "write_through", "reopen"),
@@ -155,7 +150,7 @@ Contents = dict[str, Tensor]
 def test_a_store_reads_like_tensors_in_memory(
     seed: int, num_homes: int, operations: list[str], resident: set[RecordSpec]
 ) -> None:
-    """Compared with tensors in memory, at present and at the last commit."""
+    """The reference is a copy of all records in memory, now and at the last commit."""
     random = Random(seed)
     now = {str(record): torch.zeros(record.numel) for record in RECORDS}
     committed: Contents | None = None
@@ -170,7 +165,7 @@ def test_a_store_reads_like_tensors_in_memory(
                     try:
                         store.drop_drafts()
                     except TornStoreError:
-                        return  # one home, written over: what it held is gone, and it says so
+                        return  # one home was overwritten, and the store says so
                     now = {name: value.clone() for name, value in committed.items()}
                 store.keep_new_in_ram(random.random() < 0.7)
                 while remaining and (operation := remaining.pop(0)) != "reopen":

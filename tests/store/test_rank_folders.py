@@ -1,4 +1,4 @@
-"""Folders of several ranks' stores, and stores of another number of ranks."""
+"""Each rank's store has its own folder. Stores of another number of ranks are refused."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ def test_another_number_of_ranks_is_refused(
     num_ranks: int, tmp_path: Path, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine
 ) -> None:
     directory = str(tmp_path / "store")
-    refuse_other_ranks(directory, num_ranks)  # nothing is there
+    refuse_other_ranks(directory, num_ranks)  # no store exists yet
     for rank in range(num_ranks):
         make(rank_folder(directory, rank, num_ranks), records, model, engine)
         refuse_other_ranks(directory, num_ranks)
     assert [rank for rank, _ in stores_under(directory)[num_ranks]] == list(range(num_ranks))
-    made = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    with pytest.raises(ForeignStoreError, match=rf"of a run with {made}, and this run has 4 ranks: .* lohan reshard"):
+    stored_ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    with pytest.raises(
+        ForeignStoreError, match=rf"of a run with {stored_ranks}, and this run has 4 ranks: .* lohan reshard"
+    ):
         refuse_other_ranks(directory, 4)
     make(rank_folder(directory, 0, 4), records, model, engine)
     refuse_other_ranks(directory, 4)

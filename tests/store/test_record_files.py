@@ -40,7 +40,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("capacities", [(1,), (1, 1), (5, 3, 1)])
 @pytest.mark.parametrize("max_bytes", [None, 4096, 9000])
-def test_what_is_written_is_read(
+def test_written_records_are_read(
     tmp_path: Path,
     make_engine: EngineFactory,
     records: Records,
@@ -96,7 +96,7 @@ def test_any_range_goes_through_a_bounce_buffer(
     with new_files(tmp_path_factory.mktemp("disks"), records, engine) as files:
         values = random_values(record, record.numel)
         files.write(record.block, record.kind, 0, values).wait()
-        # One element into its memory, so the tensor's own address is not aligned either.
+        # The tensor begins at its second element, so its address is not aligned either.
         source = random_values(record, numel + 1)[1:]
         files.write_unaligned(record.block, record.kind, start, source, bounce)
         values[start : start + numel] = source
@@ -114,7 +114,7 @@ def test_edges_are_read_only_where_they_are_partial(
     record, bounce = records[2], mapped_empty(32768)
     with new_files(tmp_path, records, engine) as files:
         files.write_unaligned(record.block, record.kind, 4095, random_values(record, 2), bounce)
-        assert engine.read_bytes == 0  # of what was never written, it is known to be zeros
+        assert engine.read_bytes == 0  # granules that were never written are known to be zeros
         files.write_unaligned(record.block, record.kind, 2048, random_values(record, 4096), bounce)
         assert engine.read_bytes == 0
         files.write_unaligned(record.block, record.kind, 3000, random_values(record, 2048), bounce)
@@ -204,7 +204,7 @@ def test_bytes_changed_in_transfer_are_detected(
         before = values.clone()
         files.write(record.block, record.kind, 0, values).wait()
         assert torch.equal(bits(values), bits(before))
-        # Calls are of 16 KiB: the second begins at granule 2 of this record, whose bytes follow two of 16 KiB.
+        # Each call has 16 KiB. The second begins at granule 2 of this record, and two records of 16 KiB precede it.
         with pytest.raises(
             CorruptionError,
             match=r"exp_avg of layers\.0 is damaged from element 4096 on .*r\.bin at byte 49152: check the drive",
@@ -229,7 +229,7 @@ def test_short_calls_in_the_middle_are_harmless(
             assert torch.equal(bits(out), bits(values)) and backend.was_short
 
 
-def test_a_write_that_failed_must_be_repeated_before_its_versions_are_taken(
+def test_a_failed_write_must_be_repeated_before_a_commit(
     tmp_path: Path, make_engine: EngineFactory, records: Records, random_values: Values
 ) -> None:
     record = records[2]

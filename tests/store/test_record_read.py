@@ -1,4 +1,4 @@
-"""Reads whose granules the caller verifies."""
+"""The caller of a read verifies its granules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records with a copy in RAM read like the store without reading the SSD."""
+"""Records with a copy in RAM are read without the SSD and equal the store."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_memory_is_allocated_once_with_the_size_of_the_records(tmp_path: Path) -
         assert taken == []
         store.keep_copies([("layer", "param"), ("layer", "exp_avg")], host_empty)
         assert taken == [WEIGHT.num_bytes + MOMENT.num_bytes]
-        for record, value in ((WEIGHT, 2), (MOMENT, 4)):  # side by side, not one over the other
+        for record, value in ((WEIGHT, 2), (MOMENT, 4)):  # the copies do not overlap
             store.write(record.block, record.kind, 0, values(record, fill=value)).wait()
         assert is_all(store, 2) and is_all(store, 4, record=MOMENT)
 
@@ -77,7 +77,7 @@ def test_dropping_drafts_restores_the_commit(opened: tuple[Store, IoEngine]) -> 
     store.drop_drafts()
     assert is_all(store, 1) and is_all(store, 1)
     assert engine.read_bytes == WEIGHT.num_bytes
-    assert is_all(store, 5, record=MOMENT)  # not written since the commit: still held
+    assert is_all(store, 5, record=MOMENT)  # not written since the commit, so its copy is still valid
     assert engine.read_bytes == WEIGHT.num_bytes
 
 
@@ -86,7 +86,7 @@ def test_a_read_during_a_drop_is_not_kept(opened: tuple[Store, IoEngine]) -> Non
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.commit()
     bounce = values(WEIGHT).view(torch.uint8)
-    store.write_unaligned(*ALL, values(WEIGHT, fill=2), bounce)  # is not held until it is read
+    store.write_unaligned(*ALL, values(WEIGHT, fill=2), bounce)  # has no copy until it is read
     guess = values(WEIGHT)
     reading = store.read(*ALL, guess)
     store.drop_drafts()
@@ -159,7 +159,7 @@ def test_damaged_granules_raise_and_are_not_kept(tmp_path: Path) -> None:
     with open_store(tmp_path, backend=FlippingBackend("read", 1, 77)) as (store, _):
         with pytest.raises(CorruptionError, match="param of layer is damaged"):
             is_all(store, 1)
-        assert is_all(store, 1)  # read again: this time whole
+        assert is_all(store, 1)  # the second read gets the right bytes
 
 
 def test_only_missing_parts_are_read_from_the_ssd(tmp_path: Path) -> None:

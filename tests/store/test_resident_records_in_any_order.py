@@ -1,4 +1,4 @@
-"""A store with copies in RAM reads like one without, after any operations in any order and in several threads."""
+"""A store with copies in RAM reads like one without, after any operations by several threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 import torch
-from resident_stores import ALL, FROZEN, RECORDS, WEIGHT, is_all, open_store, values
+from resident_stores import ALL, CHUNKS, FROZEN, WEIGHT, is_all, open_store, values
 from torch import Tensor
 
 from hf_lohan.device import mapped_empty
@@ -20,7 +20,7 @@ from hf_lohan.testing.storage_doubles import GatedBackend
 
 
 class Gate:
-    """Blocks all I/O of a store while it is closed; the end of the block opens it."""
+    """Blocks all I/O of a store within `shut`."""
 
     def __init__(self) -> None:
         self.backend = GatedBackend()
@@ -35,7 +35,7 @@ class Gate:
             self.backend.gate.set()
 
 
-def test_a_read_during_a_write_sees_what_is_being_written(tmp_path: Path) -> None:
+def test_a_read_during_a_write_sees_the_new_values(tmp_path: Path) -> None:
     gate = Gate()
     with open_store(tmp_path, backend=gate.backend) as (store, engine):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
@@ -57,7 +57,7 @@ def read_unaligned(store: Store, out: Tensor) -> None:
 
 
 @pytest.mark.parametrize("read", [read_aligned, read_unaligned])
-def test_a_read_of_more_than_is_being_written_waits_for_it(
+def test_a_read_beyond_a_running_write_waits_for_the_write(
     read: Callable[[Store, Tensor], None], tmp_path: Path
 ) -> None:
     gate = Gate()
@@ -69,7 +69,7 @@ def test_a_read_of_more_than_is_being_written_waits_for_it(
             writing = store.write(*ALL, values(WEIGHT, GRANULE_NUMEL, fill=2))
             out = values(WEIGHT)
             reading = other.submit(read, store, out)
-            gate.backend.arrived.acquire()  # the write's; a read that did not wait would come beside it
+            gate.backend.arrived.acquire()  # this is the write, and the read must not begin
             assert not gate.backend.arrived.acquire(timeout=0.05)
             open_gate()
         reading.result()
@@ -77,15 +77,10 @@ def test_a_read_of_more_than_is_being_written_waits_for_it(
         assert (out[:GRANULE_NUMEL] == 2).all() and (out[GRANULE_NUMEL:] == 1).all()
 
 
-CHUNKS = [
-    (record, start, min(start + GRANULE_NUMEL, record.numel))
-    for record in RECORDS
-    for start in range(0, record.numel, GRANULE_NUMEL)
-]
-
-
 def test_threads_with_different_parts_do_not_interfere(tmp_path: Path) -> None:
-    """Rounds of writes and reads, as by loader and pipeline, with commits and drops between them."""
+    """Two threads write and read in rounds, as loader and pipeline do. Between rounds the store commits or drops
+    drafts.
+    """
     num_rounds, own = 30, len(CHUNKS) // 2
     failures: list[BaseException] = []
     with open_store(tmp_path) as (store, _):

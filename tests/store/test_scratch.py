@@ -1,4 +1,4 @@
-"""Scratch records beside a store, which are deleted with it."""
+"""A store deletes its scratch records when it is closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_lohan.files import CapacityError, IoEngine
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 
 
-def test_scratch_records_come_and_go(
+def test_scratch_records_are_created_and_deleted(
     paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
 ) -> None:
     with Store.create(paths, records, model=model, engine=engine) as store:

@@ -39,7 +39,7 @@ def test_files_and_directories_are_private(
                 assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_reopens_with_its_values_and_paths_in_any_order(
+def test_a_store_reopens_with_its_values_and_paths_in_any_order(
     paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
 ) -> None:
     with Store.create(paths, records, model=model, engine=engine, stripe_bytes=8192) as store:
@@ -58,7 +58,7 @@ def test_reopens_with_its_values_and_paths_in_any_order(
         assert not read_all(store)[14:214].any()
 
 
-def test_a_moved_store_opens_where_it_is_now(
+def test_a_moved_store_opens_in_its_new_folder(
     tmp_path: Path, paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
     Store.create(paths, records, model=model, engine=engine).close()
@@ -88,7 +88,7 @@ def test_a_store_of_the_same_model_is_replaced_by_zeros(
     assert "replacing the store of the same model" in caplog.text
 
 
-def test_everything_is_reserved_and_synced_before_the_first_step(
+def test_creating_a_store_reserves_and_syncs_all_files(
     paths: Paths,
     records: Records,
     model: ModelIdentity,

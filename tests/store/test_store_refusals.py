@@ -1,4 +1,4 @@
-"""Foreign, full, used and damaged stores are refused by name and not changed."""
+"""Foreign, full, used and damaged stores are refused by name and do not change."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_the_store_of_another_model_is_refused_and_survives(
         store.commit()
         written = read_all(store)
     other = replace(model, fingerprint="other")
-    says_what_is_there = r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; give this run another"
-    with pytest.raises(ForeignStoreError, match=says_what_is_there):
+    describes_the_store = r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; give this run another"
+    with pytest.raises(ForeignStoreError, match=describes_the_store):
         Store.create(paths, records, model=other, engine=engine)
-    with pytest.raises(ForeignStoreError, match=says_what_is_there):
+    with pytest.raises(ForeignStoreError, match=describes_the_store):
         Store.open(paths, model=other, engine=engine)
     with pytest.raises(
         ForeignStoreError, match=r"a holds a store with optimizer_state_dtype=float32, this run has int8; set it to"
@@ -78,7 +78,8 @@ def test_paths_on_one_disk_share_its_free_space(
     Store.create(paths, records, model=model, engine=engine).close()
     monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 0)
     unlimited = [StorePath(path.path) for path in paths]
-    Store.create(unlimited, records, model=model, engine=engine).close()  # in the room of the one before
+    # the new store reuses the space of the old one
+    Store.create(unlimited, records, model=model, engine=engine).close()
 
 
 @pytest.mark.parametrize("call, number", [("allocate", 1), ("allocate", 2), ("sync", 2), ("open", 2)])
@@ -124,7 +125,7 @@ def test_a_directory_without_write_permission_is_named(
     engine: IoEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root nothing is unwritable
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(StorageError, match=r"/store \(Permission denied\): choose"):
         Store.create([StorePath(str(tmp_path / "store"))], records, model=model, engine=engine)
     assert not list(tmp_path.iterdir())

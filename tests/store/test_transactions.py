@@ -1,4 +1,4 @@
-"""A store as a database: random transactions against a model of it in memory."""
+"""Random transactions on a store equal those on a model in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_lohan.testing.stored_state import Content, aligned, content_of, zeros
 
 @dataclass
 class State:
-    """The expected content of a store. ``written`` has all granules except virtual zeros."""
+    """The expected content of a store. `written` has all granules that were ever written."""
 
     content: Content = field(default_factory=lambda: zeros(RECORDS))
     written: set[tuple[str, str, int]] = field(default_factory=set)
@@ -41,7 +41,7 @@ class State:
 
 
 class Transactions(RuleBasedStateMachine):
-    """All operations of a run on its store, in any order."""
+    """All operations of a run on its store, in random order."""
 
     @initialize(
         num_homes=st.sampled_from([1, 2]),
@@ -124,7 +124,7 @@ class Transactions(RuleBasedStateMachine):
             size = record.granule_numel * record.itemsize
             first_frozen = -(-record.versioned_numel // record.granule_numel)  # the last trained granule may be short
             frozen = range(first_frozen, -(-record.numel // record.granule_numel))
-            for granule in frozen:  # what is frozen stays
+            for granule in frozen:  # frozen granules keep their values
                 if (record.block, record.kind, granule) in self.committed.written:
                     key, start = (record.block, record.kind), granule * size
                     content = bytearray(self.live.content[key])

@@ -45,7 +45,7 @@ def test_new_records_have_no_home() -> None:
 def test_drafts_go_to_the_other_home() -> None:
     versions = versions_of(2)
     assert write(versions, A, 0, 5, 1) == [HomeRun(Home.FIRST, 0, 5)]
-    assert write(versions, A, 1, 2, 2) == [HomeRun(Home.FIRST, 1, 2)]  # its own draft may go
+    assert write(versions, A, 1, 2, 2) == [HomeRun(Home.FIRST, 1, 2)]  # a draft may be overwritten
     commit(versions)
     assert write(versions, A, 1, 3, 3) == [HomeRun(Home.SECOND, 1, 3)]
     assert write(versions, A, 1, 2, 4) == [HomeRun(Home.SECOND, 1, 2)]
@@ -85,7 +85,7 @@ def test_only_changed_committed_bytes_tear(num_homes: int) -> None:
     checksums = np.array([1, 2], np.uint64)
     assert not versions.overwrites("c", "param", 0, 2)
     write(versions, FROZEN, 0, 1, 1)
-    assert not versions.overwrites("c", "param", 0, 2)  # a draft is no loss
+    assert not versions.overwrites("c", "param", 0, 2)  # dropping a draft loses nothing
     commit(versions)
     assert versions.overwrites("c", "param", 0, 2) and not versions.overwrites("c", "param", 1, 2)
     assert versions.overwrites("b", "param", 0, 4) is False
@@ -166,7 +166,7 @@ def test_versions_of_other_records_are_refused() -> None:
         (home.astype(np.int8), checksum, "of types int8 and uint64"),
         (home, checksum.astype(np.int64), "of types uint8 and int64"),
         (home + np.uint8(1), checksum, "homes that do not exist"),
-        (np.full_like(home, Home.SECOND), checksum, "homes that do not exist"),  # frozen ones have none
+        (np.full_like(home, Home.SECOND), checksum, "homes that do not exist"),  # frozen records have no second home
     ):
         with pytest.raises(ValueError, match=message):
             versions_of(2).restore(bad_home, bad_checksum)  # type: ignore[arg-type]

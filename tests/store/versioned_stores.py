@@ -1,4 +1,4 @@
-"""Records of every kind of versioning, and stores of them on two paths."""
+"""Records with every kind of versioning, and stores of these records on two paths."""
 
 from __future__ import annotations
 
@@ -18,12 +18,25 @@ RECORDS = (
     RecordSpec("tiny", "master_residual", "int16", 2048),
     RecordSpec("a", "moment_scales", "float32", 3 * GRANULE_NUMEL // 16),
 )
+TWO_RECORDS = (
+    RecordSpec("a", "param", "bfloat16", 2 * GRANULE_NUMEL - 2048),
+    RecordSpec("tail", "param", "bfloat16", 2 * GRANULE_NUMEL, versioned_numel=GRANULE_NUMEL),
+)
 CHECKPOINT = "out/checkpoint-7"
 
 
 def fill(store: Store, records: tuple[RecordSpec, ...], random: Random) -> None:
     for record in records:
         store.write(record.block, record.kind, 0, aligned(record, record.numel, random)).wait()
+
+
+def write_some(store: Store, random: Random) -> None:
+    """Write some versioned granules of `TWO_RECORDS`."""
+    record = random.choice(TWO_RECORDS)
+    store.write(record.block, record.kind, 0, aligned(record, GRANULE_NUMEL, random)).wait()
+    if random.random() < 0.5:
+        rest = aligned(TWO_RECORDS[0], GRANULE_NUMEL - 2048, random)
+        store.write("a", "param", GRANULE_NUMEL, rest).wait()
 
 
 def new_store(root: Path, engine: IoEngine, num_homes: int, records: tuple[RecordSpec, ...] = RECORDS) -> Store:

@@ -56,7 +56,7 @@ def test_kernel_threads_do_not_change_the_setting_of_other_threads() -> None:
     meeting = threading.Barrier(2)
 
     def threads_of(part: str) -> tuple[str, int]:
-        meeting.wait(60)  # each is on a thread of its own
+        meeting.wait(60)  # both threads meet here
         return part, torch.get_num_threads()
 
     assert threads.map(threads_of, "abcd") == [("a", 1), ("b", 1), ("c", 1), ("d", 1)] and torch.get_num_threads() == 3
@@ -97,7 +97,7 @@ def test_a_thread_beside_kernels_does_not_change_the_setting_of_other_threads() 
     assert threads_of_a_new_thread() == torch.get_num_threads() == 3
 
 
-def test_all_cores_means_torchs_present_setting() -> None:
+def test_all_cores_is_the_current_setting_of_torch() -> None:
     torch.set_num_threads(2)
     has_changed, seen = threading.Event(), list[int]()
 

@@ -1,4 +1,5 @@
-"""An interrupt is raised after work that it would break. It comes at chosen instants before and during the work."""
+"""Interrupts during uninterruptible work are raised after the work. They come at chosen instants before and during
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def come(self) -> None:
-        """Send the signal and wait until the handler has been called, on whichever thread."""
+        """Send the signal and wait until the handler has been called on any thread."""
         self.has_come.clear()
         os.kill(os.getpid(), signal.SIGINT)
         assert self.has_come.wait(60)
@@ -38,13 +39,13 @@ def interrupts() -> Iterator[Interrupts]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_it_returns_and_raises_as_the_work_does() -> None:
+def test_results_and_errors_of_the_work_are_passed_on() -> None:
     assert uninterrupted(lambda: 7, ThreadSettings("cpu")) == 7
     with pytest.raises(ZeroDivisionError):
         uninterrupted(lambda: 1 // 0, ThreadSettings("cpu"))
 
 
-def test_the_work_runs_under_the_callers_settings() -> None:
+def test_the_work_runs_with_the_settings_of_the_caller() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         settings = uninterrupted(
             lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")), ThreadSettings("cpu")
@@ -57,7 +58,7 @@ def test_interrupts_wait_for_the_end(interrupts: Interrupts) -> None:
 
     def work() -> None:
         interrupts.come()
-        interrupts.come()  # a second one
+        interrupts.come()  # a second interrupt
         done.append("all")
 
     before = threading.active_count()

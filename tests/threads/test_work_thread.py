@@ -17,7 +17,7 @@ def started() -> WorkThread:
 
 
 def test_a_barrier_on_a_dead_thread_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon thread dies when the interpreter ends, or by an interrupt at a bad moment."""
+    """A daemon thread dies at the end of the interpreter or from an unlucky interrupt."""
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     thread = started()
     monkeypatch.setattr(thread, "_try", lambda work: 1 // 0)

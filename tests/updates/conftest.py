@@ -1,4 +1,4 @@
-"""Fixtures, and the import path of the modules beside this file."""
+"""Define fixtures, and make the modules beside this file importable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["build_engine", "make_bench", "make_config", "make_twins"]
 
 @pytest.fixture
 def make_bench() -> Iterator[Callable[..., Bench]]:
-    """Makes `Bench`es that are closed at the end of the test."""
+    """Return a function that makes `Bench`es, and close them at the end of the test."""
     benches: list[Bench] = []
 
     def make(schedule: Schedule = "optimized", **settings: Any) -> Bench:

@@ -1,4 +1,4 @@
-"""A gradient pipeline over experts in a store of files. Lazy experts take steps with gradients of zeros later."""
+"""A gradient pipeline over experts in a store of files. Lazy experts take steps with zero gradients later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_lohan.updates.worker import Applied
 NUM_EXPERTS = 4
 CHUNK_NUMEL = GRANULE_NUMEL
 _NUM_ROWS = 3 * GRANULE_NUMEL // 2 // 64
-"""Makes one parameter of an expert lie in two chunks, with another one behind it."""
+"""With this size one parameter of an expert lies in two chunks, and another parameter follows it."""
 
 
 def _pool(name: str, num_buffers: int, chunk_numel: int) -> BufferPool:
@@ -113,7 +113,7 @@ class LazyBench:
         self.io.close()
 
     def backward(self, touched: Collection[int], seed: int, *, is_final: bool = True) -> None:
-        """A backward that passes all experts and has gradients for the touched ones."""
+        """Run a backward that passes all experts and has gradients for the touched ones."""
         random = torch.Generator().manual_seed(seed)
         for chunk in reversed(self.chunks):
             values = torch.randn(chunk.numel, generator=random)
@@ -143,7 +143,6 @@ class LazyBench:
         self.store.commit({"counts": counts}, {"missed": packed} if packed is not None else {})
 
     def go_back(self) -> None:
-        """To the last commit."""
         self.pipeline.abandon_step()
         self.pipeline.wait_for_updates()
         self.store.drop_drafts()
@@ -151,13 +150,12 @@ class LazyBench:
 
     def restore(self) -> None:
         commit = self.store.committed
-        assert commit is not None
         counts = commit.facts.get("counts", [0] * len(self.step_counts))
         self.step_counts.update(zip(self.step_counts, counts, strict=True))
         self.missed.restore(commit.journal.get("missed"))
 
     def weights_of(self, number: int) -> Tensor:
-        """The weights as a slot would get them."""
+        """Return the weights as a slot gets them."""
         block = self.blocks[number]
         weights = torch.full((block.numel,), float("nan"), dtype=self.form.working_dtype)
         delivery = self.pipeline.deliver(block, weights)
@@ -169,7 +167,7 @@ class LazyBench:
         return weights
 
     def states_of(self, number: int, kinds: Sequence[str] = ()) -> dict[str, Tensor]:
-        """All records of an expert, up to date."""
+        """Return all records of an expert after its missed steps."""
         self.pipeline.wait_for_updates()
         block, found = self.blocks[number], {}
         for kind in kinds or ("param", *self.form.state_kinds):
@@ -180,12 +178,12 @@ class LazyBench:
             found[kind] = view
         return found
 
-    def behind(self) -> Set[int]:
+    def experts_behind(self) -> Set[int]:
         return {number for number, block in enumerate(self.blocks) if self.missed.is_block_behind(block)}
 
 
 def assert_equal(found: LazyBench, expected: LazyBench) -> None:
-    """All records of all experts, to the bit, and the parameters' counts."""
+    """Check that all records are equal to the bit, and that step counts are equal."""
     for number in range(NUM_EXPERTS):
         states = expected.states_of(number)
         for kind, record in found.states_of(number).items():

@@ -1,4 +1,4 @@
-"""A gradient pipeline over one block of four chunks and a store in memory, for tests that look at its order."""
+"""A gradient pipeline over one block of four chunks and a store in memory that notes the order of calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
 
 class LateCallbacks(IoRequest):
-    """Done at once. Its callbacks run when the test asks for it, as on a slow I/O thread."""
+    """Is done at once. Its callbacks run when the test calls `call_back`, as on a slow I/O thread."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, lambda num_bytes: None)
@@ -41,7 +41,7 @@ class LateCallbacks(IoRequest):
 
 
 class DoneWhenWaitedFor(IoRequest):
-    """Ends when it is waited for."""
+    """Ends when a thread waits for it."""
 
     def __init__(self, num_bytes: int, finished: Callable[[], None]) -> None:
         super().__init__(num_bytes, 1, lambda num_bytes: finished())
@@ -77,7 +77,7 @@ class MemoryStore:
         self.may_read.set()
         self.write_requests: Literal["at_once", "late_callbacks", "when_waited_for"] = "at_once"
         self.late: list[LateCallbacks] = []
-        self.num_under_way = 0
+        self.num_running = 0
         self._committed: dict[str, Tensor] = {}
 
     def commit(self) -> None:
@@ -85,7 +85,7 @@ class MemoryStore:
         self.has_drafts = False
 
     def drop_drafts(self) -> None:
-        assert self.num_under_way == 0, "a write would land after the drop"
+        assert self.num_running == 0, "a write would land after the drop"
         self.order.append("drop")
         for kind, record in self.records.items():
             record.copy_(self._committed.get(kind, torch.zeros_like(record)))
@@ -124,11 +124,11 @@ class MemoryStore:
                 self.late.append(LateCallbacks())
                 return self.late[-1]
             case "when_waited_for":
-                self.num_under_way += 1
+                self.num_running += 1
                 return DoneWhenWaitedFor(source.nbytes, self._finish_write)
 
     def _finish_write(self) -> None:
-        self.num_under_way -= 1
+        self.num_running -= 1
 
 
 def pool(name: str, num_buffers: int) -> BufferPool:
@@ -136,7 +136,7 @@ def pool(name: str, num_buffers: int) -> BufferPool:
 
 
 class Bench:
-    """A block of one parameter a chunk, and a pipeline over it."""
+    """A block with one parameter per chunk, and a pipeline over it."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Bench:
         self.gradients, self.states = pool("gradients", 2 * NUM_CHUNKS), pool("states", 3 * NUM_CHUNKS)
         self.step_counts: StepCounts = dict.fromkeys(self.block.slices, 0)
         self.groups = [GROUP]
-        """The last entry has the present hyperparameters."""
+        """The last entry has the current hyperparameters."""
         self.pipeline = make_pipeline(
             UpdateSetup(
                 device=CpuDevice(),
@@ -182,7 +182,7 @@ class Bench:
         return arrived
 
     def read_weights(self) -> Tensor:
-        """As a load of the block to the device does."""
+        """Read the weights as a load of the block to the device does."""
         weights = torch.full((self.block.numel,), float("nan"))
         delivery = self.pipeline.deliver(self.block, weights)
         for start, stop in delivery.ranges_to_read():

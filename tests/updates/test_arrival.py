@@ -1,30 +1,25 @@
-"""Gradients on the way to the pipeline: chunks, borrowed slots, the total norm, and segments of neighbours."""
+"""Gradients arrive in chunks and may borrow slots. Their total norm equals torch, and neighbours form segments."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pipeline_bench import CHUNK_NUMEL, GROUP, pool
 from torch import Tensor, nn
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.model import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
-from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.updates.arrival import BackwardContext, GradientArrivals
 from hf_lohan.updates.chunk_update import merge_segments
 from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient, GradientNorms
 
-CHUNK_NUMEL = GRANULE_NUMEL
-GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-OTHER_GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-
-
-def pool(name: str, num_buffers: int) -> BufferPool:
-    return BufferPool(CpuDevice(), name=name, num_buffers=num_buffers, buffer_bytes=4 * CHUNK_NUMEL)
+OTHER_GROUP = replace(GROUP, weight_decay=0.0)
 
 
 # Segments.
@@ -50,7 +45,7 @@ def test_neighbours_with_equal_settings_are_one_segment() -> None:
     assert segments(chunk, {0, 1, 2}) == [Segment(0, chunk.pieces[-1].stop_in_chunk, GROUP, 1)]
 
 
-def test_a_segment_ends_after_a_parameter_that_is_no_whole_number_of_vectors() -> None:
+def test_a_segment_ends_after_a_parameter_with_a_partial_vector() -> None:
     _, chunk = block_of(64, 100, 32)
     ends = [(piece.start_in_chunk, piece.stop_in_chunk) for piece in chunk.pieces]
     assert segments(chunk, {0, 1, 2}) == [Segment(0, ends[1][1], GROUP, 1), Segment(*ends[2], GROUP, 1)]
@@ -63,7 +58,7 @@ def test_a_parameter_without_a_gradient_separates_segments() -> None:
     assert segments(chunk, set()) == []
 
 
-def test_other_hyperparameters_or_another_step_begin_a_segment() -> None:
+def test_other_hyperparameters_or_another_step_count_begin_a_segment() -> None:
     _, chunk = block_of(64, 100, 32)
     found = segments(chunk, {0, 1, 2}, {1: OTHER_GROUP}, {2: 5})
     assert [(segment.group, segment.step) for segment in found] == [(GROUP, 1), (OTHER_GROUP, 1), (GROUP, 6)]
@@ -182,7 +177,7 @@ def test_the_total_norm_equals_torch_to_the_bit(dtype: torch.dtype) -> None:
     assert norms.total() == 0.0
 
 
-def test_norms_are_copied_to_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_norms_are_copied_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each copy waits for the device."""
     block, _ = block_of(64, 5000, 3)
     norms, copied = GradientNorms(block.slices), list[int]()

@@ -27,7 +27,7 @@ NUMEL = 5 * PART_NUMEL + GRANULE_NUMEL + 2048
 SEGMENTS = (
     Segment(0, 2 * PART_NUMEL + 7, GROUP, 1),  # ends within a part and within a vector
     Segment(2 * PART_NUMEL + 32, 2 * PART_NUMEL + 33, OTHER, 3),
-    Segment(3 * PART_NUMEL - 64, 5 * PART_NUMEL, OTHER, 4),  # from one part's end to another's
+    Segment(3 * PART_NUMEL - 64, 5 * PART_NUMEL, OTHER, 4),  # from the end of one part to the end of another
     Segment(5 * PART_NUMEL + 96, NUMEL - 3, GROUP, 2),
 )
 POSITION = 3 * PART_NUMEL
@@ -47,7 +47,7 @@ def form(request: pytest.FixtureRequest) -> MasterFormat:
 
 @pytest.fixture
 def store(form: MasterFormat, tmp_path: Path) -> Iterator[Store]:
-    """Has one block with random states."""
+    """A store that has one block with random states."""
     numel = -(-NUMEL // form.align_numel) * form.align_numel
     specs = [
         RecordSpec("block", kind, str(form.state_dtype(kind)).removeprefix("torch."), form.numel(kind, numel))
@@ -85,7 +85,7 @@ def read_all(store: Store) -> tuple[dict[str, Tensor], list[RecordRead]]:
 def in_parts(
     store: Store, form: MasterFormat, num_threads: int, clip: float = 1.0, *, of_zeros: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Checksums]]:
-    """The updated records and their checksums. ``of_zeros``: pass no gradient."""
+    """Return the updated records and their checksums. `of_zeros`: pass no gradient."""
     records, reads = read_all(store)
     for read in reads:
         read.wait_for_bytes()
@@ -106,7 +106,7 @@ def in_parts(
 
 
 def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Tensor]:
-    """Updated by torch's own function on the whole chunk at once; encoded moments segment by segment."""
+    """Update the whole chunk at once with torch's function. Encoded moments are updated segment by segment."""
     records, reads = read_all(store)
     for read in reads:
         read.wait()
@@ -181,7 +181,7 @@ def test_every_granule_of_every_input_is_verified(
 
 @pytest.fixture
 def flip(store: Store) -> Callable[[str, int], None]:
-    """Flips a bit in a byte of a record on disk."""
+    """Return a function that flips a bit in a byte of a record on disk."""
 
     def flipped(kind: str, byte: int) -> None:
         for path, extent in store.extents("block", kind) or []:

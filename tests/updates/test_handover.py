@@ -38,7 +38,7 @@ def a_block() -> tuple[Block, list[Chunk]]:
 
 
 class Updates:
-    """Updates that write each chunk's index to its elements, in buffers of their own."""
+    """Updates that write the index of each chunk to its elements, in their own buffers."""
 
     def __init__(self, device: CpuDevice | None = None) -> None:
         self.handover = Handover(device or CpuDevice())
@@ -61,7 +61,7 @@ class Updates:
 
 
 def within_a_minute(work: Callable[[], object], meanwhile: Callable[[], object]) -> None:
-    """`work` waits until `meanwhile` has run."""
+    """Run `work`, which waits until `meanwhile` has run."""
     with ThreadPoolExecutor(1) as threads:
         working = threads.submit(work)
         meanwhile()
@@ -70,8 +70,9 @@ def within_a_minute(work: Callable[[], object], meanwhile: Callable[[], object])
 
 @pytest.mark.parametrize("is_outstanding", [True, False])
 def test_deliveries_to_other_slots_do_not_wait_until_a_slot_is_free(is_outstanding: bool) -> None:
-    """A load into a slot that compute still reads waits on its own thread if updates deliver the block: they also
-    deliver earlier blocks, which that compute may wait for."""
+    """If updates deliver a block to a slot that compute still reads, only the thread of the load waits. The updates
+    also deliver earlier blocks, for which this compute may wait.
+    """
     device = PacedDevice(link_bytes_per_s=1e6, flops_per_s=1.0, clock=SteppedClock())
     updates, (block, chunks) = Updates(device), a_block()
     if is_outstanding:
@@ -128,7 +129,7 @@ def test_a_failure_ends_waits() -> None:
         updates.deliver(block, torch.zeros(block.numel))
 
 
-def test_each_wait_for_a_delivery_raises_an_error_object_of_its_own() -> None:
+def test_each_wait_for_a_delivery_raises_a_new_error_object() -> None:
     """An object that several threads raise collects all their tracebacks."""
     block, chunks = a_block()
     updates, cause = Updates().handover, OSError("the drive is gone")
@@ -157,7 +158,7 @@ def test_a_dropped_step_delivers_nothing() -> None:
 
 
 def test_a_buffer_may_be_overwritten_when_the_event_is_reached() -> None:
-    """On a device whose copies run late, an earlier write would reach the slot."""
+    """The device runs copies late, so a write before the event would reach the slot."""
     device = AsyncDevice(max_delay_s=5e-3)
     block, chunks = a_block()
     updates, weights = Updates(device), device.empty(4 * block.numel).view(torch.float32)
@@ -167,7 +168,6 @@ def test_a_buffer_may_be_overwritten_when_the_event_is_reached() -> None:
     def update() -> None:
         for chunk in chunks:
             _, copied, buffer = updates.hand_over(chunk)
-            assert copied is not None
             copied.synchronize()
             buffer.bytes.fill_(0xFF)
 
@@ -201,7 +201,7 @@ def test_parameters_that_wait_to_be_written_are_kept_until_they_are_copied(devic
 
 
 def test_written_parameters_are_forgotten() -> None:
-    """A caller that waited for the store may change it, so parameters in RAM are old then."""
+    """The caller may have changed the store, so parameters in RAM may be old."""
     block, chunks = a_block()
     updates = Updates()
     updates.handover.announce(chunks)
@@ -229,7 +229,9 @@ def test_a_callback_gets_a_failure_once(end: str) -> None:
 
 
 def test_a_second_delivery_of_a_block_waits_for_the_first() -> None:
-    """A slot was forgotten during a delivery. Otherwise the first delivery would never end."""
+    """A slot is dropped during a delivery and the block is loaded again. Without this wait the first delivery would
+    never end.
+    """
     block, chunks = a_block()
     updates = Updates()
     updates.handover.announce(chunks[:1])
@@ -244,7 +246,7 @@ def test_a_second_delivery_of_a_block_waits_for_the_first() -> None:
 
     within_a_minute(deliver_again, lambda: updates.hand_over(chunks[0]))
     assert errors == [None]
-    assert weights[0].item() == 0.0  # from the buffer that waits to be written
+    assert weights[0].item() == 0.0  # copied from the buffer that is still to be written
 
 
 def test_a_late_callback_of_the_last_update_does_not_end_this_one() -> None:

@@ -1,4 +1,6 @@
-"""Gradients of bfloat16 weights stay bfloat16 on the host with one backward a step: half the bytes, equal bits."""
+"""With one backward per step, gradients of bfloat16 weights stay bfloat16 on the host. They need half the bytes and
+change no bit.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ class Run:
 
 
 def assert_equal(run: Run, other: Run) -> None:
-    """All records, to the bit."""
+    """Check that norms and all records are equal to the bit."""
     assert run.norms == other.norms
     records, expected = run.records(), other.records()
     assert records.keys() == expected.keys()
@@ -94,7 +96,7 @@ RunFactory = Callable[..., tuple[Run, Run]]
 
 @pytest.fixture
 def make_runs(build_engine: EngineFactory, tmp_path: Path) -> RunFactory:
-    """Makes a run that keeps dtypes and one that widens them."""
+    """Return a function that makes a run that keeps dtypes and a run that widens them."""
 
     def make(way: str = "defer", **settings: Any) -> tuple[Run, Run]:
         kept, widened = (Run(build_engine, tmp_path, keeps=keeps, way=way, **settings) for keeps in (True, False))
@@ -109,7 +111,7 @@ def held_chunks(run: Run) -> int:
     return sum(shapes[name].num_chunks(plan.chunk_numel) for name in plan.held_blocks)
 
 
-# One backward a step.
+# One backward per step.
 
 
 @pytest.mark.covering(1)
@@ -154,8 +156,8 @@ def test_held_gradients_take_half_the_memory(make_runs: RunFactory) -> None:
     assert kept_bytes == widened_bytes / 2 > 0
 
 
-def test_more_is_held_and_less_is_spilled(make_runs: RunFactory) -> None:
-    """The bytes that are written beside weights and states are those of the plan: two for each element."""
+def test_kept_dtypes_hold_more_gradients_and_spill_fewer(make_runs: RunFactory) -> None:
+    """Besides weights and states, a step writes the planned bytes: two per element of bfloat16 gradients."""
     kept, widened = make_runs("defer", cpu_memory=TIGHT)
     spilled_bytes = {}
     for run in (kept, widened):
@@ -178,7 +180,7 @@ def test_more_is_held_and_less_is_spilled(make_runs: RunFactory) -> None:
     assert 0 < spilled_bytes[kept] < spilled_bytes[widened] / 2
 
 
-# Several backwards a step after all.
+# Several backwards per step, although the engine expected one.
 
 
 @pytest.mark.covering(2)
@@ -202,7 +204,7 @@ def test_several_backwards_are_summed_in_float32(
     assert sum("set gradient_accumulation_steps" in record.message for record in caplog.records) == 1
 
 
-def test_parameters_without_a_gradient_in_some_backwards(make_runs: RunFactory) -> None:
+def test_parameters_may_lack_a_gradient_in_some_backwards(make_runs: RunFactory) -> None:
     runs = make_runs("redone", cpu_memory=TIGHT)
     for run in runs:
         early = [name for name, _ in run.model.named_parameters() if "layers.1." in name or "layers.2.mlp" in name]
@@ -218,7 +220,7 @@ def test_parameters_without_a_gradient_in_some_backwards(make_runs: RunFactory) 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["in_backward", "defer", "redone"])
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
-def test_micro_batches_together(cpu_memory: str, way: str, make_runs: RunFactory) -> None:
+def test_micro_batches_run_together_are_summed_in_float32(cpu_memory: str, way: str, make_runs: RunFactory) -> None:
     runs = make_runs(way, cpu_memory=cpu_memory)
     for run in runs:
         run.together(1)
@@ -270,7 +272,9 @@ def frozen_in_bfloat16() -> Any:
 
 @pytest.mark.parametrize("model_factory", [some_in_float32, frozen_in_bfloat16])
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
-def test_blocks_of_several_dtypes(cpu_memory: str, model_factory: Callable[[], Any], make_runs: RunFactory) -> None:
+def test_records_of_blocks_of_several_dtypes_are_equal(
+    cpu_memory: str, model_factory: Callable[[], Any], make_runs: RunFactory
+) -> None:
     kept, widened = make_runs("redone", cpu_memory=cpu_memory, dtype=None, model_factory=model_factory)
     for run in (kept, widened):
         assert run.engine.layout.plan.gradients_per_buffer == 1

@@ -34,7 +34,7 @@ def test_a_slot_is_given_back_when_the_read_has_arrived() -> None:
     borrowed = BorrowedSlot(device, weights, lender.take_back)
     out = torch.empty(4)
     read = borrowed.start_read(2, out)
-    borrowed.give_back()  # it was read: it is given back when the read arrives
+    borrowed.give_back()  # the slot is given back when the read arrives
     assert lender.num_returns == 0
     read.wait_for_bytes()
     assert lender.num_returns == 1 and torch.equal(out, torch.arange(2.0, 6.0))
@@ -65,7 +65,7 @@ def test_a_slot_that_is_not_read_is_given_back_once() -> None:
 def test_borrowed_weights_are_not_read_from_the_store(
     prefetch_blocks: int, lends: bool, make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three slots of layers one can be lent; with two, compute needs both."""
+    """Of three layer slots one can be lent. If there are two, compute needs both."""
     twins = make_twins(
         model_factory=lambda: tiny_model("llama", num_layers=4).train(),
         hold_gradients=False,

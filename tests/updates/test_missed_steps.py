@@ -1,4 +1,4 @@
-"""Experts that take steps with gradients of zeros later look the same to every reader as those updated at once."""
+"""Lazy experts take steps with zero gradients later. Readers see the same as if they were updated at once."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def make(tmp_path: Path) -> Iterator[MakeBench]:
 
 
 def both(make: MakeBench, form: MasterFormat = FORMS[1], **settings: Any) -> tuple[LazyBench, LazyBench]:
-    """A bench with lazy experts, and one without."""
+    """Make a bench with lazy experts and one without."""
     return make(form, **settings), make(form, most=0, **settings)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.working_dtype} {form.moment_dtype}")
 @pytest.mark.parametrize("mode", ["deferred", "in_backward", "accepted", "redone"])
 def test_readers_see_no_difference(mode: str, form: MasterFormat, make: MakeBench) -> None:
-    """With dropped steps, changing learning rates, several backwards a step, and uncommitted steps."""
+    """Steps have changing learning rates and one or two backwards. Some are dropped or not committed."""
     settings = {"hold_gradients": mode != "in_backward", "speculates": mode in ("accepted", "redone")}
     lazy, eager = both(make, form, **settings)
     choose = random.Random(f"{mode} {form}")
@@ -68,11 +68,11 @@ def test_readers_see_no_difference(mode: str, form: MasterFormat, make: MakeBenc
             else:
                 clips = mode == "redone" or (mode == "deferred" and step % 2 == 0)
                 bench.finish_step(0.5 if clips else 1.0, commits=commits or mode != "deferred")
-        were_behind |= lazy.behind()
-        assert not eager.behind()
+        were_behind |= lazy.experts_behind()
+        assert not eager.experts_behind()
         number = choose.choice(ALL)
         assert torch.equal(lazy.weights_of(number), eager.weights_of(number)), (step, number)
-    assert were_behind == set(ALL) and lazy.behind()
+    assert were_behind == set(ALL) and lazy.experts_behind()
     assert set(lazy.applied) <= {mode, "deferred"} and mode in lazy.applied
     assert_equal(lazy, eager)
 
@@ -85,8 +85,8 @@ def test_steps_are_missed_only_while_enough_experts_get_no_tokens(make: MakeBenc
         for bench in (lazy, eager):
             bench.backward(set(range(num_touched)), step)
             bench.finish_step(1.0)
-        were_behind.append(bool(lazy.behind()))
-    # The fraction is 1/n, rises above a half, and falls again; then all catch up.
+        were_behind.append(bool(lazy.experts_behind()))
+    # The share of experts without tokens is 1/n, rises above a half and falls again. Then all experts catch up.
     assert were_behind[:4] == [False, True, True, True] and not were_behind[-1]
     assert_equal(lazy, eager)
 
@@ -108,18 +108,18 @@ def test_experts_that_miss_a_step_are_neither_read_nor_written(
         monkeypatch.setattr(bench.store, name, noted)
     bench.backward({2}, 1)
     bench.finish_step()
-    assert set(accessed) == {"expert2"} and bench.behind() == {0, 1, 3}
+    assert set(accessed) == {"expert2"} and bench.experts_behind() == {0, 1, 3}
 
 
 def test_no_expert_is_more_steps_behind_than_allowed(make: MakeBench) -> None:
     lazy, eager = both(make)
-    behind = []
+    experts_behind = []
     for step in range(2 * MOST + 3):
         for bench in (lazy, eager):
             bench.backward(ALL if step == 0 else {1}, step)
             bench.finish_step()
-        behind.append(max(len(lazy.missed.steps(chunk)) for chunk in lazy.chunks))
-    assert behind == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+        experts_behind.append(max(len(lazy.missed.steps(chunk)) for chunk in lazy.chunks))
+    assert experts_behind == [0, 1, 2, 3, 0, 1, 2, 3, 0]
     assert_equal(lazy, eager)
 
 
@@ -137,24 +137,24 @@ def test_experts_that_no_backward_passed_take_no_step(make: MakeBench) -> None:
 
 @pytest.mark.parametrize("chunk_numel", [CHUNK_NUMEL, 3 * CHUNK_NUMEL])
 def test_a_commit_has_the_missed_steps(chunk_numel: int, make: MakeBench) -> None:
-    """It may be opened with other chunks, and without lazy experts."""
+    """The store may be opened with other chunks and without lazy experts."""
     lazy, eager = both(make)
     for step in range(3):
         for bench in (lazy, eager):
             bench.group = replace(bench.group, lr=0.3 / (1 + step))
             bench.backward(ALL if step == 0 else {step}, step)
             bench.finish_step()
-    assert lazy.behind()
+    assert lazy.experts_behind()
     lazy.close()
     again = make(folder=str(MOST), most=0, chunk_numel=chunk_numel)
     again.restore()
-    assert again.behind() == {0, 1, 3}
+    assert again.experts_behind() == {0, 1, 3}
     assert_equal(again, eager)
     again.group = eager.group
     for bench in (again, eager):
         bench.backward((), 9)
         bench.finish_step()
-    assert not again.behind()
+    assert not again.experts_behind()
     assert_equal(again, eager)
 
 
@@ -169,7 +169,7 @@ def test_going_back_to_a_commit_restores_its_missed_steps(make: MakeBench) -> No
         bench.finish_step(commits=False)
         bench.backward({2}, 3)
         bench.go_back()
-    assert lazy.behind() == {0, 2, 3}
+    assert lazy.experts_behind() == {0, 2, 3}
     assert_equal(lazy, eager)
 
 
@@ -186,7 +186,7 @@ def test_reading_writes_no_drafts(make: MakeBench) -> None:
         bench.pipeline.wait_for_norms()
         assert not bench.pipeline.is_past_undoing
         bench.pipeline.abandon_step()
-    assert lazy.behind() == {0, 2, 3}
+    assert lazy.experts_behind() == {0, 2, 3}
     assert_equal(lazy, eager)
 
 
@@ -201,13 +201,13 @@ def test_a_step_that_cannot_be_undone_leaves_no_expert_partly_behind(make: MakeB
         bench.pipeline.wait_for_updates()
         bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
         bench.pipeline.abandon_step()
-    assert lazy.behind() == {2, 3}
+    assert lazy.experts_behind() == {2, 3}
     assert_equal(lazy, eager)
     lazy.commit()
 
 
 def test_a_written_block_catches_up_first(make: MakeBench) -> None:
-    """Its missed steps apply to the old weights."""
+    """Missed steps apply to the old weights."""
     lazy, eager = both(make)
     bounce = mapped_empty(1 << 20)
     for bench in (lazy, eager):
@@ -216,7 +216,7 @@ def test_a_written_block_catches_up_first(make: MakeBench) -> None:
         bench.backward({1}, 1)
         bench.finish_step()
         bench.records.write_unaligned("expert2", "param", 3, torch.ones(40, dtype=torch.bfloat16), bounce)
-    assert lazy.behind() == {0, 3}
+    assert lazy.experts_behind() == {0, 3}
     assert_equal(lazy, eager)
 
 
@@ -238,10 +238,10 @@ def test_single_elements_are_read_up_to_date(make: MakeBench) -> None:
     assert torch.equal(read_some(lazy), read_some(eager)) and not torch.equal(read_some(lazy), before)
 
 
-def test_other_rules_take_each_step_at_once(make: MakeBench) -> None:
-    """A commit cannot hold their hyperparameters."""
+def test_rules_other_than_adamw_miss_no_steps(make: MakeBench) -> None:
+    """A commit cannot store the hyperparameters of other rules."""
     lazy = make(master_format(torch.float32, rule=UpdateRule("Lion", ("exp_avg",))))
     lazy.group = (("lr", 1e-3), ("betas", (0.9, 0.99)), ("weight_decay", 0.1))
     lazy.backward({1}, 0)
     lazy.finish_step()
-    assert not lazy.behind()
+    assert not lazy.experts_behind()

@@ -31,7 +31,7 @@ WAY = pytest.mark.parametrize("way", WAYS)
 
 @contextmanager
 def spoiled(model: Any, value: float, *names: str) -> Iterator[None]:
-    """Sets one element of these parameters' gradients to `value`."""
+    """Set one element of the gradient of each named parameter to `value`."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         spoiled_gradient = gradient.clone()
@@ -45,7 +45,7 @@ def spoiled(model: Any, value: float, *names: str) -> Iterator[None]:
 
 
 def take_bad_step(twins: Any, value: float, *names: str, max_norm: float = CLIPS) -> None:
-    """Only the engine takes this step, and must equal the twin that does not."""
+    """Take a step only with the engine. It must still equal its twin, which does not take the step."""
     with spoiled(twins.model, value, *names):
         twins.model(**tiny_batch(seed=77)).loss.backward()
     if twins.engine.layout.holds_gradients:
@@ -62,7 +62,7 @@ def train(twins: Any, num_steps: int, *, first_seed: int) -> None:
 @WAY
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
-def test_the_step_is_skipped_to_the_bit(schedule: str, value: float, way: str, make_twins: TwinsFactory) -> None:
+def test_a_skipped_step_changes_no_bit(schedule: str, value: float, way: str, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", schedule=schedule, **WAYS[way])
     train(twins, 2, first_seed=100)
     assert not twins.optimizer.step_was_skipped
@@ -88,7 +88,7 @@ def test_the_very_first_step_is_skipped(way: str, make_twins: TwinsFactory) -> N
 
 
 @WAY
-def test_a_loss_that_is_infinite(way: str, make_twins: TwinsFactory) -> None:
+def test_a_step_with_an_infinite_loss_is_skipped(way: str, make_twins: TwinsFactory) -> None:
     twins = make_twins("mixtral", **WAYS[way])
     train(twins, 1, first_seed=100)
     (twins.model(**tiny_batch(seed=77)).loss * INF).backward()
@@ -98,8 +98,7 @@ def test_a_loss_that_is_infinite(way: str, make_twins: TwinsFactory) -> None:
     twins.assert_equal()
 
 
-def test_not_finite_only_in_the_sum(make_twins: TwinsFactory) -> None:
-    """The gradients of both backwards are finite, their sum is not."""
+def test_a_step_is_skipped_if_only_the_sum_is_not_finite(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     twins.train(1, max_norm=CLIPS)
     with spoiled(twins.model, 3e38, LATE):
@@ -114,7 +113,9 @@ def test_not_finite_only_in_the_sum(make_twins: TwinsFactory) -> None:
 
 
 @pytest.mark.parametrize("is_final_bad", [True, False])
-def test_not_finite_in_one_of_several_backwards(is_final_bad: bool, make_twins: TwinsFactory) -> None:
+def test_a_step_is_skipped_if_one_of_several_backwards_is_not_finite(
+    is_final_bad: bool, make_twins: TwinsFactory
+) -> None:
     twins = make_twins("llama", clip="speculate")
     twins.train(1, max_norm=CLIPS)
     for number in range(2):
@@ -130,7 +131,7 @@ def test_not_finite_in_one_of_several_backwards(is_final_bad: bool, make_twins: 
 
 
 @WAY
-def test_too_many_in_a_row_name_the_first_parameter_in_the_models_order(way: str, make_twins: TwinsFactory) -> None:
+def test_too_many_skipped_steps_name_the_first_parameter_in_model_order(way: str, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", max_skipped_steps=3, **WAYS[way])
     train(twins, 1, first_seed=100)
     for _ in range(2):
@@ -138,7 +139,7 @@ def test_too_many_in_a_row_name_the_first_parameter_in_the_models_order(way: str
     with pytest.raises(NonFiniteGradientError, match=rf"{EARLY} is not finite.*3\. step in a row.*max_skipped_steps=3"):
         take_bad_step(twins, NAN, LATE, EARLY)
     twins.optimizer.zero_grad()
-    twins.assert_equal()  # the store holds the last good step
+    twins.assert_equal()  # the store has the last good step
 
 
 def test_a_good_step_resets_the_count(make_twins: TwinsFactory) -> None:
@@ -154,7 +155,7 @@ def test_a_good_step_resets_the_count(make_twins: TwinsFactory) -> None:
 
 
 def test_skipped_steps_change_nothing_in_a_store_without_versions(make_twins: TwinsFactory) -> None:
-    """Held gradients can be dropped."""
+    """Held gradients can be dropped without a second version of the records."""
     twins = make_twins("llama", durability="checkpoint")
     twins.train(1, max_norm=CLIPS)
     take_bad_step(twins, NAN, EARLY)
@@ -162,8 +163,10 @@ def test_skipped_steps_change_nothing_in_a_store_without_versions(make_twins: Tw
     twins.assert_equal()
 
 
-def test_updates_that_cannot_be_undone_refuse_such_gradients(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    """Updates in backward, in place: the run ends, and nothing that is not finite is written."""
+def test_updates_that_cannot_be_undone_refuse_gradients_that_are_not_finite(
+    make_twins: TwinsFactory, tmp_path: Path
+) -> None:
+    """Updates run in backward and in place, so the run ends before it writes a value that is not finite."""
     twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
     twins.train(1)
     twins.engine.wait_for_updates()
@@ -200,7 +203,7 @@ def test_uninitialized_memory_in_buffers_does_not_count(
 
 
 def test_a_norm_that_overflows_does_not_skip_a_step_applied_in_place(make_twins: TwinsFactory) -> None:
-    """Each element is finite, and their float32 norm is not. torch applies such a step."""
+    """Each element is finite, and only the float32 norm overflows. Torch applies such a step."""
     twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
     for model in twins.models:
         with spoiled(model, 1e30, EARLY):

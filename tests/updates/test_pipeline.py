@@ -1,4 +1,4 @@
-"""Gradients in, updates out: the schedules, the sums, and the buffers that come back."""
+"""The pipeline turns gradients into updates in the order of its schedule, sums gradients and releases all buffers."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def test_deferred_updates_delay_only_readers_of_their_block(make_bench: Callable
     assert [event for event in bench.store.order if event.startswith("w")] == ["w0", "w1", "w2", "w3"]
 
 
-def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
+def test_the_last_chunk_of_a_backward_uses_the_hyperparameters_of_its_step(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler may change them as soon as the step returns, before the chunk is updated."""
     bench = make_bench("optimized", hold_gradients=False)
     pipeline = bench.pipeline
-    monkeypatch.setattr(pipeline._thread, "_idle", lambda: False)  # so that it does not finish the last chunk early
+    monkeypatch.setattr(pipeline._thread, "_idle", lambda: False)  # the thread does not finish the last chunk early
     gate = threading.Event()
     queue = pipeline._worker._queue
     end_step = queue.end_step
@@ -134,7 +134,7 @@ def test_a_failure_ends_waits_for_buffers_and_is_raised_by_the_step(make_bench: 
     cause = OSError("the drive is gone")
     bench = make_bench(hold_gradients=False, fail=cause)
     with pytest.raises(PoolAborted, match="the drive is gone") as aborted:
-        for _ in range(bench.gradients.num_buffers + 1):  # a backward that does not know of it
+        for _ in range(bench.gradients.num_buffers + 1):  # backward does not know of the failure
             bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
     assert aborted.value.__cause__ is cause
     with pytest.raises(OSError, match="the drive is gone"):
@@ -150,7 +150,7 @@ def test_updates_after_backward_read_further_ahead_with_borrowed_buffers(make_be
         bench.finish_step(0.5)
         assert (bench.gradients.num_free, bench.states.num_free) == (2 * NUM_CHUNKS, 3 * NUM_CHUNKS)
     assert other.store.order == ["r0", "r1", "w0", "r2", "w1", "r3", "w2", "w3"]
-    # Gradients hold four of eight buffers: one more update can begin, and the next one after two have ended.
+    # Gradients hold four of eight buffers. One more update can begin, and another after two have ended.
     assert borrowing.store.order == ["r0", "r1", "r2", "w0", "w1", "r3", "w2", "w3"]
     for kind, record in other.store.records.items():
         assert torch.equal(borrowing.store.records[kind], record)
@@ -194,7 +194,7 @@ def test_a_buffer_is_not_released_while_it_is_written(
 def test_an_error_at_the_end_of_a_write_fails_the_pipeline(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request only logs errors of its callbacks, so a reader would wait for ever."""
+    """A request only logs errors of its callbacks, so without this a reader would wait forever."""
     bench = make_bench("optimized", hold_gradients=True)
 
     def written(_new: object) -> None:
@@ -208,7 +208,7 @@ def test_an_error_at_the_end_of_a_write_fails_the_pipeline(
         bench.read_weights()
 
 
-def test_each_wait_raises_an_error_object_of_its_own(make_bench: Callable[..., Bench]) -> None:
+def test_each_wait_raises_a_new_error_object(make_bench: Callable[..., Bench]) -> None:
     cause = OSError(5, "the drive is gone")
     bench = make_bench(hold_gradients=False, fail=cause)
     bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
@@ -224,22 +224,22 @@ def test_each_wait_raises_an_error_object_of_its_own(make_bench: Callable[..., B
 def test_an_update_reads_after_the_writes_of_the_last_one(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads overtake writes unless they wait."""
+    """Reads that do not wait would overtake writes."""
     bench = make_bench("optimized", hold_gradients=True)
     bench.store.write_requests = "when_waited_for"
-    under_way: list[IoRequest] = []
+    running: list[IoRequest] = []
     num_reads = 0
     read, write = bench.store.read, bench.store.write
 
     def noted_read(*args: Any) -> Any:
         nonlocal num_reads
-        assert all(request.done() for request in under_way)
+        assert all(request.done() for request in running)
         num_reads += 1
         return read(*args)
 
     def noted_write(*args: Any, **options: Any) -> IoRequest:
-        under_way.append(write(*args, **options))
-        return under_way[-1]
+        running.append(write(*args, **options))
+        return running[-1]
 
     monkeypatch.setattr(bench.store, "read", noted_read)
     monkeypatch.setattr(bench.store, "write", noted_write)

@@ -1,4 +1,4 @@
-"""Guesses in the pipeline: the order of reads and writes, and who may see a guess."""
+"""Guesses are read and written in the right order, and no reader sees a guess."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_updates_in_backward_are_undone_if_the_store_has_drafts(make_bench: Make
 
 
 @pytest.mark.parametrize("hold_gradients", [True, False])
-def test_over_older_drafts_nothing_is_guessed_or_undone(hold_gradients: bool, make_bench: MakeBench) -> None:
+def test_nothing_is_guessed_or_undone_over_older_drafts(hold_gradients: bool, make_bench: MakeBench) -> None:
     """Undoing would drop these drafts as well."""
     bench = make_bench(hold_gradients=hold_gradients, speculates=True)
     bench.store.has_drafts = True
@@ -166,7 +166,6 @@ def test_over_older_drafts_nothing_is_guessed_or_undone(hold_gradients: bool, ma
 
 @pytest.mark.parametrize("end", ["redone", "dropped", "read"])
 def test_drafts_are_dropped_only_after_all_writes(end: str, make_bench: MakeBench) -> None:
-    """A write that ends after the drop would count as an update."""
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.store.write_requests = "when_waited_for"
     bench.submit_all()
@@ -179,7 +178,7 @@ def test_drafts_are_dropped_only_after_all_writes(end: str, make_bench: MakeBenc
             bench.read_weights()
     bench.pipeline.wait_for_updates()
     assert bench.store.order[: len(GUESSES) + 1] == [*GUESSES, "drop"]
-    assert bench.store.num_under_way == 0
+    assert bench.store.num_running == 0
 
 
 def test_a_late_callback_of_a_guess_does_not_end_the_second_update(make_bench: MakeBench) -> None:

@@ -1,4 +1,4 @@
-"""Clipping by speculation equals torch's clipping: a wrong guess leaves no trace."""
+"""Speculative clipping equals torch's clipping, whether guesses are right or wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_t
 
 
 @MAX_NORMS
-def test_deferring_clips_as_torch_and_guesses_nothing(max_norms: list[float], make_twins: TwinsFactory) -> None:
+def test_deferring_clips_as_torch_without_guesses(max_norms: list[float], make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", clip="defer")
     train(twins, max_norms)
     twins.assert_equal()
@@ -75,7 +75,7 @@ def test_spilled_gradients_of_a_wrong_guess_are_kept(max_norms: list[float], mak
 def test_bfloat16_masters_and_residuals_are_undone_and_redone(
     max_norm: float, clip: str, sums_gradients: bool, build_engine: EngineFactory
 ) -> None:
-    """The reference: bfloat16 weights, float32 masters under torch's AdamW, gradients clipped in float32."""
+    """The reference trains bfloat16 weights with float32 masters, torch's AdamW and gradients clipped in float32."""
     stock, model = (tiny_model("llama").train() for _ in range(2))
     engine = build_engine(model, dtype=torch.bfloat16, clip=clip, sums_gradients=sums_gradients)
     model.config.dtype = torch.bfloat16
@@ -124,7 +124,7 @@ def test_announced_accumulation_guesses_in_the_last_backward(max_norm: float, ma
 
 @EITHER_WAY
 def test_gradients_of_earlier_backwards_alone_are_applied(max_norm: float, make_twins: TwinsFactory) -> None:
-    """The last backward leaves out a layer and part of another, so no guess covers these."""
+    """The last backward has no gradients for one layer and part of another, so no guess covers them."""
     twins = make_twins("llama", clip="speculate", backend=SlowBackend(1e-3))
     names = [name for name, _ in twins.stock.named_parameters()]
     early_only = [name for name in names if "layers.1." in name or name.endswith("layers.2.mlp.up_proj.weight")]
@@ -169,7 +169,7 @@ def test_nothing_is_guessed_if_nothing_can_be_undone(make_twins: TwinsFactory) -
 def test_the_way_of_clipping_may_change_between_steps(
     pattern: list[bool], max_norms: list[float], make_twins: TwinsFactory
 ) -> None:
-    """As a new plan may ask."""
+    """A new plan may change it."""
     twins = make_twins("llama", clip="speculate")
     ways = list(itertools.islice(itertools.cycle(pattern), 2 * len(max_norms)))
     for step, (max_norm, guesses) in enumerate(zip(max_norms * 2, ways, strict=True)):
@@ -191,9 +191,9 @@ def test_the_way_of_clipping_may_change_between_steps(
 def test_auto_does_not_guess_after_steps_that_clipped(
     max_norms: list[float], guesses: tuple[int, int], make_twins: TwinsFactory
 ) -> None:
-    """A wrong guess is written to the drive twice."""
+    """A wrong guess costs a second write."""
     twins = make_twins("llama", clip="auto")
-    twins.engine.clip_by("speculate")  # as planned
+    twins.engine.clip_by("speculate")  # as a plan does
     train(twins, max_norms)
     twins.assert_equal()
     assert counts(twins) == guesses

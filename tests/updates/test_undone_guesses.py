@@ -1,4 +1,4 @@
-"""No reader sees a guess, neither between backward and step nor after a dropped step."""
+"""No reader sees a guess between backward and step, or after a dropped step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, NORMS, assert_speculated, counts, train
+from engines import PlannedError
 
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.storage_doubles import SlowBackend
@@ -20,7 +21,9 @@ TwinsFactory = Callable[..., Any]
 
 @EITHER_WAY
 @pytest.mark.parametrize("gpu_memory", ["512KiB", "4MiB"], ids=["few_slots", "many_slots"])
-def test_an_evaluation_between_backward_and_step(max_norm: float, gpu_memory: str, make_twins: TwinsFactory) -> None:
+def test_an_evaluation_between_backward_and_step_sees_no_guess(
+    max_norm: float, gpu_memory: str, make_twins: TwinsFactory
+) -> None:
     twins = make_twins("gpt2", clip="speculate", gpu_memory=gpu_memory)
     for step in range(3):
         twins.backward(step)
@@ -33,8 +36,10 @@ def test_an_evaluation_between_backward_and_step(max_norm: float, gpu_memory: st
 
 @EITHER_WAY
 @pytest.mark.parametrize("schedule", ["optimized", "naive"])
-def test_an_evaluation_right_after_a_step(max_norm: float, schedule: str, make_twins: TwinsFactory) -> None:
-    """Guesses and their second updates are still being written then."""
+def test_an_evaluation_right_after_a_step_sees_the_new_weights(
+    max_norm: float, schedule: str, make_twins: TwinsFactory
+) -> None:
+    """Guesses and their second updates are still being written."""
     twins = make_twins("llama", clip="speculate", schedule=schedule, backend=SlowBackend(3e-3), gpu_memory="512KiB")
     for step in range(3):
         twins.train(1, first_seed=step, max_norm=max_norm)
@@ -45,8 +50,8 @@ def test_an_evaluation_right_after_a_step(max_norm: float, schedule: str, make_t
 
 
 @EITHER_WAY
-def test_a_part_of_the_model_called_between_backward_and_step(max_norm: float, make_twins: TwinsFactory) -> None:
-    """Not by the model's own forward, whose hooks undo guesses."""
+def test_a_submodule_called_between_backward_and_step_sees_no_guess(max_norm: float, make_twins: TwinsFactory) -> None:
+    """The hooks of the whole model's forward, which undo guesses, do not run."""
     twins = make_twins("llama", clip="speculate", gpu_memory="512KiB")
     for step in range(3):
         twins.backward(step)
@@ -60,7 +65,9 @@ def test_a_part_of_the_model_called_between_backward_and_step(max_norm: float, m
 
 @EITHER_WAY
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-def test_a_second_backward_without_a_forward(recompute: bool, max_norm: float, make_twins: TwinsFactory) -> None:
+def test_a_second_backward_without_a_forward_sees_no_guess(
+    recompute: bool, max_norm: float, make_twins: TwinsFactory
+) -> None:
     twins = make_twins("llama", clip="speculate", recompute=recompute, gpu_memory="512KiB")
     for step in range(3):
         for loss in twins.losses(step):
@@ -72,18 +79,18 @@ def test_a_second_backward_without_a_forward(recompute: bool, max_norm: float, m
 
 
 @EITHER_WAY
-def test_parameters_read_between_backward_and_step(max_norm: float, make_twins: TwinsFactory) -> None:
+def test_parameters_read_between_backward_and_step_have_no_guess(max_norm: float, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", clip="speculate")
     twins.train(1)
     twins.backward(5)
-    twins.assert_equal()  # reads everything
+    twins.assert_equal()  # this reads all records
     twins.clip(max_norm)
     twins.step()
     twins.assert_equal()
 
 
 @EITHER_WAY
-def test_hyperparameters_set_between_backward_and_step(max_norm: float, make_twins: TwinsFactory) -> None:
+def test_hyperparameters_set_between_backward_and_step_are_used(max_norm: float, make_twins: TwinsFactory) -> None:
     twins = make_twins("opt", clip="speculate")
     for step in range(3):
         twins.backward(step)
@@ -93,7 +100,7 @@ def test_hyperparameters_set_between_backward_and_step(max_norm: float, make_twi
             group["weight_decay"] += 0.1
         twins.step()
     twins.assert_equal()
-    # A wrong guess without a clip means that the loop changes hyperparameters: no more guesses.
+    # A guess that was wrong without clipping shows that the loop changes hyperparameters, so guessing ends.
     assert counts(twins) == ((3, 3) if max_norm == CLIPS else (1, 1))
 
 
@@ -113,7 +120,7 @@ def test_weights_loaded_between_backward_and_step_stay_loaded(make_twins: TwinsF
 # Dropped steps.
 
 
-def test_a_guess_that_zero_grad_drops_leaves_no_trace(make_twins: TwinsFactory) -> None:
+def test_a_guess_that_zero_grad_drops_changes_nothing(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", clip="speculate")
     twins.train(1, max_norm=LETS_THROUGH)
     for seed in (7, 8):
@@ -129,10 +136,7 @@ def test_a_guess_that_zero_grad_drops_leaves_no_trace(make_twins: TwinsFactory) 
 
 @EITHER_WAY
 @pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "model.norm"])
-def test_a_backward_that_fails_while_guessing(place: str, max_norm: float, make_twins: TwinsFactory) -> None:
-    class PlannedError(Exception):
-        """Raised on purpose."""
-
+def test_a_failed_backward_undoes_its_guesses(place: str, max_norm: float, make_twins: TwinsFactory) -> None:
     def raise_planned(_gradient: torch.Tensor) -> None:
         raise PlannedError
 

@@ -1,4 +1,4 @@
-"""Chunks that a backward passes without a gradient are updated with zeros, as by torch, and need no gradient buffer."""
+"""Chunks without a gradient that a backward passes are updated with zeros, as in torch, without a gradient buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = range(NUM_CHUNKS)
 
 
 class Stock:
-    """The same parameters under torch's AdamW."""
+    """The same parameters with torch's AdamW."""
 
     def __init__(self) -> None:
         self.parameters = [nn.Parameter(torch.zeros(CHUNK_NUMEL)) for _ in ALL]
@@ -36,7 +36,7 @@ class Stock:
 
 
 def submit(bench: Bench, touched: Collection[int], value: float, *, is_final: bool = True) -> None:
-    """A backward that passes all chunks and has gradients for the touched ones."""
+    """Run a backward that passes all chunks and has gradients for the touched ones."""
     gate = bench.hold_up()
     for index in sorted(touched, reverse=True):
         bench.pipeline.submit(bench.arrived(index, value), is_final=is_final)
@@ -99,7 +99,7 @@ def test_a_gradient_of_zeros_needs_no_arrival_buffer(make_bench: Callable[..., B
 
 
 @pytest.mark.parametrize(("clip_coefficient", "applied"), [(1.0, "accepted"), (0.5, "redone")])
-def test_guesses_and_gradients_of_zeros(
+def test_guesses_with_zero_gradients_equal_torch(
     clip_coefficient: float, applied: str, make_bench: Callable[..., Bench]
 ) -> None:
     bench, stock = make_bench(hold_gradients=True, speculates=True), Stock()

@@ -1,4 +1,4 @@
-"""Blocks in a store, and a prefetcher over them that notes what it reads."""
+"""Blocks in a store, and a loader of these blocks that notes its reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from slot_plans import plan_of_slots
 from torch import Tensor, nn
 
 from hf_lohan.device import BufferPool, CpuDevice, Event, Lane
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.planner import PoolPlan, SizeClass
+from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.updates import Delivery
 from hf_lohan.weights import LayerLoader, LocalWeights, SlotRing
@@ -25,25 +26,8 @@ CHUNK_NUMEL = GRANULE_NUMEL
 NEVER = 1 << 60
 
 
-def slots_only(num_layer_slots: int, slot_bytes: int, *, chunk_numel: int) -> PoolPlan:
-    """Slots for layers, and nothing that an update would need."""
-    return PoolPlan(
-        chunk_numel=chunk_numel,
-        num_staging_buffers=2,
-        num_state_buffers=0,
-        num_gradient_buffers=0,
-        num_arrival_buffers=0,
-        gradients_per_buffer=1,
-        num_recall_buffers=0,
-        held_blocks=(),
-        spilled_blocks=(),
-        slot_bytes=dict.fromkeys(SizeClass, 0) | {SizeClass.LAYER: slot_bytes},
-        num_slots=dict.fromkeys(SizeClass, 0) | {SizeClass.LAYER: num_layer_slots},
-    )
-
-
 class NotingReader:
-    """Notes which blocks are read, in which order."""
+    """Notes the blocks that are read, in order."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -57,7 +41,7 @@ class NotingReader:
 
 @dataclass
 class Stream:
-    """Blocks b0, b1, ... in a store, block i full of the number i, and a prefetcher over them."""
+    """Blocks b0, b1, ... in a store, and a loader of these blocks. All elements of block i are i."""
 
     blocks: list[Block]
     ring: SlotRing
@@ -70,7 +54,7 @@ class Stream:
         return " ".join(self.reader.loads)
 
     def use(self, block: Block) -> None:
-        """Acquire, look at the weights, release."""
+        """Acquire the block, check its weights and release it."""
         slot = self.prefetcher.acquire(block)
         assert bool((slot.weights == float(block.name[1:])).all())
         self.ring.unpin(block)
@@ -82,7 +66,7 @@ class Stream:
         self.prefetcher.end_pass()
 
     def until_idle(self) -> None:
-        """Wait until the prefetch thread has nothing that it could do."""
+        """Wait until the loader's thread has nothing to do."""
 
         def nothing_to_do() -> bool:
             loading = any(slot.is_loading for slot in self.ring.slots[SizeClass.LAYER])
@@ -128,7 +112,12 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
             store.commit()
         filling.close()
         engines.append(IoEngine(2, 16384, 1 << 20, backend))
-        plan = slots_only(num_slots, 4 * BLOCK_NUMEL, chunk_numel=CHUNK_NUMEL)
+        plan = plan_of_slots(
+            {SizeClass.LAYER: num_slots},
+            {SizeClass.LAYER: 4 * BLOCK_NUMEL},
+            chunk_numel=CHUNK_NUMEL,
+            num_staging_buffers=2,
+        )
         ring = SlotRing(device, plan)
         reader = NotingReader(Store.open([folder], model=identity, engine=engines[-1]))
 

@@ -1,4 +1,4 @@
-"""The fixtures of engines and twins, and the modules beside this file."""
+"""Import the fixtures of engines, twins and streams, and make the modules beside this file importable."""
 
 import sys
 from pathlib import Path

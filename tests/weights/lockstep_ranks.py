@@ -1,4 +1,4 @@
-"""Ranks that are threads: each runs one program of passes over its own slots, and all bring blocks together."""
+"""Ranks as threads. Each runs the same random program of passes, and all ranks load blocks together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from slot_plans import plan_of_slots
 from torch import Tensor, nn
 
 from hf_lohan.device import CpuDevice, Device, Event, Lane
@@ -21,11 +22,11 @@ NUM_LAYERS = 6
 JOIN_S = 120.0
 
 Op = tuple[str, int]
-"""What a computing thread does, and to which block, or for what kind of pass."""
+"""An operation of a computing thread, and the number of its block or the kind of its pass."""
 
 
 def make_blocks() -> list[Block]:
-    """A model: an embedding, layers, a norm that stays, a head."""
+    """Make the blocks of a model: an embedding, layers, a resident norm and a head."""
 
     def block(name: str, size_class: SizeClass) -> Block:
         return lay_out_block(name, size_class, {name: nn.Parameter(torch.empty(1))})
@@ -40,32 +41,19 @@ def make_blocks() -> list[Block]:
 
 
 def slots_for(blocks: Sequence[Block], *, num_layer_slots: int, num_outer_slots: int) -> PoolPlan:
-    """Slots, and nothing that an update would need."""
-    num_slots = dict.fromkeys(SizeClass, 0)
-    num_slots |= {SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: num_outer_slots, SizeClass.RESIDENT: 1}
-    return PoolPlan(
-        chunk_numel=blocks[0].numel,
-        num_staging_buffers=0,
-        num_state_buffers=0,
-        num_gradient_buffers=0,
-        num_arrival_buffers=0,
-        gradients_per_buffer=1,
-        num_recall_buffers=0,
-        held_blocks=(),
-        spilled_blocks=(),
-        slot_bytes={
-            size_class: max((block.param_bytes for block in blocks if block.size_class is size_class), default=0)
-            for size_class in SizeClass
-        },
-        num_slots=num_slots,
-    )
+    num_slots = {SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: num_outer_slots, SizeClass.RESIDENT: 1}
+    slot_bytes = {
+        size_class: max((block.param_bytes for block in blocks if block.size_class is size_class), default=0)
+        for size_class in SizeClass
+    }
+    return plan_of_slots(num_slots, slot_bytes, chunk_numel=blocks[0].numel)
 
 
 class ProgramWriter:
-    """What a training may do, at random. Each acquire finds a slot that is not pinned."""
+    """Writes a random program of passes. Each acquire finds a slot that is not pinned."""
 
     def __init__(self, blocks: Sequence[Block], plan: PoolPlan, seed: int, *, oddity: float = 0.2) -> None:
-        """``oddity``: how often something is done that the last pass did not do."""
+        """`oddity`: how often a pass differs from the previous one."""
         self.ops: list[Op] = []
         self._blocks = blocks
         self._free = dict(plan.num_slots)
@@ -85,7 +73,7 @@ class ProgramWriter:
         return self._random.random() < self._oddity
 
     def _order(self) -> list[int]:
-        """Of a forward: layers may be skipped, run twice or change places."""
+        """Return the order of a forward. Layers may be skipped, run twice or change places."""
         order = list(range(len(self._blocks)))
         layers = order[1 : 1 + NUM_LAYERS]
         if self._is_odd():
@@ -104,7 +92,7 @@ class ProgramWriter:
     def _training(self) -> None:
         self.ops.append(("begin", 1))
         order = self._order()
-        # A module around all others may use a weight of its own all the time.
+        # An outer module may use its own weight during the whole pass.
         around = self._random.choice([1, 0]) if self._is_odd() else None
         if around is not None and self._can_pin(around, leave=1):
             self._pin(around)
@@ -118,7 +106,7 @@ class ProgramWriter:
                 return self._break_off()
             self._release_class(number, but=around)
             self._pin(number)
-        if self._is_odd():  # saved weights are asked for again
+        if self._is_odd():  # backward may acquire saved weights again
             number = self._random.choice(order)
             self._release_class(number, but=around)
             self._pin(number)
@@ -172,7 +160,7 @@ class ProgramWriter:
 
 
 class Weights:
-    """What a rank's store has: an update changes it, in the place that it has in the program."""
+    """The value of each block in a rank's store. An update changes it at its place in the program."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._values = {block: float(number) for number, block in enumerate(blocks)}
@@ -192,12 +180,12 @@ def run_program(
     weights: Weights,
     pause: Callable[[], None] = lambda: None,
 ) -> None:
-    """As a computing thread. Looks at the weights of each block that it uses."""
+    """Run a program as a computing thread does. Check the weights of each used block."""
     pinned: dict[Block, Slot] = {}
 
     def check(block: Block) -> None:
         held = pinned[block].weights[: block.numel]
-        assert bool((held == weights.of(block)).all()), f"{block} is not what it is to be"
+        assert bool((held == weights.of(block)).all()), f"{block} has wrong weights"
 
     for verb, number in ops:
         pause()
@@ -224,14 +212,14 @@ def run_program(
 
 
 class Meeting:
-    """Where ranks bring their parts, in place of shared memory and messages between them."""
+    """Collects the parts of all ranks, in place of shared memory and messages."""
 
     def __init__(self, num_ranks: int, *, num_entries: int = 2) -> None:
         self.num_ranks = num_ranks
         self.num_entries = num_entries
         self.lock = threading.Condition()
         self.brought: defaultdict[int, dict[int, float]] = defaultdict(dict)
-        """By load: what each rank says is in its part."""
+        """By number of the load: the value of each rank's part."""
         self.num_taken: defaultdict[int, int] = defaultdict(int)
 
     def has_room(self, number: int) -> bool:
@@ -241,7 +229,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Carried:
-    """A load as a rank carried it out."""
+    """A load that a rank has carried out."""
 
     number: int
     block: str
@@ -249,7 +237,7 @@ class Carried:
 
 
 class MeetingSource:
-    """A `JointSource`: a part is a number, and arrives some time after its load began."""
+    """A `JointSource` whose parts are numbers that arrive some time after their load began."""
 
     def __init__(
         self, meeting: Meeting, rank: int, ring: SlotRing, weights: Weights, delays: random.Random | None
@@ -295,7 +283,7 @@ class MeetingSource:
         parts = set(self._meeting.brought[number].values())
         if free is not None:
             self._device.wait(Lane.H2D, free)
-        # Where ranks are at different versions nobody may look at the block, or `run_program` finds it.
+        # If ranks have different versions, no rank may use the block. `run_program` would find NaN.
         value = parts.pop() if len(parts) == 1 else float("nan")
         self._device.copy(Lane.H2D, weights, torch.full_like(weights, value))
         ready = self._device.record(Lane.H2D)
@@ -325,7 +313,7 @@ class MeetingSource:
 
 
 def run_in_threads(functions: Sequence[Callable[[], None]]) -> None:
-    """All at once. Raises the first error, and AssertionError where one does not end."""
+    """Run all functions in parallel. Raises the first error, or AssertionError if a function does not end."""
     errors: list[BaseException] = []
 
     def run(function: Callable[[], None]) -> None:

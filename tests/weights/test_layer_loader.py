@@ -1,4 +1,4 @@
-"""Blocks come ahead of use, in the recorded order, as far as the slots allow."""
+"""Blocks are loaded before their use, in the recorded order, as far as slots allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_lohan.weights import Slot
 
 
 @pytest.mark.parametrize("backend", [None, SlowBackend(1e-3)], ids=["fast", "slow"])
-def test_the_order_of_use_is_the_order_of_loading_and_what_is_here_is_not_loaded_again(
+def test_blocks_are_loaded_in_order_of_use_and_not_if_they_are_here(
     backend: FileBackend | None, make_stream: StreamFactory
 ) -> None:
     stream = make_stream(num_slots=2, backend=backend)
@@ -50,7 +50,7 @@ def test_reading_ahead_stops_at_the_last_free_slot(make_stream: StreamFactory) -
     assert stream.loads.startswith("b0 b1 b2 b3 b4 b5")
 
 
-def test_behind_an_evaluation_another_one_is_foreseen(make_stream: StreamFactory) -> None:
+def test_after_an_evaluation_another_one_is_foreseen(make_stream: StreamFactory) -> None:
     stream = make_stream(num_slots=3)
 
     def here() -> set[str]:
@@ -61,33 +61,34 @@ def test_behind_an_evaluation_another_one_is_foreseen(make_stream: StreamFactory
     for block in stream.blocks[:-1]:
         stream.use(block)
     last = stream.prefetcher.acquire(stream.blocks[-1])
-    assert here() == {"b0", "b1", "b5"}  # the next token's first layers, while this token's last one computes
+    # the first layers of the next token are here while the last layer of this token computes
+    assert here() == {"b0", "b1", "b5"}
     stream.ring.unpin(stream.blocks[-1])
     assert last.num_pins == 0
     assert here() == {"b0", "b1", "b2"}
     stream.prefetcher.end_pass()
     num_loads = len(stream.reader.loads)
     stream.prefetcher.begin_pass(is_training=True)
-    assert here() == {"b0", "b1", "b2"}, "what was foreseen serves the pass that comes instead"
+    assert here() == {"b0", "b1", "b2"}, "another kind of pass uses the foreseen loads"
     assert len(stream.reader.loads) == num_loads
     stream.prefetcher.cancel_pass()
 
 
-def test_what_computes_now_does_not_wait_for_what_comes_later(make_stream: StreamFactory) -> None:
+def test_acquiring_a_block_does_not_wait_for_later_blocks(make_stream: StreamFactory) -> None:
     backend = GatedBackend()
     stream = make_stream(num_slots=2, backend=backend)
     backend.gate.set()
     stream.prefetcher.begin_pass(is_training=False)
     slot = stream.prefetcher.acquire(stream.blocks[0])
-    stream.until_idle()  # b1 is here as well
+    stream.until_idle()  # b1 is here, too
     backend.gate.clear()
     stream.ring.unpin(stream.blocks[0])
-    assert stream.prefetcher.acquire(stream.blocks[1]) is not slot  # while b2 hangs in the gate
+    assert stream.prefetcher.acquire(stream.blocks[1]) is not slot  # b2 still waits at the gate
     backend.gate.set()
     stream.ring.unpin(stream.blocks[1])
 
 
-def test_a_block_that_nobody_foresaw_goes_first(make_stream: StreamFactory) -> None:
+def test_an_unforeseen_block_is_loaded_first(make_stream: StreamFactory) -> None:
     stream = make_stream(num_slots=2)
     stream.prefetcher.begin_pass(is_training=False)
     stream.use(stream.blocks[0])
@@ -117,7 +118,7 @@ def test_the_next_pass_follows_the_order_of_the_last_of_its_kind(make_stream: St
     assert stream.loads == "b0 b1 b2"
 
 
-def test_a_broken_off_pass_teaches_nothing(make_stream: StreamFactory) -> None:
+def test_a_canceled_pass_does_not_change_the_order(make_stream: StreamFactory) -> None:
     stream = make_stream(num_slots=2)
     stream.prefetcher.begin_pass(is_training=False)
     stream.use(stream.blocks[3])
@@ -131,8 +132,8 @@ def test_a_broken_off_pass_teaches_nothing(make_stream: StreamFactory) -> None:
     assert stream.loads == "b0 b1"
 
 
-def test_the_oldest_pin_survives_any_prefetching(make_stream: StreamFactory) -> None:
-    """Two slots, one pinned for the whole pass: the other one serves all the rest."""
+def test_a_pinned_slot_is_never_overwritten(make_stream: StreamFactory) -> None:
+    """One of two slots is pinned during the whole pass. All other blocks use the second slot."""
     stream = make_stream(num_slots=2, backend=SlowBackend(2e-4))
     stream.prefetcher.begin_pass(is_training=True)
     pinned: Slot = stream.prefetcher.acquire(stream.blocks[0])
@@ -143,8 +144,8 @@ def test_the_oldest_pin_survives_any_prefetching(make_stream: StreamFactory) -> 
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
-def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_stream: StreamFactory) -> None:
-    """The first block's update comes late; what is behind it is loaded meanwhile."""
+def test_a_load_that_waits_for_updates_delays_no_other_load(is_dropped: bool, make_stream: StreamFactory) -> None:
+    """The update of the first block is late. The next blocks are loaded in the meantime."""
     updates = Handover(CpuDevice())
     stream = make_stream(num_slots=3, delivers=updates.deliver)
     first = stream.blocks[0]
@@ -152,7 +153,8 @@ def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_
     updates.announce([chunk])
     stream.prefetcher.begin_pass(is_training=False)
     with stream.ring.lock:
-        assert stream.ring.changed.wait_for(lambda: stream.ring.is_here(first), timeout=60)  # it will be
+        # true as soon as its load has begun
+        assert stream.ring.changed.wait_for(lambda: stream.ring.is_here(first), timeout=60)
     for block in stream.blocks[1:3]:
         stream.prefetcher.acquire(block)
         stream.ring.unpin(block)
@@ -172,12 +174,10 @@ def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_
     assert "b0" not in stream.loads
 
 
-def test_compute_does_not_wait_for_a_thread_that_ended(
-    make_stream: StreamFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compute_does_not_wait_for_an_ended_thread(make_stream: StreamFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = make_stream(num_slots=2)
     monkeypatch.setattr(stream.prefetcher._schedule, "next_load", lambda is_here: [][0])
-    for _ in range(2):  # a new pass does not make the thread run again
+    for _ in range(2):  # a new pass does not start the thread again
         stream.prefetcher.begin_pass(is_training=False)
         stream.prefetcher._thread.join(timeout=10)
         with pytest.raises(RuntimeError, match="bug of hf_lohan") as raised:

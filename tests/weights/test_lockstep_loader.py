@@ -1,4 +1,4 @@
-"""Ranks that run the same passes carry out the same loads, whoever is slow, and compute finds the right weights."""
+"""Ranks that run the same passes carry out the same loads and get the right weights, whichever rank is slow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCKS = make_blocks()
 
 
 class Rank:
-    """A computing thread's slots, and who fills them."""
+    """The slots of a computing thread, and the loader that fills them."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ def run_ranks(
     seed: int | None,
     device: Callable[[int], Device] = host_device,
 ) -> list[list[Carried]]:
-    """What each rank carried out. All that was ordered has been, when this returns."""
+    """Return the loads that each rank carried out. Wait until all ordered loads are done."""
     meeting = Meeting(num_ranks)
     delays = [None if seed is None else random.Random(f"{seed} {rank}") for rank in range(num_ranks)]
     ranks = [Rank(rank, meeting, num_slots, device(rank), delays[rank]) for rank in range(num_ranks)]
@@ -71,7 +71,7 @@ def run_ranks(
         run_in_threads([lambda rank=rank: rank.run(ops) for rank in ranks])
         until_s = time.monotonic() + 60
         while any(rank.prefetcher._ordered or rank.prefetcher._begun for rank in ranks):
-            assert time.monotonic() < until_s, "something was ordered and is not carried out"
+            assert time.monotonic() < until_s, "an ordered load was not carried out"
             time.sleep(1e-3)
     finally:
         for rank in ranks:
@@ -89,7 +89,7 @@ SLOTS = [(2, 1), (3, 1), (2, 2), (4, 1), (6, 2)]
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("num_slots", SLOTS)
-def test_the_list_of_loads_is_that_of_the_passes_whoever_is_slow(num_ranks: int, num_slots: tuple[int, int]) -> None:
+def test_the_loads_depend_only_on_the_passes(num_ranks: int, num_slots: tuple[int, int]) -> None:
     for seed in range(2):
         ops = write(seed, num_slots, num_passes=6)
         (expected,) = run_ranks(ops, 1, num_slots, seed=None)
@@ -100,7 +100,7 @@ def test_the_list_of_loads_is_that_of_the_passes_whoever_is_slow(num_ranks: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500))
-def test_many_programs(seed: int) -> None:
+def test_ranks_carry_out_the_same_loads_in_many_programs(seed: int) -> None:
     num_slots = SLOTS[seed % len(SLOTS)]
     ops = write(seed, num_slots, num_passes=10, oddity=(0.0, 0.1, 0.4)[seed % 3])
     first, second = run_ranks(ops, 2, num_slots, seed)
@@ -108,7 +108,7 @@ def test_many_programs(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_copy_races_with_what_reads_the_slot(seed: int) -> None:
+def test_no_copy_races_with_a_reader_of_the_slot(seed: int) -> None:
     devices: list[AsyncDevice] = []
 
     def device(rank: int) -> Device:
@@ -122,7 +122,7 @@ def test_no_copy_races_with_what_reads_the_slot(seed: int) -> None:
 
 
 class CountingSource:
-    """A `WeightSource` that has everything at once."""
+    """A `WeightSource` that delivers at once."""
 
     def __init__(self, weights: Weights) -> None:
         self.num_loads = 0
@@ -138,10 +138,10 @@ class CountingSource:
 
 
 @pytest.mark.parametrize("num_slots", SLOTS)
-def test_it_reads_what_one_rank_alone_would_read(num_slots: tuple[int, int]) -> None:
-    """Passes as they are foreseen, with an evaluation now and then."""
+def test_lockstep_loads_as_often_as_a_single_rank(num_slots: tuple[int, int]) -> None:
+    """All passes are as foreseen, with some evaluations."""
     ops = write(1, num_slots, num_passes=40, oddity=0.0)
-    assert ops.pop() == ("foresee", 1)  # nobody would use what that has read
+    assert ops.pop() == ("foresee", 1)  # no pass would use its loads
     plan = slots_for(BLOCKS, num_layer_slots=num_slots[0], num_outer_slots=num_slots[1])
     ring, weights = SlotRing(host_device(0), plan), Weights(BLOCKS)
     source = CountingSource(weights)
@@ -154,8 +154,10 @@ def test_it_reads_what_one_rank_alone_would_read(num_slots: tuple[int, int]) -> 
     assert len(carried) <= 1.02 * source.num_loads
 
 
-def test_what_is_updated_last_is_not_asked_for_first() -> None:
-    """The norm and the head have slots from the beginning, and would wait for the last update: all others with them."""
+def test_the_block_that_is_updated_last_is_not_loaded_first() -> None:
+    """The norm and the head have slots from the beginning. Their loads would wait for the last update and delay all
+    others.
+    """
     one_step = write(0, (2, 2), num_passes=1, oddity=0.0)
     (carried,) = run_ranks(one_step[:-1], 1, (2, 2), seed=None)
     in_forward = " ".join(load.block for load in carried[:9])
@@ -163,14 +165,14 @@ def test_what_is_updated_last_is_not_asked_for_first() -> None:
 
 
 @pytest.mark.parametrize("num_slots", SLOTS)
-def test_a_pass_reads_what_its_schedule_says(num_slots: tuple[int, int]) -> None:
+def test_a_pass_carries_out_the_loads_of_its_schedule(num_slots: tuple[int, int]) -> None:
     plan = slots_for(BLOCKS, num_layer_slots=num_slots[0], num_outer_slots=num_slots[1])
     schedule = LoadSchedule(BLOCKS, plan.num_slots)
     schedule.foresee_pass(is_training=True)
     num_loads = len(schedule._now.order.loads)
     one_step = write(0, num_slots, num_passes=1, oddity=0.0)
     assert one_step[0] == ("begin", 1)
-    (carried,) = run_ranks(one_step[:-1], 1, num_slots, seed=None)  # without reading ahead for the next
+    (carried,) = run_ranks(one_step[:-1], 1, num_slots, seed=None)  # without loads for the next pass
     assert len(carried) == num_loads
     (carried,) = run_ranks(5 * one_step, 1, num_slots, seed=None)
     ahead = sum(plan.num_slots.values())

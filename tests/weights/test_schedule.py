@@ -25,19 +25,19 @@ def all_loads(schedule: LoadSchedule) -> str:
     return " ".join(order.uses[place].name for place in order.loads)
 
 
-def test_a_training_pass_is_forward_and_back_each_class_as_early_as_its_slots_allow() -> None:
+def test_a_training_pass_loads_each_class_as_early_as_its_slots_allow() -> None:
     schedule = LoadSchedule(MODEL, {SizeClass.LAYER: 2, SizeClass.OUTER: 1, SizeClass.RESIDENT: 0})
     schedule.foresee_pass(is_training=True)
     assert all_loads(schedule) == "embedding b0 b1 head b2 b3 b4 b5 embedding b3 b2 b1 b0"
 
 
-def test_what_stays_is_not_loaded_again() -> None:
+def test_blocks_that_stay_in_slots_are_not_loaded_again() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 6, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.foresee_pass(is_training=True)
     assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5"
 
 
-def test_another_order_corrects_the_next_pass_of_its_kind_alone() -> None:
+def test_another_order_changes_only_the_next_pass_of_its_kind() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin_pass(is_training=False)
     for number in (4, 0, 2):
@@ -49,7 +49,7 @@ def test_another_order_corrects_the_next_pass_of_its_kind_alone() -> None:
     assert all_loads(schedule).startswith("b0 b1 b2")
 
 
-def test_a_training_pass_goes_on_behind_one_without_gradients_that_came_before_its_backward() -> None:
+def test_a_training_pass_continues_after_an_evaluation_before_its_backward() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin_pass(is_training=True)
     for used in LAYERS:
@@ -62,7 +62,6 @@ def test_a_training_pass_goes_on_behind_one_without_gradients_that_came_before_i
     loaded = []
     for used in reversed(LAYERS):
         load = schedule.next_load(lambda _block: False)
-        assert load is not None
         loaded.append(load[1].name)
         schedule.use(used)
     assert loaded == ["b5", "b4", "b3", "b2", "b1", "b0"]
@@ -73,7 +72,7 @@ def test_a_training_pass_goes_on_behind_one_without_gradients_that_came_before_i
     assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5 b3 b2 b1 b0"
 
 
-def test_what_made_room_out_of_turn_is_loaded_again() -> None:
+def test_a_displaced_block_is_loaded_again() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin_pass(is_training=False)
     here = {LAYERS[0], LAYERS[1]}
@@ -86,7 +85,7 @@ def test_what_made_room_out_of_turn_is_loaded_again() -> None:
     assert schedule.next_load(here.__contains__) == (2, LAYERS[2])
 
 
-def test_uses_that_are_skipped_are_past() -> None:
+def test_skipped_uses_are_not_loaded() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin_pass(is_training=False)
     schedule.use(LAYERS[3])
@@ -94,8 +93,8 @@ def test_uses_that_are_skipped_are_past() -> None:
     assert schedule.next_load(lambda _block: False) == (4, LAYERS[4])
 
 
-def test_twelve_thousand_blocks() -> None:
-    """Experts are blocks. A use must not cost a walk over all of them: that would end at the time limit."""
+def test_a_use_does_not_cost_a_walk_over_all_blocks() -> None:
+    """Experts are blocks, so there may be 12,000. A walk for each use would exceed the time limit."""
     blocks = [block(f"e{number}") for number in range(12_000)]
     schedule = LoadSchedule(blocks, {SizeClass.LAYER: 8, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin_pass(is_training=True)
@@ -108,7 +107,7 @@ def test_twelve_thousand_blocks() -> None:
     schedule.end_pass()
 
 
-def test_what_was_to_be_loaded_again_ends_with_its_pass() -> None:
+def test_a_displaced_block_is_forgotten_when_its_pass_is_canceled() -> None:
     blocks = LAYERS
     schedule = LoadSchedule(blocks, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin_pass(is_training=True)

@@ -1,4 +1,4 @@
-"""Ranks with a part of each block bring whole blocks together, out of their stores and their updates."""
+"""Ranks that have a part of each block load whole blocks together, from their stores and their updates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ NEVER = 1 << 60
 
 
 def make_blocks(num_ranks: int) -> list[Block]:
-    """As `lockstep_ranks.make_blocks`, with something for each rank; some of it frozen, and one block for one rank."""
+    """Make blocks as in `lockstep_ranks`, with a part for each rank. Some weights are frozen, and only one rank has the
+    norm.
+    """
 
     def block(name: str, size_class: SizeClass, numel: int, frozen_numel: int = 0) -> Block:
         parameters = {f"{name}.weight": nn.Parameter(torch.empty(numel))}
@@ -63,14 +65,14 @@ def make_blocks(num_ranks: int) -> list[Block]:
 
 
 def content(number: int, block: Block, version: int) -> Tensor:
-    """What all of a block is to be; frozen weights stay as they are."""
+    """Return the expected weights of a whole block. Frozen weights do not change."""
     values = torch.arange(block.numel, dtype=torch.float32) + 10_000.0 * number
     values[: block.state_numel] += 0.5 * version
     return values
 
 
 class RankStore:
-    """One rank's part of all blocks, in a store; and its updates, which a thread carries out."""
+    """One rank's part of all blocks in a store, and a thread that carries out updates."""
 
     def __init__(
         self, folder: Path, blocks: Sequence[Block], links: Links, backend: FileBackend | None, delays: random.Random
@@ -103,14 +105,14 @@ class RankStore:
         self._thread = threading.Thread(target=self._update_all, daemon=True)
         self._thread.start()
 
-    # As `lockstep_ranks.Weights`.
+    # The interface of `lockstep_ranks.Weights`.
 
     def of(self, block: Block) -> Tensor:
         return content(self._numbers[block], block, self.versions[block])
 
     def update(self, block: Block) -> None:
         while any(chunk in self._outstanding for chunk in self._chunks[block]):
-            time.sleep(1e-4)  # no step begins before the updates of the last
+            time.sleep(1e-4)  # a step begins after the updates of the previous one
         self.versions[block] += 1
         self._outstanding.update(self._chunks[block])
         self.handover.announce(self._chunks[block])
@@ -152,35 +154,35 @@ class RankStore:
         self.store.write(block.name, "param", start, aligned).wait()
 
 
-class Box:
-    """What the ranks of one box share."""
+class NodeMemory:
+    """The memory that the ranks of one node share."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = mapped_empty(num_bytes)
 
 
 class World:
-    """Runs ranks over their stores."""
+    """Runs ranks that have stores."""
 
     def __init__(self, folder: Path, num_ranks: int, *, num_local: int | None = None, room: float = 2.0) -> None:
-        """``room``: of shared memory, in blocks of the largest size."""
+        """`room`: the size of shared memory, in blocks of the largest size."""
         self.num_ranks = num_ranks
         self.num_local = num_local or num_ranks
         self.num_slots = (3, 1)
         self.device: Callable[[int], Device] = lambda rank: CpuDevice()
         self.backends: dict[int, FileBackend] = {}
         self.readers: dict[int, Callable[[RecordReader], RecordReader]] = {}
-        """By rank: what reads its store in place of the store itself."""
+        """By rank: a function that wraps its store for reads."""
         self.read_bytes: dict[int, int] = {}
         self.sent_bytes: dict[int, int] = {}
         self.folder = folder
         folder.mkdir(exist_ok=True)
         largest = max(block.param_bytes for block in make_blocks(num_ranks))
-        self._boxes = defaultdict[int, Box](lambda: Box(int(room * largest) // 4096 * 4096))
+        self._nodes = defaultdict[int, NodeMemory](lambda: NodeMemory(int(room * largest) // 4096 * 4096))
         self._lock = threading.Lock()
 
     def rank(self, links: Links, ops: Sequence[Op], seed: int) -> None:
-        """All of one rank's run."""
+        """Run the program on one rank."""
         rank = links.ranks.rank
         blocks = make_blocks(self.num_ranks)
         delays = random.Random(f"{seed} {rank}")
@@ -188,7 +190,7 @@ class World:
             store = RankStore(self.folder / str(rank), blocks, links, self.backends.get(rank), delays)
             stack.callback(store.close)
             with self._lock:
-                memory = self._boxes[links.ranks.node].memory
+                memory = self._nodes[links.ranks.node].memory
             device = self.device(rank)
             ring = SlotRing(device, self.plan(blocks))
             reader = self.readers.get(rank, lambda store: store)(store.store)
@@ -223,7 +225,7 @@ class World:
     ("num_ranks", "num_local", "room"),
     [(1, 1, 2.0), (2, 2, 2.0), (2, 1, 2.0), (3, 3, 1.0), (4, 2, 2.0), (4, 4, 1.5), (4, 1, 1.0), (8, 4, 2.0)],
 )
-def test_each_use_finds_the_weights_of_the_last_update(
+def test_each_use_sees_the_weights_of_the_last_update(
     num_ranks: int, num_local: int, room: float, tmp_path: Path
 ) -> None:
     for seed in range(2):
@@ -234,7 +236,7 @@ def test_each_use_finds_the_weights_of_the_last_update(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
-def test_many_programs(seed: int, tmp_path: Path) -> None:
+def test_each_use_sees_the_last_update_in_many_programs(seed: int, tmp_path: Path) -> None:
     num_ranks, num_local = [(2, 2), (2, 1), (4, 2), (3, 1), (4, 4)][seed % 5]
     world = World(tmp_path, num_ranks, num_local=num_local, room=1.0 + seed % 3 / 2)
     world.num_slots = [(2, 1), (3, 1), (4, 2), (6, 2)][seed % 4]
@@ -242,7 +244,7 @@ def test_many_programs(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_entry_is_filled_anew_before_it_is_copied(seed: int, tmp_path: Path) -> None:
+def test_no_shared_memory_is_overwritten_before_it_is_copied(seed: int, tmp_path: Path) -> None:
     devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]
     world = World(tmp_path, 2, room=1.0 + seed % 2)
     world.device = devices.__getitem__
@@ -251,42 +253,42 @@ def test_no_entry_is_filled_anew_before_it_is_copied(seed: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2), (4, 1)])
-def test_a_box_reads_a_block_once_and_sends_it_once_to_each_other(
+def test_a_node_reads_a_block_once_and_sends_it_once_to_each_other_node(
     num_ranks: int, num_local: int, tmp_path: Path
 ) -> None:
     world = World(tmp_path, num_ranks, num_local=num_local)
-    world.backends = {rank: FileBackend() for rank in range(num_ranks)}  # so that nothing is counted but these passes
+    world.backends = {rank: FileBackend() for rank in range(num_ranks)}  # new engines count only these passes
     blocks = make_blocks(num_ranks)
     ops: list[Op] = [("begin", 0)]
     for number in range(len(blocks)):
         ops += [("use", number), ("unpin", number)]
     world.run([*ops, ("end", 0)], seed=1)
     pass_bytes = sum(block.param_bytes for block in blocks)
-    num_boxes = num_ranks // num_local
+    num_nodes = num_ranks // num_local
     assert sum(world.read_bytes.values()) == pass_bytes
-    assert sum(world.sent_bytes.values()) == (num_boxes - 1) * pass_bytes
+    assert sum(world.sent_bytes.values()) == (num_nodes - 1) * pass_bytes
 
 
-def test_slow_drives_are_waited_for(tmp_path: Path) -> None:
+def test_ranks_wait_for_slow_drives(tmp_path: Path) -> None:
     world = World(tmp_path, 3)
     world.backends = {1: SlowBackend(2e-3)}
     world.run(world.write(3, num_passes=3, oddity=0.0), seed=3)
 
 
-def test_ranks_that_run_different_layers_are_told_both_blocks(tmp_path: Path) -> None:
+def test_the_error_of_ranks_that_run_different_layers_names_both_blocks(tmp_path: Path) -> None:
     world = World(tmp_path, 2)
     world.num_slots = (2, 1)
     ops: list[list[Op]] = [[("begin", 0), ("use", number), ("unpin", number)] for number in (4, 5)]
     outcomes = rank_outcomes(2, lambda links: world.rank(links, [*ops[links.ranks.rank], ("fault", 0)], 0))
     errors = [str(outcome.error) for outcome in outcomes]
-    # Which load is the first that both have told of depends on who is faster.
+    # The number of the first load that differs depends on which rank is faster.
     both = re.compile(r"load \d is (\w+) on rank \d and (?!\1 )\w+ on rank \d,")
     assert all(both.search(error) for error in errors), errors
     assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
 
 
 class RecordsWithVerifier(RecordReader):
-    """Calls ``verify(block, start)`` in place of the verification of what was read of one of ``blocks``."""
+    """Calls `verify(block, start)` instead of verifying reads of `blocks`."""
 
     def __init__(self, records: RecordReader, blocks: set[str], verify: Callable[[str, int], object]) -> None:
         self._records = records
@@ -300,11 +302,12 @@ class RecordsWithVerifier(RecordReader):
         return read
 
 
-def errors_where_shards_are_overwritten(
+def errors_of_overwritten_shards(
     folder: Path, layers: Sequence[int], overwritten: Sequence[int], late_s: float
 ) -> list[BaseException | None]:
-    """The errors of two ranks, each of which runs one of ``layers``. The ranks ``overwritten`` get wrong checksums. The
-    other rank has its shard ``late_s`` after that has happened twice."""
+    """Return the errors of two ranks, each of which runs one of `layers`. The ranks `overwritten` read wrong checksums.
+    The other rank gets its shard `late_s` seconds after the second wrong checksum.
+    """
     world = World(folder, 2)
     names = {f"layer{layer}" for layer in layers}
     damaged: set[tuple[str, int]] = set()
@@ -330,25 +333,25 @@ def errors_where_shards_are_overwritten(
 
 
 @pytest.mark.parametrize("overwritten", [(0,), (1,), (0, 1)])
-def test_a_wrong_checksum_is_no_damage_where_ranks_load_different_blocks(
+def test_a_wrong_checksum_of_ranks_that_load_different_blocks_is_no_damage(
     overwritten: Sequence[int], tmp_path: Path
 ) -> None:
-    errors = errors_where_shards_are_overwritten(tmp_path, (3, 4), overwritten, late_s=0.0)
+    errors = errors_of_overwritten_shards(tmp_path, (3, 4), overwritten, late_s=0.0)
     both = re.compile(r"load \d is (\w+) on rank \d and (?!\1 )\w+ on rank \d,")
     assert all(both.search(str(error)) for error in errors), errors
     assert any(isinstance(error, RanksDisagreeError) for error in errors)
 
 
 @pytest.mark.parametrize(("overwritten", "late_s"), [((0,), 0.0), ((0, 1), 0.0), ((0,), 1.5)])
-def test_a_wrong_checksum_is_damage_where_the_other_rank_loads_the_same_block_or_says_nothing(
+def test_a_wrong_checksum_is_damage_if_the_other_rank_loads_the_same_block_or_is_silent(
     overwritten: Sequence[int], late_s: float, tmp_path: Path
 ) -> None:
-    errors = errors_where_shards_are_overwritten(tmp_path, (3, 3), overwritten, late_s)
+    errors = errors_of_overwritten_shards(tmp_path, (3, 3), overwritten, late_s)
     assert all("param of layer3 is damaged" in str(error) for error in errors), errors
     assert any(isinstance(error, CorruptionError) for error in errors)
 
 
-def test_what_one_rank_cannot_read_the_others_are_told_of(tmp_path: Path) -> None:
+def test_a_failed_read_of_one_rank_ends_the_others(tmp_path: Path) -> None:
     world = World(tmp_path, 3)
     world.backends = {1: FaultyBackend("read", 6, errno.EIO, sticky=True)}
     ops = [*world.write(0, num_passes=1, oddity=0.0), ("fault", 0)]
@@ -359,14 +362,14 @@ def test_what_one_rank_cannot_read_the_others_are_told_of(tmp_path: Path) -> Non
         assert "rank 1" in str(outcomes[rank].error)
 
 
-def test_one_failed_read_is_tried_again(tmp_path: Path) -> None:
+def test_a_single_failed_read_is_repeated(tmp_path: Path) -> None:
     world = World(tmp_path, 2)
     world.backends = {1: FaultyBackend("read", 6, errno.EIO)}
     world.run(world.write(0, num_passes=1, oddity=0.0), seed=0)
 
 
 @pytest.mark.parametrize("what", ["die", "hang"])
-def test_a_rank_that_is_gone_is_named_with_the_block_that_is_missing(what: str, tmp_path: Path) -> None:
+def test_the_error_of_a_lost_rank_names_the_rank(what: str, tmp_path: Path) -> None:
     world = World(tmp_path, 2)
     ops = [*world.write(0, num_passes=1, oddity=0.0), ("fault", 0)]
     fault = Fault(rank=1, what=what, at_message=20)  # type: ignore[arg-type]
@@ -374,12 +377,12 @@ def test_a_rank_that_is_gone_is_named_with_the_block_that_is_missing(what: str, 
     error = outcomes[0].error
     assert isinstance(error, RankFailedError)
     assert "rank 1" in str(error)
-    does = "rank 0 waited for" if what == "hang" else "while rank 0 "  # one that died may be missed when it is sent to
+    does = "rank 0 waited for" if what == "hang" else "while rank 0 "  # the send to a dead rank may fail first
     assert does in str(error)
 
 
 def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
-    """Its update is outstanding when the load begins, and never comes."""
+    """The block's update is announced when the load begins, and never runs."""
 
     def run(links: Links) -> None:
         blocks = make_blocks(2)
@@ -393,7 +396,7 @@ def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
             begun.set()
             return delivery
 
-        source = SharedWeights(device, store.store, deliver, links, box.memory, blocks, read_bytes=4 * GRANULE_NUMEL)  # type: ignore[arg-type]
+        source = SharedWeights(device, store.store, deliver, links, node.memory, blocks, read_bytes=4 * GRANULE_NUMEL)  # type: ignore[arg-type]
         prefetcher = LockstepLoader(ring, source, blocks)
         store.handover.announce([chunk for chunk in block.cut(CHUNK_NUMEL) if chunk.owner == links.ranks.rank])
 
@@ -410,26 +413,26 @@ def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
         prefetcher.close()
         store.close()
 
-    box = Box(2 * max(block.param_bytes for block in make_blocks(2)))
+    node = NodeMemory(2 * max(block.param_bytes for block in make_blocks(2)))
     run_ranks(2, run)
 
 
-def test_a_second_source_hears_nothing_of_the_first(tmp_path: Path) -> None:
-    """Ranks end at different times, and what they ordered last may not have been carried out everywhere."""
+def test_a_second_source_gets_no_messages_of_the_first(tmp_path: Path) -> None:
+    """Ranks end at different times, so some ranks may not have carried out the last loads."""
     world = World(tmp_path / "first", 2)
     ops = world.write(0, num_passes=2, oddity=0.0)
 
     def run(links: Links) -> None:
         for turn in range(3):
             again = World(tmp_path / f"{turn}", 2) if turn else world
-            again._boxes = world._boxes
+            again._nodes = world._nodes
             again.rank(links, [*ops, ("fault", 0)], turn)
 
     run_ranks(2, run, delays_seed=5)
 
 
 def places_of(memory_bytes: int, sizes: Sequence[int]) -> Iterator[int | None]:
-    """Where each of some blocks goes to, if none of them is freed."""
+    """Return the place of each block if no block is freed."""
     places = SharedRegions(memory_bytes)
     for number, num_bytes in enumerate(sizes):
         start = places.find_start(num_bytes)
@@ -438,7 +441,7 @@ def places_of(memory_bytes: int, sizes: Sequence[int]) -> Iterator[int | None]:
             places.take_region(number, start, num_bytes)
 
 
-def test_blocks_pass_through_shared_memory_one_behind_the_other() -> None:
+def test_blocks_use_shared_memory_one_after_the_other() -> None:
     assert list(places_of(8 * 4096, [3 * 4096, 3 * 4096, 3 * 4096])) == [0, 3 * 4096, None]
     assert list(places_of(8 * 4096, [100, 100, 8 * 4096])) == [0, 4096, None]
     places = SharedRegions(8 * 4096)
@@ -454,7 +457,7 @@ def test_blocks_pass_through_shared_memory_one_behind_the_other() -> None:
         assert taken[-1][1] <= 8 * 4096
 
 
-def test_memory_that_is_too_small_is_refused() -> None:
+def test_too_little_shared_memory_is_refused() -> None:
     with pytest.raises(ValueError, match=r"block embedding needs 589824; share at least that many"):
         SharedWeights(
             CpuDevice(),

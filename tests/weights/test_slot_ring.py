@@ -1,4 +1,4 @@
-"""Slots: parameters are views into them or placeholders, and what is in use is never overwritten."""
+"""Parameters are views into slots or placeholders, and slots in use are never overwritten."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from block_streams import slots_only
+from slot_plans import plan_of_slots
 from torch import nn
 
 from hf_lohan.compat.torch_private import without_torch_function
@@ -28,13 +28,13 @@ def layer(name: str, *shapes: tuple[int, ...]) -> Block:
 
 @pytest.fixture
 def ring() -> SlotRing:
-    """Two slots for layers."""
-    plan = slots_only(2, SLOT_BYTES, chunk_numel=RECORD_ALIGN_NUMEL)
+    """A ring with two layer slots."""
+    plan = plan_of_slots({SizeClass.LAYER: 2}, {SizeClass.LAYER: SLOT_BYTES}, chunk_numel=RECORD_ALIGN_NUMEL)
     return SlotRing(DEVICE, plan)
 
 
 def load(ring: SlotRing, block: Block, value: float) -> None:
-    """What the loading thread does, into a slot that holds nothing."""
+    """Load a block into an empty slot, as the loader's thread does."""
     with ring.lock:
         slot = next(slot for slot in ring.slots[SizeClass.LAYER] if slot.block is None)
         ring.claim(slot, block)
@@ -63,7 +63,7 @@ def test_a_shown_parameter_is_a_view_into_its_slot(ring: SlotRing) -> None:
     assert ring.block_behind(torch.zeros(3)) is None
 
 
-def test_a_hidden_parameter_keeps_its_shape_holds_nothing_and_is_nan(ring: SlotRing) -> None:
+def test_a_hidden_parameter_keeps_its_shape_and_reads_as_nan(ring: SlotRing) -> None:
     block = layer("a", (3, 5), (7,))
     load(ring, block, 2.0)
     pin(ring, block)
@@ -80,7 +80,7 @@ def test_a_hidden_parameter_keeps_its_shape_holds_nothing_and_is_nan(ring: SlotR
             assert ring.block_behind(data) is None
 
 
-def test_pinned_slots_are_not_claimable_until_the_last_pin_goes(ring: SlotRing) -> None:
+def test_pinned_slots_are_not_claimable_until_the_last_unpin(ring: SlotRing) -> None:
     first, second = layer("a", (4,)), layer("b", (4,))
     load(ring, first, 1.0)
     load(ring, second, 2.0)
@@ -91,7 +91,7 @@ def test_pinned_slots_are_not_claimable_until_the_last_pin_goes(ring: SlotRing) 
     assert ring.slot_of(second).is_claimable
     ring.unpin(first)
     assert ring.slot_of(first).is_claimable
-    assert ring.slot_of(first).last_use is not None  # what the next copy into it must wait for
+    assert ring.slot_of(first).last_use is not None  # the next copy into the slot must wait for this event
     with pytest.raises(AssertionError, match="unpinned more often"):
         ring.unpin(first)
 
@@ -114,13 +114,13 @@ def test_a_slot_that_is_being_loaded_is_not_claimable(ring: SlotRing) -> None:
         slot = ring.slots[SizeClass.LAYER][0]
         ring.claim(slot, block)
         assert not slot.is_claimable
-        assert ring.is_here(block)  # it will be: whoever needs it waits for it
+        assert ring.is_here(block)  # the block counts as here, and its users wait for the load
         ring.abandon(slot)
         assert slot.is_claimable
         assert not ring.is_here(block)
 
 
-def test_a_slot_whose_block_is_forgotten_while_it_loads_is_claimable_when_the_load_ends(ring: SlotRing) -> None:
+def test_a_slot_of_a_block_forgotten_during_its_load_is_claimable_after_the_load(ring: SlotRing) -> None:
     first = layer("a", (4,))
     with ring.lock:
         slot = ring.slots[SizeClass.LAYER][0]
@@ -130,10 +130,10 @@ def test_a_slot_whose_block_is_forgotten_while_it_loads_is_claimable_when_the_lo
         assert not ring.is_here(first) and not slot.is_claimable
         ring.publish(slot, DEVICE.record(Lane.H2D))
         assert slot.is_claimable and not ring.is_here(first)
-        assert slot.ready is None  # of nothing
+        assert slot.ready is None  # the slot is empty
 
 
-def test_stale_blocks_are_forgotten_but_never_under_a_reader(ring: SlotRing) -> None:
+def test_stale_blocks_are_forgotten_unless_they_are_pinned(ring: SlotRing) -> None:
     first, second = layer("a", (4,)), layer("b", (4,))
     load(ring, first, 1.0)
     pin(ring, first)
@@ -144,7 +144,7 @@ def test_stale_blocks_are_forgotten_but_never_under_a_reader(ring: SlotRing) -> 
     assert not ring.is_here(first)
 
 
-def test_after_an_exception_every_pin_goes(ring: SlotRing) -> None:
+def test_unpin_all_releases_every_pin(ring: SlotRing) -> None:
     first, second = layer("a", (4,)), layer("b", (4,))
     for block in (first, second):
         load(ring, block, 1.0)
@@ -155,7 +155,7 @@ def test_after_an_exception_every_pin_goes(ring: SlotRing) -> None:
     assert all(slot.last_use is not None for slot in ring.slots[SizeClass.LAYER])
 
 
-def test_the_high_water_mark_counts_slots_that_hold_something(ring: SlotRing) -> None:
+def test_the_high_water_mark_counts_filled_slots(ring: SlotRing) -> None:
     assert ring.high_water_bytes == 0
     first, second, third = (layer(name, (4,)) for name in "abc")
     load(ring, first, 1.0)
@@ -166,7 +166,7 @@ def test_the_high_water_mark_counts_slots_that_hold_something(ring: SlotRing) ->
     assert ring.high_water_bytes == 2 * SLOT_BYTES
 
 
-def test_releasing_records_the_end_of_the_reading(ring: SlotRing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinning_records_the_end_of_the_read(ring: SlotRing, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[Lane, int]] = []
     record = DEVICE.record
 

@@ -1,4 +1,4 @@
-"""A load waits for its block's update and for staging buffers; what fails comes to who waits for the block."""
+"""A load waits for the update of its block and for staging buffers. Its error is raised where the block is acquired."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_forgotten_block_is_read_again(make_stream: StreamFactory) -> None:
     stream.ring.unpin(stream.blocks[0])
 
 
-def test_no_record_is_read_before_its_update_is_there(make_stream: StreamFactory) -> None:
+def test_no_record_is_read_before_its_update(make_stream: StreamFactory) -> None:
     updated = {f"b{i}": threading.Event() for i in range(NUM_BLOCKS)}
     asked = threading.Semaphore(0)
 
@@ -66,7 +66,7 @@ def test_two_staging_buffers_serve_late_copies_of_larger_blocks(make_stream: Str
     device = AsyncDevice(0, max_delay_s=1e-3)
     stream = make_stream(num_slots=2, device=device)
     for _ in range(3):
-        stream.training_pass()  # looks at every weight
+        stream.training_pass()  # this checks every weight
     assert device.num_races == 0
 
 
@@ -83,7 +83,7 @@ def test_a_failed_read_is_raised_where_the_block_is_needed(make_stream: StreamFa
     assert failed.value.errno == errno.EIO
 
 
-def test_a_later_pass_works_when_the_fault_is_gone(make_stream: StreamFactory) -> None:
+def test_a_pass_works_after_the_fault_has_ended(make_stream: StreamFactory) -> None:
     backend = FaultyBackend("read", NEVER, errno.EIO, sticky=True)
     stream = make_stream(num_slots=2, backend=backend)
     for healthy_uses in range(4):
@@ -101,16 +101,16 @@ def test_a_later_pass_works_when_the_fault_is_gone(make_stream: StreamFactory) -
         stream.training_pass()  # hangs if a failed load kept its staging buffers or its slot
 
 
-def test_a_fault_while_reading_ahead_reaches_the_next_acquire(make_stream: StreamFactory) -> None:
+def test_a_fault_of_a_foreseen_load_is_raised_by_the_next_acquire(make_stream: StreamFactory) -> None:
     backend = FaultyBackend("read", 1, errno.EIO, sticky=True)
     stream = make_stream(num_slots=2, backend=backend)
     stream.prefetcher.foresee_pass(is_training=True)
-    stream.until_idle()  # it has failed by now: nobody has asked yet
+    stream.until_idle()  # the load has failed, and no thread has acquired the block yet
     with pytest.raises(StorageError):
         stream.use(stream.blocks[0])
 
 
-def test_a_fault_while_reading_ahead_that_is_gone_when_the_pass_begins_is_forgotten(
+def test_a_fault_of_a_foreseen_load_is_forgotten_if_it_ends_before_the_pass(
     make_stream: StreamFactory,
 ) -> None:
     backend = FaultyBackend("read", 1, errno.EIO, sticky=True)
@@ -122,7 +122,7 @@ def test_a_fault_while_reading_ahead_that_is_gone_when_the_pass_begins_is_forgot
 
 
 class HeldReads:
-    """A store's reads, each of which ends when it is told to, or fails."""
+    """Reads of a store that end when `may_end` is set. Reads of the block `fails` raise."""
 
     def __init__(self) -> None:
         self.ordered: list[str] = []
@@ -149,7 +149,7 @@ class HeldRead:
 
 
 class NotedEnd(DeliveryListener):
-    """Notes by block how loads ended."""
+    """Notes how the load of a block ended."""
 
     def __init__(self, ended: dict[str, BaseException | None], name: str) -> None:
         self._ended = ended
@@ -160,7 +160,7 @@ class NotedEnd(DeliveryListener):
 
 
 class OverlappingLoads:
-    """Three blocks, slots for all, and what their loads said when they ended."""
+    """Three blocks with a slot each, and how their loads ended."""
 
     def __init__(self, device: CpuDevice) -> None:
         self.device, self.reads = device, HeldReads()
@@ -184,7 +184,7 @@ class OverlappingLoads:
 
 
 @pytest.mark.parametrize("make_device", [CpuDevice, lambda: AsyncDevice(0, max_delay_s=2e-4)])
-def test_the_next_reads_are_ordered_before_the_last_ones_end(make_device: Callable[[], CpuDevice]) -> None:
+def test_the_next_reads_are_ordered_before_the_previous_ones_end(make_device: Callable[[], CpuDevice]) -> None:
     loads = OverlappingLoads(make_device())
     loads.begin(0)
     assert loads.reads.ordered == ["b0"] and not loads.ended
@@ -192,7 +192,7 @@ def test_the_next_reads_are_ordered_before_the_last_ones_end(make_device: Callab
     thread.start()
     while len(loads.reads.ordered) < 2:
         time.sleep(1e-3)
-    assert not loads.ended, "the second's reads are ordered while the first is under way"
+    assert not loads.ended, "the reads of the second load are ordered while the first load runs"
     loads.reads.may_end.set()
     thread.join()
     assert loads.ended == {"b0": None} and loads.is_right(0)
@@ -204,7 +204,7 @@ def test_the_next_reads_are_ordered_before_the_last_ones_end(make_device: Callab
 
 @pytest.mark.parametrize("make_device", [CpuDevice, lambda: AsyncDevice(0, max_delay_s=2e-4)])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_of_loads_that_overlap_one_fails_alone(make_device: Callable[[], CpuDevice], failing: int) -> None:
+def test_one_of_several_overlapping_loads_fails_alone(make_device: Callable[[], CpuDevice], failing: int) -> None:
     loads = OverlappingLoads(make_device())
     loads.reads.may_end.set()
     loads.reads.fails = f"b{failing}"
@@ -216,7 +216,7 @@ def test_of_loads_that_overlap_one_fails_alone(make_device: Callable[[], CpuDevi
         assert (str(error) == f"b{number} cannot be read") if number == failing else (error is None)
         assert number == failing or loads.is_right(number)
     loads.reads.fails = ""
-    for number in range(3):  # all buffers were given back
+    for number in range(3):  # all buffers were released
         loads.begin(number)
     loads.source.finish_loads()
     assert set(loads.ended.values()) == {None} and all(map(loads.is_right, range(3)))

@@ -1,4 +1,4 @@
-"""A model that generates from the store says what it says in memory, to the token, and its weights are stored once."""
+"""A model that generates from the store gives the tokens that it gives in memory, and its weights are stored once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUDGETS = {
     "mixtral": "840KiB",
     "qwen3_moe": "330KiB",
 }
-"""For keys and values, the modules outside the layers and four of six layers."""
+"""Memory for keys and values, the modules outside the layers and four of six layers."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             "cpu_memory": "4MiB",
             "gpu_memory": BUDGETS[checkpoint.name],
             "ssd": str(tmp_path / "store"),
-            "cpu_threads": torch.get_num_threads(),  # else sums have another order
+            "cpu_threads": torch.get_num_threads(),  # other thread counts change the order of sums
             **options.pop("settings", {}),
         }
         model = hf_lohan.load_for_generation(
@@ -84,16 +84,15 @@ def generated(model: Any, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("architecture", BUDGETS)
-def test_tokens_and_logits_are_those_in_memory(
+def test_tokens_and_logits_equal_those_in_memory(
     architecture: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
 ) -> None:
     checkpoint = checkpoint_of(architecture)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     expected = [generated(stock, settings) for settings in (GREEDY, SAMPLED, BEAMS)]
-    for _ in range(2):  # the second time without the checkpoint's weights
+    for _ in range(2):  # the second load uses the store and not the checkpoint
         model = load(checkpoint, settings={"resident_records": "none"})
         engine = engine_of(model)
-        assert engine is not None
         assert len(engine.layout.kept_layers) == 1 and bytes_per_token(engine.layout) > 0
         for settings, stocks in zip((GREEDY, SAMPLED, BEAMS), expected, strict=True):
             ours = generated(model, settings)
@@ -103,7 +102,7 @@ def test_tokens_and_logits_are_those_in_memory(
         engine.close()
 
 
-def test_the_store_has_the_weights_once_and_is_used_again_while_the_files_stay_the_same(
+def test_the_store_is_used_again_if_the_checkpoint_is_unchanged(
     checkpoint_of: Callable[[str], Path], load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = checkpoint_of("llama")
@@ -134,12 +133,12 @@ def test_the_store_has_the_weights_once_and_is_used_again_while_the_files_stay_t
     assert torch.equal(generated(other, GREEDY).sequences, generated(stock, GREEDY).sequences)
 
 
-def test_a_load_that_broke_off_is_not_taken_for_a_whole_one(
+def test_an_interrupted_load_is_repeated(
     checkpoint_of: Callable[[str], Path], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = checkpoint_of("llama")
     expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
-    for _ in range(2):  # over nothing, and over a whole one of other files
+    for _ in range(2):  # without a store, and with a store of changed files
         with monkeypatch.context() as patch:
             patch.setattr(generation, "store_the_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
@@ -150,7 +149,7 @@ def test_a_load_that_broke_off_is_not_taken_for_a_whole_one(
         (checkpoint / "model.safetensors").touch()
 
 
-def test_what_is_in_ram_is_read_once(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
+def test_records_in_ram_are_read_once(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
     model = load(checkpoint_of("llama"))
     engine = engine_of(model)
     assert engine.layout.resident_records and bytes_per_token(engine.layout) == 0
@@ -168,7 +167,7 @@ def test_what_is_in_ram_is_read_once(checkpoint_of: Callable[[str], Path], load:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 6])
-def test_a_token_reads_what_is_missing_and_layers_that_stay_are_read_once(
+def test_a_token_reads_only_layers_that_do_not_stay(
     kept: int, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
 ) -> None:
     layer_kib = 40
@@ -183,7 +182,7 @@ def test_a_token_reads_what_is_missing_and_layers_that_stay_are_read_once(
     for _ in range(4):
         generated(model, GREEDY | {"max_new_tokens": 9 + 1})
     per_token = (engine.timeline.totals()[SSD_READ].num_bytes - before) / num_tokens
-    # At most what was read ahead in the end is more; where loads come late, the ring may have two layers still.
+    # The last prefetch may add reads. If loads are late, the ring may still have two layers.
     more_layers = (per_token - bytes_per_token(engine.layout)) / (layer_kib * 1024)
     assert -2 <= more_layers <= 3 / num_tokens and (num_streamed or not per_token)
     assert engine.peak_gpu_pool_bytes <= engine.config.gpu_memory
@@ -197,7 +196,7 @@ def test_a_forward_with_gradients_is_refused(checkpoint_of: Callable[[str], Path
         assert model(input_ids=PROMPT).logits.shape == (2, 5, 300)
 
 
-def test_more_tokens_than_there_is_room_for_are_refused_before_they_are_there(
+def test_more_tokens_than_fit_are_refused_before_they_are_generated(
     checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
 ) -> None:
     model = load(checkpoint_of("llama"), num_sequences=2)
@@ -207,11 +206,13 @@ def test_more_tokens_than_there_is_room_for_are_refused_before_they_are_there(
     with pytest.raises(RuntimeError, match=r"num_sequences=8\)$"):
         generated(model, BEAMS | {"num_beams": 4})
     assert generated(model, GREEDY).sequences.shape == (2, 14)
-    with torch.no_grad():  # keeps nothing
+    with torch.no_grad():  # without a cache nothing is kept
         assert model(PROMPT.repeat(4, 5), use_cache=False).logits.shape == (8, 25, 300)
 
 
-def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_keys_and_values_that_do_not_fit_are_refused_with_numbers(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     checkpoint = checkpoint_of("llama")
     settings = {"cpu_memory": "4MiB", "gpu_memory": "1MiB", "ssd": str(tmp_path / "store")}
     with pytest.raises(ValueError, match=r"keys and values of 2 sequences of 5,000 tokens \(.* MiB\); set gpu_memory"):
@@ -221,7 +222,7 @@ def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], 
 
 @pytest.mark.parametrize("believes_routers", [False, True])
 @pytest.mark.parametrize(("architecture", "gpu_memory"), [("mixtral", "600KiB"), ("qwen3_moe", "330KiB")])
-def test_experts_that_come_one_by_one_say_the_same(
+def test_streamed_experts_give_the_same_tokens(
     architecture: str,
     gpu_memory: str,
     believes_routers: bool,
@@ -243,14 +244,14 @@ def test_experts_that_come_one_by_one_say_the_same(
             assert torch.equal(mine, others)
 
 
-@pytest.mark.parametrize(("num_sequences", "comes_one_by_one"), [(1, True), (2, False)])
-def test_experts_come_one_by_one_where_a_pass_goes_to_half_of_them_or_fewer(
-    num_sequences: int, comes_one_by_one: bool, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+@pytest.mark.parametrize(("num_sequences", "streams"), [(1, True), (2, False)])
+def test_experts_stream_if_a_pass_uses_at_most_half_of_them(
+    num_sequences: int, streams: bool, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
 ) -> None:
     checkpoint = checkpoint_of("mixtral")
     model = load(checkpoint, num_sequences=num_sequences, settings={"gpu_memory": "2MiB"})
     experts = [block for block in engine_of(model).layout.blocks if block.size_class is SizeClass.EXPERT]
-    assert bool(experts) == comes_one_by_one
+    assert bool(experts) == streams
     prompt = PROMPT[:num_sequences]
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokens = [
@@ -289,12 +290,12 @@ def test_experts_in_ram_are_not_read(
     num_loads, num_from_ram = after.num_loads - before.num_loads, after.num_from_ram - before.num_from_ram
     assert 0 < num_from_ram < num_loads
     read_bytes = engine.timeline.totals()[SSD_READ].num_bytes - read_before
-    assert read_bytes == (num_loads - num_from_ram) * experts[0].param_bytes  # all else is in RAM or in slots
+    assert read_bytes == (num_loads - num_from_ram) * experts[0].param_bytes  # all other blocks are in RAM or in slots
     assert bytes_per_token(layout) > 0
 
 
 def settle(engine: Any) -> None:
-    """Wait until no load of experts is under way or can begin."""
+    """Wait until no load of experts runs or can begin."""
     loader, ring = engine.expert_loader, engine._ring
     with ring.lock:
         assert ring.changed.wait_for(

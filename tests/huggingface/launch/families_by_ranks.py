@@ -1,9 +1,9 @@
 """Trainer over several families in turn: `[torchrun ...] families_by_ranks.py <folder> <what> <family> ...`.
 
-`what`: "stock", one process with as much accumulation as there are ranks; "first", two ranks that end in the middle;
-"rest", two that go on; "vertical", two ranks whose micro-batches pass each block together; "accumulated", two of stock.
-"until-4": as many ranks as there are go on to that step; "parts", stock, with as much accumulation in each part.
-Each leaves in `<folder>/<what>/<family>` what it logged, and the weights.
+`what` is "stock": one stock process that accumulates the batches of all ranks. "first": two ranks that end in the
+middle. "rest": two ranks that resume. "vertical": two ranks with joint micro-batches. "accumulated": two stock
+micro-batches per rank. "until-4": all started ranks resume up to step 4. "parts": a stock process that accumulates the
+batches of the ranks of each part. Each run writes its log and weights to `<folder>/<what>/<family>`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ENDS_AFTER = 3
 
 
 PARTS = {2: 2, 3: 1, 5: 4, 6: 2}
-"""The ranks of each part of a run, by its last step."""
+"""The number of ranks of each part of a run, by its last step."""
 
 
 class EndsInTheMiddle(TrainerCallback):
-    """With a checkpoint or without."""
+    """Ends a run after a step, with or without a checkpoint."""
 
     def __init__(self, after: int, *, saves: bool = False) -> None:
         self._after = after
@@ -64,7 +64,7 @@ def train(folder: Path, what: str, family: str) -> None:
     run = folder / ("run" if what in ("first", "rest") else what) / family
     args = arguments(run, accumulation=NUM_RANKS if what in ("stock", "vertical", "accumulated") else 1)
     model = tiny_model(family, num_layers=2)
-    data: dict[str, Any] = {"train_dataset": rows(40, seed=1)}  # an epoch and a half
+    data: dict[str, Any] = {"train_dataset": rows(40, seed=1)}  # 1.5 epochs
     if what in ("stock", "accumulated"):
         trainer = Trainer(model, args, **data)
     else:
@@ -76,12 +76,11 @@ def train(folder: Path, what: str, family: str) -> None:
     if args.process_index == 0:
         (folder / what / family / "log.json").write_text(json.dumps(trainer.state.log_history))
     if isinstance(trainer, hf_lohan.Trainer):
-        assert trainer.offload_engine is not None
         trainer.offload_engine.close()
 
 
 def train_until(folder: Path, last_step: int, family: str) -> None:
-    """One part of a run, from the last step of the part before."""
+    """Train one part of a run from the last step of the previous part."""
     args = arguments(folder / "cut", accumulation=1)
     trainer = hf_lohan.Trainer(
         tiny_model(family, num_layers=2),
@@ -98,7 +97,7 @@ def train_until(folder: Path, last_step: int, family: str) -> None:
 
 
 def train_parts(folder: Path, family: str) -> None:
-    """In one process of stock: as many batches a step as there are ranks."""
+    """Train all parts in one stock process that accumulates the batches of the ranks."""
     checkpoint: str | None = None
     for last_step, num_ranks in PARTS.items():
         args = arguments(folder / "stock-parts", accumulation=num_ranks)

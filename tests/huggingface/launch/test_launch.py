@@ -1,4 +1,4 @@
-"""What `lohan launch` starts, and with which settings."""
+"""`lohan launch` starts the script with the right number of processes, threads and settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Launched = Callable[..., Namespace]
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """The options that accelerate would get for a command line, started in a folder with a script."""
+    """Return a function that gives the options that accelerate gets for a command line in a folder with a script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launching, "default_config_file", str(tmp_path / "no_default.yaml"))
@@ -52,7 +52,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     return launch
 
 
-def test_the_script_is_started_by_our_runner(launched: Launched, tmp_path: Path) -> None:
+def test_the_script_is_started_with_our_runner(launched: Launched, tmp_path: Path) -> None:
     options = launched("--offload", "offload.yaml", "script.py", "--offload", "its own", "--num_processes", "7")
     assert (options.module, options.training_script) == (True, "hf_lohan.run")
     ours = ["--offload", str(tmp_path / "offload.yaml"), "script.py"]
@@ -82,12 +82,12 @@ def test_threads_are_shared_among_the_processes(launched: Launched, monkeypatch:
     assert launched("--num_processes", "4", "script.py").num_cpu_threads_per_process == 3
     assert launched("--config_file", "two.yaml", "script.py").num_cpu_threads_per_process == 6
     assert launched("--num-cpu-threads-per-process", "5", "script.py").num_cpu_threads_per_process == 5
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # which accelerate then takes over
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # accelerate uses this number
     assert launched("script.py").num_cpu_threads_per_process is None
 
 
 def test_several_processes_are_started_by_torchrun(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate alone starts one where `cpu` is asked for, and where it sees fewer than two GPUs."""
+    """Accelerate alone starts a single process with `cpu`, and with fewer than two GPUs."""
     alone = launched("script.py")
     assert (alone.multi_gpu, alone.main_process_port) == (False, None)
     on_gpus = launched("--num_processes", "4", "script.py")
@@ -111,7 +111,7 @@ def test_machines_have_their_own_processes(launched: Launched) -> None:
         launched("--num_processes", "10", *two_machines, "script.py")
 
 
-def test_what_ends_a_rank_ends_the_launcher(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_ends_a_rank_ends_the_launcher(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(error: Exception) -> int:
         def raise_it(_options: Namespace) -> None:
             raise error
@@ -135,13 +135,13 @@ def test_what_ends_a_rank_ends_the_launcher(launched: Launched, monkeypatch: pyt
         (["--num_processes", "5", "script.py"], "starts 5 processes .* has 4 GPUs; start one for each"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(launched: Launched, command: list[str], message: str) -> None:
+def test_commands_that_cannot_be_launched_are_refused(launched: Launched, command: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         launched(*command)
 
 
 @pytest.mark.parametrize(("status", "expected"), [(3, 3), (-9, 137)])
-def test_the_exit_status_is_the_scripts(
+def test_the_exit_status_is_that_of_the_script(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, status: int, expected: int
 ) -> None:
     def fail(options: Namespace) -> None:

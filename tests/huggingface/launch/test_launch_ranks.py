@@ -1,4 +1,4 @@
-"""Several processes through each of the launchers: they are one run, or refuse to be two."""
+"""Several processes of each launcher become one run. Separate runs are refused."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ links.barrier("the next step")
 """
 
 
-def test_an_exception_outside_train_is_told_to_the_other_ranks(tmp_path: Path) -> None:
-    """At the exit of the process, by the real exit handlers in their real order. Both ranks share one import."""
+def test_an_exception_outside_train_ends_the_other_ranks(tmp_path: Path) -> None:
+    """The real exit handlers run when the process exits. Both ranks share one import."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # Rank 1 holds the pipe of stdout too, so this waits for both.
+    # Rank 1 also has the pipe of stdout open, so this waits for both.
     subprocess.run(
         [sys.executable, "-c", FAILING_LOOP],
         cwd=tmp_path,
@@ -93,7 +93,7 @@ def test_an_exception_outside_train_is_told_to_the_other_ranks(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank said of itself, for every way to start two."""
+    """Start two ranks with each launcher and return their reports."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -119,7 +119,7 @@ def test_every_launcher_makes_one_run_of_two_ranks_on_cpus(reported: dict[str, l
 
 @pytest.mark.slow
 @pytest.mark.skipif(num_gpus() > 0, reason="torchrun would take the GPUs")
-def test_two_runs_that_do_not_know_of_each_other_are_refused(tmp_path: Path) -> None:
+def test_two_launched_processes_without_a_group_are_refused(tmp_path: Path) -> None:
     (tmp_path / "trapped.py").write_text(TRAPPED)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "trapped.py"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A script that knows only transformers, started through each of the launchers: it is offloaded and trains the same."""
+"""A script that uses only transformers is offloaded by each launcher and trains the same."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
-    """What the script reported, and its output directory, for every launcher and for the stock Trainer.
+    """Return the script's report and output directory for every launcher and for the stock Trainer.
 
-    The launchers run at once. Stock runs in this process meanwhile.
+    The launchers run in parallel. Stock runs in this process.
     """
     folder = tmp_path_factory.mktemp("routes")
     (folder / "script.py").write_text(SCRIPT)
@@ -107,13 +107,13 @@ def test_an_unmodified_script_is_offloaded_and_trains_the_same(runs: dict[str, A
 
 
 @pytest.mark.parametrize("route", ["accelerate", "lohan"])
-def test_the_settings_reach_the_script(runs: dict[str, Any], route: str) -> None:
+def test_the_settings_of_the_launcher_reach_the_script(runs: dict[str, Any], route: str) -> None:
     summary = json.loads((runs[route][1] / "lohan" / "summary.json").read_text())
     assert summary["config"]["cpu_memory"] == 64 * 2**20
 
 
-def test_the_optimizer_has_every_core_whatever_the_launcher_exports(runs: dict[str, Any]) -> None:
+def test_the_optimizer_uses_every_core_whatever_the_launcher_exports(runs: dict[str, Any]) -> None:
     for route in ROUTES:
         assert runs[route][0]["num_threads"] == usable_cpus()
-    assert runs["accelerate"][0]["omp_num_threads"] == "1", "the trap this test is about is gone"
+    assert runs["accelerate"][0]["omp_num_threads"] == "1", "accelerate no longer exports one thread"
     assert runs["lohan"][0]["omp_num_threads"] == str(usable_cpus())

@@ -1,4 +1,4 @@
-"""Trainer, replaced for scripts that know only transformers."""
+"""`offload_by_default` replaces Trainer for scripts that use only transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluates_offloaded(trainer: Any) -> bool:
 
 
 def test_every_class_derived_from_trainer_offloads_by_default(tmp_path: Path) -> None:
-    import transformers.trainer_seq2seq  # as if a script's library had imported it before
+    import transformers.trainer_seq2seq  # a library of a script may have imported it before
 
     with offload_by_default("lohan"):
         from transformers import Seq2SeqTrainer, Trainer
@@ -61,7 +61,7 @@ def test_an_explicit_offload_wins(tmp_path: Path) -> None:
         assert transformers.Trainer(tiny_model("llama"), args)._offload_config.prefetch_blocks == 4
 
 
-def test_what_the_command_asks_for_is_kept_or_a_line_says_that_it_is_not(
+def test_settings_of_the_command_are_used_or_a_warning_names_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = {"cpu_memory": "64MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "ssd")}
@@ -70,7 +70,6 @@ def test_what_the_command_asks_for_is_kept_or_a_line_says_that_it_is_not(
     with offload_by_default(OffloadConfig(trace=True)):
         streamed = hf_lohan.from_pretrained(tmp_path / "base", offload=own, torch_device="cpu")
         engine = engine_of(streamed)
-        assert engine is not None
         assert engine.timeline.is_tracing and engine.config.trace
         engine.close()
         trainer = transformers.Trainer(tiny_model("llama"), arguments(tmp_path / "run"), offload=own)
@@ -123,14 +122,14 @@ def test_the_replacement_looks_like_the_trainer_it_replaces() -> None:
         assert issubclass(transformers.Trainer, stock)
 
 
-@pytest.mark.parametrize(("code", "is_told"), [(None, True), (0, True), (1, False), ("an error", False)])
-def test_a_program_that_exits_is_told_that_nothing_was_offloaded(
-    code: int | str | None, is_told: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("code", "is_logged"), [(None, True), (0, True), (1, False), ("an error", False)])
+def test_a_program_that_offloads_nothing_gets_a_warning_at_exit(
+    code: int | str | None, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(SystemExit) as caught, offload_by_default("lohan"):
-        raise SystemExit(code)  # as `sys.exit(main())` of every installed program
+        raise SystemExit(code)  # every installed program ends with `sys.exit(main())`
     assert caught.value.code == code
-    assert ("nothing was offloaded" in caplog.text) == is_told
+    assert ("nothing was offloaded" in caplog.text) == is_logged
 
 
 def test_a_script_that_a_program_launches_is_offloaded(
@@ -153,7 +152,7 @@ def test_a_script_that_a_program_launches_is_offloaded(
     assert options.training_script_args[0] == "--offload"
     assert options.training_script_args[2:] == ["sft.py", "--lr", "1"]
     assert config == OffloadConfig.load(offload)
-    assert "nothing was offloaded" not in caplog.text, "the script says so itself"
+    assert "nothing was offloaded" not in caplog.text, "the script logs this itself"
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"each would start sft\.py"), offload_by_default(offload):
         accelerate_launch.launch_command(launch_command_parser().parse_args(["sft.py"]))

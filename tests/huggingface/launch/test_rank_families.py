@@ -1,5 +1,6 @@
-"""Two processes train each family as stock does: with clipping that bites, labels of several lengths and tied weights,
-over a resume; one after the other and with micro-batches that pass each block together."""
+"""Two processes train each family as stock does, with clipping, labels of several lengths, tied weights and a resume.
+Micro-batches run one after the other or together.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def run_script(folder: Path, what: str, families: Sequence[str], *, num_ranks: i
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Trains all families as the script is told, once; the folder of what it leaves."""
+    """Return a function that runs the script once for all families and returns its folder."""
     folder = tmp_path_factory.mktemp("families")
     done = set[str]()
 
@@ -66,21 +67,19 @@ def assert_same(ours: Path, stock: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_that_go_on_train_as_one_process_accumulates(family: str, trained: Callable[[str], Path]) -> None:
+def test_two_ranks_that_resume_equal_one_process_that_accumulates(family: str, trained: Callable[[str], Path]) -> None:
     trained("first")
     assert_same(trained("rest") / family, trained("stock") / family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_micro_batches_of_two_ranks_together_train_as_those_of_stock(
-    family: str, trained: Callable[[str], Path]
-) -> None:
-    """Each rank adds its own first, as `DistributedDataParallel` does."""
+def test_joint_micro_batches_of_two_ranks_equal_stock(family: str, trained: Callable[[str], Path]) -> None:
+    """Each rank first adds its own micro-batches, as `DistributedDataParallel` does."""
     assert_same(trained("vertical") / family, trained("accumulated") / family)
 
 
-def test_a_run_goes_on_with_one_rank_four_and_two(tmp_path: Path) -> None:
-    """Each part from the last step of the one before, cut anew."""
+def test_a_run_resumes_with_one_four_and_two_ranks(tmp_path: Path) -> None:
+    """Each part resumes from the last step of the previous part after `lohan reshard`."""
     run_script(tmp_path, "parts", ["llama"], num_ranks=1)
     for last_step, num_ranks in {2: 2, 3: 1, 5: 4, 6: 2}.items():
         if last_step > 2:

@@ -1,4 +1,4 @@
-"""Trainer as two processes: one run, to the bit that of a stock process that sums the gradients of as many batches."""
+"""Trainer in two processes equals a stock process that accumulates the same batches, to the bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
-    """Makes a run of the script once and returns its stderr: two ranks are processes, one process is this one."""
+    """Return a function that runs the script once and returns its stderr. Runs of one process run in this process."""
     done: dict[str, subprocess.CompletedProcess[str]] = {}
 
     def run_here(what: str) -> None:
@@ -85,33 +85,35 @@ def assert_as_stock(folder: Path, what: str) -> None:
     assert steps(folder, what) == steps(folder, "stock")
 
 
-def test_two_ranks_train_as_stock_accumulates(run: Run, folder: Path) -> None:
+def test_two_ranks_equal_stock_accumulation(run: Run, folder: Path) -> None:
     run("stock")
     run("whole")
     assert_as_stock(folder, "whole")
-    assert facts(folder, "whole")["wrapped"] == "LlamaForCausalLM", "DDP would average what is averaged already"
+    assert facts(folder, "whole")["wrapped"] == "LlamaForCausalLM", (
+        "DDP would average gradients that are averaged already"
+    )
     ours, theirs = (
         [entry["eval_loss"] for entry in facts(folder, what)["log"] if "eval_loss" in entry]
         for what in ("whole", "stock")
     )
-    # Over ranks a batch's loss is weighted otherwise by stock itself.
+    # Stock weights the losses of batches differently with several ranks.
     assert len(ours) == 3 and ours == pytest.approx(theirs, rel=5e-3)
 
 
-def test_a_step_decides_all_in_one_exchange(run: Run, folder: Path) -> None:
-    """Beside that, one counts the items of all batches before the forward, and one waits for who logs."""
+def test_a_step_has_one_exchange_for_its_decisions(run: Run, folder: Path) -> None:
+    """Two other exchanges count the items of all batches before the forward, and wait for logging."""
     run("whole")
     every_step = ["what is logged, evaluated and saved", "a number of each rank", "the end of the step"]
     steps = facts(folder, "whole")["exchanged"]
-    assert len(steps) == 7, "one list behind each step, and one before the first"
-    assert [steps[step] for step in (1, 3, 5)] == [every_step] * 3, "neither evaluated nor saved"
+    assert len(steps) == 7, "one list after each step, and one before the first"
+    assert [steps[step] for step in (1, 3, 5)] == [every_step] * 3, "these steps neither evaluate nor save"
     assert all(step.count("the end of the step") == 1 for step in steps[:-1])
 
 
-def test_a_checkpoint_has_a_part_of_each_rank_and_is_made_once(run: Run, folder: Path) -> None:
+def test_a_checkpoint_is_written_once_with_a_part_of_each_rank(run: Run, folder: Path) -> None:
     run("whole")
     checkpoints = sorted(path.name for path in (folder / "run").glob("checkpoint-*"))
-    assert checkpoints == ["checkpoint-4", "checkpoint-6"], "the first was removed, once"
+    assert checkpoints == ["checkpoint-4", "checkpoint-6"], "the first was removed"
     checkpoint = folder / "run" / "checkpoint-4"
     names = {path.name for path in checkpoint.iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= names
@@ -123,7 +125,7 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_is_made_once(run: Run, folder:
     assert summary["is_finished"] and summary["num_steps"] == 6
 
 
-def test_their_last_step_is_cut_for_three_ranks_and_for_one(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_the_last_step_of_two_ranks_is_resharded_for_three_and_for_one(run: Run, folder: Path, tmp_path: Path) -> None:
     run("whole")
     copy = shutil.copytree(folder / "run", tmp_path / "run")
 
@@ -141,7 +143,7 @@ def test_their_last_step_is_cut_for_three_ranks_and_for_one(run: Run, folder: Pa
     assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
 
 
-def test_one_process_goes_on_from_two_ranks_checkpoint(run: Run, folder: Path) -> None:
+def test_one_process_resumes_from_a_checkpoint_of_two_ranks(run: Run, folder: Path) -> None:
     run("stock")
     run("whole")
     run("alone")
@@ -149,7 +151,7 @@ def test_one_process_goes_on_from_two_ranks_checkpoint(run: Run, folder: Path) -
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_from_their_checkpoint(run: Run, folder: Path) -> None:
+def test_two_ranks_resume_from_their_checkpoint(run: Run, folder: Path) -> None:
     run("stock")
     run("whole")
     run("checkpoint")
@@ -157,32 +159,32 @@ def test_two_ranks_go_on_from_their_checkpoint(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_rank_that_is_asked_to_end_ends_all_after_the_same_step(run: Run, folder: Path) -> None:
+def test_sigterm_to_one_rank_ends_all_after_the_same_step(run: Run, folder: Path) -> None:
     run("stock")
-    told = run("asked", status=1)
-    assert "exitcode  : 143" in told and "[rank0]: Traceback" not in told and "[rank1]: Traceback" not in told
+    stderr = run("asked", status=1)
+    assert "exitcode  : 143" in stderr and "[rank0]: Traceback" not in stderr and "[rank1]: Traceback" not in stderr
     run("last_step")
     assert_as_stock(folder, "last_step")
 
 
 @pytest.mark.slow
-def test_all_go_on_after_one_was_killed(run: Run, folder: Path) -> None:
+def test_all_ranks_resume_after_one_was_killed(run: Run, folder: Path) -> None:
     run("stock")
-    told = run("killed", status=1)
-    assert re.search(r"RankFailedError: rank 1 \(pid \d+, \S+\) ended.* while rank 0 (waited|sent|was)", told), told
-    run("after_kill")  # from its last step, or its last checkpoint, whichever is newer
+    stderr = run("killed", status=1)
+    assert re.search(r"RankFailedError: rank 1 \(pid \d+, \S+\) ended.* while rank 0 (waited|sent|was)", stderr), stderr
+    run("after_kill")  # from the newer of its last step and last checkpoint
     assert_as_stock(folder, "after_kill")
 
 
 @pytest.mark.slow
-def test_what_one_rank_raises_ends_the_others_with_its_words(run: Run) -> None:
-    told = run("fails", status=1)
-    assert "RankFailedError: rank 1 (pid" in told
-    assert "failed: RuntimeError: a callback of rank 1 does not want to go on" in told
+def test_an_exception_in_one_rank_ends_the_others_with_its_message(run: Run) -> None:
+    stderr = run("fails", status=1)
+    assert "RankFailedError: rank 1 (pid" in stderr
+    assert "failed: RuntimeError: a callback of rank 1 does not want to go on" in stderr
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own(run: Run, folder: Path) -> None:
+def test_a_custom_loop_of_two_ranks_equals_torch(run: Run, folder: Path) -> None:
     run("stock_loop")
     run("loop")
     ours, theirs = weights(folder, "loop"), weights(folder, "stock_loop")

@@ -1,4 +1,4 @@
-"""`python -m hf_lohan.run`: a script as if it were started directly."""
+"""`python -m hf_lohan.run` runs a script as if it were started directly."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ def test_a_script_runs_as_if_started_directly(
     assert echoed(capsys) == ["__main__", argv, str(script.parent), "hf_lohan.huggingface.trainer.trainer", True]
 
 
-def test_a_trace_is_asked_for_whatever_the_file_says(
+def test_the_trace_option_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run"])
     (tmp_path / "offload.yaml").write_text("prefetch_blocks: 3\ntrace: false\n")
     script = tmp_path / "script.py"
-    told = "config.trace, config.prefetch_blocks"
-    script.write_text(f"import json, transformers\nconfig = transformers.Trainer.default_offload\n{_ECHO_LINE % told}")
+    values = "config.trace, config.prefetch_blocks"
+    script.write_text(
+        f"import json, transformers\nconfig = transformers.Trainer.default_offload\n{_ECHO_LINE % values}"
+    )
     for options, is_traced in ((["--trace"], True), ([], False)):
         run.main(["--offload", str(tmp_path / "offload.yaml"), *options, str(script)])
         assert echoed(capsys) == [is_traced, 3]
 
 
-def test_a_module_runs_as_python_would_run_it(
+def test_a_module_runs_as_with_python_m(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run"])

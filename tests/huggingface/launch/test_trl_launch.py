@@ -1,4 +1,4 @@
-"""A program of TRL's that has never heard of us is offloaded whole: its model is streamed, and so is its reference."""
+"""An unmodified TRL program is offloaded. Its model and its reference model are streamed."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ trainer.save_model()
 """
 
 
+def run_module(folder: Path, module: str, *arguments: str) -> str:
+    """Run a module in a folder with `lohan.yaml` and return its stderr."""
+    (folder / "lohan.yaml").write_text("cpu_memory: 8MiB\ngpu_memory: 2MiB\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 @pytest.mark.slow
-def test_a_program_of_trls_is_offloaded_with_its_reference(tmp_path: Path) -> None:
+def test_a_trl_program_is_offloaded_with_its_reference(tmp_path: Path) -> None:
     checkpoint = trl_runs.save_checkpoint(tmp_path / "model")
     (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "lohan.yaml").write_text("cpu_memory: 8MiB\ngpu_memory: 2MiB\n")
     preferences().to_json(tmp_path / "data.jsonl")
     program = ["program.py", str(checkpoint), "data.jsonl", "out", str(trl_runs.NUM_STEPS)]
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_lohan.run", "--offload", "lohan.yaml", *program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=240,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "has its own offload settings" not in done.stderr
+    stderr = run_module(tmp_path, "hf_lohan.run", "--offload", "lohan.yaml", *program)
+    assert "has its own offload settings" not in stderr
     assert (tmp_path / "out" / "_lohan" / "store" / "ref").is_dir()
     stock = run("DPO", arguments("DPO", tmp_path / "stock"), model=str(checkpoint), train_dataset=preferences())
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -59,24 +59,14 @@ def test_a_program_of_trls_is_offloaded_with_its_reference(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_trls_command_line_is_offloaded(tmp_path: Path) -> None:
+def test_the_trl_command_line_is_offloaded(tmp_path: Path) -> None:
     checkpoint = trl_runs.save_checkpoint(tmp_path / "model")
-    (tmp_path / "lohan.yaml").write_text("cpu_memory: 8MiB\ngpu_memory: 2MiB\n")
     (tmp_path / "data").mkdir()
     trl_runs.texts().to_json(tmp_path / "data" / "train.jsonl")
     options = ["--bf16", "false", "--use_cpu", "--max_steps", "1", "--report_to", "none", "--save_strategy", "no"]
-    done = subprocess.run(
-        [
-            *[sys.executable, "-m", "hf_lohan.cli", "launch", "--offload", "lohan.yaml", "-m", "trl.cli.main", "sft"],
-            *["--model_name_or_path", str(checkpoint), "--dataset_name", "data", "--output_dir", "out", *options],
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=240,
-        capture_output=True,
-        text=True,
-        check=False,
+    sft = ["-m", "trl.cli.main", "sft", "--model_name_or_path", str(checkpoint), "--dataset_name", "data"]
+    stderr = run_module(
+        tmp_path, "hf_lohan.cli", "launch", "--offload", "lohan.yaml", *sft, "--output_dir", "out", *options
     )
-    assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "_lohan" / "store" / "manifest.json").is_file()
-    assert "nothing was offloaded" not in done.stderr
+    assert "nothing was offloaded" not in stderr

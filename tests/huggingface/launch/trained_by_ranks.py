@@ -1,6 +1,5 @@
-"""A Trainer's script that several processes run together: `torchrun ... trained_by_ranks.py <folder> <what>`.
-
-What every run leaves in `<folder>/<what>`: what was logged, and the weights as `save_model` writes them.
+"""A script with Trainer that several processes run together: `torchrun ... trained_by_ranks.py <folder> <what>`. Every
+run writes its log, and its weights by `save_model`, to `<folder>/<what>`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_model
 
 ON_CUDA = os.environ.get("LOHAN_TEST_DEVICE") == "cuda"
-"""A device for each rank. Gradients go over sockets of ours, and what little Trainer sends over gloo."""
+"""Each rank has a GPU. Gradients are sent by our sockets, and Trainer's own messages by gloo."""
 NUM_RANKS = 2
 NUM_STEPS = 6
 OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "io_threads": 1}
@@ -30,11 +29,11 @@ _FOLDERS = {"stock": "stock", "alone": "alone", "fails": "failing", "asked": "as
     "killed": "killed",
     "after_kill": "killed",
 }
-"""Where what writes its checkpoints, if not in "run"."""
+"""The folder of checkpoints of each `what`, if it is not "run"."""
 
 
 def rows(num: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """With labels of several lengths, so that batches count differently."""
+    """Return rows with labels of several lengths, so that batches have different weights."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(num):
@@ -69,7 +68,7 @@ def arguments(output_dir: Path, *, is_alone: bool) -> TrainingArguments:
 
 
 class Signalled(TrainerCallback):
-    """One rank of several gets a signal, in the middle of a step."""
+    """Sends a signal to rank 1 in the middle of a step."""
 
     def __init__(self, number: signal.Signals) -> None:
         self._number = number
@@ -80,7 +79,7 @@ class Signalled(TrainerCallback):
 
 
 class Exchanged(TrainerCallback):
-    """What all ranks do together, by step."""
+    """Notes the exchanges of all ranks by step."""
 
     def __init__(self) -> None:
         self.tags: list[list[str]] = [[]]
@@ -97,7 +96,7 @@ class Exchanged(TrainerCallback):
 
 
 class Fails(TrainerCallback):
-    """One rank raises what the others know nothing of."""
+    """Raises on rank 1."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (args.process_index, state.global_step) == (1, 3):
@@ -105,7 +104,7 @@ class Fails(TrainerCallback):
 
 
 def loop(folder: Path, what: str) -> None:
-    """A loop of one's own, with an Accelerator or, in one process, with torch alone."""
+    """Train in a custom loop with an Accelerator or, in one process, with torch alone."""
     model = tiny_model("llama").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     loader = torch.utils.data.DataLoader(rows(24, seed=1), batch_size=2)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Adapters lie on the device together, in a dtype of their own: their base is only ever read."""
+"""All adapters stay on the device in their own dtype, and their base is only read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 
 
 def adapted(dtype: torch.dtype) -> Any:
-    """With float32 adapters, as PEFT makes them."""
+    """Return a model with float32 adapters, as PEFT makes them."""
     base = tiny_model("llama", num_layers=6).to(dtype)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(1)
@@ -63,7 +63,7 @@ def trainer_of(kind: type, folder: Path, dtype: torch.dtype, *callbacks: Trainer
 
 @pytest.fixture(scope="module")
 def stock_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Trains with the stock Trainer, once for a dtype and settings."""
+    """Return a function that trains with the stock Trainer, once per dtype and settings."""
 
     @functools.cache
     def run(dtype: torch.dtype, **settings: Any) -> Any:
@@ -92,8 +92,8 @@ def assert_equal_weights(trainer: Any, stock: Any) -> None:
         assert torch.equal(found, parameter), name
 
 
-class Breaks(TrainerCallback):
-    """An interrupt, once a step is over."""
+class Interrupts(TrainerCallback):
+    """Raises KeyboardInterrupt after a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -115,7 +115,7 @@ class Breaks(TrainerCallback):
     ],
     ids=["deferred", "speculating", "together", "in-backward"],
 )
-def test_training_is_that_of_the_stock_trainer(
+def test_training_equals_the_stock_trainer(
     settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path, stock_run: Callable[..., Any]
 ) -> None:
     stock_settings = {name: value for name, value in settings.items() if name != "offload"}
@@ -128,9 +128,11 @@ def test_training_is_that_of_the_stock_trainer(
 
 
 @DTYPES
-def test_saved_reloaded_and_resumed(dtype: torch.dtype, tmp_path: Path, stock_run: Callable[..., Any]) -> None:
+def test_adapters_are_saved_reloaded_and_resumed(
+    dtype: torch.dtype, tmp_path: Path, stock_run: Callable[..., Any]
+) -> None:
     stock = stock_run(dtype)
-    first = trainer_of(hf_lohan.Trainer, tmp_path / "run", dtype, Breaks(3), save_strategy="steps", save_steps=2)
+    first = trainer_of(hf_lohan.Trainer, tmp_path / "run", dtype, Interrupts(3), save_strategy="steps", save_steps=2)
     with pytest.raises(KeyboardInterrupt):
         first.train()
     engine_of(first).close()
@@ -146,7 +148,7 @@ def test_saved_reloaded_and_resumed(dtype: torch.dtype, tmp_path: Path, stock_ru
 
 
 @DTYPES
-def test_the_store_exports_them(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_adapters_are_exported(dtype: torch.dtype, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     ours = trainer_of(hf_lohan.Trainer, tmp_path / "run", dtype)
@@ -160,7 +162,7 @@ def test_the_store_exports_them(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @DTYPES
-def test_a_step_writes_adapters_alone_and_reads_a_layer_twice(
+def test_a_step_writes_only_adapters_and_reads_a_layer_twice(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: Counter[tuple[str, str, str]] = Counter()
@@ -174,7 +176,7 @@ def test_a_step_writes_adapters_alone_and_reads_a_layer_twice(
         moved["write", block, kind] += source.nbytes
         return real_write(store, block, kind, start, source, **options)
 
-    settings = {"gradient_accumulation_steps": 1, "offload": {"clip": "defer"}}  # no update is done over
+    settings = {"gradient_accumulation_steps": 1, "offload": {"clip": "defer"}}  # no update is redone
     ours = trainer_of(hf_lohan.Trainer, tmp_path, dtype, **settings)
     monkeypatch.setattr(Store, "read", read)
     monkeypatch.setattr(Store, "write", write)
@@ -188,7 +190,7 @@ def test_a_step_writes_adapters_alone_and_reads_a_layer_twice(
     layers = [block for block in engine.layout.blocks if block.size_class is SizeClass.LAYER]
     assert len(layers) == 6
     for block in layers:
-        # Once more at the end: what the next step would need first is read ahead.
+        # One more read is the prefetch for the next step.
         assert 0 < moved["read", block.name, "param"] <= (2 * MAX_STEPS + 1) * block.param_bytes
     engine.close()
 
@@ -204,7 +206,7 @@ def test_all_adapters_are_one_resident_block(dtype: torch.dtype) -> None:
     assert all(block.master.working_dtype == dtype and not block.state_numel for block in blocks.values())
 
 
-def test_layers_that_are_trained_whole_stream_as_ever() -> None:
+def test_fully_trained_layers_are_streamed() -> None:
     model = tiny_model("llama", num_layers=20)
     model.requires_grad_(False)
     model.model.layers[-1].requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Experts pass one by one between checkpoints and the store, and are what transformers makes of them."""
+"""Experts are copied one by one between checkpoints and the store, and equal those of transformers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Offload = Callable[..., OffloadEngine]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few experts at a time, so that tiny weights are large ones."""
+    """Copy a few experts at a time, so that tiny weights count as large."""
     monkeypatch.setattr(loading, "_MOST_ROWS_BYTES", 8 * HIDDEN * INNER * 2)
 
 
 @pytest.fixture
 def rows_taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
-    """By name, what was given in rows: which is the first, and how many at once."""
+    """By name: the first row and the number of rows of each piece."""
     taken: dict[str, list[tuple[int, int]]] = {}
     stock = WeightSink.store_rows
 
@@ -45,7 +45,6 @@ def rows_taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int
 
 
 def assert_stored(engine: OffloadEngine | None, stock: Any) -> None:
-    assert engine is not None
     expected = dict(stock.named_parameters())
     assert expected.keys() == engine.parameters.parts.keys()
     for name, weight in expected.items():
@@ -75,7 +74,7 @@ def assert_same_files(ours: Path, stock: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_and_saved_as_transformers_does(
+def test_experts_are_loaded_and_saved_as_by_transformers(
     family: str,
     dtype: torch.dtype,
     experts: str,
@@ -109,7 +108,7 @@ def test_loaded_and_saved_as_transformers_does(
 @pytest.mark.parametrize(
     "family", slow_but(("MixtralConfig", "GptOssConfig", "PhimoeConfig", "Lfm2MoeConfig"), FAMILIES)
 )
-def test_experts_are_read_one_by_one_to_be_saved(
+def test_saving_reads_experts_one_by_one(
     family: str, offload: Offload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = tiny_experts(family)
@@ -135,7 +134,7 @@ def test_experts_are_read_one_by_one_to_be_saved(
 
 
 @pytest.mark.parametrize("family", ["MixtralConfig", "GraniteMoeConfig", "Ernie4_5_MoeConfig"])
-def test_reloading_takes_experts_one_by_one(
+def test_reloading_writes_experts_one_by_one(
     family: str, offload: Offload, rows_taken: dict[str, list[tuple[int, int]]], tmp_path: Path
 ) -> None:
     tiny_experts(family, seed=7).save_pretrained(tmp_path / "other")
@@ -147,14 +146,14 @@ def test_reloading_takes_experts_one_by_one(
 
 
 @pytest.mark.parametrize("family", ["MixtralConfig", "GptOssConfig"])
-def test_a_cast_is_the_same_in_rows(family: str, load_streamed: Load, tmp_path: Path) -> None:
+def test_a_cast_by_rows_equals_a_cast_of_the_whole(family: str, load_streamed: Load, tmp_path: Path) -> None:
     tiny_experts(family).save_pretrained(tmp_path / "checkpoint")
     settings = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
     model = load_streamed(tmp_path / "checkpoint", dtype=torch.bfloat16, settings=settings)
     assert_stored(engine_of(model), AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="bfloat16"))
 
 
-def test_experts_of_another_number_are_refused_as_stock_does(load_streamed: Load, tmp_path: Path) -> None:
+def test_another_number_of_experts_is_refused_as_by_stock(load_streamed: Load, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     tiny_experts("MixtralConfig").save_pretrained(path)
     config = (path / "config.json").read_text().replace('"num_local_experts": 16', '"num_local_experts": 12')

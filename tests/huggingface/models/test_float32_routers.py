@@ -1,4 +1,4 @@
-"""Routers that stay float32 while the rest is bfloat16: loaded, trained and saved as such."""
+"""Routers that stay float32 in a bfloat16 model are loaded, trained and saved in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rounded_half_up(values: Tensor) -> Tensor:
 
 
 def train_in_memory(model: Any, masters: dict[str, Tensor]) -> list[float]:
-    """Stock's bfloat16 model with AdamW on float32 masters; a parameter in float32 is its own."""
+    """Train a stock bfloat16 model with AdamW on float32 masters. A float32 parameter is its own master."""
     optimizer = torch.optim.AdamW(masters.values(), fused=True, **OPTIONS)
     losses = []
     for step in range(NUM_STEPS):
@@ -66,7 +66,7 @@ def stored_dtypes(engine: OffloadEngine) -> dict[str, torch.dtype]:
     ("family", "checkpoint_dtype"),
     [*((family, torch.bfloat16) for family in sorted(FLOAT32_ROUTERS)), ("Ernie4_5_MoeConfig", torch.float32)],
 )
-def test_trained_as_in_memory_to_the_bit(
+def test_routers_train_as_in_memory_to_the_bit(
     family: str,
     checkpoint_dtype: torch.dtype,
     experts: str,
@@ -74,7 +74,7 @@ def test_trained_as_in_memory_to_the_bit(
     load_streamed: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    """From a float32 checkpoint with `bf16`, masters are the checkpoint's; else as loaded in bfloat16."""
+    """With `bf16`, masters are the weights of a float32 checkpoint. Otherwise they are the loaded bfloat16 weights."""
     path, is_float32 = tmp_path / "checkpoint", checkpoint_dtype == torch.float32
     tiny_experts(family, dtype=checkpoint_dtype).save_pretrained(path)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).train()
@@ -104,7 +104,7 @@ def test_trained_as_in_memory_to_the_bit(
         assert torch.equal(parameter, reference.get_parameter(name)), name
 
 
-def test_a_class_that_asks_for_float32_keeps_it_also_from_memory(offload: Callable[..., Any]) -> None:
+def test_a_model_from_memory_keeps_its_float32_routers(offload: Callable[..., Any]) -> None:
     model = tiny_experts("Ernie4_5_MoeConfig")
     engine = offload(model, dtype=torch.bfloat16, **SETTINGS)
     dtypes = stored_dtypes(engine)

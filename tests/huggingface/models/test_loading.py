@@ -1,4 +1,4 @@
-"""A streamed load puts into the store what a normal load puts into RAM."""
+"""A streamed load gives the store the weights that a normal load gives RAM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def checkpoint_of(family: str, folder: Path, **options: Any) -> Path:
 
 def stored(model: Any) -> dict[str, torch.Tensor]:
     engine = engine_of(model)
-    assert engine is not None
     access = engine.parameters
     return {name: access.read_parameter(name) for name, _ in model.named_parameters()}
 
@@ -55,7 +54,7 @@ def test_a_streamed_load_equals_a_normal_one(family: str, load_streamed: Load, t
     stock = AutoModelForCausalLM.from_pretrained(path)
     assert_same(stored(model), stock)
     with without_torch_function():
-        assert all(p.isnan().all() for p in model.parameters())  # placeholders: nothing stands in RAM
+        assert all(p.isnan().all() for p in model.parameters())  # the weights are not in RAM
         assert model.get_input_embeddings().weight.untyped_storage().nbytes() <= 4
     with torch.no_grad():
         assert torch.equal(model.eval()(**tiny_batch()).logits, stock.eval()(**tiny_batch()).logits)
@@ -72,7 +71,6 @@ def test_bfloat16_from_float32_keeps_exact_masters(family: str, load_streamed: L
     path = checkpoint_of(family, tmp_path / "checkpoint")
     model = load_streamed(path, bf16=True)
     engine = engine_of(model)
-    assert engine is not None
     assert model.dtype == torch.bfloat16
     access = engine.parameters
     for name, weight in AutoModelForCausalLM.from_pretrained(path).named_parameters():
@@ -83,7 +81,7 @@ def test_bfloat16_from_float32_keeps_exact_masters(family: str, load_streamed: L
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
-def test_the_dtype_is_the_checkpoints_unless_asked_otherwise(
+def test_the_dtype_is_that_of_the_checkpoint_unless_set(
     dtype: str, expected: torch.dtype, load_streamed: Load, tmp_path: Path
 ) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
@@ -91,7 +89,7 @@ def test_the_dtype_is_the_checkpoints_unless_asked_otherwise(
     assert_same(stored(model), AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=expected))
 
 
-def test_what_the_checkpoint_lacks_is_initialised(load_streamed: Load, tmp_path: Path) -> None:
+def test_weights_missing_in_the_checkpoint_are_initialized(load_streamed: Load, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     tiny_model("llama").save_pretrained(path)
     weights = load_file(path / "model.safetensors")
@@ -105,7 +103,7 @@ def test_what_the_checkpoint_lacks_is_initialised(load_streamed: Load, tmp_path:
     assert found["lm_head.weight"].std() > 0.001
 
 
-def test_a_loaded_model_trains(load_streamed: Load, tmp_path: Path) -> None:
+def test_a_streamed_model_trains_as_stock(load_streamed: Load, tmp_path: Path) -> None:
     path = checkpoint_of("opt", tmp_path / "checkpoint")
     model, stock = load_streamed(path).train(), AutoModelForCausalLM.from_pretrained(path).train()
     engine = engine_of(model)
@@ -122,7 +120,7 @@ def test_a_loaded_model_trains(load_streamed: Load, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a_file"])
-def test_what_is_no_checkpoint_folder_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "a_file").write_text("")
     with pytest.raises(ValueError, match=f"{name}' is not a checkpoint folder"):
         hf_lohan.from_pretrained(tmp_path / name)
@@ -134,7 +132,7 @@ def test_an_unknown_dtype_is_refused(load_streamed: Load, tmp_path: Path) -> Non
         load_streamed(tmp_path / "checkpoint", dtype="float33")
 
 
-def test_a_load_that_fails_lets_the_store_go(load_streamed: Load, tmp_path: Path) -> None:
+def test_a_failed_load_releases_the_store(load_streamed: Load, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     tiny_model("llama").save_pretrained(path)
     whole = (path / "model.safetensors").read_bytes()
@@ -147,7 +145,7 @@ def test_a_load_that_fails_lets_the_store_go(load_streamed: Load, tmp_path: Path
     assert_same(stored(load_streamed(path)), AutoModelForCausalLM.from_pretrained(path))
 
 
-def test_loading_leaves_torch_and_transformers_as_they_were(load_streamed: Load, tmp_path: Path) -> None:
+def test_loading_does_not_change_torch_or_transformers(load_streamed: Load, tmp_path: Path) -> None:
     path = checkpoint_of("llama", tmp_path / "checkpoint")
     load_streamed(path)
     normal = AutoModelForCausalLM.from_pretrained(path)
@@ -160,7 +158,7 @@ def test_reloading_replaces_all_weights(family: str, offload: Callable[..., Offl
     model = tiny_model(family)
     engine = offload(model)
     with torch.no_grad():
-        model.eval()(**tiny_batch())  # the slots hold old weights now
+        model.eval()(**tiny_batch())  # now the slots have old weights
     reload_weights(engine, model, other)
     stock = AutoModelForCausalLM.from_pretrained(other).eval()
     assert_same(stored(model), stock)

@@ -1,4 +1,4 @@
-"""Adapters train over an offloaded base: only they change, and they are saved as PEFT saves them."""
+"""Adapters of an offloaded base train as in memory. Only they change, and they are saved as by PEFT."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_only_adapters_have_states(tmp_path: Path) -> None:
     state_numel = sum(spec.numel for spec in engine.layout.records if spec.kind == "exp_avg")
     assert all(("lora_" in part.name) == part.trainable for part in engine.parameter_slices)
     num_trained_blocks = sum(block.state_numel > 0 for block in engine.layout.blocks)
-    # Rounded up to a granule a block: frozen weights share none with trainable ones.
+    # Rounded up to a granule per block, because frozen and trained weights share no granule.
     assert trainable_numel <= state_numel < trainable_numel + num_trained_blocks * GRANULE_NUMEL
     assert set(engine.step_counts.values()) == {0, MAX_STEPS}
     engine.close()
 
 
 @pytest.mark.parametrize("save", ["save_pretrained", "save_model"])
-def test_the_adapters_are_saved_as_peft_saves_them(save: str, stock: StockTrainer, tmp_path: Path) -> None:
+def test_adapters_are_saved_as_by_peft(save: str, stock: StockTrainer, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     ours = offloaded_trainer(tmp_path / "ours")
@@ -119,7 +119,7 @@ def test_the_adapters_are_saved_as_peft_saves_them(save: str, stock: StockTraine
         assert torch.equal(loaded(**tiny_batch()).logits, stock.model.eval()(**tiny_batch()).logits)
 
 
-def test_a_run_over_adapters_resumes(stock: StockTrainer, tmp_path: Path) -> None:
+def test_a_run_with_adapters_resumes(stock: StockTrainer, tmp_path: Path) -> None:
     first = offloaded_trainer(tmp_path / "ours", save_strategy="steps", save_steps=2)
     first.train()
     engine_of(first).close()

@@ -1,4 +1,4 @@
-"""Every kind of adapter of PEFT: trained, saved, merged, unmerged and unloaded as over a base in memory."""
+"""Every kind of PEFT adapter is trained, saved, merged, unmerged and unloaded as with a base in memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_computes_the_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_as_over_a_base_in_memory(kind: str, tmp_path: Path) -> None:
+def test_adapters_equal_those_of_a_base_in_memory(kind: str, tmp_path: Path) -> None:
     stock, ours = adapted(kind), adapted(kind)
     engine = offload_model(ours, OFFLOAD, torch_device="cpu", default_ssd_path=tmp_path / "store")
     trainable = [[p for p in model.parameters() if p.requires_grad] for model in (stock, ours)]
@@ -97,7 +97,7 @@ def test_it_is_as_over_a_base_in_memory(kind: str, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_several_adapters_train_one_by_one_and_come_back(tmp_path: Path) -> None:
+def test_several_adapters_train_one_by_one_and_are_saved(tmp_path: Path) -> None:
     def two() -> Any:
         model = adapted("lora")
         model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"], **CAUSAL))
@@ -120,7 +120,7 @@ def test_several_adapters_train_one_by_one_and_come_back(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "embeddings", "vera"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_base_is_streamed_and_adapted_on_the_way(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_streamed_base_gets_its_adapters_while_it_loads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_model("llama", num_layers=2).to(dtype).save_pretrained(tmp_path / "base")
     torch.manual_seed(1)
     from transformers import AutoModelForCausalLM
@@ -144,7 +144,7 @@ def test_a_base_is_streamed_and_adapted_on_the_way(kind: str, dtype: torch.dtype
     engine.close()
 
 
-def test_an_initialisation_that_changes_a_streamed_base_says_so(tmp_path: Path) -> None:
+def test_an_initialization_that_changes_a_streamed_base_is_refused(tmp_path: Path) -> None:
     tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
     with pytest.raises(RuntimeError, match="before the model is offloaded"):
         hf_lohan.from_pretrained(

@@ -1,4 +1,4 @@
-"""`save_pretrained` from the store writes what it writes from RAM."""
+"""`save_pretrained` writes the same files from the store as from RAM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_tensors_as_from_memory(family: str, shard_size: str, offload: Offload, tmp_path: Path) -> None:
+def test_saved_tensors_equal_those_from_memory(family: str, shard_size: str, offload: Offload, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_shard_size": shard_size}
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "stock", **options)
@@ -51,7 +51,7 @@ def test_the_same_tensors_as_from_memory(family: str, shard_size: str, offload: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_folder_is_loaded_by_plain_transformers(family: str, offload: Offload, tmp_path: Path) -> None:
+def test_a_saved_folder_is_loaded_by_transformers(family: str, offload: Offload, tmp_path: Path) -> None:
     model = tiny_model(family)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     offload(model)
@@ -63,8 +63,8 @@ def test_the_folder_is_loaded_by_plain_transformers(family: str, offload: Offloa
 
 
 @pytest.mark.parametrize("save_dtype", ["auto", "float32"])
-def test_what_was_loaded_in_float32_is_saved_as_its_masters(save_dtype: str, offload: Offload, tmp_path: Path) -> None:
-    """As stock saves what it trains under autocast. Experts are taken apart, so masters are read by rows, too."""
+def test_weights_loaded_in_float32_are_saved_as_masters(save_dtype: str, offload: Offload, tmp_path: Path) -> None:
+    """Stock with autocast saves float32, too. Experts are saved apart, so masters are also read by rows."""
     model = tiny_model("mixtral")
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     offload(model, dtype=torch.bfloat16, save_dtype=save_dtype)
@@ -76,7 +76,7 @@ def test_what_was_loaded_in_float32_is_saved_as_its_masters(save_dtype: str, off
         assert parameter.dtype == torch.float32 and torch.equal(parameter, expected[name]), name
 
 
-def test_what_was_loaded_in_bfloat16_is_saved_so_or_as_its_masters(offload: Offload, tmp_path: Path) -> None:
+def test_weights_loaded_in_bfloat16_are_saved_in_bfloat16_or_as_masters(offload: Offload, tmp_path: Path) -> None:
     for save_dtype, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
         model = tiny_model("llama").to(torch.bfloat16)
         offload(model, save_dtype=save_dtype)
@@ -84,7 +84,7 @@ def test_what_was_loaded_in_bfloat16_is_saved_so_or_as_its_masters(offload: Offl
         assert {tensor.dtype for tensor in tensors_in(tmp_path / save_dtype).values()} == {dtype}
 
 
-def test_masters_of_large_weights_pass_in_pieces(
+def test_masters_of_large_weights_are_saved_in_pieces(
     offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "_MASTERS_NUMEL", 1000)
@@ -95,12 +95,12 @@ def test_masters_of_large_weights_pass_in_pieces(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_in(tmp_path).items())
 
 
-def test_float32_weights_that_train_are_not_rounded_in_checkpoints(offload: Offload) -> None:
+def test_rounding_float32_weights_in_checkpoints_is_refused(offload: Offload) -> None:
     with pytest.raises(ValueError, match=r"save_dtype: .* would also round .* lohan export RUN OUT --dtype bfloat16"):
         offload(tiny_model("llama"), save_dtype="bfloat16")
 
 
-def test_bfloat16_weights_are_saved_as_they_compute(offload: Offload, tmp_path: Path) -> None:
+def test_bfloat16_weights_are_saved_without_masters_if_set(offload: Offload, tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     engine = offload(model, dtype=torch.bfloat16, save_dtype="bfloat16")
     model.save_pretrained(tmp_path)
@@ -110,8 +110,8 @@ def test_bfloat16_weights_are_saved_as_they_compute(offload: Offload, tmp_path: 
         assert torch.equal(parameter, engine.parameters.read_parameter(name)), name
 
 
-def test_a_state_dict_that_is_passed_in_is_not_needed(offload: Offload, tmp_path: Path) -> None:
-    """Trainer and accelerate pass one, full of placeholders."""
+def test_a_passed_state_dict_is_ignored(offload: Offload, tmp_path: Path) -> None:
+    """Trainer and Accelerate pass a state dict of placeholders."""
     model = tiny_model("llama")
     expected = model.lm_head.weight.detach().clone()
     offload(model)
@@ -119,19 +119,19 @@ def test_a_state_dict_that_is_passed_in_is_not_needed(offload: Offload, tmp_path
     assert torch.equal(tensors_in(tmp_path)["lm_head.weight"], expected)
 
 
-def test_no_tensor_of_the_file_is_taken_for_one_that_stock_has_let_go(offload: Offload, tmp_path: Path) -> None:
-    """Stock takes tied weights out of the dict; a tensor that it makes then could have the `id` of such a one."""
+def test_placeholders_stay_alive_while_stock_saves(offload: Offload, tmp_path: Path) -> None:
+    """Stock removes tied weights from the dict. A new tensor could get the `id` of a freed one."""
     model = tiny_model("mixtral", tie_word_embeddings=True)
     stored_model = StoredModel.from_engine(offload(model))
 
     def save(of: Any, folder: Path, *, state_dict: dict[str, torch.Tensor]) -> None:
-        let_go = [weakref.ref(state_dict.pop(name)) for name in [*state_dict]]
-        assert len(let_go) > 10 and all(form() is not None for form in let_go)
+        removed = [weakref.ref(state_dict.pop(name)) for name in [*state_dict]]
+        assert len(removed) > 10 and all(form() is not None for form in removed)
 
     save_from_store(stored_model, save, tmp_path)
 
 
-def test_saving_leaves_the_model_as_it_was(offload: Offload, tmp_path: Path) -> None:
+def test_saving_does_not_change_the_model(offload: Offload, tmp_path: Path) -> None:
     model = tiny_model("llama")
     offload(model)
     before = set(vars(model))

@@ -1,4 +1,4 @@
-"""Any module with layers: trained, saved and resumed by Trainer and Accelerator, by its state dict."""
+"""Trainer and Accelerator train, save and resume any module with layers by its state dict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 32
 
 
 class Plain(nn.Module):
-    """Layers, a persistent buffer, and a head tied to the embedding."""
+    """A module with layers, a persistent buffer, and a head tied to the embedding."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def trainer(folder: Path, *, offload: Any, seed: int = 0, **settings: Any) -> An
     args = transformers.TrainingArguments(
         str(folder), **{**defaults, **settings}, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1
     )
-    # Stock refuses to save tied weights of a plain module; here they are saved once.
+    # Stock refuses to save tied weights of a plain module. We save them once.
     model = Plain(seed)
     return hf_lohan.Trainer(model, args, train_dataset=rows(), offload=offload)
 
@@ -78,7 +78,7 @@ def stock_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
 
 
-def test_trainer_saves_and_resumes(tmp_path: Path) -> None:
+def test_trainer_saves_and_resumes_a_plain_module(tmp_path: Path) -> None:
     stock = trainer(tmp_path / "stock", offload=None, save_strategy="no")
     stock.train()
     ours = trainer(tmp_path / "ours", offload=BUDGETS)
@@ -117,7 +117,7 @@ def prepared(folder: Path, seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(accelerator=accelerator, model=model, run=run)
 
 
-def test_an_accelerator_saves_and_loads(tmp_path: Path) -> None:
+def test_an_accelerator_saves_and_loads_a_plain_module(tmp_path: Path) -> None:
     first = prepared(tmp_path / "first")
     first.run(0, 2)
     first.accelerator.save_state(str(tmp_path / "state"))
@@ -126,12 +126,12 @@ def test_an_accelerator_saves_and_loads(tmp_path: Path) -> None:
     expected = {name: first.accelerator.get_state_dict(first.model)[name] for name in tensors_in(tmp_path / "saved")}
     assert_same(tensors_in(tmp_path / "saved"), expected)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
-    load_model(Plain(seed=7), tmp_path / "state" / "model.safetensors")  # where every reader of accelerate's looks
+    load_model(Plain(seed=7), tmp_path / "state" / "model.safetensors")  # accelerate's own loader reads this file
     second = prepared(tmp_path / "second", seed=7)
     second.accelerator.load_state(str(tmp_path / "state"))
     second.run(2, 4)
     weights = second.accelerator.get_state_dict(second.model)
-    # The buffer was counted by the other rows, too, that a loop of its own would have skipped.
+    # The buffer also counted rows that a real loop would have skipped.
     assert all(torch.equal(weights[name], expected[name]) for name in expected.keys() - {"num_rows"})
     for accelerator in (first.accelerator, second.accelerator):
         accelerator.offload_engine.close()
@@ -145,7 +145,7 @@ def test_a_file_with_other_weights_is_refused(tmp_path: Path) -> None:
         stream_state_dict(tmp_path / "nowhere", WeightSink(engine.parameters))
     save_shards(StoredModel.from_engine(engine), tmp_path / "saved", max_shard_size="8KB")
     sink = WeightSink(engine.parameters)
-    sink.most_bytes = 1000  # of the embedding some rows at a time
+    sink.most_bytes = 1000  # the embedding is copied by rows
     assert stream_state_dict(tmp_path / "saved", sink).keys() == {"num_rows"}
     assert sink.written == engine.parameters.parts.keys()
     engine.close()

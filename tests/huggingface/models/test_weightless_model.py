@@ -1,4 +1,4 @@
-"""Models without weights: what builds them, what is refused, and that their blocks are the runtime's."""
+"""Models without weights are built from a config and have the blocks of a run. Bad inputs are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def profile_of(model: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_config_is_enough(family: str, tmp_path: Path) -> None:
+def test_a_model_is_built_from_its_config(family: str, tmp_path: Path) -> None:
     folder = written(tiny_config(family), tmp_path)
     for path in (folder, folder / "config.json"):
         model = weightless_model(read_model_config(path))
@@ -46,14 +46,14 @@ def test_a_config_is_enough(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_the_head_counts_also_where_its_weight_is_the_embeddings(family: str) -> None:
-    """OPT's is tied."""
+def test_a_head_tied_to_the_embedding_counts(family: str) -> None:
+    """The head of OPT is tied."""
     profile = profile_of(weightless_model(tiny_config(family)))
     outside = [block for block in profile.blocks if block.size_class is not SizeClass.LAYER]
     assert sum(block.flops for block in outside) == 2 * BATCH_SIZE * SEQUENCE_LENGTH * 64 * 256
 
 
-def test_each_token_counts_for_as_many_experts_as_it_is_routed_to() -> None:
+def test_flops_count_the_experts_of_each_token() -> None:
     flops = {}
     for num_experts, top_k in ((8, 2), (16, 2), (8, 4)):
         config = tiny_config("qwen3_moe", num_experts=num_experts, num_experts_per_tok=top_k)
@@ -61,11 +61,11 @@ def test_each_token_counts_for_as_many_experts_as_it_is_routed_to() -> None:
         flops[num_experts, top_k] = [o.flops for o in operations if o.name.startswith("aten._grouped_mm")]
     tokens, hidden, inner = BATCH_SIZE * SEQUENCE_LENGTH, 64, 32
     assert flops[8, 2] == [2 * tokens * 2 * hidden * 2 * inner, 2 * tokens * 2 * inner * hidden]
-    assert flops[16, 2] == flops[8, 2], "experts that a token does not go to cost nothing"
+    assert flops[16, 2] == flops[8, 2], "experts without tokens cost nothing"
     assert flops[8, 4] == [2 * number for number in flops[8, 2]]
 
 
-def test_fused_attention_holds_no_matrix_of_pairs() -> None:
+def test_fused_attention_saves_no_matrix_of_pairs() -> None:
     model = weightless_model(tiny_config("gpt2", attn_pdrop=0.1))
     of_cpu, of_accelerator = profile_of(model), profile_of(model, fused_attention=True)
     assert not any("attention" in operation.name for operation in of_cpu.layers[0].operations)
@@ -83,7 +83,7 @@ def test_fused_attention_holds_no_matrix_of_pairs() -> None:
         (None, torch.float32, torch.float32),
     ],
 )
-def test_dtypes(said: str | None, dtype: Any, expected: torch.dtype) -> None:
+def test_planning_dtypes(said: str | None, dtype: Any, expected: torch.dtype) -> None:
     assert planning_dtype(tiny_config("llama", dtype=said), dtype) is expected
 
 
@@ -100,8 +100,8 @@ def test_more_tokens_than_positions_are_refused(family: str) -> None:
         profile_of(model, sequence_length=4000)
 
 
-def test_rope_that_looks_at_positions() -> None:
-    """It has another form beyond its original length, which the values of the positions decide."""
+def test_rope_that_reads_positions_is_traced() -> None:
+    """Its form depends on whether the positions exceed its original length."""
     config = transformers.Phi3Config(
         hidden_size=64,
         intermediate_size=128,
@@ -123,7 +123,7 @@ def test_rope_that_looks_at_positions() -> None:
     assert profile_of(weightless_model(config), sequence_length=64).flops > 0
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text("{}")

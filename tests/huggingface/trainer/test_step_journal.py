@@ -1,4 +1,4 @@
-"""A journal whose checksums are right and which no run has written: one sentence, from a resume and from verify."""
+"""A journal with right checksums and wrong content is refused in one sentence by a resume and by `lohan verify`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def saved(content: object) -> bytes:
         (with_fact("trainer", {}), "its facts: KeyError"),
     ],
 )
-def test_it_is_refused_in_one_sentence(change: Change, what: str, run: Path) -> None:
+def test_a_wrong_journal_is_refused_in_one_sentence(change: Change, what: str, run: Path) -> None:
     store = str(run / "_lohan" / "store")
     sound = read_commit(store)
     assert sound is not None

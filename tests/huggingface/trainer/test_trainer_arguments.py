@@ -1,4 +1,4 @@
-"""Trainers have their arguments in orders of their own: the mixin gives them by name."""
+"""Trainer classes order their arguments differently, so the mixin passes them by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
 class Scored(StockTrainer):  # type: ignore[misc]
-    """Has an argument between two of Trainer's, as TRL's trainers do."""
+    """Has an extra argument between two of Trainer's, as TRL's trainers do."""
 
     def __init__(self, model: Any, scorer: Any, args: Any = None, **kwargs: Any) -> None:
         self.scorer = scorer
@@ -22,7 +22,7 @@ class Scored(StockTrainer):  # type: ignore[misc]
 
 
 class Logged(Scored):
-    """Passes on what it does not know."""
+    """Passes on unknown arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,7 +30,7 @@ class Logged(Scored):
 
 @pytest.mark.parametrize("base", [Scored, Logged])
 @pytest.mark.parametrize("offload", [None, {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}], ids=["stock", "offloaded"])
-def test_arguments_arrive_where_they_belong(base: type, offload: Any, tmp_path: Path) -> None:
+def test_arguments_by_position_and_by_name_are_assigned_right(base: type, offload: Any, tmp_path: Path) -> None:
     class Ours(hf_lohan.OffloadTrainerMixin, base):  # type: ignore[misc]
         pass
 
@@ -43,13 +43,13 @@ def test_arguments_arrive_where_they_belong(base: type, offload: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("path", ["models/llama", Path("models/llama")], ids=["str", "Path"])
-def test_a_path_needs_an_offload(path: Any, tmp_path: Path) -> None:
+def test_a_path_without_offload_is_refused(path: Any, tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=r"model=.models/llama. is a path, and only an offloading Trainer loads"):
         hf_lohan.Trainer(model=path, args=args)
 
 
-def test_arguments_are_not_taken_for_a_model(tmp_path: Path) -> None:
+def test_training_arguments_as_model_are_refused(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=r'write Trainer\(model=\.\.\., args=args, offload="lohan"\)'):
         hf_lohan.Trainer(args, offload="lohan")

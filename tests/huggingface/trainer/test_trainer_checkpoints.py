@@ -1,4 +1,4 @@
-"""Trainer's checkpoints: killed or failing while it saves, which are kept, and which is the best."""
+"""Trainer's checkpoints survive kills and failures while it saves, and the same ones are kept as by stock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make(folder: Path, *, stock: bool = False, **settings: Any) -> Any:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Trainers whose engines end with the test."""
+    """Return a function that makes Trainers. Their engines close with the test."""
     trainers: list[Any] = []
 
     def build(folder: Path = tmp_path / "run", **settings: Any) -> Any:
@@ -89,12 +89,12 @@ def test_a_finished_run_that_is_resumed_takes_no_further_step(make_trainer: Call
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Everything in a run's folder but an engine's own."""
+    """Return the names in a run's folder, except the engine's own."""
     return sorted(name for name in os.listdir(folder) if name != "lohan")
 
 
 def end_stage(owner: Any, name: str, checkpoint: str, end: Callable[[], None]) -> Callable[..., Any]:
-    """The stage, which ends badly when it has written its part of `checkpoint`."""
+    """Return the stage with `end` called after it has written its part of `checkpoint`."""
     real = getattr(owner, name)
 
     def stage(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def train_and_die(folder: Path, owner: Any, stage: str) -> None:
 
 
 def kill_in_each_stage(folder: Path) -> None:
-    """A process for each, forked before torch has threads, which do not survive a fork."""
+    """Kill a process in each stage. Processes are forked before torch has threads, which do not survive a fork."""
     for owner, stage in STAGES:
         pid = os.fork()
         if not pid:
@@ -152,7 +152,7 @@ def kill_in_each_stage(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder for each stage, by its name, as a process left it that was killed in that stage."""
+    """A folder with the run of a process that was killed in each stage, by the stage's name."""
     folder = tmp_path_factory.mktemp("killed")
     child = multiprocessing.get_context("spawn").Process(target=kill_in_each_stage, args=(folder,))
     child.start()
@@ -172,7 +172,7 @@ def undisturbed_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "stage"), STAGES, ids=[name for _, name in STAGES])
-def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+def test_a_run_killed_while_it_saves_resumes_from_the_previous_checkpoint(
     owner: Any, stage: str, make_trainer: Callable[..., Any], killed_runs: Path, undisturbed_weights: dict[str, Any]
 ) -> None:
     folder = killed_runs / stage
@@ -187,7 +187,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
 
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
 WORSE = {"learning_rate": 0.5}
-"""Ruins the model: the first checkpoint stays the best."""
+"""This learning rate ruins the model, so the first checkpoint stays the best."""
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_the_same_checkpoints_are_kept_as_by_the_stock_trainer(
         assert states[1] == json.loads(json.dumps(states[0]).replace(str(stock), str(ours)))
 
 
-def test_old_checkpoints_go_only_when_the_new_one_is_there(
+def test_old_checkpoints_are_removed_after_the_new_one_is_complete(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
@@ -241,7 +241,7 @@ def test_old_checkpoints_go_only_when_the_new_one_is_there(
     assert seen == [["checkpoint-2", "checkpoint-4"], ["checkpoint-4", "checkpoint-6"]]
 
 
-def test_a_failed_save_does_not_name_the_best(
+def test_a_failed_save_does_not_become_the_best(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = end_stage(transformers.Trainer, "_save_rng_state", "checkpoint-2", raising(RuntimeError("broken")))
@@ -253,7 +253,7 @@ def test_a_failed_save_does_not_name_the_best(
     assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-1")
 
 
-def test_the_best_checkpoint_of_a_moved_run_is_found_again(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_a_moved_run_is_found(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     make_trainer(tmp_path / "first", max_steps=2, **BEST, **WORSE).train()
     (tmp_path / "first").rename(tmp_path / "moved")
     trainer = make_trainer(tmp_path / "moved", max_steps=3, **BEST, **WORSE)
@@ -263,7 +263,7 @@ def test_the_best_checkpoint_of_a_moved_run_is_found_again(make_trainer: Callabl
     assert state["best_model_checkpoint"] == str(tmp_path / "moved" / "checkpoint-1")
 
 
-def test_a_push_waits_for_the_checkpoint_to_have_its_name(
+def test_a_checkpoint_is_pushed_after_it_has_its_name(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pushed: list[tuple[str, bool]] = []
@@ -274,14 +274,14 @@ def test_a_push_waits_for_the_checkpoint_to_have_its_name(
     )
     trainer = make_trainer(save_strategy="no", max_steps=1)
     trainer.train()
-    trainer.args.push_to_hub = True  # from the start it would make a repository
+    trainer.args.push_to_hub = True  # set earlier, it would create a repository
     trainer._save_checkpoint(trainer.model, None)
     trainer.args.push_to_hub = False
     trainer._save_checkpoint(trainer.model, None)
     assert pushed == [(str(tmp_path / "run" / "checkpoint-1"), True)]
 
 
-def test_a_hyperparameter_search_keeps_its_runs_apart(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_hyperparameter_search_has_a_folder_for_each_run(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     trainer = make_trainer(save_strategy="no", max_steps=1)
     trainer.train()
     trainer.hp_search_backend = HPSearchBackend.OPTUNA
@@ -290,7 +290,7 @@ def test_a_hyperparameter_search_keeps_its_runs_apart(make_trainer: Callable[...
     assert checkpoints(tmp_path / "run" / "run-3") == ["checkpoint-1"]
 
 
-def test_without_offload_nothing_is_touched(
+def test_without_offload_the_stock_trainer_saves(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_checkpoints, "unfinished_together", None)

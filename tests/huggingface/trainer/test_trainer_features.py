@@ -1,4 +1,4 @@
-"""What TrainingArguments offer beside the numbers: pushes, searches, checkpoints on SIGTERM."""
+"""Features of TrainingArguments besides numbers: pushes, searches and checkpoints on SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
+from short_runs import StopsAfter
 from transformers import TrainerCallback, TrainingArguments
 
 import hf_lohan
@@ -30,7 +31,7 @@ def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def make_trainer() -> Iterator[Callable[..., Any]]:
-    """Stock, or offloaded; engines are closed when the test ends."""
+    """Return a function that makes stock or offloaded trainers. Engines close with the test."""
     made: list[Any] = []
 
     def make(folder: Path, *, offload: Any = BUDGETS, options: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -49,7 +50,7 @@ def make_trainer() -> Iterator[Callable[..., Any]]:
 
 
 class UnfreezesGradually(TrainerCallback):
-    """The head alone at first, then a layer more with each second step."""
+    """Trains only the head at first, and one more layer every second step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         model.model.requires_grad_(False)
@@ -57,21 +58,15 @@ class UnfreezesGradually(TrainerCallback):
             model.model.layers[1 - layer].requires_grad_(True)
 
 
-class StopsAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
-
-
 def test_gradual_unfreezing_equals_the_stock_trainer(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    """Also over a resume from the last step: the store has states of all that required a gradient at first."""
+    """The offloaded run also resumes from its last step. The store has states of all weights that first required a
+    gradient.
+    """
     settings = {"max_steps": 6, "save_strategy": "no", "max_grad_norm": 0.5, "weight_decay": 0.1, "learning_rate": 1e-2}
     options = {"callbacks": [UnfreezesGradually()]}
     stock = make_trainer(tmp_path / "stock", offload=None, options=options, **settings)
     stock.train()
-    first = make_trainer(tmp_path / "ours", options={"callbacks": [UnfreezesGradually(), StopsAt(3)]}, **settings)
+    first = make_trainer(tmp_path / "ours", options={"callbacks": [UnfreezesGradually(), StopsAfter(3)]}, **settings)
     first.train()
     first.offload_engine.close()
     ours = make_trainer(tmp_path / "ours", options=options, **settings)
@@ -84,7 +79,7 @@ def test_gradual_unfreezing_equals_the_stock_trainer(make_trainer: Callable[...,
 
 
 class Uploads:
-    """In the Hub's place: which files each upload would have sent, by their path in the repository."""
+    """Stands for the Hub. Notes the files of each upload by their path in the repository."""
 
     def __init__(self) -> None:
         self.sent: list[set[str]] = []
@@ -102,7 +97,7 @@ class Uploads:
 
 
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
-def test_what_is_pushed_is_what_the_stock_trainer_pushes(
+def test_pushed_files_equal_those_of_the_stock_trainer(
     strategy: str, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
@@ -121,7 +116,7 @@ def test_what_is_pushed_is_what_the_stock_trainer_pushes(
     for theirs, files in zip(stock, ours, strict=True):
         of_states = {name for name in files if name.startswith("last-checkpoint/lohan")}
         assert files - of_states == theirs
-        assert bool(of_states) == ("last-checkpoint/optimizer.pt" in theirs), "with them a run goes on from there"
+        assert bool(of_states) == ("last-checkpoint/optimizer.pt" in theirs), "a run resumes with these states"
 
 
 def test_the_model_card_has_the_tag_and_three_lines_unless_they_are_left_out(
@@ -163,7 +158,7 @@ class SignalsItself(TrainerCallback):
         pytest.param("on_log", {}, 2, marks=pytest.mark.slow),
     ],
 )
-def test_sigterm_leaves_a_checkpoint_if_one_is_asked_for(
+def test_sigterm_saves_a_checkpoint_if_set(
     event: str, settings: dict[str, Any], last: int, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     options = {"callbacks": [SignalsItself(event, 2)]}
@@ -183,7 +178,7 @@ def test_sigterm_leaves_a_checkpoint_if_one_is_asked_for(
 
 
 class EndsItsGroup(TrainerCallback):
-    """Signals the process and the workers of its data loader, as who signals a process group."""
+    """Signals the process and the workers of its data loader, like a signal to the process group."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2:
@@ -192,7 +187,7 @@ class EndsItsGroup(TrainerCallback):
                 os.kill(pid, signal.SIGTERM)
 
 
-def test_sigterm_to_all_processes_ends_the_run_as_one_to_it_alone(
+def test_sigterm_to_the_process_group_ends_the_run_as_to_the_process(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     settings = {"dataloader_num_workers": 2, "max_steps": 6, "save_strategy": "no"}
@@ -213,7 +208,7 @@ def losses(trainer: Any) -> list[tuple[float, float]]:
 
 
 def test_each_training_begins_with_a_new_model(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    """`model_init`: the store of the model before is used anew."""
+    """`model_init` makes a new model, which uses the store of the previous one."""
     trainer = make_trainer(tmp_path, options={"model_init": lambda: tiny_model("llama", num_layers=2)}, save_steps=4)
     trainer.train()
     first, model = losses(trainer), trainer.model
@@ -222,9 +217,7 @@ def test_each_training_begins_with_a_new_model(make_trainer: Callable[..., Any],
     assert engine_of(model).is_closed and not engine_of(trainer.model).is_closed
 
 
-def test_a_hyperparameter_search_finds_what_the_stock_trainer_finds(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_hyperparameter_search_equals_the_stock_trainer(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -243,15 +236,15 @@ def test_a_hyperparameter_search_finds_what_the_stock_trainer_finds(
     assert found[0] == found[1]
 
 
-class MemoryEnds:
-    """Of the device, within a layer's forward of one step, as torch has it."""
+class RunsOutOfMemory:
+    """Raises torch's out-of-memory error in a layer of one step."""
 
     def __init__(self, trainer: Any, at_step: int, *, in_backward: bool) -> None:
         self._trainer, self._at_step, self._in_backward = trainer, at_step, in_backward
         layer = trainer.model.model.layers[0]
-        self._handle = layer.register_forward_hook(self._behind_layer)
+        self._handle = layer.register_forward_hook(self._after_layer)
 
-    def _behind_layer(self, _module: Any, _args: Any, output: Any) -> None:
+    def _after_layer(self, _module: Any, _args: Any, output: Any) -> None:
         if self._trainer.state.global_step == self._at_step and torch.is_grad_enabled():
             if not self._in_backward:
                 self._fail()
@@ -263,7 +256,7 @@ class MemoryEnds:
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_a_run_without_device_memory_says_what_to_change_and_is_resumed(
+def test_a_run_out_of_device_memory_says_what_to_change_and_resumes(
     in_backward: bool, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     whole = make_trainer(tmp_path / "whole")
@@ -271,7 +264,7 @@ def test_a_run_without_device_memory_says_what_to_change_and_is_resumed(
     expected = [row["loss"] for row in whole.state.log_history if "loss" in row]
 
     broken = make_trainer(tmp_path / "run")
-    MemoryEnds(broken, at_step=2, in_backward=in_backward)
+    RunsOutOfMemory(broken, at_step=2, in_backward=in_backward)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         broken.train()
     (said,) = raised.value.args

@@ -1,4 +1,4 @@
-"""GRPO with TRL's trainer goes as it does in memory: the streamed model generates what the one in memory does."""
+"""GRPO with TRL's trainer equals GRPO in memory, including the generated tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trl_runs.save_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
 def vowels(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(letter in "aeiou" for letter in completion)) for completion in completions]
 
@@ -50,13 +45,13 @@ def test_a_streamed_model_generates_and_learns_as_in_memory(
         lambda: {"model": str(checkpoint), "reward_funcs": vowels, "train_dataset": prompts()},
     )
     trl_runs.assert_same(ours, stock)
-    assert any(row["reward_std"] > 0 for row in ours.logs if "reward_std" in row), "something to learn from"
+    assert any(row["reward_std"] > 0 for row in ours.logs if "reward_std" in row), "the rewards never differ"
     assert (ours.trainer.ref_model is not None) == ("beta" in settings)
     if ours.trainer.ref_model is not None:
         assert engine_of(ours.trainer.ref_model) is not None
 
 
-def test_another_trainer_of_trl_takes_the_mixin(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_mixin_works_with_another_trl_trainer(checkpoint: Path, tmp_path: Path) -> None:
     class OffloadRLOOTrainer(hf_lohan.OffloadTrainerMixin, trl.RLOOTrainer):  # type: ignore[misc, name-defined]
         pass
 
@@ -95,7 +90,7 @@ class KilledInStep3(TrainerCallback):  # type: ignore[misc]
             raise Killed
 
 
-def test_a_run_goes_on_with_what_was_generated_for_the_step_that_was_killed(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_uses_the_tokens_generated_before_it_was_killed(checkpoint: Path, tmp_path: Path) -> None:
     settings = {**SETTINGS, "max_steps": 5, "steps_per_generation": 3, "logging_steps": 5}
     given = {"model": str(checkpoint), "reward_funcs": vowels, "train_dataset": prompts()}
     whole = run("GRPO", arguments("GRPO", tmp_path / "a", **settings), offload=BUDGETS, **given)
@@ -111,7 +106,7 @@ def test_a_run_goes_on_with_what_was_generated_for_the_step_that_was_killed(chec
     resumed.offload_engine.close()
 
 
-def test_the_record_counts_the_tokens_that_were_trained_on(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_record_counts_the_trained_tokens(checkpoint: Path, tmp_path: Path) -> None:
     args = arguments("GRPO", tmp_path, **SETTINGS)
     done = run("GRPO", args, offload=BUDGETS, model=str(checkpoint), reward_funcs=vowels, train_dataset=prompts())
     trl_runs.close(done)

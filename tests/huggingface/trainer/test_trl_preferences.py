@@ -1,4 +1,4 @@
-"""Learning from preferences with TRL's trainers goes as it does in memory, the reference model included."""
+"""Learning from preferences with TRL's trainers equals training in memory, including the reference model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ from tiny_tokenizer import tiny_tokenizer
 from trl_runs import arguments, both, judgements, preferences, run
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trl_runs.save_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
 def another_model() -> Any:
     return tiny_model("llama", seed=7, eos_token_id=tiny_tokenizer().eos_token_id)
 
@@ -34,20 +29,20 @@ def dataset_for(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_with_a_reference_of_the_same_checkpoint(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_reference_of_the_same_checkpoint_equals_memory(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     ours, stock = both(kind, tmp_path, {}, lambda: {"model": str(checkpoint), "train_dataset": dataset_for(kind)})
     trl_runs.assert_same(ours, stock)
     policy, reference = engine_of(ours.trainer.model), engine_of(ours.trainer.ref_model)
     assert policy is not None and reference is not None
     assert reference.tiers.store.paths[0].path == f"{policy.tiers.store.paths[0].path}/ref"
-    # Both within the budgets of one, and no states for what is not trained.
+    # Both fit in the budgets of one, and the reference has no states.
     gpu_bytes = policy.layout.plan.gpu_pool_bytes + reference.layout.plan.gpu_pool_bytes
     cpu_bytes = policy.layout.cpu_bytes + reference.layout.cpu_bytes
     assert gpu_bytes <= 2 << 20 and cpu_bytes <= 8 << 20
     assert {record.kind for record in reference.layout.records} == {"param"}
 
 
-def test_with_models_in_memory_and_a_reference_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+def test_models_from_memory_with_another_reference_equal_memory(checkpoint: Path, tmp_path: Path) -> None:
     ours, stock = both(
         "DPO",
         tmp_path,
@@ -63,7 +58,7 @@ def test_with_models_in_memory_and_a_reference_of_its_own(checkpoint: Path, tmp_
 
 
 @pytest.mark.parametrize(("kind", "is_streamed"), [("DPO", True), ("KTO", False)], ids=["DPO", "KTO-in_memory"])
-def test_with_log_probs_of_the_reference_computed_before(
+def test_precomputed_log_probs_of_the_reference_equal_memory(
     kind: str, is_streamed: bool, checkpoint: Path, tmp_path: Path
 ) -> None:
     runs = itertools.count()
@@ -71,7 +66,7 @@ def test_with_log_probs_of_the_reference_computed_before(
     def given() -> dict[str, Any]:
         model = str(checkpoint) if is_streamed else tiny_model("llama", eos_token_id=tiny_tokenizer().eos_token_id)
         dataset = dataset_for(kind)
-        # Of another dataset they are computed anew, not found in a cache.
+        # Another dataset has no cached log probs, so they are computed again.
         dataset = dataset.add_column("run", [next(runs)] * len(dataset))
         return {"model": model, "train_dataset": dataset, "processing_class": tiny_tokenizer()}
 
@@ -79,11 +74,11 @@ def test_with_log_probs_of_the_reference_computed_before(
     trl_runs.assert_same(ours, stock)
     assert ours.trainer.ref_model is None
     files = [found.trainer.train_dataset.cache_files for found in (ours, stock)]
-    assert files[0] != files[1], "both were computed"
+    assert files[0] != files[1], "the log probs came from a cache"
 
 
 @pytest.mark.parametrize(("kind", "activations"), [("DPO", "auto"), ("KTO", "keep")])
-def test_with_adapters_that_are_switched_off_for_the_reference(
+def test_adapters_switched_off_for_the_reference_equal_memory(
     kind: str, activations: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     ours, stock = both(
@@ -98,7 +93,7 @@ def test_with_adapters_that_are_switched_off_for_the_reference(
 
 
 @pytest.mark.parametrize("how", slow_but(("reference",), ["reference", "precomputed", "adapters"]))
-def test_policy_and_reference_are_one_model_at_first_in_bfloat16(how: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_policy_and_reference_are_equal_at_first_in_bfloat16(how: str, checkpoint: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"bf16": True, "max_steps": 2, "precompute_ref_log_probs": how == "precomputed"}
     done = run(
         "DPO",

@@ -1,4 +1,4 @@
-"""What TRL's trainers cannot do exactly over an offloaded model is refused when they are made, in one line."""
+"""Settings that TRL's trainers cannot honour exactly are refused in one line when the trainer is built."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from trl_runs import arguments, preferences, prompts, run
 import hf_lohan.trl
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trl_runs.save_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
 def refusal(kind: str, args: Any, offload: Any = trl_runs.BUDGETS, **given: Any) -> str:
     if kind == "GRPO":
         given = {"reward_funcs": len, "train_dataset": prompts(), **given}
@@ -32,7 +27,7 @@ def refusal(kind: str, args: Any, offload: Any = trl_runs.BUDGETS, **given: Any)
     with pytest.raises(ValueError) as refused:
         run(kind, args, offload=offload, **given)
     message = str(refused.value)
-    assert "\n" not in message and ";" in message, "says what to do"
+    assert "\n" not in message and ";" in message, "the message does not say what to do"
     return message
 
 
@@ -48,7 +43,7 @@ def refusal(kind: str, args: Any, offload: Any = trl_runs.BUDGETS, **given: Any)
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_reaches_for_all_weights(
+def test_settings_that_need_all_weights_are_refused(
     kind: str, settings: dict[str, Any], words: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     more = {"num_generations": 2} if kind == "GRPO" else {}
@@ -59,7 +54,7 @@ def test_what_reaches_for_all_weights(
     ("kind", "adapters", "words"),
     [("SFT", False, "TRL's fused head"), ("DPO", False, "TRL's fused head"), ("GRPO", True, "GRPO generates them")],
 )
-def test_micro_batches_that_cannot_run_together(
+def test_micro_batches_that_cannot_run_together_are_refused(
     kind: str, adapters: bool, words: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     more = {"num_generations": 2} if kind == "GRPO" else {}
@@ -73,23 +68,23 @@ def test_micro_batches_that_cannot_run_together(
     assert "vertical_micro_batches" in message and words in message
 
 
-def test_a_quantized_model(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_quantized_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     args = arguments("SFT", tmp_path)
     assert "quantization_config" in refusal("SFT", args, model=str(checkpoint), quantization_config=object())
 
 
-def test_a_reference_that_does_not_fit_beside_the_policy(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_reference_that_does_not_fit_with_the_policy_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     too_small = {"gpu_memory": "400KiB", "cpu_memory": "8MiB"}
     message = refusal("DPO", arguments("DPO", tmp_path), too_small, model=str(checkpoint))
     assert "the reference model, which may use 1/2 of gpu_memory and 1/4 of cpu_memory, does not fit:" in message
 
 
-def test_a_reference_of_a_model_that_comes_from_no_folder(tmp_path: Path) -> None:
+def test_a_reference_of_a_model_without_a_folder_is_refused(tmp_path: Path) -> None:
     message = refusal("DPO", arguments("DPO", tmp_path), model=tiny_model("llama"), processing_class=tiny_tokenizer())
     assert "from which to load its reference; pass ref_model=copy.deepcopy(model)" in message
 
 
-def test_a_machine_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match=r"TRL is not installed; pip install hf-lohan\[trl\]"):
         importlib.reload(hf_lohan.trl)

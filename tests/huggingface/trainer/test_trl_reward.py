@@ -1,4 +1,4 @@
-"""A reward model learns with TRL's trainer as it does in memory, its new head included."""
+"""A reward model learns with TRL's trainer as in memory, including its new head."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ import pytest
 pytest.importorskip("trl")
 import trl_runs
 from trl_runs import both, preferences
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trl_runs.save_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])

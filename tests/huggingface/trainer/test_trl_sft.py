@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's trainer goes as it does in memory."""
+"""Supervised fine-tuning with TRL's trainer equals training in memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 2, "packing": True, "packing_strategy": "wrapped"},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.0},
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trl_runs.save_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
@@ -65,12 +60,12 @@ def test_the_base_of_adapters_is_streamed(checkpoint: Path, tmp_path: Path) -> N
         str(checkpoint), arguments("SFT", tmp_path), train_dataset=texts(2), peft_config=trl_runs.lora(),
         offload=trl_runs.BUDGETS,
     )  # fmt: skip
-    assert trainer.offload_engine is not None, "it is in the store before anybody trains"
+    assert trainer.offload_engine is not None, "the base is not in the store before training"
     assert {part.trainable for part in trainer.offload_engine.parameter_slices} == {False, True}
     trainer.offload_engine.close()
 
 
-def test_adapters_learn_as_in_memory_with_micro_batches_that_run_together(checkpoint: Path, tmp_path: Path) -> None:
+def test_adapters_with_joint_micro_batches_learn_as_in_memory(checkpoint: Path, tmp_path: Path) -> None:
     ours, stock = both(
         "SFT",
         tmp_path,
@@ -87,7 +82,7 @@ def test_the_mixin_alone_is_enough(checkpoint: Path, tmp_path: Path) -> None:
 
     stock = trl_runs.run("SFT", arguments("SFT", tmp_path / "stock"), model=str(checkpoint), train_dataset=texts())
     args = arguments("SFT", tmp_path / "ours")
-    # By position, as TRL has them: the collator is the third.
+    # Arguments by position, in TRL's order. The collator is the third.
     trainer = OffloadSFTTrainer(str(checkpoint), args, None, texts(), offload=trl_runs.BUDGETS)
     trainer.train()
     weights = trl_runs.weights_of(trainer.model)
@@ -95,9 +90,7 @@ def test_the_mixin_alone_is_enough(checkpoint: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in stock.weights.items())
 
 
-def test_a_run_goes_on_from_its_last_step_with_the_metrics_of_one_that_was_not_stopped(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(checkpoint: Path, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
 
@@ -124,7 +117,7 @@ def test_a_run_goes_on_from_its_last_step_with_the_metrics_of_one_that_was_not_s
     resumed.offload_engine.close()
 
 
-def test_what_was_trained_loads_anywhere(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_trained_model_is_loaded_by_transformers(checkpoint: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     args = arguments("SFT", tmp_path / "out", max_steps=2)

@@ -1,4 +1,4 @@
-"""The profile without weights says what a real forward does: the same operations, FLOPs and saved bytes."""
+"""The profile without weights has the operations, FLOPs and saved bytes of a real forward."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def profile_of(model: nn.Module, **options: Any) -> ModelProfile:
 
 
 class Names(TorchDispatchMode):
-    """The names of products and attentions that really run in one layer, counted as the runtime counts them."""
+    """Notes the names of products and attentions that run in one layer, numbered like at run time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Names(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         operation = func.overloadpacket.__name__
         if operation.startswith("_scaled_dot_product"):
-            operation = "scaled_dot_product_attention"  # whichever kernel runs it
+            operation = "scaled_dot_product_attention"  # the same name for all kernels
         if operation.endswith("mm") or operation == "scaled_dot_product_attention":
             index = sum(name.partition("#")[0] == f"aten.{operation}" for name in self.seen)
             self.seen.append(f"aten.{operation}#{index}")
@@ -99,7 +99,7 @@ class Names(TorchDispatchMode):
 
 
 class Recomputed:
-    """Runs a model's layers under checkpointing and sees the forward and the recomputation of each, in order."""
+    """Runs a model's layers with checkpointing and notes the forward and the recomputation of each, in order."""
 
     def __init__(self, model: Any) -> None:
         self.forwards: list[Names] = []
@@ -114,7 +114,7 @@ class Recomputed:
 
 
 def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two products for each head: every query with every key, every pair with its value."""
+    """Return the FLOPs of two products per head: queries with keys, and weights with values."""
     batch, heads, queries, width = query
     return 4 * batch * heads * queries * key[2] * width
 
@@ -138,7 +138,7 @@ def run(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_operations_and_flops_are_those_of_a_real_step(name: str, dtype: torch.dtype) -> None:
+def test_operations_and_flops_equal_a_real_step(name: str, dtype: torch.dtype) -> None:
     real = build(CONFIGS[name], dtype, "cpu")
     profile = profile_of(build(CONFIGS[name], dtype, "meta"))
     seen, counter = Recomputed(real), FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH)
@@ -158,7 +158,7 @@ def test_operations_and_flops_are_those_of_a_real_step(name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_saved_bytes_are_those_of_a_real_forward(name: str) -> None:
+def test_saved_bytes_equal_a_real_forward(name: str) -> None:
     real = build(CONFIGS[name], torch.float32, "cpu")
     profile = profile_of(build(CONFIGS[name], torch.float32, "meta"))
     layer_name, layer = list(layers_of(real).items())[1]

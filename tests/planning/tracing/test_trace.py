@@ -1,4 +1,4 @@
-"""How a forward is followed: by hand on a model of two products a layer."""
+"""Traces of a model with two products per layer equal sums by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Skips layers at random, and looks at the values of its positions."""
+    """Skips layers at random, and reads the values of its positions."""
 
     def __init__(self, *inner: int, layerdrop: float = 0.0) -> None:
         super().__init__()
@@ -72,23 +72,23 @@ def layer_of(model: Model, index: int = 0) -> BlockProfile:
     return trace(model).profile.layers[index]
 
 
-def test_a_layer_is_what_its_formulas_say() -> None:
+def test_a_layer_equals_its_formulas() -> None:
     layer = layer_of(Model(16))
-    (up,) = layer.operations  # `down` is not run again: only the sum needs it
+    (up,) = layer.operations  # `down` is not recomputed, because only the sum needs it
     assert (up.name, up.module) == ("aten.mm#0", "up")
     assert up.flops == 2 * NUM_TOKENS * WIDTH * 16
     assert up.output_bytes == NUM_TOKENS * 16 * FLOAT_BYTES
     assert layer.flops == 2 * up.flops
     assert layer.input_bytes == NUM_TOKENS * WIDTH * FLOAT_BYTES
     scaled, inner = NUM_TOKENS * WIDTH * FLOAT_BYTES, NUM_TOKENS * 16 * FLOAT_BYTES
-    assert layer.saved_bytes == scaled + inner, "the inputs of both products; relu's output is one of them"
+    assert layer.saved_bytes == scaled + inner, "the inputs of both products, one of which is relu's output"
     of_scale = WIDTH * FLOAT_BYTES
     assert layer.moved_bytes == (2 * scaled + of_scale) + 2 * inner + 3 * scaled
     assert layer.num_params == layer.num_trainable_params == 2 * WIDTH * 16
     assert layer.param_bytes == layer.num_params * FLOAT_BYTES
 
 
-def test_what_runs_outside_counts_for_the_module_called_last() -> None:
+def test_operations_outside_modules_count_for_the_last_module() -> None:
     words, _, head = trace(Model(16)).profile.blocks
     assert words.flops == 0
     assert head.flops == 2 * NUM_TOKENS * WIDTH * VOCAB_SIZE
@@ -96,7 +96,7 @@ def test_what_runs_outside_counts_for_the_module_called_last() -> None:
     assert head.saved_bytes >= NUM_TOKENS * VOCAB_SIZE * FLOAT_BYTES, "the loss keeps log-probabilities"
 
 
-def test_shapes_are_those_of_all_products() -> None:
+def test_shapes_include_all_products() -> None:
     shapes = trace(Model(16, 16, 32)).matrix_shapes
     assert set(shapes) == {
         MatrixShape(NUM_TOKENS, WIDTH, 16, count=2),
@@ -110,7 +110,7 @@ def test_shapes_are_those_of_all_products() -> None:
     )
 
 
-def test_layers_that_are_alike_are_traced_once() -> None:
+def test_equal_layers_are_traced_once() -> None:
     model = Model(16, 16, 32, 16)
     profile = trace(model).profile
     assert [layer.num_runs for layer in model.layers] == [1, 0, 1, 0]
@@ -130,7 +130,7 @@ def test_frozen_weights_save_nothing_for_their_gradient() -> None:
     assert frozen.num_trainable_params == frozen.num_params // 2
 
 
-def test_only_small_masks_are_made() -> None:
+def test_only_small_masks_are_real_tensors() -> None:
     model = Model(16)
     trace(model)
     assert not isinstance(model.mask, FakeTensor)
@@ -140,7 +140,7 @@ def test_only_small_masks_are_made() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_model_and_the_generator_are_left_as_they_were(device: str) -> None:
+def test_tracing_does_not_change_the_model_or_the_generator(device: str) -> None:
     with torch.device(device):
         model = Model(16, 16)
     model.eval()
@@ -155,7 +155,7 @@ def test_the_model_and_the_generator_are_left_as_they_were(device: str) -> None:
     assert not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
 
 
-def test_an_error_in_the_forward_leaves_the_model_as_it_was() -> None:
+def test_an_error_in_the_forward_does_not_change_the_model() -> None:
     model = Model(16)
     with pytest.raises(AssertionError, match="positions have values"):
         trace(model, sequence_length=1)

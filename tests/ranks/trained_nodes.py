@@ -1,5 +1,6 @@
-"""Ranks on several boxes that train a tiny model with one setting of `collectives`, and one process that applies the
-same codecs to the same values."""
+"""Ranks on several nodes that train a tiny model with a setting of `collectives`, and one process that applies the same
+codecs to the same values.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines import resolved
 from torch import Tensor
 
-from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.model import Block, Chunk
@@ -25,12 +26,12 @@ from hf_lohan.testing.thread_ranks import run_ranks
 
 LR = 1e-3
 _ONE_GENERATOR = threading.Lock()
-"""Ranks are threads here, and torch has one generator for all."""
+"""Ranks are threads here, and all threads share torch's generator."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What all ranks do."""
+    """The settings of a training."""
 
     num_ranks: int
     num_local: int
@@ -38,34 +39,29 @@ class Training:
     num_steps: int = 4
     dtype: torch.dtype = torch.float32
     evaluates: bool = False
-    """Between steps."""
+    """Whether to evaluate between steps."""
     cpu_memory: str = "6MiB"
     lr: float = LR
     decides_before_loads: bool = True
-    """Whether the way to exchange weights is decided before the first block is loaded, so that all loads follow it."""
+    """Whether copies are decided before the first block is loaded, so that all loads use them."""
 
     @property
-    def num_boxes(self) -> int:
+    def num_nodes(self) -> int:
         return self.num_ranks // self.num_local
 
     def ranks(self, rank: int) -> Ranks:
         return Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
 
     def layout(self, model: Any, rank: int, folder: Path, collectives: Any = "exact") -> tuple[OffloadLayout, Any]:
-        own_folder = str(folder / f"rank-{rank}")
-        config = OffloadConfig.load(
-            {"cpu_memory": self.cpu_memory, "gpu_memory": "1MiB", "ssd": own_folder, "io_threads": 1},
-            activations="recompute",
-            prefetch_blocks=1,
-            resident_records="none",
-            collectives=collectives,
-        ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=own_folder)
+        settings = {"gpu_memory": "1MiB", "io_threads": 1, "activations": "recompute", "prefetch_blocks": 1}
+        settings |= {"cpu_memory": self.cpu_memory, "resident_records": "none", "collectives": collectives}
+        config = resolved(folder / f"rank-{rank}", **settings)
         holds = self.max_norm > 0
         layout = lay_out(model, config, working_dtype=self.dtype, hold_gradients=holds, ranks=self.ranks(rank))
         return layout, config
 
     def run(self, folder: Path, collectives: Any) -> list[Trained]:
-        folder.mkdir(exist_ok=True)  # on one drive here, where boxes would have their own
+        folder.mkdir(exist_ok=True)  # all nodes use one drive here
         return run_ranks(
             self.num_ranks, lambda links: self.train_rank(links, folder, collectives), num_local=self.num_local
         )
@@ -98,7 +94,7 @@ class Training:
             engine.wait_for_updates()
             found.num_loads = {block.name: engine._ring.num_loads(block) for block in layout.blocks}
             ring = engine._ring
-            for block in layout.blocks:  # a step changes all of them, and some are loaded for the next one
+            for block in layout.blocks:  # a step changes all blocks, and some are loaded for the next step
                 assert ring.version_of(block) == self.num_steps
                 found.num_states[block.name] = self.num_steps + ring.is_here(block)
             found.sent = quiet_bytes(links, before)
@@ -111,7 +107,7 @@ class Training:
 
 @dataclass
 class Trained:
-    """What a rank's run leaves."""
+    """The results of a rank."""
 
     layout: OffloadLayout
     rank: int
@@ -119,15 +115,15 @@ class Trained:
     norms: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     sent: dict[Channel, int] = field(default_factory=dict)
-    """Bytes of payloads, without those of the loading before and the reading afterwards."""
+    """The bytes of payloads, without those of loading before and of reading afterwards."""
     num_loads: dict[str, int] = field(default_factory=dict)
     num_states: dict[str, int] = field(default_factory=dict)
-    """By block, in how many states of it it was loaded."""
+    """By block: the number of its versions that were loaded."""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 def quiet_bytes(links: Links, before: Mapping[Channel, int]) -> dict[Channel, int]:
-    """What was sent, once nothing more is: the next pass's first loads are under way."""
+    """Return the sent bytes after the loads for the next pass have ended."""
     found: dict[Channel, int] = {}
     links.barrier("steps to be over", sequence="quiet")
     while found != (
@@ -144,11 +140,11 @@ def batch(step: int, rank: int) -> dict[str, Tensor]:
     return tiny_batch(seed=1000 * step + rank)
 
 
-# The same in one process.
+# The reference in one process.
 
 
 class Oracle:
-    """One model in memory, whose weights and gradients go through the codecs that boxes use, cut as they are."""
+    """One model in memory. Its weights and gradients go through the codecs of the nodes, in the same parts."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training = training
@@ -180,7 +176,6 @@ class Oracle:
                 for piece in chunk.pieces:
                     part = piece.param_slice
                     grad = self.parameters[part.name].grad
-                    assert grad is not None
                     first = part.first + piece.start_in_slice
                     grad.view(-1)[first : first + piece.numel] = mean[piece.start_in_chunk : piece.stop_in_chunk]
             if training.max_norm:
@@ -189,18 +184,20 @@ class Oracle:
             optimizer.zero_grad()
 
     def mean_of(self, chunk: Chunk, of_ranks: list[Tensor], codec: BlockCodec | None) -> Tensor:
-        """Each box sums what its ranks have; what comes from another box than the owner's went through the codec."""
+        """Return the mean of a chunk. Each node sums the gradients of its ranks, and sums of other nodes than the
+        owner's go through the codec.
+        """
         num_ranks, num_local = self.training.num_ranks, self.training.num_local
         total = None
-        for node in range(self.training.num_boxes):
-            of_box = of_ranks[node * num_local : (node + 1) * num_local]
+        for node in range(self.training.num_nodes):
+            of_node = of_ranks[node * num_local : (node + 1) * num_local]
             is_coded = codec is not None and node != chunk.owner // num_local
             if num_local == 1:
-                value = coded(codec, of_box[0]) if is_coded else of_box[0]
+                value = coded(codec, of_node[0]) if is_coded else of_node[0]
                 value = value * (1 / num_ranks)
             else:
-                value = of_box[0] * (1 / num_ranks)
-                for other in of_box[1:]:
+                value = of_node[0] * (1 / num_ranks)
+                for other in of_node[1:]:
                     value = value + other * (1 / num_ranks)
                 value = coded(codec, value) if is_coded else value
             total = value if total is None else total + value
@@ -208,7 +205,7 @@ class Oracle:
         return total
 
     def round_weights(self, codec: BlockCodec) -> None:
-        """Each rank's part of a block is one message."""
+        """Round the weights. Each rank's part of a block is one message."""
         for block in self.layout.blocks:
             flat = torch.zeros(block.numel)
             for part in block.slices:
@@ -231,8 +228,7 @@ def flat_of(chunk: Chunk, gradients: Mapping[str, Tensor | None]) -> Tensor:
 
 
 def coded(codec: BlockCodec | None, values: Tensor) -> Tensor:
-    """What arrives."""
-    assert codec is not None
+    """Return the decoded values."""
     message = torch.empty(codec.message_bytes(values.numel()), dtype=torch.uint8)
     codec.encode(values, message)
     found = torch.empty_like(values)
@@ -240,11 +236,13 @@ def coded(codec: BlockCodec | None, values: Tensor) -> Tensor:
     return found
 
 
-# What is sent.
+# Sent elements.
 
 
 def gradient_numels(training: Training, layout: OffloadLayout, rank: int) -> Iterator[int]:
-    """Of the sums that a rank sends in a step: one for each chunk that the rank with its number on another box owns."""
+    """Yield the elements of each sum that a rank sends in a step: one for each chunk whose owner has the same local
+    rank on another node.
+    """
     node, local_rank = divmod(rank, training.num_local)
     for chunk in layout.chunks():
         owner_node, owner_local = divmod(chunk.owner, training.num_local)

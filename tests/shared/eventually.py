@@ -10,7 +10,7 @@ from hf_lohan.device import BufferPool
 WITHIN_S = 10.0
 
 
-def comes_true(is_so: Callable[[], bool]) -> bool:
+def becomes_true(is_so: Callable[[], bool]) -> bool:
     """Return whether the condition holds within ten seconds."""
     gives_up_s = time.monotonic() + WITHIN_S
     while not is_so() and time.monotonic() < gives_up_s:
@@ -18,6 +18,6 @@ def comes_true(is_so: Callable[[], bool]) -> bool:
     return is_so()
 
 
-def assert_all_come_back(pool: BufferPool) -> None:
-    """All buffers of ``pool`` are free, at once or soon."""
-    assert comes_true(lambda: pool.num_free == pool.num_buffers), f"{pool.name} has lost buffers"
+def check_buffers_return(pool: BufferPool) -> None:
+    """Wait until all buffers of `pool` are free."""
+    assert becomes_true(lambda: pool.num_free == pool.num_buffers), f"{pool.name} has lost buffers"
