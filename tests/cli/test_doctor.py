@@ -62,7 +62,7 @@ def test_json_has_the_checks_and_the_profile(offload: str) -> None:
     assert found["hardware"]["device"]["flops_per_s"] > 0
 
 
-def test_without_measuring_there_are_no_rates(offload: str, tmp_path: Path) -> None:
+def test_without_measuring_no_rates_are_printed(offload: str, tmp_path: Path) -> None:
     found = json.loads(run("--offload", offload, "--json", "--no-measure").stdout)
     assert found["hardware"] is None
     assert "compute" not in {check["name"] for check in found["checks"]}

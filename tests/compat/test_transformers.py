@@ -157,7 +157,9 @@ def test_trainer_uploads_through_the_shared_api(tmp_path: Path, monkeypatch: pyt
     assert patterns == [["_*", "ours/*", "store/*"], None, ["_*"]]
     for name in ("push_to_hub", "_push_from_checkpoint"):
         source = inspect.getsource(getattr(Trainer, name))
-        assert "hf_api().upload_folder(" in source and "folder_path=" in source, f"Trainer.{name} uploads otherwise"
+        assert "hf_api().upload_folder(" in source and "folder_path=" in source, (
+            f"Trainer.{name} has another way to upload"
+        )
 
 
 def test_models_are_built_from_configs() -> None:

@@ -157,7 +157,7 @@ class Callers:
 
 
 def summarize(folder: Path) -> tuple[str, bool]:
-    """Sum up the reports in `folder`. Returns the text and whether there is no violation."""
+    """Sum up the reports in `folder`. Returns the text and whether the run had no violation."""
     total: Counter[str] = Counter()
     reports = sorted(folder.glob("*.tsv"))
     for report in reports:

@@ -65,7 +65,7 @@ def test_the_callback_runs_after_the_last_reference_is_gone() -> None:
     host = mapped_empty(8192, before_unmap=lambda: unmapped.append(1))
     part = host[4096:].view(torch.float32)
     del host
-    assert not unmapped  # there is still a view
+    assert not unmapped  # a view still exists
     del part
     assert unmapped == [1]
 

@@ -1,4 +1,4 @@
-"""Wherever activations wait for backward, and whatever is recomputed, all numbers equal torch in memory."""
+"""All numbers equal torch in memory, for every place of the activations and with or without recomputing."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Sharing:
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of gradients without buffers of their own."""
+        """The bytes of gradients that have no buffers."""
         return sum(record.num_bytes for record in self.engine.layout.spill_records())
 
     def backward(self, *, is_final: bool = True, **shape: int) -> None:
@@ -118,7 +118,7 @@ class Sharing:
 def test_fewer_gradients_go_to_the_ssd(
     room: dict[str, Any], clip: str, max_norm: float, make_twins: TwinsFactory
 ) -> None:
-    """In the first step there is no shared RAM yet, so all gradients without buffers are spilled."""
+    """The first step has no shared RAM, so all gradients without buffers are spilled."""
     sharing = Sharing(make_twins, room, clip=clip)
     sharing.step(max_norm)
     before_bytes = sharing.spilled_bytes()

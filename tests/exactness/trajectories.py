@@ -67,7 +67,7 @@ def stored_weights(trainer: Any) -> dict[str, Tensor]:
 
 
 def finish(trainer: Any, resume: str | bool | None = None) -> Trajectory:
-    """Train to the end and close the engine, if there is one."""
+    """Train to the end and close the engine, if any."""
     trainer.train(resume_from_checkpoint=resume)
     if not hasattr(trainer, "offload_engine"):
         return Trajectory(*logged(trainer), {name: p.detach().cpu() for name, p in trainer.model.named_parameters()})

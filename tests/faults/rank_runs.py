@@ -34,8 +34,8 @@ class Ended(NamedTuple):
     victim: int
     after_step: int
     took_s: float
-    """Seconds until the last of them ended. Counted from the fault; for a hang, from the timeout; for a full disk, from
-    the report of the failure."""
+    """Seconds until the last of them ended. The time starts at the fault, at the timeout of a hang, or at the report of
+    a full disk."""
     errors: list[str]
 
 
@@ -72,7 +72,7 @@ class RankRun:
 
     @contextlib.contextmanager
     def small_disk(self, rank: int) -> Iterator[Path]:
-        """Give the store of one rank a small disk of its own within this context."""
+        """Context in which the store of one rank is on a separate small disk."""
         with small_file_system(self.folder, 64 * MIB, at=self.store_of(rank)) as disk:
             yield disk
 

@@ -47,7 +47,7 @@ def test_the_budget_is_kept() -> None:
     assert clock.now_s == 110.0
 
 
-def test_without_a_budget_there_is_one_sample() -> None:
+def test_without_a_budget_one_sample_is_taken() -> None:
     clock = FakeClock(repeat(1.0))
     assert measure(clock, budget_s=0.0) == 1.0
     assert clock.num_runs == 3

@@ -136,7 +136,7 @@ def test_a_collected_gradient_cannot_be_read_or_written(call: Callable[[Any], An
         call(model)
 
 
-def test_there_is_no_gradient_before_a_backward_and_after_zero_grad(offload: Offload) -> None:
+def test_gradients_are_none_before_a_backward_and_after_zero_grad(offload: Offload) -> None:
     model = tiny_model("llama")
     OffloadAdamW(model.parameters(), engine=offload(model))
     assert weight_of(model).grad is None

@@ -64,7 +64,7 @@ def test_one_fitted_rate_explains_all_figures() -> None:
 
 
 def test_the_fitted_rate_predicts_one_gpu_as_measured() -> None:
-    """The optimizer hides behind the backward of a batch of 64. Large slots leave less room for activations, so some
+    """With a batch of 64 the backward hides the optimizer. Large slots leave less room for activations, so some
     are recomputed.
     """
     one = predict(1, "13B", 64, FITTED_PARAMS_PER_S)

@@ -156,8 +156,8 @@ SLOW_NETWORK = {
 def train_rank(
     links: Links, case: RankCase, folder: Path, hardware: HardwareProfile, cpu_memory: str = "", *, fails: bool = False
 ) -> tuple[dict[str, Any] | None, Any]:
-    """Plan and run a step of one rank, as `attach` does. Return the plan, None if there is none, and the layout that
-    the engine follows. ``cpu_memory``: of this rank, in place of the case's. ``fails``: this rank cannot plan."""
+    """Plan and run a step of one rank, as `attach` does. Return the plan, or None without a plan, and the layout of the
+    engine. `cpu_memory` replaces that of the case. With `fails`, this rank cannot plan."""
     model, device = tiny_model("llama"), CpuDevice()
     settings = {
         **case.settings,

@@ -55,7 +55,7 @@ def test_the_number_of_layers_can_be_chosen(dense: Path, tmp_path: Path) -> None
     assert not (tmp_path / "other").exists()
 
 
-def test_there_is_text_of_each_kind() -> None:
+def test_each_kind_has_text() -> None:
     kinds = moe_inputs.kinds_of_text()
     assert list(kinds) == ["reference", "python", "cpp", "licenses"]
     for documents in kinds.values():

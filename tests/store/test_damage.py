@@ -243,7 +243,7 @@ METADATA = ("manifest.json", "commit.safetensors", "log.jsonl", "model-0/config.
 
 
 def checked(paths: list[StorePath], engine: IoEngine) -> str:
-    """Return the one-line error of opening or verifying the store; "" if there is none."""
+    """Return the one-line error of opening or verifying the store, or "" if it is whole."""
     try:
         last_commit([path.path for path in paths])
         committed_log([path.path for path in paths])

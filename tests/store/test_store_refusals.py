@@ -37,7 +37,7 @@ def test_the_store_of_another_model_is_refused_and_survives(
         assert torch.equal(read_all(store), written)
 
 
-def test_files_of_somebody_else_are_not_overwritten(
+def test_foreign_files_are_not_overwritten(
     tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
     (tmp_path / "records-0.bin").write_text("precious")

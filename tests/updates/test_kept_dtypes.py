@@ -35,7 +35,7 @@ MAX_NORMS = {"defer": CLIPS, "accepted": LETS_THROUGH, "redone": CLIPS, "serial"
 
 
 class Run:
-    """A tiny model under an engine that keeps the dtype of gradients, or widens them to float32."""
+    """A tiny model with an engine that keeps the dtype of gradients or widens them to float32."""
 
     def __init__(self, build_engine: EngineFactory, folder: Path, *, keeps: bool, way: str, **settings: Any) -> None:
         self.max_norm = MAX_NORMS.get(way, 0.0)
@@ -252,7 +252,7 @@ def test_micro_batches_together_after_another_backward_are_refused(make_runs: Ru
 
 
 def some_in_float32() -> Any:
-    """The MLPs are bfloat16, everything else is float32."""
+    """The MLPs are bfloat16, all other weights are float32."""
     model = tiny_model("llama")
     for name, parameter in model.named_parameters():
         if "mlp" in name:

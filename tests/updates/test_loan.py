@@ -65,7 +65,7 @@ def test_a_slot_that_is_not_read_is_given_back_once() -> None:
 def test_borrowed_weights_are_not_read_from_the_store(
     prefetch_blocks: int, lends: bool, make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three layer slots one can be lent. If there are two, compute needs both."""
+    """Of three layer slots one can be lent. If a pool has two, compute needs both."""
     twins = make_twins(
         model_factory=lambda: tiny_model("llama", num_layers=4).train(),
         hold_gradients=False,
