@@ -131,7 +131,7 @@ def test_a_store_or_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path:
     with pytest.raises(ForeignStoreError, match=r"states of SGD\(momentum_buffer\), this run has AdamW.*set that"):
         trainer_over(tmp_path / "run").train(resume_from_checkpoint="last_step")
     other = trainer_over(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"are of SGD\(momentum_buffer\), and this run uses AdamW\(exp_avg,"):
+    with pytest.raises(ValueError, match=r"are for SGD\(momentum_buffer\), and this run uses AdamW\(exp_avg,"):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     other.offload_engine.close()
 
