@@ -118,7 +118,7 @@ def write_versions(path: Path, symbols: Iterable[Symbol]) -> list[str]:
 
 
 def build_library(library: str, symbols: set[Symbol], folder: Path, include: Path) -> str:
-    """Build one of NVIDIA's libraries from our sources, if there are any, and stubs for the rest."""
+    """Build one of NVIDIA's libraries from the sources here, if any, and stubs for the rest."""
     sources = SOURCES.get(library, [])
     missing = {name for name, _ in symbols} - written_functions(sources)
     others = [CUDA / "lib" / RUNTIME] if library == DRIVER else []

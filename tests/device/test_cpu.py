@@ -26,7 +26,7 @@ def test_copies_move_any_dtype() -> None:
     assert torch.equal(target, source)
 
 
-def test_device_memory_has_a_storage_of_its_own() -> None:
+def test_each_device_memory_has_a_separate_storage() -> None:
     device = CpuDevice()
     first, second = device.empty(64), device.empty(64)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()

@@ -14,7 +14,7 @@ from hf_lohan.testing.models import tiny_model
 
 @pytest.mark.parametrize("seed", slow_but((0, 1), range(10)))
 def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
-    """There are two slots, so each is overwritten as soon as compute has released it. Gradients are held, or applied in
+    """With two slots, each slot is overwritten as soon as compute has released it. Gradients are held, or applied in
     backward.
     """
     family = ("mixtral", "qwen3_moe")[seed % 2]

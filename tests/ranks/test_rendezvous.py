@@ -51,7 +51,7 @@ def test_ranks_meet_twice_at_one_store(num_ranks: int, num_local: int, monkeypat
 
 
 @pytest.mark.parametrize("error", [None, OSError("the drive is full")])
-def test_ranks_are_told_how_another_program_ended(error: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_learn_how_another_program_ended(error: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[partial[None]] = []
     monkeypatch.setattr(rendezvous.atexit, "register", lambda function, *args: at_exit.append(partial(function, *args)))
     monkeypatch.setattr(rendezvous.sys, "last_value", error, raising=False)

@@ -1,6 +1,6 @@
 // Each operator that has a kernel for CUDA gets one that calls the CPU's kernel on the same memory, in the order of the current
-// stream. So the numbers are the CPU's. What waits in a stream's queue holds addresses, never tensors: memory that is handed out
-// too early is overwritten, as on a GPU.
+// stream, so the numbers are those of the CPU. Queued work holds addresses, never tensors: memory that is reused too early is
+// overwritten, as on a GPU.
 #include <ATen/ATen.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -19,21 +19,21 @@ namespace {
 
 using c10::DispatchKey;
 
-// These only make or describe memory, copy by the runtime, or choose among others: torch's own do.
+// These operators keep torch's own kernels: they only make or describe memory, copy, or dispatch to other operators.
 const std::set<std::string> KEPT = {
     "aten::empty.memory_format", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::record_stream", "aten::is_set_to",
     "aten::_local_scalar_dense", "aten::_fused_sdp_choice", "aten::_cudnn_init_dropout_state", "aten::_use_cudnn_ctc_loss",
     "aten::_use_cudnn_ctc_loss.Tensor", "aten::_nested_view_from_buffer", "aten::_pin_memory", "aten::is_pinned",
 };
 
-struct BelowTorch {  // neither autograd nor modes nor autocast see what a kernel calls
+struct BelowTorch {  // hides calls of a kernel from autograd, modes and autocast
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard others{
       c10::DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher, DispatchKey::AutocastCPU,
                            DispatchKey::AutocastCUDA, DispatchKey::Functionalize})};
 };
 
-// ---- one tensor, seen by other devices
+// ---- views of one tensor on other devices
 
 void take_flags(Tensor& alias, const Tensor& original) {
   if (original.is_conj()) alias._set_conj(true);
@@ -68,7 +68,7 @@ void add_access(std::vector<Access>& accesses, const Tensor& tensor, bool writes
   accesses.push_back({start, start + (last + 1) * tensor.element_size(), writes});
 }
 
-// The value with `map` applied to each of its tensors.
+// Returns the value with `map` applied to each of its tensors.
 template <class Map>
 IValue map_tensors(const IValue& value, Map map) {
   auto map_defined = [&](const Tensor& tensor) { return tensor.defined() ? map(tensor) : tensor; };
@@ -87,11 +87,11 @@ IValue map_tensors(const IValue& value, Map map) {
   return value;
 }
 
-// ---- what a schema says
+// ---- information from a schema
 
 bool is_written(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
-// Where a result is an argument itself (in place, out=): which one.
+// Returns the argument that is also a result (in place, out=).
 std::optional<size_t> argument_of_result(const c10::FunctionSchema& schema, size_t result) {
   auto* alias = schema.returns()[result].alias_info();
   if (!alias || !alias->isWrite()) return std::nullopt;
@@ -130,20 +130,20 @@ void compute(const c10::OperatorHandle& op, const std::string& name, Stack& stac
   });
 }
 
-// The results that torch gets: arguments where the schema says so, else the new tensors.
+// Returns the results for torch: arguments that are results by the schema, and new tensors.
 Stack results_of(const Call& call, Stack made) {
   for (size_t i = 0; i < call.schema().returns().size(); i++)
     if (auto argument = argument_of_result(call.schema(), i)) made[i] = call.arguments[*argument];
   return made;
 }
 
-// Computes while torch waits: the sizes of the results need not be known before.
+// Computes while torch waits, so the sizes of the results need not be known before.
 Stack call_at_once(const Call& call) {
   if (cuda_double_is_async()) cuda_double_drain(call.stream);
   auto& schema = call.schema();
   std::vector<Access> accesses;
   std::vector<std::pair<Tensor, Tensor>> to_write;  // device, value
-  std::vector<std::pair<Tensor, Tensor>> to_grow;   // an empty out= argument, and what stands for it
+  std::vector<std::pair<Tensor, Tensor>> to_grow;   // an empty out= argument and its stand-in
   Stack stack;
   for (size_t i = 0; i < call.arguments.size(); i++) {
     bool writes = is_written(schema.arguments()[i]);
@@ -175,19 +175,19 @@ Stack call_at_once(const Call& call) {
       if (value.numel()) to_write.emplace_back(result, value.resolve_conj());
       return result;
     }));
-  // Meanwhile another thread may have given back the memory that the results got: what is queued for it comes first.
+  // Another thread may have freed this memory meanwhile. Work queued on the memory runs first.
   if (cuda_double_is_async()) cuda_double_drain(call.stream);
   for (auto& [target, value] : to_write) on_cpu(target).copy_(value);
   cuda_double_touch(call.stream, call.name.c_str(), accesses.data(), (int)accesses.size());
   return results_of(call, std::move(made));
 }
 
-struct Job {  // a call that waits in a stream's queue
+struct Job {  // a queued call
   c10::OperatorHandle op;
   std::string name;
   Stack stack;
   Draw draw;
-  std::vector<std::pair<size_t, Tensor>> targets;  // the n-th tensor of the results goes to this memory
+  std::vector<std::pair<size_t, Tensor>> targets;  // the memory for the n-th tensor of the results
 };
 
 void run_job(void* data) {
@@ -212,7 +212,7 @@ void run_job(void* data) {
   }
 }
 
-// The results' shapes, from the meta device. False: only the data says them.
+// Finds the shapes of the results on the meta device. Returns false if they depend on the data.
 bool find_shapes(const Call& call, Stack& meta) {
   bool depends_on_data = call.op.hasTag(at::Tag::dynamic_output_shape) || call.op.hasTag(at::Tag::data_dependent_output);
   if (depends_on_data || !(special_operator(call.name) || returns_only_tensors(call.schema()))) return false;
@@ -235,7 +235,7 @@ Stack call_in_stream(const Call& call) {
     cuda_double_count(("blocking: " + call.name + " (the sizes of its results are in its data)").c_str(), 1);
     return call_at_once(call);
   }
-  for (size_t i = 0; i < schema.returns().size(); i++)  // out= arguments that have to grow
+  for (size_t i = 0; i < schema.returns().size(); i++)  // out= arguments that must grow
     if (auto argument = argument_of_result(schema, i))
       if (call.arguments[*argument].isTensor() && meta[i].isTensor() && call.arguments[*argument].toTensor().sizes() != meta[i].toTensor().sizes())
         call.arguments[*argument].toTensor().resize_(meta[i].toTensor().sizes());
@@ -247,7 +247,7 @@ Stack call_in_stream(const Call& call) {
     job->stack.push_back(map_tensors(call.arguments[i], [&](const Tensor& tensor) {
       if (!tensor.is_cuda()) {  // a number on the host, which is read at the launch
         Tensor number = tensor.clone();
-        // A clone is no number of Python any more, and one of float64 would have its operation computed in float64.
+        // A clone is not a Python number, and a clone in float64 would make the operation compute in float64.
         if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) number.unsafeGetTensorImpl()->set_wrapped_number(true);
         return number;
       }
@@ -277,7 +277,7 @@ Stack call_in_stream(const Call& call) {
   return results_of(call, std::move(made));
 }
 
-// ---- poison: what the caching allocator gets back is filled with NaN, in the order of the stream that it was for
+// ---- poison: memory freed to the caching allocator is filled with NaN, in the order of its stream
 
 std::atomic<bool> is_to_poison{false};
 
@@ -289,7 +289,7 @@ void poison_what_is_freed() {
   });
 }
 
-// ---- what is registered
+// ---- registration
 
 void kernel(const c10::OperatorHandle& op, Stack* stack) {
   if (is_to_poison && c10::cuda::CUDACachingAllocator::get()->initialized() && is_to_poison.exchange(false)) poison_what_is_freed();
@@ -307,7 +307,7 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   }
   call.stream = c10::cuda::getCurrentCUDAStream().stream();
   Stack results = cuda_double_is_async() ? call_in_stream(call) : call_at_once(call);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();  // as behind each launch: what another call has left is raised here
+  C10_CUDA_KERNEL_LAUNCH_CHECK();  // as after each launch, raises an error left by an earlier call
   torch::jit::drop(*stack, num_arguments);
   for (size_t i = 0; i < op.schema().returns().size(); i++) stack->push_back(std::move(results[i]));
 }
@@ -353,7 +353,7 @@ extern "C" int cuda_double_install_kernels() {
   static auto* library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
   struct : c10::WarningHandler {
     void process(const c10::Warning&) override {}
-  } silent;  // torch warns of each kernel that is replaced
+  } silent;  // torch warns about each replaced kernel
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   int number = 0;
   for (auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(DispatchKey::CUDA)) {

@@ -1,4 +1,4 @@
-// Random numbers are the CPU's. Their seed comes from the CUDA generator's seed and offset, so states can be saved and restored.
+// Random numbers are drawn on the CPU. Their seed comes from the CUDA generator's seed and offset, so states can be saved and restored.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -10,7 +10,7 @@
 namespace cuda_double {
 namespace {
 
-const uint64_t OFFSET_OF_A_DRAW = 4;  // as a small CUDA kernel counts
+const uint64_t OFFSET_OF_A_DRAW = 4;  // the same as for a small CUDA kernel
 
 std::mutex& default_generator_mutex() {
   static auto* mutex = new std::mutex;

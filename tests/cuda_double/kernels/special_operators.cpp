@@ -1,4 +1,4 @@
-// Operators that have a kernel for CUDA and none, or another one, for the CPU.
+// Operators with a kernel for CUDA, and no kernel or a different one for the CPU.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -10,7 +10,7 @@
 namespace cuda_double {
 namespace {
 
-class Arguments {  // of one call, by name
+class Arguments {  // the arguments of one call, by name
  public:
   Arguments(const c10::OperatorHandle& op, const Stack& stack) : schema_(op.schema()), stack_(stack) {}
 
@@ -39,7 +39,7 @@ class Arguments {  // of one call, by name
   const Stack& stack_;
 };
 
-// ---- attention: the flash and the memory-efficient kernel. The CPU's flash attention computes them, where it can.
+// ---- attention: the flash and memory-efficient kernels, computed by the CPU's flash attention if possible
 
 const int64_t EFFICIENT_ROWS = 32;  // the efficient kernel pads its log-sum-exp to a multiple of this
 
@@ -52,10 +52,10 @@ struct Attention {  // one call, forward or backward
   std::optional<double> scale = arguments.optional_double("scale");
   std::optional<Tensor> bias = is_efficient ? arguments.optional_tensor("attn_bias") : std::nullopt;
 
-  // The CPU's knows no dropout, and heads of one size alone.
+  // The CPU's kernel has no dropout and needs heads of one size.
   bool is_plain() const { return dropout == 0 && query.size(1) == key.size(1) && query.size(3) == value.size(3); }
 
-  // Several heads of queries may share one of keys and values.
+  // Several query heads may share one head of keys and values.
   int64_t num_sharing() const { return query.size(1) / key.size(1); }
   Tensor shared(const Tensor& heads) const { return heads.to(at::kFloat).repeat_interleave(num_sharing(), 1); }
   Tensor summed(const Tensor& grads, const Tensor& like) const {
@@ -69,7 +69,7 @@ struct Attention {  // one call, forward or backward
     if (is_causal) all = all.masked_fill(at::ones_like(all, at::kBool).triu(1), -INFINITY);
     return all;
   }
-  // What is kept, and made larger for it: the same whenever it is asked for with this seed.
+  // The dropout mask with its scale, which is the same for every call with this seed.
   Tensor kept(const Tensor& probabilities, int64_t seed) const {
     if (dropout == 0) return at::ones_like(probabilities);
     auto generator = at::detail::createCPUGenerator(seed);
@@ -124,7 +124,7 @@ void attention_backward(const c10::OperatorHandle& op, Stack& stack) {
   if (a.is_efficient) stack.emplace_back(Tensor());
 }
 
-// ---- normalization by the root of the mean square
+// ---- RMS normalization
 
 std::vector<int64_t> last_dims(int64_t number) {
   std::vector<int64_t> dims;
@@ -156,7 +156,7 @@ void rms_norm_backward(const c10::OperatorHandle& op, Stack& stack) {
 
 // ---- others
 
-void layer_norm_backward(const c10::OperatorHandle& op, Stack& stack) {  // CUDA's has mean and rstd in float32
+void layer_norm_backward(const c10::OperatorHandle& op, Stack& stack) {  // CUDA's kernel has mean and rstd in float32
   auto dtype = Arguments(op, stack).tensor("input").scalar_type();
   bool is_short = dtype == at::kBFloat16 || dtype == at::kHalf;
   auto cast = [](Stack& values, at::ScalarType to) {
@@ -165,7 +165,7 @@ void layer_norm_backward(const c10::OperatorHandle& op, Stack& stack) {  // CUDA
   };
   if (is_short) cast(stack, at::kFloat);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-  if (is_short) cast(stack, dtype);  // where the weight is in float32, the write to its gradient casts again
+  if (is_short) cast(stack, dtype);  // if the weight is in float32, the write to its gradient casts again
 }
 
 void convolution(const c10::OperatorHandle& op, Stack& stack) {
@@ -181,14 +181,14 @@ void depthwise_convolution(const c10::OperatorHandle& op, Stack& stack) {
                            a.numbers("dilation"), false, {0, 0}, a.tensor("self").size(1))};
 }
 
-void histogram(const c10::OperatorHandle& op, Stack& stack) {  // the CPU's takes floating point alone
+void histogram(const c10::OperatorHandle& op, Stack& stack) {  // the CPU's kernel supports only floating point
   Arguments a(op, stack);
   Tensor self = a.tensor("self");
   Tensor values = at::isIntegralType(self.scalar_type(), true) ? self.to(at::kFloat) : self;
   stack = {at::histc(values, a["bins"].toInt(), a["min"].toScalar(), a["max"].toScalar()).to(self.scalar_type())};
 }
 
-void product_in_dtype(const c10::OperatorHandle& op, Stack& stack) {  // bfloat16 factors, a float32 product
+void product_in_dtype(const c10::OperatorHandle& op, Stack& stack) {  // bfloat16 factors and a float32 product
   Arguments a(op, stack);
   auto dtype = a["out_dtype"].toScalarType();
   auto operand = [&](size_t index) { return stack[index].toTensor().to(dtype); };

@@ -1,4 +1,4 @@
-// Copies and sets. They are real; with CUDA_DOUBLE_ASYNC=1 they may be late.
+// Copies and sets of memory. With CUDA_DOUBLE_ASYNC=1 they may run late.
 #include <cstdio>
 #include <cstring>
 
@@ -44,7 +44,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, 
   count(name + " on stream " + std::to_string(stream->id) + ", bytes", bytes);
   tell(name.c_str(), bytes, stream->id);
 
-  // Pageable memory passes through a buffer of the driver's, and the host waits for it.
+  // The driver copies pageable memory through its own buffer, and the host waits for that copy.
   if (is_pageable || blocks) {
     std::string how = is_pageable ? "copy with pageable memory" : "cudaMemcpy";
     count("blocking: " + how);

@@ -1,4 +1,4 @@
-// What happened, counted by name; who listens; and what is wrong.
+// Counts by name, the listener of calls, and violations.
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
@@ -57,7 +57,7 @@ void report_violation(const char* format, ...) {
   va_start(arguments, format);
   vsnprintf(text + prefix, sizeof text - prefix, format, arguments);
   va_end(arguments);
-  text[strcspn(text, "\n")] = 0;  // one line each: what follows in an error of torch's is where it was raised
+  text[strcspn(text, "\n")] = 0;  // keep one line: the rest of a torch error is its stack
   bool is_new;
   {
     Lock lock(counts().mutex);
@@ -78,7 +78,7 @@ void cuda_double_report_violation(const char* text) { report_violation("%s", tex
 
 int cuda_double_write_counts(char* text, int size) {
   auto memory = memory_now();
-  count_peak("device bytes peak", memory.device_bytes);  // those of all devices, if they were not counted since a reset
+  count_peak("device bytes peak", memory.device_bytes);  // over all devices, even if nothing was allocated since a reset
   count_peak("pinned bytes peak", memory.pinned_bytes);
   Lock lock(counts().mutex);
   std::string all;
@@ -94,7 +94,7 @@ int cuda_double_write_counts(char* text, int size) {
   return (int)all.size();
 }
 
-void cuda_double_reset_counts() {  // violations stay: they are never in order
+void cuda_double_reset_counts() {  // keeps violations, which are always errors
   Lock lock(counts().mutex);
   counts().by_name.clear();
   counts().peaks.clear();

@@ -1,4 +1,4 @@
-// What kind of device this is, and what went wrong last.
+// The properties of the device and the last error.
 #include <cstdio>
 #include <cstring>
 

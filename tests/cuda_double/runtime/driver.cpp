@@ -1,4 +1,4 @@
-// libcuda.so.1: what torch asks of the driver directly. All else is answered by a stub that says success.
+// libcuda.so.1: the driver functions that torch calls directly. All others are stubs that return success.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cstring>
@@ -8,7 +8,7 @@
 #undef cuDevicePrimaryCtxRelease
 #undef cuMemGetInfo
 
-static int context;  // there is one; its address is the handle
+static int context;  // the only context; its address is the handle
 
 extern "C" {
 
@@ -76,7 +76,7 @@ CUresult cuPointerGetAttribute(void* out, CUpointer_attribute attribute, CUdevic
   return facts.type ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-// ---- memory by pieces: torch's expandable segments
+// ---- memory in pieces, for torch's expandable segments
 
 CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
   *bytes = 2 << 20;

@@ -1,4 +1,4 @@
-// Launches of torch's own kernels: nothing runs, and each is counted under its name.
+// Launches of torch's own kernels. No kernel runs; each launch is counted by name.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -14,7 +14,7 @@ std::unordered_map<const void*, const char*>& kernel_names() {
   return *all;
 }
 
-struct Configuration {  // between a push and its pop
+struct Configuration {  // valid between a push and its pop
   dim3 grid, block;
   size_t shared_bytes;
   void* stream;
@@ -77,7 +77,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
   memset(out, 0, sizeof *out);
   out->maxThreadsPerBlock = 1024;
   out->numRegs = 32;
-  out->ptxVersion = out->binaryVersion = 86;  // cub wants an architecture that torch is compiled for
+  out->ptxVersion = out->binaryVersion = 86;  // cub needs an architecture that torch was compiled for
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* number, const void*, int, size_t) {

@@ -1,5 +1,5 @@
-// Memory of the device, and pinned memory. Device memory is host memory that becomes resident where it is touched; it is zero at
-// first, and the page behind each allocation may not be touched.
+// Device memory and pinned memory. Device memory is host memory. It is zero at first, its pages become resident when touched,
+// and touching the page after an allocation is an error.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace cuda_double {
 namespace {
 
-const size_t PAGE_BYTES = 2 << 20;  // the device's
+const size_t PAGE_BYTES = 2 << 20;  // page size of the device
 const size_t HOST_PAGE_BYTES = 4096;
 
 struct Range {
@@ -29,7 +29,7 @@ struct Memory {
   std::map<int, long long> device_bytes;
   long long pinned_bytes = 0;
   std::map<unsigned long long, Physical> physical;  // by handle
-  // The next failure that was asked for: see `is_to_fail`.
+  // The next requested failure: see `is_to_fail`.
   size_t failed_bytes = 0;
   bool may_retry = false;
 };
@@ -48,8 +48,8 @@ const std::pair<const uintptr_t, Range>* range_at(const Ranges& ranges, uintptr_
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-// Whether this allocation was chosen to fail. The caching allocator asks once more for the same after it gave back what it had
-// cached; that is part of the same failure.
+// Returns whether this allocation must fail. The caching allocator frees its cache and retries once; the retry belongs to the
+// same failure.
 bool is_to_fail(size_t bytes, const Lock&) {
   long& left = settings().allocations_before_failure;
   if (memory().may_retry) {
@@ -62,7 +62,7 @@ bool is_to_fail(size_t bytes, const Lock&) {
   return true;
 }
 
-// Takes `bytes` of the device's budget, or says that there are not so many.
+// Takes `bytes` of the device's budget. Returns false if fewer are left.
 bool take(size_t bytes, int device, const Lock& lock) {
   bool fails = is_to_fail(bytes, lock);
   if (fails) count("device allocations that were made to fail");
@@ -75,7 +75,7 @@ bool take(size_t bytes, int device, const Lock& lock) {
   return true;
 }
 
-// Addresses that nobody may touch, and behind them a page of such.
+// Reserves inaccessible addresses, followed by one inaccessible page.
 char* reserve(size_t bytes) {
   size_t whole = bytes + 2 * PAGE_BYTES;
   char* start = (char*)mmap(nullptr, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -86,7 +86,7 @@ char* reserve(size_t bytes) {
 void make_usable(char* start, size_t bytes) {
   mprotect(start, bytes, PROT_READ | PROT_WRITE);
   madvise(start, bytes, MADV_DONTFORK);
-  madvise(start, bytes, MADV_NOHUGEPAGE);  // only what is touched is to be resident
+  madvise(start, bytes, MADV_NOHUGEPAGE);  // only touched pages may become resident
 }
 
 cudaError_t pin(void* pointer, size_t bytes, bool is_registered) {
@@ -135,7 +135,7 @@ bool leaves_its_allocation(const void* pointer, size_t bytes) {
   auto at = (uintptr_t)pointer, stop = at + bytes;
   auto* range = range_at(memory().device, at);
   if (!range) return false;
-  while (range && range->second.stop < stop) range = range_at(memory().device, range->second.stop);  // pieces side by side
+  while (range && range->second.stop < stop) range = range_at(memory().device, range->second.stop);  // adjacent pieces
   return !range;
 }
 
@@ -166,7 +166,7 @@ void cuda_double_fail_allocation(long number) {
   memory().may_retry = false;
 }
 
-// ---- the device's
+// ---- device memory
 
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   Lock lock(state_mutex());
@@ -196,7 +196,7 @@ cudaError_t cudaFree(void* pointer) {
   if (!pointer) return cudaSuccess;
   count("cudaFree");
   tell("sync: cudaFree", 0, 0);
-  drain_all();  // as on a device, which waits for all that was enqueued
+  drain_all();  // as on a GPU, which waits for all enqueued work
   Lock lock(state_mutex());
   auto known = memory().device.find((uintptr_t)pointer);
   if (known == memory().device.end()) return fail(cudaErrorInvalidValue);
@@ -210,7 +210,7 @@ cudaError_t cudaFree(void* pointer) {
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
 
-// ---- the device's, by pieces: addresses first, memory later (expandable segments)
+// ---- device memory in pieces: addresses first, memory later (expandable segments)
 
 int cuda_double_create_physical(size_t bytes, int device, unsigned long long* handle) {
   count("cuMemCreate");
@@ -258,7 +258,7 @@ int cuda_double_unmap(uintptr_t start, size_t bytes) {
   return 0;
 }
 
-// ---- pinned
+// ---- pinned memory
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   count("cudaHostAlloc");

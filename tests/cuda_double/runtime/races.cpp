@@ -1,6 +1,6 @@
-// Finds accesses that nothing orders, however they really ran: two tasks touch the same bytes, one of them writes, and no chain
-// of events, waits and synchronizations leads from one to the other. Each stream has a vector clock, and so has the host. All
-// host threads count as one, whose order is that of the calls: what locks and queues order between them is not seen.
+// Finds unordered accesses, whatever their timing was: two tasks touch the same bytes, one of them writes, and no chain of
+// events, waits and synchronizations leads from one to the other. Each stream and the host have a vector clock. All host
+// threads count as one thread in the order of the calls, because locks and queues between them are not seen.
 #include <cstdio>
 #include <set>
 
@@ -10,8 +10,8 @@ namespace cuda_double {
 namespace {
 
 struct Touch {
-  unsigned clock_index = 0;  // of the stream; 0: nobody
-  unsigned long number = 0;  // which task of the stream
+  unsigned clock_index = 0;  // of the stream, or 0 for none
+  unsigned long number = 0;  // of the task within the stream
   const char* what = "";
   unsigned stream = 0;
   bool is_poison = false;
@@ -20,7 +20,7 @@ struct Touch {
 struct History {  // of a range of bytes, up to `stop`
   uintptr_t stop;
   Touch writer;
-  std::vector<Touch> readers;  // since then, at most one for each stream
+  std::vector<Touch> readers;  // since that write, at most one per stream
 };
 
 using Ranges = std::map<uintptr_t, History>;  // by the start of the range; they never overlap
@@ -40,7 +40,7 @@ const char* interned(const char* text) {
   return all->insert(text).first->c_str();
 }
 
-// After this no range lies across `at`. Returns the first one that begins there or behind.
+// Splits the range across `at`, if any. Returns the first range that begins at or after `at`.
 Ranges::iterator split(uintptr_t at) {
   auto next = ranges().lower_bound(at);
   if (next == ranges().begin()) return next;
@@ -51,7 +51,7 @@ Ranges::iterator split(uintptr_t at) {
   return ranges().emplace(at, std::move(rest)).first;
 }
 
-// Call `visit(history)` for each range in [start, stop); bytes that nobody has touched get a range.
+// Calls `visit(history)` for each range in [start, stop). Untouched bytes get a new range.
 template <class Visit>
 void for_each_range(uintptr_t start, uintptr_t stop, Visit visit) {
   split(stop);
@@ -109,7 +109,7 @@ void check_races(Stream* stream, const char* what, const std::vector<Access>& ac
     auto check = [&](const Touch& other, bool writes, bool wrote) {
       if (!is_before(other, stream->clock)) found.push_back(worded(touch, writes, other, wrote));
     };
-    for (auto& access : accesses) {  // reads come first: a task may write what it reads
+    for (auto& access : accesses) {  // reads come first, because a task may write the bytes it reads
       if (access.writes || access.start >= access.stop) continue;
       bool is_all_poison = true;
       for_each_range(access.start, access.stop, [&](History& history) {

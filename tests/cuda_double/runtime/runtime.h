@@ -1,4 +1,4 @@
-// What the files of the runtime share. All state is leaked on purpose: it must outlive every static destructor.
+// Declarations shared by the files of the runtime. All state is leaked, because it must outlive every static destructor.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -21,25 +21,25 @@ namespace cuda_double {
 struct Settings {
   bool computes, is_async, finds_races, is_verbose;
   double copy_delay_s, kernel_delay_s, copy_bytes_per_s;
-  long long memory_bytes, context_bytes, pin_limit_bytes;  // the first and the last may be changed by a test
-  long allocations_before_failure;                         // -1: none fails
+  long long memory_bytes, context_bytes, pin_limit_bytes;  // a test may change the first and the last
+  long allocations_before_failure;                         // -1: no allocation fails
   unsigned seed;
   int num_devices;
 };
 Settings& settings();
 
-// ---- counts.cpp: numbers, the listener, violations. They have a lock of their own, and may be called with or without `Lock`.
+// ---- counts.cpp: numbers, the listener, violations. They have a separate lock, and may be called with or without `Lock`.
 
 void count(const std::string& name, long by = 1);
 void count_launch(const char* kernel);
-void count_peak(const char* name, long now);  // keeps the highest
-// Calls the listener, which may wait for Python's global lock: not with `Lock` held.
+void count_peak(const char* name, long now);  // keeps the maximum
+// Calls the listener, which may wait for Python's global lock. `Lock` must not be held.
 void tell(const char* what, long long bytes, unsigned stream);
-void report_violation(const char* format, ...) __attribute__((format(printf, 1, 2)));  // not with `Lock` held either
-void this_thread_is_a_worker();  // which tells nothing: the host may wait for it and hold Python's lock
+void report_violation(const char* format, ...) __attribute__((format(printf, 1, 2)));  // `Lock` must not be held
+void this_thread_is_a_worker();  // workers call no listener, because the host may wait for them with Python's lock held
 cudaError_t fail(cudaError_t error, const char* function = __builtin_FUNCTION());
 
-// ---- one lock for streams, events, memory and races; who needs it held takes it as an argument
+// ---- one lock for streams, events, memory and races. A function that needs the lock takes it as an argument.
 
 using Lock = std::unique_lock<std::mutex>;
 std::mutex& state_mutex();
@@ -47,7 +47,7 @@ std::condition_variable& something_finished();
 
 // ---- races.cpp
 
-// How far each stream is known to have come: by the index of a stream, how many of its tasks.
+// The number of tasks of each stream that are known to be done, by index of the stream.
 using Clock = std::vector<unsigned long>;
 void join(Clock& clock, const Clock& other);
 unsigned new_clock_index(const Lock&);
@@ -68,7 +68,7 @@ struct Task {
 };
 
 struct Stream {
-  unsigned id = 0;  // 0: the default one
+  unsigned id = 0;  // 0: the default stream
   int device = 0;
   unsigned clock_index = 0;
   Clock clock;
@@ -85,7 +85,7 @@ void enqueue(Stream* stream, const char* what, double delay_s, std::vector<Acces
 void drain(Stream* stream);
 void drain_all();
 double random_fraction(Stream* stream);
-// The queued task that uses these bytes, or "".
+// Returns the queued task that uses these bytes, or "".
 std::string user_of(uintptr_t start, uintptr_t stop);
 int& current_device();
 
@@ -95,7 +95,7 @@ enum class Place { PAGEABLE, PINNED, DEVICE };
 Place place_of(const void* pointer);
 bool leaves_its_allocation(const void* pointer, size_t bytes);
 struct MemoryNow {
-  long long device_bytes, pinned_bytes;  // of all devices
+  long long device_bytes, pinned_bytes;  // summed over all devices
 };
 MemoryNow memory_now();
 

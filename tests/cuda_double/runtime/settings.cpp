@@ -1,4 +1,4 @@
-// The environment variables that say what the device is. README.md lists them.
+// The environment variables that define the device. README.md lists them.
 #include <cstdlib>
 #include <cstring>
 
@@ -12,7 +12,7 @@ const char* text_of(const char* name) {
   return text && *text ? text : nullptr;
 }
 
-double number_of(const char* name, double otherwise) {  // 24G, 450M, 1K
+double number_of(const char* name, double otherwise) {  // such as 24G, 450M or 1K
   const char* text = text_of(name);
   if (!text) return otherwise;
   char* unit;

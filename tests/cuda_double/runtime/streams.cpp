@@ -1,4 +1,4 @@
-// Streams and events. With CUDA_DOUBLE_ASYNC=1 each stream has a thread that runs its tasks later, in order; without it a task
+// Streams and events. With CUDA_DOUBLE_ASYNC=1 each stream has a thread that runs its tasks later, in order. Otherwise a task
 // runs when it is enqueued.
 #include <time.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 namespace cuda_double {
 namespace {
 
-struct Recording {  // of an event
+struct Recording {  // one recording of an event
   bool is_done = false;
   double at_s = 0;
   Clock clock;
@@ -21,7 +21,7 @@ struct Event {
   std::shared_ptr<Recording> recording;  // the last one
 };
 
-std::map<unsigned, Stream*>& streams() {  // by id; default streams behind FIRST_DEFAULT
+std::map<unsigned, Stream*>& streams() {  // by id; default streams start at FIRST_DEFAULT
   static auto* all = new std::map<unsigned, Stream*>;
   return *all;
 }
@@ -90,7 +90,7 @@ int& current_device() {
 }
 
 Stream* stream_of(cudaStream_t handle) {
-  if ((uintptr_t)handle > 2) return (Stream*)handle;  // up to 2: the default stream under its names
+  if ((uintptr_t)handle > 2) return (Stream*)handle;  // 0 to 2 are handles of the default stream
   unsigned id = FIRST_DEFAULT + current_device();
   Lock lock(state_mutex());
   auto known = streams().find(id);
@@ -122,7 +122,7 @@ void drain_all() {
   wait_until_idle(all, lock);
 }
 
-double random_fraction(Stream* stream) {  // of the stream's own row of numbers, so that it does not depend on other threads
+double random_fraction(Stream* stream) {  // from a sequence per stream, so that other threads have no influence
   Lock lock(state_mutex());
   stream->random = stream->random * 1664525 + 1013904223;
   return (stream->random >> 8) / double(1 << 24);

@@ -256,7 +256,7 @@ def test_quantization_config_may_ask_for_what_happens(dequantize: bool, load_str
             load_streamed(path, quantization_config=config)
 
 
-# What is refused, before a weight is read.
+# Refusals, before any weight is read.
 
 
 def refusal(path: Path, load_streamed: Load, tmp_path: Path) -> str:
