@@ -240,8 +240,7 @@ def check_schedule(schedule: Any) -> None:
 
 
 def check_streamed(engine: OffloadEngine, *, bf16: bool, moment_dtype: str) -> None:
-    """Raise ValueError if a model that is already offloaded has not the dtypes that a Trainer or an `Accelerator` asks
-    for."""
+    """Raise ValueError if an offloaded model does not have the dtypes that a Trainer or an `Accelerator` asks for."""
     master = engine.layout.master
     if bf16 and master.working_dtype == torch.float32:
         raise ValueError(
