@@ -88,6 +88,8 @@ def _write_description(model: Any, engine: OffloadEngine, folder: Path, buffers:
         saved.setdefault(dtype_name(dtype), []).append(name)
     if saved:
         facts["saved_dtypes"] = saved
+    if engine.config.quantize.packs:
+        facts["quantize"] = engine.config.quantize.to_setting()
     if layout.other_rules:
         facts["optimizers"] = layout.other_rules
     (folder / FACTS_NAME).write_text(json.dumps(facts, indent=1))

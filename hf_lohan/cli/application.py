@@ -41,6 +41,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_LoraRank = Annotated[
+    int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
+]
+_Quantize = Annotated[
+    str | None, typer.Option(metavar="M", help="Pack frozen weights as nf4 or fp4. Default: as configured.")
+]
 _Ranks = Annotated[int, typer.Option(metavar="N", help="Number of devices. Each has its own batches.")]
 
 
@@ -199,9 +205,8 @@ def plan(
     gradient_accumulation_steps: Annotated[int, typer.Option(metavar="N", help="Forwards in each step.")] = 1,
     max_grad_norm: Annotated[float, typer.Option(metavar="G", help="Norm to clip to; 0 is no clipping.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Dtype of working weights: auto, bfloat16 or float32.")] = "auto",
-    lora_rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
-    ] = None,
+    lora_rank: _LoraRank = None,
+    quantize: _Quantize = None,
     ranks: _Ranks = 1,
     nodes: _Nodes = 1,
     boxes: _Boxes = None,
@@ -226,6 +231,7 @@ def plan(
             max_grad_norm=max_grad_norm,
             dtype=dtype,
             lora_rank=lora_rank,
+            quantize=quantize,
             num_ranks=ranks,
             num_nodes=nodes,
             link=link,
@@ -244,6 +250,8 @@ def estimate(
     hardware: Annotated[
         str | None, typer.Option(metavar="H.yaml", help="Profile of another machine. Default: measure this one.")
     ] = None,
+    lora_rank: _LoraRank = None,
+    quantize: _Quantize = None,
     ranks: _Ranks = 1,
     nodes: _Nodes = 1,
     boxes: _Boxes = None,
@@ -263,6 +271,8 @@ def estimate(
             sequence_length=seq_len,
             offload=offload,
             hardware=hardware,
+            lora_rank=lora_rank,
+            quantize=quantize,
             num_ranks=ranks,
             num_nodes=nodes,
             link=link,

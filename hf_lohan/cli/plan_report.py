@@ -30,6 +30,7 @@ from hf_lohan.planner import (
     drive_life,
     what_hardware_buys,
 )
+from hf_lohan.planner.record_traffic import FETCHED_KINDS
 from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, seconds, times
 
 _BAR_WIDTH = 20
@@ -221,8 +222,8 @@ def _activations(planned: PlannedRun) -> Table:
 
 def _records(planned: PlannedRun) -> Iterable[str]:
     num_blocks = len(planned.profile.blocks)
-    kinds = {record.kind for record in planned.plan.resident} - {"param"}
-    weights, states = (len(planned.plan.resident_blocks(*of)) for of in (["param"], kinds))
+    kinds = {record.kind for record in planned.plan.resident} - set(FETCHED_KINDS)
+    weights, states = (len(planned.plan.resident_blocks(*of)) for of in (FETCHED_KINDS, kinds))
     if weights or states:
         yield f"Copies in RAM: weights of {weights} and optimizer states of {states} of {num_blocks} blocks."
 

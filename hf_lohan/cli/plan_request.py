@@ -14,7 +14,7 @@ from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.huggingface.progress import long_work
-from hf_lohan.planner import BudgetError, HardwareProfile
+from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
 from hf_lohan.planning import MicroBatches, PlannedStep, StepShape, check_together, lay_out, plan_step, why_not_together
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
@@ -40,6 +40,8 @@ class PlanRequest:
     dtype: str = "auto"
     lora_rank: int | None = None
     """Rank of adapters on all linear layers of a frozen model. With None, all weights are trained."""
+    quantize: str | None = None
+    """How frozen weights are packed. With None, `offload` decides."""
     num_ranks: int = 1
     """Each rank has its own device and batches."""
     num_nodes: int = 1
@@ -98,6 +100,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     """Plan a run, on the machine `other` if it is not None. Raises ValueError for bad values and files, and BudgetError
     for budgets that are too small for the pools. A plan that does not fit for another reason has a refusal."""
     asked = OffloadConfig.load(request.offload)
+    if request.quantize is not None:
+        asked = replace(asked, quantize=Quantization.parse(request.quantize))
     if request.paper:
         asked = replace(asked, resident_records="none")
     hardware, device = None, device_for(default_torch_device())

@@ -20,6 +20,7 @@ from hf_lohan.config.values import (
     check_interval,
     check_number,
     check_piece_size,
+    check_quantize,
     check_seconds,
     check_size,
     read_yaml,
@@ -28,6 +29,7 @@ from hf_lohan.config.values import (
 )
 from hf_lohan.planner.collectives import ANY_EXACT_WAY, Collectives
 from hf_lohan.planner.offload_plan import Activations
+from hf_lohan.planner.quantization import FORM_OF_THE_CHECKPOINT, Quantization
 from hf_lohan.wording import format_bytes
 
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
@@ -86,6 +88,13 @@ class OffloadConfig:
     """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW always computes in float32. "bfloat16" and "int8"
     round the moments when they are stored, so training no longer equals torch's to the bit. "auto" is "float32", or
     "int8" for a Trainer whose `optim` names an 8-bit AdamW, such as `adamw_8bit`."""
+
+    quantize: Quantization = FORM_OF_THE_CHECKPOINT
+    """In which form frozen matrices of the layers are stored, read and sent to the device: "nf4" and "fp4" pack them in
+    4 bits, with the bits of bitsandbytes; "none" stores the working dtype; "auto" keeps the form of the checkpoint. A
+    table sets `method` and the rest: `double` (true: the scales are packed as well), `block` (64 elements share a
+    scale) and `skip` (modules that are not packed). Weights are decoded before they compute, so adapters train as over
+    the decoded weights."""
 
     save_dtype: SaveDtype = AUTO
     """Type in which bfloat16 weights are saved by `save_model`, `save_pretrained`, `lohan export` and in checkpoints.
@@ -264,6 +273,7 @@ class OffloadConfig:
         if self.ssd != AUTO:
             settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
         settings["collectives"] = self.collectives.to_setting()
+        settings["quantize"] = self.quantize.to_setting()
         return settings
 
     def net_timeout_s(self, slowest_step_s: float = 0.0) -> float:
@@ -300,6 +310,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "resident_records": partial(check_choice, allowed=get_args(ResidentRecords)),
     "optimizer": partial(check_choice, allowed=get_args(Optimizer)),
     "optimizer_state_dtype": partial(check_choice, allowed=get_args(OptimizerStateDtype)),
+    "quantize": check_quantize,
     "save_dtype": partial(check_choice, allowed=get_args(SaveDtype)),
     "io_threads": partial(check_count, most=_MAX_IO_THREADS),
     "io_piece_bytes": check_piece_size,

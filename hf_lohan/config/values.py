@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from hf_lohan.planner.collectives import COLLECTIVE_VALUES, Collectives, collectives_of_word
+from hf_lohan.planner.quantization import Quantization
 from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"
@@ -227,6 +228,14 @@ def check_collectives(name: str, value: object) -> Collectives:
     raise ConfigError(
         f"{name}: {value!r} is not allowed; give 'exact', 'quantized', or a table of forward, backward and gradients"
     )
+
+
+def check_quantize(name: str, value: object) -> Quantization:
+    """The setting in any of its spellings. Raises ConfigError."""
+    try:
+        return Quantization.parse(value)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

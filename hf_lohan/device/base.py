@@ -141,6 +141,12 @@ class Device(ABC):
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         """Enqueue `dst.copy_(src)` on a copy lane, and record it in the timeline. Keeps both tensors alive."""
 
+    def run(self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor]) -> None:
+        """Enqueue ``work`` on a copy lane, and record it in the timeline: operations that read device memory, which
+        the same lane filled, and fill other device memory."""
+        with self.timeline.task(lane.in_timeline, "decode", num_bytes=fills.nbytes):
+            work()
+
     def fetch(self, dst: Tensor, src: Tensor) -> Event:
         """Enqueue `dst.copy_(src)` on COMPUTE, for a few numbers that the host needs soon. `dst` is memory from
         `host_empty`. It has the numbers when the returned event is reached."""

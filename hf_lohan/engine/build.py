@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import AUTO, ExpertCachePolicy, OffloadConfig
-from hf_lohan.device import CpuDevice, Event
+from hf_lohan.device import BufferPool, CpuDevice, Event
 from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
@@ -36,7 +36,6 @@ from hf_lohan.experts import (
 from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
-from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import StepAgreement
 from hf_lohan.updates import (
@@ -55,6 +54,7 @@ from hf_lohan.updates import (
 )
 from hf_lohan.weights import (
     BlockLoader,
+    Decoder,
     LayerLoader,
     Loads,
     LocalWeights,
@@ -208,7 +208,7 @@ def build_loaders(
 def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: Deliver) -> BlockLoader:
     if tiers.rank_memory is None:
         order = [block for block in layout.blocks if block.size_class is not SizeClass.EXPERT]
-        return LayerLoader(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), order)
+        return LayerLoader(ring, _local_weights(tiers, tiers.store, tiers.staging, layout, deliver), order)
     source = SharedWeights(
         tiers.device,
         tiers.store,
@@ -220,6 +220,14 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: 
         parts=NodeShards(layout.ranks, layout.blocks, coded=tiers.codecs.weights, version_of=ring.version_of),
     )
     return LockstepLoader(ring, source, layout.blocks)
+
+
+def _local_weights(
+    tiers: Tiers, records: RecordReader, staging: BufferPool, layout: OffloadLayout, deliver: Deliver
+) -> LocalWeights:
+    packed = [block for block in layout.blocks if block.packed_slices]
+    decoder = Decoder(tiers.device, packed, staging.buffer_bytes) if packed else None
+    return LocalWeights(tiers.device, records, staging, deliver, decoder)
 
 
 def _expert_loader(
@@ -235,14 +243,18 @@ def _expert_loader(
     layers = list(layout.model_blocks.experts.values())
     if not layers:
         return None
-    source = LocalWeights(tiers.device, records, tiers.expert_staging, deliver)
+    source = _local_weights(tiers, records, tiers.expert_staging, layout, deliver)
     room = layout.expert_cache
     if room is None or policy == "off":
-        return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
+        return ExpertLoader(ring, source, layers, lambda block: _is_in_ram(block, tiers))
     cache = ExpertCache(
         tiers.device, source, make_policy(policy, room.num_experts), room.bytes_of_each, ring.version_of
     )
     return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass)
+
+
+def _is_in_ram(block: Block, tiers: Tiers) -> bool:
+    return all((block.name, kind) in tiers.store.ram.copies for kind in block.shape().fetched_bytes)
 
 
 def _follow_collectives(loader: BlockLoader, tiers: Tiers, layout: OffloadLayout) -> None:

@@ -14,9 +14,14 @@ from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.files import Extent
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import decode_master_, encode_master_
+from hf_lohan.planner.quantization import LARGEST_BLOCK
+from hf_lohan.quantize import Packer, unpack_
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import UpToDateRecords
+
+_MOST_DECODED_NUMEL = 1 << 20
+"""Elements of packed weights that are packed or decoded at once."""
 
 
 class Sliceable(Protocol):
@@ -50,9 +55,18 @@ class ParameterAccess:
     """
 
     def __init__(
-        self, store: Store | UpToDateRecords, blocks: list[Block], pool: BufferPool, links: Links | None = None
+        self,
+        store: Store | UpToDateRecords,
+        blocks: list[Block],
+        pool: BufferPool,
+        links: Links | None = None,
+        *,
+        packs: bool = False,
     ) -> None:
-        """``store`` reads and writes records. It is an `UpToDateRecords` if some records may be some steps old."""
+        """``store`` reads and writes records. It is an `UpToDateRecords` if some records may be some steps old.
+        ``packs``: packed weights are written, because a model is loaded. Without it a change of them is refused."""
+        self._packs = packs
+        self._packers: dict[ParamSlice, Packer] = {}
         self._store = store
         self._links = links or Links.alone()
         self._pool = pool
@@ -102,13 +116,91 @@ class ParameterAccess:
             raise ValueError(f"{name} has {numel} elements, so elements {first} to {last} cannot be written")
         for block, part in self.parts[name]:
             begin, end = max(first, part.first), min(last, part.last)
-            if begin < end:
+            if begin < end and part.packed is not None:
+                values = flat[begin - first : end - first]
+                self._pack(block, part, begin - part.first, values) if self._packs else self._check_unchanged(
+                    name, begin, values
+                )
+            elif begin < end:
                 with self._buffers(3 if block.master.has_residual else 2) as buffers:
                     offset = part.start + begin - part.first
                     low, high = self._own_range(block, offset, offset + end - begin)
                     before = begin - first + low - offset
                     for start, stop in ranges(high - low, self._piece_numel):
                         self._write_piece(block, part, low + start, flat[before + start : before + stop], buffers)
+
+    def takes_rows(self, name: str) -> bool:
+        """Whether a weight may be written some rows at a time."""
+        return not any(part.packed and part.packed.transposed_width for _, part in self.parts[name])
+
+    def _pack(self, block: Block, part: ParamSlice, first: int, values: Tensor) -> None:
+        """Pack the elements of a part from ``first`` on and store them. They come in order, and all at once if the
+        part is packed transposed."""
+        form = part.packed
+        assert form is not None
+        if form.transposed_width:
+            assert values.numel() == part.numel, f"{part.name} is packed transposed, so it must come whole"
+            values = values.view(form.transposed_width, -1).t().reshape(-1)
+        while values.numel():
+            unit, offset = divmod(first, form.unit_numel)
+            packer = self._packers.setdefault(part, Packer(form.quantization, form.unit_numel))
+            assert packer.num_taken == offset, f"elements of {part.name} do not come in order"
+            taken = min(form.unit_numel - offset, self._most_decoded_numel, values.numel())
+            byte, codes = packer.pack(values[:taken].to("cpu", block.master.working_dtype))
+            start = (part.start - block.packed_start + unit * form.unit_numel) // 2 + byte
+            with self._buffers(1) as (bounce,):
+                self._store.write_unaligned(block.name, "codes", start, codes, bounce.bytes)
+                if packer.is_complete:
+                    start = part.scales_start + unit * form.unit_scales_bytes
+                    self._store.write_unaligned(block.name, "scales", start, packer.pack_scales(), bounce.bytes)
+                    del self._packers[part]
+            first, values = first + taken, values[taken:]
+
+    def write_packed(self, name: str, codes: Tensor, scales: Tensor) -> None:
+        """Store a whole weight that is packed already: its codes, and the stored bytes of its scales."""
+        ((block, part),) = self.parts[name]
+        assert part.packed is not None, f"{name} is not packed"
+        byte = (part.start - block.packed_start) // 2
+        with self._buffers(1) as (bounce,):
+            self._store.write_unaligned(block.name, "codes", byte, codes, bounce.bytes)
+            self._store.write_unaligned(block.name, "scales", part.scales_start, scales, bounce.bytes)
+
+    @property
+    def _most_decoded_numel(self) -> int:
+        """Elements that are packed or decoded at once."""
+        return min(self._piece_numel, _MOST_DECODED_NUMEL) // LARGEST_BLOCK * LARGEST_BLOCK
+
+    def _check_unchanged(self, name: str, first: int, values: Tensor) -> None:
+        """Raise ValueError if these values of a packed weight are not those in the store."""
+        for start, piece in self.read_pieces(name, "param", first, first + values.numel()):
+            given = values[start - first : start - first + piece.numel()]
+            if not torch.equal(piece, given.to("cpu", piece.dtype)):
+                raise ValueError(
+                    f"{name} is stored in 4 bits (quantize), so it cannot be changed; load the model with quantize: "
+                    "none, or change the weight before it is loaded"
+                )
+
+    def _read_packed(self, block: Block, part: ParamSlice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over the decoded elements [first, last) of a packed part."""
+        form = part.packed
+        assert form is not None
+        scales = torch.empty(form.scales_bytes(part.numel), dtype=torch.uint8)
+        whole = torch.empty(part.numel, dtype=block.master.working_dtype) if form.transposed_width else None
+        with self._buffers(1) as (bounce,):
+            self._store.read_unaligned(block.name, "scales", part.scales_start, scales, bounce.bytes)
+            block_numel = form.quantization.block
+            begin, end = (first // block_numel * block_numel, last) if whole is None else (0, part.numel)
+            for start in range(begin, end, self._most_decoded_numel):
+                stop = min(start + self._most_decoded_numel, end)
+                codes = torch.empty(-(-(stop - start) // 2), dtype=torch.uint8)
+                byte = (part.start - block.packed_start + start) // 2
+                self._store.read_unaligned(block.name, "codes", byte, codes, bounce.bytes)
+                piece = torch.empty(stop - start, dtype=block.master.working_dtype) if whole is None else whole
+                unpack_(piece, codes, scales, form, start, stop)
+                if whole is None:
+                    yield max(start, first), piece[max(first - start, 0) :]
+        if whole is not None:
+            yield first, whole[first:last]
 
     def _own_range(self, block: Block, start: int, stop: int) -> tuple[int, int]:
         """Return this rank's part of elements [start, stop) of a block, which may be empty."""
@@ -169,7 +261,10 @@ class ParameterAccess:
         valid until the next piece is read."""
         for block, part in self.parts[name]:
             low, high = max(first, part.first), part.last if last is None else min(last, part.last)
-            if low < high:
+            if low < high and kind == "param" and part.packed is not None:
+                for start, piece in self._read_packed(block, part, low - part.first, high - part.first):
+                    yield part.first + start, piece
+            elif low < high:
                 before, _ = block.master.elements(kind, low, high)
                 offset = part.start + low - part.first
                 for start, piece in self._read_range(block, kind, offset, offset + high - low):

@@ -157,7 +157,8 @@ def offload_model(
     check_equal_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links))
+        access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
+        drain_model(layout.blocks, access)
         return attach(model, layout, tiers, config)
     except BaseException:
         tiers.close()

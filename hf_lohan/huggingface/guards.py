@@ -136,9 +136,6 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         "it to false": is_joint and hasattr(args, "num_generations"),
         "vertical_micro_batches: true cannot separate the micro-batches' gradients of TRL's fused head; "
         "set it to false, or train adapters": is_joint and trains_fused_head,
-        "quantization_config: a quantized model cannot be offloaded; load it in float32 or bfloat16": (
-            settings.get("quantization_config")
-        ),
     }
     for sentence, is_refused in refused.items():
         if is_refused:

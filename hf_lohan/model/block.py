@@ -10,8 +10,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.optim import MasterFormat, master_format
 from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
+from hf_lohan.quantize import PackedForm
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
 assert MIN_CHUNK_NUMEL % GRANULE_NUMEL == 0, "chunks are cut between granules"
@@ -43,6 +45,10 @@ class ParamSlice:
     """First element of the part in the flattened parameter."""
     last: int = -1
     """End of the part in the flattened parameter. The default is the parameter's end."""
+    packed: PackedForm | None = None
+    """How the store packs it. With None, the store has its working dtype."""
+    scales_start: int = 0
+    """First byte of its scales in the block's record of scales, if it is packed."""
 
     def __post_init__(self) -> None:
         if self.last < 0:
@@ -114,8 +120,9 @@ class Block:
     """The parameters of one decoder layer, or of one module outside the layers, which stream together.
 
     Trainable parameters are first, with matrices before vectors, so that weight-decay groups form long runs. Frozen
-    parameters follow and have no optimizer state. The `param` record has `numel` elements, and records with states have
-    `state_numel` elements.
+    parameters follow and have no optimizer state, and packed parameters are last. The `param` record has `stored_numel`
+    elements, and records with states have `state_numel` elements. The elements from `packed_start` on have a `codes`
+    record, with two elements in a byte, and a `scales` record.
     """
 
     name: str
@@ -137,6 +144,40 @@ class Block:
     @cached_property
     def numel(self) -> int:
         return round_up(max(self.state_numel, *(part.stop for part in self.slices)), RECORD_ALIGN_NUMEL)
+
+    @property
+    def packed_slices(self) -> list[ParamSlice]:
+        return [part for part in self.slices if part.packed is not None]
+
+    @cached_property
+    def packed_start(self) -> int:
+        """First element that is packed; `numel` if none is."""
+        return min((part.start for part in self.packed_slices), default=self.numel)
+
+    @cached_property
+    def stored_numel(self) -> int:
+        """Elements of its `param` record."""
+        if not self.packed_slices:
+            return self.numel
+        stops = (part.stop for part in self.slices if part.packed is None)
+        return round_up(max(self.state_numel, *stops, 0), RECORD_ALIGN_NUMEL)
+
+    @cached_property
+    def codes_bytes(self) -> int:
+        """Size of its `codes` record."""
+        last = max((part.stop for part in self.packed_slices), default=self.packed_start)
+        return round_up(-(-(last - self.packed_start) // 2), SECTOR_BYTES)
+
+    @cached_property
+    def scales_bytes(self) -> int:
+        """Size of its `scales` record."""
+        ends = (part.scales_start + part.packed.scales_bytes(part.numel) for part in self.slices if part.packed)
+        return round_up(max(ends, default=0), SECTOR_BYTES)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all records that a pass reads."""
+        return self.stored_numel * self.master.working_dtype.itemsize + self.codes_bytes + self.scales_bytes
 
     @cached_property
     def state_numel(self) -> int:
@@ -162,7 +203,7 @@ class Block:
 
     @property
     def param_bytes(self) -> int:
-        """Size of the `param` record."""
+        """Size of its weights in a slot."""
         return self.numel * self.master.working_dtype.itemsize
 
     def cut_for_ranks(self, num_ranks: int) -> None:
@@ -186,6 +227,9 @@ class Block:
             unit_numels=units_between(self.unit_numels, start, stop) if rank is not None else self.unit_numels,
             num_trainable_params=len(self.trainable_slices),
             cuts=self.rank_edges[1:-1] if rank is None else (),
+            codes_bytes=self.codes_bytes,
+            scales_bytes=self.scales_bytes,
+            stored_param_bytes=(self.stored_numel * self.master.working_dtype.itemsize if self.packed_slices else None),
         )
 
     def cut(self, chunk_numel: int) -> list[Chunk]:
@@ -218,24 +262,35 @@ def lay_out_block(
     master: MasterFormat = _FLOAT32,
     granule_numel: int = GRANULE_NUMEL,
     parts: Mapping[str, tuple[int, int]] | None = None,
+    packed: Mapping[str, PackedForm] | None = None,
 ) -> Block:
     """Assign offsets to the parameters of a block. The same model and frozen weights always give the same order.
-    ``parts`` has the elements [first, last) of parameters that belong to the block only in part."""
+    ``parts`` has the elements [first, last) of parameters that belong to the block only in part. ``packed`` has the
+    form of packed parameters."""
     assert master.align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
+    packed = packed or {}
     order = sorted(
         named_parameters.items(),
-        key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # a stable sort keeps the model's order
+        # A stable sort keeps the model's order.
+        key=lambda item: (not item[1].requires_grad, item[0] in packed, item[1].dim() < 2),
     )
     slices: list[ParamSlice] = []
-    start = 0
-    was_trainable = True
+    start = scales_start = 0
+    was_trainable, was_packed = True, False
     for param_name, parameter in order:
+        form = packed.get(param_name)
+        start = start if form is None else round_up(start, form.quantization.block)
         room_numel = -start % granule_numel
         first, last = (parts or {}).get(param_name, (0, parameter.numel()))
-        if last - first > room_numel or (was_trainable and not parameter.requires_grad):
+        begins_part = (was_trainable and not parameter.requires_grad) or (form is not None and not was_packed)
+        if last - first > room_numel or begins_part:
             start += room_numel
-        was_trainable = parameter.requires_grad
-        slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad, first, last))
+        was_trainable, was_packed = parameter.requires_grad, form is not None
+        part = ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad, first, last, form)
+        if form is not None:
+            part.scales_start = scales_start
+            scales_start += form.scales_bytes(part.numel)
+        slices.append(part)
         start = round_up(start + last - first, PARAM_ALIGN_NUMEL)
     return Block(name, size_class, slices, master, granule_numel)
 
@@ -258,4 +313,5 @@ def with_large_granules(blocks: Sequence[Block]) -> list[Block]:
 def _with_granules(block: Block, granule_numel: int) -> Block:
     parameters = {part.name: part.parameter for part in block.slices}
     parts = {part.name: (part.first, part.last) for part in block.slices}
-    return lay_out_block(block.name, block.size_class, parameters, block.master, granule_numel, parts)
+    packed = {part.name: part.packed for part in block.slices if part.packed is not None}
+    return lay_out_block(block.name, block.size_class, parameters, block.master, granule_numel, parts, packed)

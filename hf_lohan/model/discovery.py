@@ -13,8 +13,9 @@ from torch import nn
 
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_large_granules
 from hf_lohan.model.experts import FusedExperts, find_experts
+from hf_lohan.model.packed_weights import packed_forms
 from hf_lohan.optim import ADAMW, MUON, MasterFormat, MomentDtype, UpdateRule, master_format
-from hf_lohan.planner import SizeClass
+from hf_lohan.planner import Quantization, SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
 
 logger = logging.getLogger(__name__)
@@ -163,13 +164,15 @@ def discover_blocks(
     rules: Rules = adamw_everywhere,
     *,
     streams_experts: bool = False,
+    quantization: Quantization | None = None,
 ) -> ModelBlocks:
     """Cut `model` into blocks. Every parameter is in exactly one block. Tied weights are in the first block that uses
     them. Fused experts are in the block of their layer, or each in a separate block with `streams_experts`.
 
     `working_dtype` is the dtype of all parameters except those in `kept_in_float32`. With None, each parameter keeps
-    its dtype. A block has parameters of one dtype and one rule, so a module with several has several blocks. Raises
-    DiscoveryError, or ValueError for a dtype that cannot be trained.
+    its dtype. A block has parameters of one dtype and one rule, so a module with several has several blocks.
+    `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a dtype
+    that cannot be trained or a quantization that packs nothing.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -183,6 +186,8 @@ def discover_blocks(
         dtype = torch.float32 if names[parameter] in kept else working_dtype or parameter.dtype
         return master_format(dtype, moment_dtype, rule)
 
+    forms = packed_forms(model, layers, quantization or Quantization())
+    packed = {names[parameter]: form for parameter, form in forms.items()}
     adapters = _adapters(list(names), layers)
     shared = _in_several(layers, set(adapters))
     owned: set[nn.Parameter] = {*adapters, *shared}
@@ -194,7 +199,7 @@ def discover_blocks(
     def add(name: str, size_class: SizeClass, parameters: list[nn.Parameter]) -> None:
         owned.update(parameters)
         for block_name, form, alike in _by_form(name, parameters, form_of):
-            blocks.append(lay_out_block(block_name, size_class, {names[p]: p for p in alike}, form))
+            blocks.append(lay_out_block(block_name, size_class, {names[p]: p for p in alike}, form, packed=packed))
 
     small: dict[nn.Parameter, None] = {}  # a set that keeps the order
     odd: dict[str, list[nn.Parameter]] = {}
@@ -236,7 +241,7 @@ def discover_blocks(
         form = form_of(next(iter(named.values())))
         for number in range(experts.num_experts):
             parts = {param_name: experts.part(parameter, number) for param_name, parameter in named.items()}
-            blocks.append(lay_out_block(f"{name}.{number}", SizeClass.EXPERT, named, form, parts=parts))
+            blocks.append(lay_out_block(f"{name}.{number}", SizeClass.EXPERT, named, form, parts=parts, packed=packed))
 
     blocks = with_large_granules(blocks)
     by_name = {block.name: block for block in blocks}

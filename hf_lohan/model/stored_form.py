@@ -13,6 +13,7 @@ from torch import nn
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
 from hf_lohan.model.discovery import ModelBlocks, Rules, adamw_everywhere, discover_blocks
 from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
+from hf_lohan.planner import Quantization
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
 assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
@@ -53,10 +54,13 @@ def stored_form(
     rules: Rules = adamw_everywhere,
     *,
     streams_experts: bool = False,
+    quantization: Quantization | None = None,
 ) -> StoredForm:
     """Return the blocks and records of `model`, real or on meta, with moments of `moment_dtype`. `discover_blocks`
     describes the other arguments and the errors."""
-    model_blocks = discover_blocks(model, working_dtype, moment_dtype, rules, streams_experts=streams_experts)
+    model_blocks = discover_blocks(
+        model, working_dtype, moment_dtype, rules, streams_experts=streams_experts, quantization=quantization
+    )
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:
         numels[block.master] += sum(part.numel for part in block.slices)
@@ -76,6 +80,11 @@ def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
     dtype, granule_numel = dtype_name(master.working_dtype), block.granule_numel
     specs = []
     trained = min(start, block.state_numel), min(stop, block.state_numel)
+    if block.packed_slices:
+        assert (start, stop) == (0, block.numel), "packed records are not cut for ranks"
+        stop, granule = block.stored_numel, granule_numel // 2
+        sizes = {"codes": block.codes_bytes, "scales": block.scales_bytes}
+        specs += [RecordSpec(block.name, kind, "uint8", size, 0, granule) for kind, size in sizes.items()]
     if start < stop:
         num_trained = trained[1] - trained[0]
         specs.append(RecordSpec(block.name, "param", dtype, stop - start, num_trained, granule_numel, start))
@@ -89,6 +98,12 @@ def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
     return specs
 
 
+def quantize_text(part: ParamSlice) -> str:
+    """The setting `quantize` by which a packed parameter was packed, as text."""
+    assert part.packed is not None
+    return str(part.packed.quantization.to_setting())
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch.", such as "float32"."""
     return str(dtype).removeprefix("torch.")
@@ -96,7 +111,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _text_of(part: ParamSlice) -> str:
     text = f"{part.name} {tuple(part.shape)} {part.start}"
-    return text if part.is_whole else f"{text} [{part.first}, {part.last})"
+    text = text if part.is_whole else f"{text} [{part.first}, {part.last})"
+    return text if part.packed is None else f"{text} {part.packed}"
 
 
 def _identify(
@@ -114,4 +130,5 @@ def _identify(
         fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest(),
         optimizer_state_dtype=moment_dtype,
         optimizer=optimizer,
+        quantize=next((quantize_text(part) for block in blocks for part in block.packed_slices), "none"),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_lohan.planner.pool_plan import MIN_EXPERT_SLOTS, BlockShape, BudgetError, SizeClass
-from hf_lohan.planner.record_traffic import PARAM, RecordTraffic, spread
+from hf_lohan.planner.record_traffic import RecordTraffic, spread
 from hf_lohan.wording import format_bytes, times
 
 
@@ -99,22 +99,23 @@ def token_traffic(
     num_experts = sum(block.size_class is SizeClass.EXPERT for block in blocks)
     missing_share = 1 - slots.num_expert_slots / num_experts if num_experts else 0.0
 
-    def read_bytes(block: BlockShape) -> int:
+    def read_bytes(block: BlockShape, num_bytes: int) -> int:
         if block.size_class is SizeClass.EXPERT:
-            return int(experts_share * missing_share * block.param_bytes)
+            return int(experts_share * missing_share * num_bytes)
         stays = {
             SizeClass.LAYER: block.name in kept,
             SizeClass.OUTER: num_outer_slots >= num_outer,
         }.get(block.size_class, True)
-        return 0 if stays else block.param_bytes
+        return 0 if stays else num_bytes
 
     return tuple(
         RecordTraffic(
             block=block.name,
-            kind=PARAM,
-            num_bytes=block.param_bytes,
-            read_bytes_per_step=read_bytes(block),
+            kind=kind,
+            num_bytes=num_bytes,
+            read_bytes_per_step=read_bytes(block, num_bytes),
             is_expert_weight=block.size_class is SizeClass.EXPERT,
         )
         for block in blocks
+        for kind, num_bytes in block.fetched_bytes.items()
     )

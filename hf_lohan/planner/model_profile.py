@@ -36,7 +36,9 @@ class ExpertsProfile:
     num_params: int
     num_trainable_params: int
     param_bytes: int
-    """In working precision."""
+    """As stored: in working precision, or packed."""
+    codes_bytes: int = 0
+    """The part of `param_bytes` that is decoded, if the weights are packed."""
     num_tokens: int
     """Tokens of a micro-batch, or of all micro-batches that share the weights."""
     inner_bytes: int = 0
@@ -107,9 +109,11 @@ class BlockProfile:
     num_params: int
     num_trainable_params: int
     param_bytes: int
-    """In working precision."""
+    """As stored: in working precision, or packed."""
     flops: float
     """FLOPs of all operations of the forward."""
+    codes_bytes: int = 0
+    """The part of `param_bytes` that is decoded, if some weights are packed."""
     input_bytes: int = 0
     """Bytes of the layer's input, where recomputation starts (LoHan's A_inter); 0 for modules outside the layers."""
     operations: tuple[OperationProfile, ...] = ()
@@ -182,6 +186,17 @@ class ModelProfile:
     def dense_param_bytes(self) -> int:
         """Bytes of the weights that every forward needs: all but streamed experts."""
         return sum(block.param_bytes for block in self.blocks)
+
+    @property
+    def codes_bytes(self) -> int:
+        """Bytes of packed weights that every forward decodes."""
+        return sum(block.codes_bytes for block in self.blocks)
+
+    @property
+    def codes_share_of_experts(self) -> float:
+        """The share of streamed experts' bytes that is decoded."""
+        param_bytes = sum(experts.param_bytes for experts in self.experts)
+        return sum(experts.codes_bytes for experts in self.experts) / param_bytes if param_bytes else 0.0
 
     @property
     def flops(self) -> float:

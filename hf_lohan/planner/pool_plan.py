@@ -33,6 +33,9 @@ WHOLE_UPDATE_BYTES, WHOLE_DEVICE_BYTES = 12, 8
 """Bytes for each element of a matrix that is updated whole, on the host and on the device: its float32 update (host
 only), and four bfloat16 matrices of a round of Newton-Schulz."""
 
+DECODING_BYTES_PER_CODE = 14
+"""Device memory for each byte of codes that is decoded: the byte, its index, two float32 values, and some scales."""
+
 MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
 MIN_CHUNK_NUMEL = 16 * 1024
@@ -86,6 +89,19 @@ class BlockShape:
     num_trainable_params: int
     cuts: tuple[int, ...] = ()
     """Elements at which another rank's shard begins. No chunk crosses them."""
+    codes_bytes: int = 0
+    scales_bytes: int = 0
+    """Sizes of the records of packed weights, which are not among the stored parameters."""
+    stored_param_bytes: int | None = None
+    """Size of the record of parameters, if some are packed instead."""
+
+    @property
+    def fetched_bytes(self) -> dict[str, int]:
+        """Sizes of the records that a pass reads, by kind."""
+        if self.stored_param_bytes is None:
+            return {"param": self.param_bytes}
+        sizes = {"param": self.stored_param_bytes, "codes": self.codes_bytes, "scales": self.scales_bytes}
+        return {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes}
 
     def num_chunks(self, chunk_numel: int) -> int:
         if not self.cuts:
@@ -111,6 +127,8 @@ class PoolRequest:
     """Whether held gradients may stay in the buffers in which they arrive."""
     stages_params: bool = True
     """Whether parameters pass through host buffers to the device. False if its memory is the host's."""
+    stages_codes: bool = False
+    """Whether packed weights pass through host buffers, and are decoded from there."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
     """Size of the smallest chunks, in whole granules. Others are 2, 4, ... times as large."""
     whole_numel: int = 0
@@ -121,6 +139,21 @@ class PoolRequest:
     @property
     def least_chunk_numel(self) -> int:
         return max(self.min_chunk_numel, self.whole_numel)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether anything passes through staging buffers."""
+        return self.stages_params or self.stages_codes
+
+    def unpacking_bytes(self, staging_buffer_bytes: int) -> int:
+        """Memory of the device in which weights are decoded: scales of a block and, where its memory is not the host's,
+        codes of a staging buffer with their indices and float32 values. Each kind of loader has its own."""
+        if not self.stages_codes:
+            return 0
+        largest_bytes = max(block.scales_bytes for block in self.blocks)
+        num_lanes = 1 + any(block.size_class is SizeClass.EXPERT for block in self.blocks)
+        of_codes = DECODING_BYTES_PER_CODE * staging_buffer_bytes if self.stages_params else 0
+        return num_lanes * (largest_bytes + of_codes)
 
     @property
     def whole_bytes(self) -> int:
@@ -157,6 +190,8 @@ class PoolPlan:
     whole_bytes: int = 0
     whole_device_bytes: int = 0
     """Memory for updates of whole parameters: RAM beside the buffers, and device memory beside the slots."""
+    unpacking_bytes: int = 0
+    """Device memory in which packed weights are decoded."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -176,7 +211,7 @@ class PoolPlan:
     @property
     def gpu_pool_bytes(self) -> int:
         slots_bytes = sum(self.slot_bytes[size_class] * count for size_class, count in self.num_slots.items())
-        return slots_bytes + self.whole_device_bytes
+        return slots_bytes + self.whole_device_bytes + self.unpacking_bytes
 
     def to_mapping(self) -> dict[str, Any]:
         """For JSON."""
@@ -195,7 +230,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
     per_staging = _chunks_per_staging_buffer(request, chunk_numel, num_staging, spare)
     spare -= num_staging * (per_staging - 1)
-    more_staging = min(spare // per_staging, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.stages_params else 0
+    more_staging = min(spare // per_staging, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.is_staged else 0
     num_of_experts = MIN_STAGING_BUFFERS if num_staging > MIN_STAGING_BUFFERS else 0
     per_buffer = 2 if request.halves_gradients else 1
     num_places = per_buffer * (num_arrival + spare - more_staging * per_staging)
@@ -219,6 +254,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         num_slots=num_slots,
         whole_bytes=request.whole_bytes,
         whole_device_bytes=request.whole_device_bytes,
+        unpacking_bytes=request.unpacking_bytes(per_staging * chunk_numel * MASTER_ITEMSIZE_BYTES),
     )
 
 
@@ -236,7 +272,7 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
         SizeClass.RESIDENT: len(sizes(SizeClass.RESIDENT)),
     }
     minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
-    minimum += request.whole_device_bytes
+    minimum += request.whole_device_bytes + request.unpacking_bytes(request.least_chunk_numel * MASTER_ITEMSIZE_BYTES)
     if minimum > request.gpu_memory_bytes:
         raise BudgetError(
             f"gpu_memory of {request.gpu_memory_bytes} bytes is smaller than two blocks of this model "
@@ -338,7 +374,7 @@ def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, in
     """The least number of buffers: staging, states, arriving gradients, recalled gradients."""
     num_lanes = 1 + any(block.size_class is SizeClass.EXPERT for block in request.blocks)
     return (
-        num_lanes * MIN_STAGING_BUFFERS if request.stages_params else 0,
+        num_lanes * MIN_STAGING_BUFFERS if request.is_staged else 0,
         NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk,
         _num_arrival_buffers(request, chunk_numel),
         NUM_RECALL_BUFFERS if request.hold_gradients else 0,

@@ -13,11 +13,16 @@ from typing import Any, Literal, TypeAlias, get_args
 QuantizeMethod: TypeAlias = Literal["auto", "none", "nf4", "fp4"]
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+LARGEST_BLOCK = BLOCK_SIZES[-1]
 SCALES_PER_SCALE = 256
 """Scales that share a scale of their own."""
 SCALE_ALIGN_BYTES = 64
-DECODED_BYTES_PER_S = 2e9
-"""Bytes of decoded float32 weights that one core of a CPU makes in a second."""
+DECODED_PER_S = 2e9
+"""Weights that a CPU decodes in a second: measured with two cores, which also copy and check what they read."""
+MOVED_BYTES_PER_DECODED = 15
+"""Bytes of device memory that torch's operations read and write for each weight that a device decodes."""
+DEVICE_MEMORY_BYTES_PER_S = 5e11
+"""For a device whose rate is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,7 @@ class Quantization:
 
 
 PACKED_METHODS = ("nf4", "fp4")
+FORM_OF_THE_CHECKPOINT = Quantization()
 
 
 def _choices(values: tuple[object, ...]) -> str:

@@ -11,6 +11,8 @@ from hf_lohan.planner.pool_plan import BlockShape, SizeClass
 
 PARAM = "param"
 """The kind of records that passes read. Updates read all kinds."""
+FETCHED_KINDS = (PARAM, "codes", "scales")
+"""The kinds that passes read where weights are packed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,10 @@ def step_traffic(
     for block in blocks:
         state_numel = sum(block.unit_numels)
         trained_bytes = state_numel * param_itemsize
-        kinds = {PARAM: (block.param_bytes, num_pass_reads(block) * block.param_bytes, trained_bytes)}
+        kinds = {
+            kind: (num_bytes, num_pass_reads(block) * num_bytes, trained_bytes if kind == PARAM else 0)
+            for kind, num_bytes in block.fetched_bytes.items()
+        }
         if state_numel:
             sizes = {kind: int(state_numel * itemsize) for kind, itemsize in state_itemsizes.items()}
             kinds |= {kind: (size, 0, size) for kind, size in sizes.items()}
@@ -72,7 +77,7 @@ def step_traffic(
                 num_bytes=num_bytes,
                 read_bytes_per_step=fetched_bytes + update_bytes,
                 update_read_bytes=update_bytes,
-                is_expert_weight=kind == PARAM and block.size_class is SizeClass.EXPERT,
+                is_expert_weight=kind in FETCHED_KINDS and block.size_class is SizeClass.EXPERT,
             )
             for kind, (num_bytes, fetched_bytes, update_bytes) in kinds.items()
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -46,7 +47,8 @@ def lay_out_generation(
     """
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
-    form = stored_form(model, working_dtype, config.moment_dtype)
+    make_form = partial(stored_form, model, working_dtype, config.moment_dtype, quantization=config.quantize)
+    form = make_form()
     num_choices = keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
     if config.experts == "streamed":
@@ -55,7 +57,7 @@ def lay_out_generation(
         is_few = num_choices is not None and 2 * num_choices <= num_experts
         is_streamed = config.experts == "auto" and is_few
     if is_streamed:
-        form = stored_form(model, working_dtype, config.moment_dtype, streams_experts=True)
+        form = make_form(streams_experts=True)
     blocks = form.model_blocks.blocks
     assert not any(block.state_numel for block in blocks), "freeze it first"
     shapes = [block.shape() for block in blocks]
@@ -74,6 +76,7 @@ def lay_out_generation(
             num_state_buffers_per_chunk=1,
             hold_gradients=False,
             stages_params=not memory_is_host,
+            stages_codes=config.quantize.packs,
             min_chunk_numel=_chunk_numel(blocks, config.cpu_memory),
         )
     )
@@ -82,7 +85,8 @@ def lay_out_generation(
     num_outer_slots = pools.num_slots[SizeClass.OUTER]
     traffic = token_traffic(shapes, slots, num_outer_slots=num_outer_slots, experts_share=share)
     record_bytes = config.cpu_memory - pools.cpu_pool_bytes if config.resident_records == "auto" else 0
-    cache = _expert_cache(traffic, record_bytes) if config.expert_cache != "off" else None
+    is_cached = config.expert_cache != "off" and not config.quantize.packs  # packed experts have copies as records
+    cache = _expert_cache(traffic, record_bytes) if is_cached else None
     return OffloadLayout(
         **vars(form),
         plan=pools,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -127,6 +127,11 @@ class OffloadLayout(StoredForm):
     @property
     def blocks(self) -> list[Block]:
         return self.model_blocks.blocks
+
+    @property
+    def packs(self) -> bool:
+        """Whether some weights are packed."""
+        return any(block.packed_slices for block in self.blocks)
 
     @property
     def num_parameters(self) -> int:
@@ -395,9 +400,11 @@ def lay_out(
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
-    form = stored_form(model, working_dtype, config.moment_dtype, rules)
+    refuse_packed_shards(config, ranks)
+    make_form = partial(stored_form, model, working_dtype, config.moment_dtype, rules, quantization=config.quantize)
+    form = make_form()
     if streams_experts(model, form, config, ranks):
-        form = stored_form(model, working_dtype, config.moment_dtype, rules, streams_experts=True)
+        form = make_form(streams_experts=True)
     shards = _shards_of(ranks)
     form = shards.cut(form)
     blocks = form.model_blocks.blocks
@@ -424,6 +431,7 @@ def lay_out(
         hold_gradients=hold_gradients or config.schedule == "serial",
         halves_gradients=not sums_gradients and all(master.working_dtype.itemsize == 2 for master in trained),
         stages_params=not memory_is_host,
+        stages_codes=any(block.packed_slices for block in blocks),
         min_chunk_numel=max(block.granule_numel for block in blocks),
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
@@ -452,6 +460,15 @@ def lay_out(
         open_ways=open_ways,
         weight_message_bytes=messages,
     )
+
+
+def refuse_packed_shards(config: OffloadConfig, ranks: Ranks) -> None:
+    """Raise ValueError if several ranks would share packed weights."""
+    if config.quantize.packs and ranks.num_ranks > 1:
+        raise ValueError(
+            f"quantize: {config.quantize.method} was asked for with {ranks.num_ranks} ranks, whose shards of a weight "
+            "cannot be packed yet; use one rank, or set quantize to none"
+        )
 
 
 def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:

@@ -4,6 +4,6 @@ A `PackedForm` says how one parameter is packed. A `Packer` packs its elements a
 range of whole blocks. Nothing here knows where the bytes lie.
 """
 
-from hf_lohan.quantize.four_bit import Packer, decode_, encode
+from hf_lohan.quantize.four_bit import PackedForm, Packer, decode_, join_scales, scale_values, unpack_, values_of
 
-__all__ = ["Packer", "decode_", "encode"]
+__all__ = ["PackedForm", "Packer", "decode_", "join_scales", "scale_values", "unpack_", "values_of"]

@@ -6,6 +6,7 @@ the upper half. With double quantization the scales, less their mean, are codes 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -85,18 +86,35 @@ def encode(values: Tensor, method: str, block: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def join_scales(codes: Tensor, outer: Tensor, offset: float, form: Quantization, numel: int) -> Tensor:
+    """The stored bytes of scales that are packed already: their 8-bit codes, the scales of those, and their mean."""
+    packed = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
+    floats = torch.cat([outer.reshape(-1), torch.tensor([offset], dtype=torch.float32)])
+    packed[: 4 * floats.numel()].copy_(floats.view(torch.uint8))
+    packed[4 * floats.numel() : 4 * floats.numel() + codes.numel()].copy_(codes.reshape(-1))
+    return packed
+
+
+@torch.no_grad()
 def pack_scales(scales: Tensor, form: Quantization, numel: int) -> Tensor:
     """The stored bytes of all scales of a weight of ``numel`` elements."""
     packed = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
     if not form.double:
         packed[: 4 * scales.numel()].copy_(scales.view(torch.uint8))
         return packed
-    offset = scales.mean()
+    offset = _mean_of_one_thread(scales)
     codes, outer = _encode_scales(scales - offset)
-    floats = torch.cat([outer, offset.view(1)])
-    packed[: 4 * floats.numel()].copy_(floats.view(torch.uint8))
-    packed[4 * floats.numel() : 4 * floats.numel() + codes.numel()].copy_(codes)
-    return packed
+    return join_scales(codes, outer, offset.item(), form, numel)
+
+
+def _mean_of_one_thread(values: Tensor) -> Tensor:
+    """The mean with the bits of one thread, because a store may be loaded again with another number of threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return values.mean()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,11 +184,61 @@ def _decode_part(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization)
     values = out if is_direct else torch.empty(2 * codes.numel(), dtype=torch.float32, device=out.device)
     torch.index_select(_pairs(form.method, out.device), 0, codes.to(torch.int32), out=values.view(torch.float64))
     num_full = full // form.block
-    values[:full].view(-1, form.block).mul_(scales[:num_full].view(-1, 1))
+    torch.mul(values[:full].view(-1, form.block), scales[:num_full].view(-1, 1), out=out[:full].view(-1, form.block))
     if full < numel:
-        values[full:numel].mul_(scales[num_full])
-    if not is_direct:
-        out.copy_(values[:numel])
+        torch.mul(values[full:numel], scales[num_full], out=out[full:])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """How a parameter is packed: each expert, or the whole parameter, by itself."""
+
+    quantization: Quantization
+    unit_numel: int
+    """Elements of an expert, or of the whole parameter."""
+    transposed_width: int = 0
+    """If the parameter is packed transposed, as bitsandbytes does with `Conv1D`: the width of the transposed matrix."""
+
+    @property
+    def unit_scales_bytes(self) -> int:
+        return self.quantization.scales_bytes(self.unit_numel)
+
+    def scales_bytes(self, numel: int) -> int:
+        """Bytes of the scales of ``numel`` elements, which are whole units."""
+        return numel // self.unit_numel * self.unit_scales_bytes
+
+
+@torch.no_grad()
+def unpack_(out: Tensor, codes: Tensor, scales: Tensor, form: PackedForm, first: int, last: int) -> None:
+    """Decode the elements [first, last) of a flat parameter, or of whole units of one, into ``out``.
+
+    ``codes`` begins at ``first``, where a block begins; ``scales`` are those of all units. ``out`` is
+    [last - first], or all elements if the form is transposed.
+    """
+    numel = form.unit_numel
+    for unit in range(first // numel, -(-last // numel)):
+        low, high = max(first, unit * numel), min(last, (unit + 1) * numel)
+        of_unit = scales[unit * form.unit_scales_bytes : (unit + 1) * form.unit_scales_bytes]
+        of_part = codes[(low - first) // 2 : -(-(high - first) // 2)]
+        is_direct = not form.transposed_width
+        part = out[low - first : high - first] if is_direct else out.new_empty(high - low)
+        decode_(part, of_part, of_unit, form.quantization, numel, low - unit * numel)
+        if not is_direct:
+            _put_transposed_(out, part, low, form.transposed_width)
+
+
+def _put_transposed_(out: Tensor, values: Tensor, first: int, width: int) -> None:
+    """Put the elements from ``first`` on of the transposed matrix in their places in the flat matrix ``out``."""
+    rows = out.view(width, -1).t()
+    while values.numel():
+        row, column = divmod(first, width)
+        if column or values.numel() < width:
+            taken = min(width - column, values.numel())
+            rows[row, column : column + taken].copy_(values[:taken])
+        else:
+            taken = values.numel() - values.numel() % width
+            rows[row : row + taken // width].copy_(values[:taken].view(-1, width))
+        first, values = first + taken, values[taken:]
 
 
 class Packer:

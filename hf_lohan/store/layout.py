@@ -22,7 +22,7 @@ _STATE_KINDS = (
     *("exp_avg", "exp_avg_sq", "moment_scales"),
     *("momentum_buffer", "square_avg", "grad_avg", "sum", "variance"),
 )
-KINDS = ("param", "master_residual", *_STATE_KINDS, "gradient", "activation")
+KINDS = ("param", "codes", "scales", "master_residual", *_STATE_KINDS, "gradient", "activation")
 DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
 """Kinds whose elements each serve several parameters. Their granules are smaller by this factor, so that granules of

@@ -36,6 +36,13 @@ class ModelIdentity:
     """For messages, and for readers without the config; the fingerprint covers it."""
     optimizer: str = "AdamW(exp_avg, exp_avg_sq)"
     """The update rules and their records, joined by " + ". For messages, like the dtype."""
+    quantize: str = "none"
+    """How frozen weights are packed. For messages, like the dtype."""
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON types. A store without packed weights does not name them, as in older versions."""
+        fields = asdict(self)
+        return fields if self.quantize != "none" else {key: fields[key] for key in fields if key != "quantize"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Manifest:
                 "format_version": MANIFEST_VERSION,
                 "store_id": self.store_id,
                 "created": self.created,
-                "model": asdict(self.model),
+                "model": self.model.to_json(),
                 "num_homes": self.num_homes,
                 "path_index": self.path_index,
                 "rank": list(self.rank or (0, 1)),
@@ -132,6 +139,12 @@ class Manifest:
                     f"{directory} holds a store with the states of {self.model.optimizer}, this run has "
                     f"{model.optimizer}; set that optimizer to go on from there, choose another directory, or delete "
                     "this one if its state is no longer needed"
+                )
+            if is_alike and model.quantize != self.model.quantize:
+                raise ForeignStoreError(
+                    f"{directory} holds a store with quantize: {self.model.quantize}, this run has {model.quantize}; "
+                    "set it to that to go on from there, choose another directory, or delete this one if its state is "
+                    "no longer needed"
                 )
             if is_alike and ours != theirs:
                 raise ForeignStoreError(

@@ -109,6 +109,8 @@ class AsyncDevice(CpuDevice):
         self._compute_time = 0
         self._busy_until: dict[int, int] = {}
         self._written_until: dict[int, int] = {}
+        self._read_in_lane: set[int] = set()
+        """Memory that work in a lane reads, so that a later copy in that lane may be enqueued before it is read."""
         self.host_knows = 0
         self.wait_sites: set[WaitSite] = set()
         self.num_races = 0
@@ -123,7 +125,8 @@ class AsyncDevice(CpuDevice):
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         on_device = dst if lane is Lane.H2D else src
         host_knew = self.host_knows
-        _poison(dst)
+        if dst.untyped_storage().data_ptr() not in self._read_in_lane:
+            _poison(dst)
         delay_s = self._random.uniform(0, self._max_delay_s)
 
         def run() -> None:
@@ -138,6 +141,20 @@ class AsyncDevice(CpuDevice):
                 dst.copy_(src)
 
         self._lanes[lane].queue.put(run)
+
+    def run(self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor]) -> None:
+        self._read_in_lane.update(tensor.untyped_storage().data_ptr() for tensor in reads)
+        host_knew = self.host_knows
+
+        def run_late() -> None:
+            busy_until = self._busy_until.get(fills.untyped_storage().data_ptr(), 0)
+            if busy_until > max(self._lanes[lane].knows, host_knew):
+                self.num_races += 1
+                _poison(fills)
+            else:
+                work()
+
+        self._lanes[lane].queue.put(run_late)
 
     def fetch(self, dst: Tensor, src: Tensor) -> Event:
         self._compute_time += 1

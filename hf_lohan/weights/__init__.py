@@ -15,11 +15,12 @@ from hf_lohan.weights.peer_weights import PeerWeightCache, RamPeerWeights, SsdPe
 from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.shared_source import SharedWeights
 from hf_lohan.weights.slot_ring import Slot, SlotRing
-from hf_lohan.weights.source import LocalWeights, RecordReader
+from hf_lohan.weights.source import Decoder, LocalWeights, RecordReader
 
 __all__ = [
     "BlockLoader",
     "BlocksInUse",
+    "Decoder",
     "JointSource",
     "LayerLoader",
     "LoadSchedule",

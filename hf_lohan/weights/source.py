@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.model import Block, ranges
+from hf_lohan.planner.record_traffic import PARAM
+from hf_lohan.quantize import unpack_
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener
@@ -51,6 +55,39 @@ class _SliceRead:
     """None if the read goes straight into the slot."""
     start: int
     stop: int
+    kind: str = PARAM
+    """Of the record. For codes and scales the elements are bytes."""
+
+
+class Decoder:
+    """Decodes packed weights into slots, in the order of the H2D lane. One loader uses it, block by block."""
+
+    def __init__(self, device: Device, blocks: Sequence[Block], codes_bytes: int) -> None:
+        """``blocks`` are those with packed weights. Codes come in at most ``codes_bytes`` at a time."""
+        self._device = device
+        self._scales = device.empty(max(block.scales_bytes for block in blocks))
+        self._codes = None if device.memory_is_host else device.empty(codes_bytes)
+
+    def take_scales(self, start: int, scales: Tensor) -> None:
+        """Enqueue a copy of a block's scales from byte ``start`` on. Its codes come next."""
+        self._device.copy(Lane.H2D, self._scales[start : start + scales.numel()], scales)
+
+    def decode(self, block: Block, slot: Slot, start: int, codes: Tensor) -> None:
+        """Enqueue the decoding of a block's codes from byte ``start`` on into the slot."""
+        if self._codes is not None:
+            self._device.copy(Lane.H2D, self._codes[: codes.numel()], codes)
+            codes = self._codes[: codes.numel()]
+        begin, end = (block.packed_start + 2 * byte for byte in (start, start + codes.numel()))
+        for part in block.packed_slices:
+            low, high = max(begin, part.start), min(end, part.stop)
+            if low < high:
+                assert part.packed is not None
+                of_part = codes[(low - begin) // 2 : -(-(high - begin) // 2)]
+                scales = self._scales[part.scales_start : part.scales_start + part.packed.scales_bytes(part.numel)]
+                whole = bool(part.packed.transposed_width)
+                out = slot.weights[part.start : part.stop] if whole else slot.weights[low:high]
+                work = partial(unpack_, out, of_part, scales, part.packed, low - part.start, high - part.start)
+                self._device.run(Lane.H2D, work, fills=out, reads=(of_part, scales))
 
 
 class LocalWeights:
@@ -67,9 +104,11 @@ class LocalWeights:
         store: RecordReader,
         staging: BufferPool,
         deliver: Callable[[Block, Tensor, Event | None], Delivery],
+        decoder: Decoder | None = None,
     ) -> None:
         """``deliver(block, weights, free)`` has updates put their part of the block into ``weights``, not before
-        ``free``."""
+        ``free``. ``decoder`` is for blocks with packed weights."""
+        self._decoder = decoder
         self._device = device
         self._store = store
         self._staging = staging
@@ -107,6 +146,7 @@ class LocalWeights:
     def read_through(self, block: Block, slot: Slot, memory: Tensor) -> None:
         """The second half if nothing is delivered: read the whole block into page-aligned ``memory`` [block.numel], and
         copy it from there. After an error, no read writes to ``memory`` any more, but copies may still read it."""
+        assert not block.packed_slices, "packed weights are decoded on their way"
         reads: list[tuple[RecordRead, int, int]] = []
         try:
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
@@ -121,6 +161,16 @@ class LocalWeights:
                 with contextlib.suppress(Exception):
                     read.wait_for_bytes()
             raise
+
+    def _parts_of(self, block: Block, delivery: Delivery) -> Iterator[tuple[str, int, int]]:
+        """(kind, start, stop) of what to read: scales before the codes that they belong to."""
+        for start, stop in delivery.ranges_to_read():
+            for first, last in self._cut(block, start, min(stop, block.stored_numel)):
+                yield PARAM, first, last
+        if block.packed_slices:
+            for kind, num_bytes in (("scales", block.scales_bytes), ("codes", block.codes_bytes)):
+                for first, last in ranges(num_bytes, self._staging.buffer_bytes):
+                    yield kind, first, last
 
     def _cut(self, block: Block, start: int, stop: int) -> Iterator[tuple[int, int]]:
         chunk_numel = self._staging.buffer_bytes // block.master.working_dtype.itemsize
@@ -140,32 +190,46 @@ class LocalWeights:
             end(error)
 
         load = _Load(block, slot, end_safely)
-        parts = [part for whole in delivery.ranges_to_read() for part in self._cut(block, *whole)]
         try:
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
-                for start, stop in parts:
+                for kind, start, stop in self._parts_of(block, delivery):
                     if load.error is not None:
                         break
-                    self._order_part(load, start, stop)
+                    self._order_part(load, kind, start, stop)
         except BaseException as error:
             load.error = load.error or error
         load.is_whole = True
         load.end_if_done()
         return load
 
-    def _order_part(self, load: _Load, start: int, stop: int) -> None:
-        view, buffer = load.slot.weights[start:stop], None
-        if not self._device.memory_is_host:
+    def _order_part(self, load: _Load, kind: str, start: int, stop: int) -> None:
+        buffer = None
+        if kind != PARAM or not self._device.memory_is_host:
             buffer = self._free_buffer()
-            view = buffer.view(load.block.master.working_dtype, stop - start)
+            view = buffer.view(load.block.master.working_dtype if kind == PARAM else torch.uint8, stop - start)
+        else:
+            view = load.slot.weights[start:stop]
         try:
-            read = self._store.read(load.block.name, "param", start, view, is_urgent=True)
+            read = self._store.read(load.block.name, kind, start, view, is_urgent=True)
         except BaseException:
             if buffer is not None:
                 buffer.release()
             raise
         load.num_reading += 1
-        self._reading.append(_SliceRead(load, read, buffer, start, stop))
+        self._reading.append(_SliceRead(load, read, buffer, start, stop, kind))
+
+    def _pass_on(self, part: _SliceRead, buffer: Buffer) -> None:
+        """Enqueue the copy or the decoding of what was read into a buffer."""
+        block, slot, numel = part.load.block, part.load.slot, part.stop - part.start
+        if part.kind == PARAM:
+            content = buffer.view(block.master.working_dtype, numel)
+            self._device.copy(Lane.H2D, slot.weights[part.start : part.stop], content)
+            return
+        assert self._decoder is not None, f"{block} has packed weights"
+        if part.kind == "scales":
+            self._decoder.take_scales(part.start, buffer.view(torch.uint8, numel))
+        else:
+            self._decoder.decode(block, slot, part.start, buffer.view(torch.uint8, numel))
 
     def _free_buffer(self) -> Buffer:
         while self._staging.num_free == 0:
@@ -185,9 +249,7 @@ class LocalWeights:
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=load.block.name):
                 part.read.wait_for_bytes() if load.error is not None else part.read.wait()
             if buffer is not None and load.error is None:
-                part_of_slot = load.slot.weights[part.start : part.stop]
-                dtype = load.block.master.working_dtype
-                self._device.copy(Lane.H2D, part_of_slot, buffer.view(dtype, part.stop - part.start))
+                self._pass_on(part, buffer)
                 self._copying.append((self._device.record(Lane.H2D), buffer))
                 buffer = None
         except BaseException as error:

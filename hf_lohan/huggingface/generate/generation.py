@@ -22,6 +22,7 @@ from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
 from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
+from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint
 from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
 from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
 from hf_lohan.huggingface.ranks import refuse_generation_of_ranks
@@ -85,9 +86,12 @@ def load_for_generation(
     )
     model_config = read_model_config(path)
     model_class = model_class or model_class_of(model_config)
+    packed = packed_checkpoint(path, model_config)
     quantized = quantized_checkpoint(path, model_config)
     model_config = model_config if quantized is None else quantized.model_config
     wanted_dtype = load_dtype(path, model_config, dtype)
+    if packed is not None:
+        config = packed.settings(config, wanted_dtype)
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, wanted_dtype).requires_grad_(False)
     if not skeleton.can_generate():
@@ -114,9 +118,9 @@ def load_for_generation(
             if (Path(path) / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
-            access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
+            access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
             names = {name: name for name, _ in skeleton.named_parameters()}
-            model = stream_model(path, model_class, model_config, wanted_dtype, access, names, quantized)
+            model = stream_model(path, model_class, model_config, wanted_dtype, access, names, quantized, packed=packed)
             model.requires_grad_(False)
             store_the_rest(model, access, names)
             layout = lay_out_for_this(model)

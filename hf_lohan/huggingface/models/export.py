@@ -28,6 +28,7 @@ from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from
 from hf_lohan.huggingface.ranks import refuse_stores_of_ranks
 from hf_lohan.model import StoredForm, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
+from hf_lohan.planner import Quantization
 from hf_lohan.store import Store
 from hf_lohan.store.rank_folders import ranks_under
 from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, UpToDateRecords
@@ -100,14 +101,17 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
     dtypes = {record.dtype for record in store.records if record.kind == "param"}
     # If the model has several dtypes, the description has the dtype of each parameter.
     working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
+    facts = _read_facts(folder)
+    quantization = Quantization.parse(facts["quantize"]) if "quantize" in facts else None
     # The run's budgets decided whether each expert is a block.
     for streams_experts in (False, True):
         form = stored_form(
             model,
             working_dtype,
             _moment_dtype(store),
-            partial(_rules, _read_facts(folder)),
+            partial(_rules, facts),
             streams_experts=streams_experts,
+            quantization=quantization,
         )
         if form.identity.fingerprint == store.model.fingerprint:
             break

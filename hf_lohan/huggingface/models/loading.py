@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from hf_lohan.huggingface.attachment import (
     settings_given,
 )
 from hf_lohan.huggingface.models.adapters import adapted, adapted_skeleton, check_peft_config
+from hf_lohan.huggingface.models.packed_checkpoints import PackedCheckpoint, packed_checkpoint, quantized_as_asked
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     QuantizedCheckpoint,
     check_dequantizes,
@@ -64,6 +65,7 @@ class WeightSink:
         ``of_any_dtype`` each weight must have its working dtype."""
         self.most_bytes = min(access.piece_bytes, _MOST_ROWS_BYTES)
         self.written: set[str] = set()
+        self._stored_packed: set[str] = set()
         self._access = access
         self._names = names or {}
         self._of_any_dtype = of_any_dtype
@@ -72,6 +74,9 @@ class WeightSink:
         """Write a weight. Returns False if the store has no weight of this name. Raises ValueError for a wrong shape or
         dtype."""
         name = self._names.get(name, name)
+        if name in self._stored_packed:
+            self._count(name, weight)
+            return True
         if name not in self._access.parts:
             return False  # an alias of a tied weight, which is stored under its first name
         self._check_dtype(name, weight)
@@ -83,12 +88,34 @@ class WeightSink:
         """Write rows of a weight, starting at row ``first``. Returns False if the store has no weight of this name and
         shape."""
         name = self._names.get(name, name)
+        if name in self._stored_packed:
+            self._count(name, rows)
+            return True
         if name not in self._access.parts or self._access.parts[name][0][1].shape != shape:
+            return False
+        if not self._access.takes_rows(name):
             return False
         self._check_dtype(name, rows)
         self._access.write_elements(name, first * shape[1:].numel(), rows)
         self._count(name, rows)
         return True
+
+    def store_packed(self, name: str, codes: Tensor, scales: Tensor, shape: Sequence[int]) -> torch.Size:
+        """Write a weight that is packed in the checkpoint, of this shape there. What comes of it later is not written.
+        Returns its shape in the model. Raises ValueError if the store does not pack it."""
+        stored = self._names.get(name, name)
+        part = self._access.parts[stored][0][1] if stored in self._access.parts else None
+        if part is None or part.packed is None:
+            raise ValueError(
+                f"{name} is packed in the checkpoint, and hf_lohan packs only matrices in the layers of the model, but "
+                "no routers; use the checkpoint from before it was packed, with quantize: nf4"
+            )
+        expected = tuple(reversed(part.shape)) if part.packed.transposed_width else tuple(part.shape)
+        if tuple(shape) != expected:
+            raise ValueError(f"{name} is packed with the shape {tuple(shape)}, and the model expects {expected}")
+        self._access.write_packed(stored, codes, scales)
+        self._stored_packed.add(stored)
+        return part.shape
 
     def _count(self, name: str, weight: Tensor) -> None:
         self.written.add(name)
@@ -120,6 +147,7 @@ def from_pretrained(
     is_trained: bool = True,
     optimizer: Any = None,
     peft_config: Any = None,
+    quantization_config: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model for training, and stream its weights to the store.
@@ -141,6 +169,7 @@ def from_pretrained(
         optimizer: a class of `torch.optim`, or (class, keyword arguments). The store has its states. The default is the
             configured optimizer, or AdamW.
         peft_config: a configuration of PEFT. With it this returns a `PeftModel`, and its base is streamed too.
+        quantization_config: a `BitsAndBytesConfig` with ``load_in_4bit=True``, which means the setting `quantize`.
         kwargs: passed to the model class's `from_pretrained`.
 
     Raises ValueError, before weights are read, for unknown keys, for budgets or capacities that are too small, for
@@ -160,13 +189,18 @@ def from_pretrained(
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
     model_class = model_class or model_class_of(model_config)
+    packed = packed_checkpoint(path, model_config)
     quantized = quantized_checkpoint(path, model_config)
     if quantized is not None:
         model_config = quantized.model_config
-        check_dequantizes(kwargs.pop("quantization_config", None))
+        check_dequantizes(quantization_config)
+        quantization_config = None
     was_float16 = dtype == "auto" and _has_float16(model_config)  # before the skeleton changes the config
     loaded_dtype = load_dtype(path, model_config, dtype)
     working_dtype = torch.bfloat16 if bf16 else None
+    config = quantized_as_asked(config, quantization_config, working_dtype or loaded_dtype)
+    if packed is not None:
+        config = packed.settings(config, working_dtype or loaded_dtype)
 
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, loaded_dtype)
@@ -193,11 +227,11 @@ def from_pretrained(
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
+        access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
         if quantized is not None and bf16 and dtype == "auto":
             loaded_dtype = torch.float32  # the masters are the products of codes and scales, before they are rounded
         model = stream_model(
-            path, model_class, model_config, loaded_dtype, access, names, quantized, casts=bf16, **kwargs
+            path, model_class, model_config, loaded_dtype, access, names, quantized, casts=bf16, packed=packed, **kwargs
         )
         if not is_trained:
             model.requires_grad_(False)
@@ -227,12 +261,17 @@ def stream_model(
     quantized: QuantizedCheckpoint | None = None,
     *,
     casts: bool = False,
+    packed: PackedCheckpoint | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a checkpoint's model on meta, and store its weights under ``names``. A ``quantized`` checkpoint is decoded.
     With ``casts`` the checkpoint's dtypes may differ from the store's."""
     sink = WeightSink(access, names, of_any_dtype=casts)
-    decoded = contextlib.nullcontext() if quantized is None else tensors_replaced(quantized.replace_encoded)
+    decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if quantized is not None:
+        decoded = tensors_replaced(quantized.replace_encoded)
+    elif packed is not None:
+        decoded = tensors_replaced(partial(packed.store_packed, sink.store_packed))
     with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink) as unused, decoded:
         model = model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
     if unused:

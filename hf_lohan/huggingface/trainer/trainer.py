@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -199,6 +200,10 @@ def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], name
     return by_name(trainer_class.__name__, names, given, named)
 
 
+_LOADING_ARGUMENTS = ("peft_config", "quantization_config")
+"""Arguments of `from_pretrained` that a Trainer takes, unless it is TRL's and takes them itself."""
+
+
 class OffloadTrainerMixin(
     TrlModelsMixin, ChunkedSmoothingMixin, CompleteCheckpointsMixin, StoreOptimizerMixin, RankTrainerMixin
 ):
@@ -209,8 +214,9 @@ class OffloadTrainerMixin(
             `OffloadConfig`. "auto" is the stock Trainer for a run that fits the device, and "lohan" for any other. The
             default is `args.offload` of `LohanArguments`, or LOHAN_OFFLOAD in the environment, or None.
 
-    With offload, `model` may be the path of a checkpoint, which is streamed to the store. Raises ValueError for
-    arguments that offloading does not support exactly.
+    With offload, `model` may be the path of a checkpoint, which is streamed to the store; then `peft_config` and
+    `quantization_config` mean the same as for `hf_lohan.from_pretrained`. Raises ValueError for arguments that
+    offloading does not support exactly.
     """
 
     default_offload: ClassVar[Any] = None
@@ -218,8 +224,12 @@ class OffloadTrainerMixin(
     _is_initialized = False
     _is_in_memory = False
     """Whether `offload="auto"` chose the stock Trainer."""
+    _loading: Mapping[str, Any] = MappingProxyType({})
+    """Arguments for loading the model, by name."""
 
     def __init__(self, model: Any = None, *rest: Any, offload: Any = NOT_GIVEN, **kwargs: Any) -> None:
+        if not (self._is_initialized or self._makes_models):
+            self._loading = {name: kwargs.pop(name) for name in _LOADING_ARGUMENTS if name in kwargs}
         if self._is_initialized or not self._initialize_offload((model, *rest), kwargs, offload):
             if self._is_in_memory and isinstance(model, str | Path) and not self._makes_models:
                 args = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs).get("args")
@@ -247,6 +257,11 @@ class OffloadTrainerMixin(
         check_given_model(
             model, is_offloaded=offload is not None or self._is_in_memory, makes_models=self._makes_models
         )
+        if self._loading and not (offload is not None and isinstance(model, str | Path)):
+            raise ValueError(
+                f"{next(iter(self._loading))} is for the path of a checkpoint that offload streams; pass such a path "
+                "and offload, or a model that has its adapters"
+            )
         if offload is not None or has_engine:
             keep_from_others()
             self._offload_config = settings_given(offload)
@@ -280,7 +295,7 @@ class OffloadTrainerMixin(
         use_one_gpu(args)
         with self._replacing_models(settings):
             if isinstance(model, Path | str) and not self._makes_models:
-                settings["model"] = self._stream_model(model, args)
+                settings["model"] = self._stream_model(model, args, **self._loading)
             make(**settings)
         self._replace_jit_checkpoints()
 

@@ -236,14 +236,15 @@ def _has_adapters(settings: Mapping[str, Any]) -> bool:
 
 def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for the model that TRL would load. TRL's default dtype is float32."""
-    rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype")}
+    own = {name: value for name, value in kwargs.items() if name == "quantization_config"}
+    rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype", *own)}
     dtype = kwargs.get("dtype", torch.float32)
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **rest)
     if kwargs.get("trust_remote_code"):
         rest["trust_remote_code"] = True
     if architecture is None:
         architecture = model_class_of(config)
-    return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **rest}
+    return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **own, **rest}
 
 
 def _skeleton(path: str, loading: Mapping[str, Any]) -> Any:

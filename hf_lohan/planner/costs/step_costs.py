@@ -24,7 +24,8 @@ from hf_lohan.planner.costs.expert_costs import ExpertCosts
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import ClipMode, Lanes, RankPrediction, StepPrediction, TrainingSetup
-from hf_lohan.planner.record_traffic import PARAM
+from hf_lohan.planner.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER_S, MOVED_BYTES_PER_DECODED
+from hf_lohan.planner.record_traffic import FETCHED_KINDS, PARAM
 
 Values: TypeAlias = npt.NDArray[np.float64]
 """One number, or one for each candidate. They broadcast."""
@@ -160,6 +161,7 @@ class StepCosts:
         # Where the device's memory is the host's, what is read is where it is wanted.
         self._is_copied = not hardware.device.shares_cpu
         self._copied_param_bytes = model.dense_param_bytes if self._is_copied else 0
+        self._codes_bytes, self._codes_share = model.codes_bytes, model.codes_share_of_experts
         num_updated = model.num_trainable_params - self._experts.updates_left_out
         trainable_bytes = num_updated * model.param_itemsize
         state_bytes = num_updated * setup.state_bytes_per_param
@@ -172,7 +174,7 @@ class StepCosts:
         self._num_updated_params: float = model.num_trainable_params  # one that waits is made up for later
         self._spilled_gradient_bytes = setup.spilled_gradient_bytes
         resident = setup.resident_records
-        self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
+        self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind in FETCHED_KINDS)
         self._resident_param_bytes -= self._experts.resident_bytes
         self._resident_update_read_bytes: float = sum(
             record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
@@ -376,11 +378,22 @@ class StepCosts:
         )
         return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
 
+    def _decoding(self, skipped_bytes: float, expert_bytes: Values | float) -> tuple[Values | float, Values | float]:
+        """(seconds of compute, bytes of the link that take as long) for decoding what a pass loads. ``skipped_bytes``
+        of weights are in slots already. A device decodes between its copies."""
+        share = self._codes_bytes / self._param_bytes if self._param_bytes else 0.0
+        codes_bytes = max(0.0, self._codes_bytes - share * skipped_bytes) + self._codes_share * expert_bytes
+        if not self._is_copied:
+            return 2 * codes_bytes / DECODED_PER_S, 0.0
+        rate = (self._hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S) / MOVED_BYTES_PER_DECODED
+        return 0.0, 2 * codes_bytes / rate * self._hardware.h2d_bytes_per_s
+
     def _forward(self, choice: Choice) -> ResourceUse:
         experts = self._experts
+        decoding_s, decoding_bytes = self._decoding(0, experts.forward_bytes)
         return _load(
-            compute_s=self._forward_s,
-            h2d_bytes=self._copied_param_bytes + self._is_copied * experts.forward_bytes,
+            compute_s=self._forward_s + decoding_s,
+            h2d_bytes=self._copied_param_bytes + self._is_copied * experts.forward_bytes + decoding_bytes,
             d2h_bytes=choice.swapped_bytes,
             ssd_read_bytes=self._forward_read_bytes()
             + experts.from_ssd * experts.forward_bytes
@@ -396,9 +409,10 @@ class StepCosts:
         expert_bytes = self._experts.backward_bytes + choice.reloaded_bytes
         copied_bytes = max(0, self._copied_param_bytes - turnaround_bytes) + self._is_copied * expert_bytes
         read_bytes = self._backward_read_bytes() + self._experts.from_ssd * expert_bytes
+        decoding_s, decoding_bytes = self._decoding(turnaround_bytes, expert_bytes)
         return _load(
-            compute_s=self._backward_s + choice.recompute_s,
-            h2d_bytes=copied_bytes + choice.swapped_bytes,
+            compute_s=self._backward_s + choice.recompute_s + decoding_s,
+            h2d_bytes=copied_bytes + choice.swapped_bytes + decoding_bytes,
             d2h_bytes=self._gradient_bytes,
             ssd_read_bytes=read_bytes + self._num_local * choice.spilled_bytes + brought_back,
             ssd_write_bytes=self._spilled_gradient_bytes,

@@ -186,3 +186,20 @@ def test_a_model_that_reads_images_learns_as_in_memory(tmp_path: Path) -> None:
     )
     trl_runs.assert_same(ours, stock)
     assert any(".vision_tower." in name for name in ours.weights)
+
+
+def test_a_quantization_config_packs_the_base(tmp_path: Path) -> None:
+    checkpoint = str(trl_runs.save_checkpoint(tmp_path / "model", hidden_size=64))
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    runs = []
+    for name, asked, setting in (("setting", None, "nf4"), ("argument", config, "auto")):
+        given = {"model": checkpoint, "train_dataset": texts(), "peft_config": trl_runs.lora()}
+        offload = {**trl_runs.BUDGETS, "quantize": setting}
+        args = arguments("SFT", tmp_path / name, max_steps=2)
+        runs.append(trl_runs.run("SFT", args, offload=offload, quantization_config=asked, **given))
+        kinds = {record.kind for record in runs[-1].trainer.offload_engine.layout.records}
+        assert {"codes", "scales"} <= kinds
+        trl_runs.close(runs[-1])
+    assert [row.get("loss") for row in runs[0].logs] == [row.get("loss") for row in runs[1].logs]

@@ -1,0 +1,211 @@
+"""What `BitsAndBytesConfig` means for weights in a store, and checkpoints that bitsandbytes packed in 4 bits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
+from hf_lohan.model import dtype_name
+from hf_lohan.planner import Quantization
+from hf_lohan.planner.quantization import PACKED_METHODS, SCALES_PER_SCALE
+from hf_lohan.quantize import join_scales, scale_values, values_of
+
+_STATE = "quant_state.bitsandbytes__"
+
+_FUSED_EXPERTS = "experts"
+"""The end of the names of fused experts, which bitsandbytes does not quantize."""
+
+
+def quantized_as_asked(config: OffloadConfig, asked: Any, compute_dtype: torch.dtype) -> OffloadConfig:
+    """The settings with `quantize` as a ``quantization_config`` asks; unchanged if it is None.
+
+    ``compute_dtype``: the dtype in which the model computes. Raises ValueError for a field that cannot be honoured, and
+    if the settings ask for another form.
+    """
+    if asked is None:
+        return config
+    quantization = _quantization_of(asked, compute_dtype)
+    said = config.quantize
+    if said.method != "auto" and replace(said, skip=()) != replace(quantization, skip=()):
+        raise ValueError(
+            f"quantization_config asks for {replace(quantization, skip=()).to_setting()}, and the offload settings for "
+            f"quantize: {said.to_setting()}; give only one of them"
+        )
+    return config if said.method != "auto" else replace(config, quantize=quantization)
+
+
+def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
+    from transformers import BitsAndBytesConfig
+
+    if isinstance(asked, Mapping):
+        method = asked.get("quant_method", "bitsandbytes")
+        asked = BitsAndBytesConfig.from_dict(dict(asked)) if method == "bitsandbytes" else asked
+    if not isinstance(asked, BitsAndBytesConfig):
+        raise ValueError(
+            f"quantization_config={type(asked).__name__} is not honoured under offload; give a BitsAndBytesConfig with "
+            "load_in_4bit=True, or set quantize in the offload settings"
+        )
+    if not asked.load_in_4bit:
+        field = f"load_in_8bit={asked.load_in_8bit}"
+        raise ValueError(
+            f"quantization_config: {field} is not honoured under offload; set load_in_4bit=True, or leave "
+            "quantization_config out"
+        )
+    if asked.llm_int8_enable_fp32_cpu_offload:
+        raise ValueError(
+            "quantization_config: llm_int8_enable_fp32_cpu_offload=True places weights on the CPU, where hf_lohan has "
+            "them already; leave it out"
+        )
+    # float32 is bitsandbytes' default, and stands for the dtype of the inputs.
+    if asked.bnb_4bit_compute_dtype not in (torch.float32, compute_dtype):
+        raise ValueError(
+            f"quantization_config: bnb_4bit_compute_dtype={asked.bnb_4bit_compute_dtype} differs from the dtype of the "
+            f"model, {compute_dtype}, in which decoded weights compute; give both the same dtype"
+        )
+    skip = tuple(asked.llm_int8_skip_modules or ())
+    return Quantization(
+        method=asked.bnb_4bit_quant_type,
+        double=asked.bnb_4bit_use_double_quant,
+        skip=tuple(dict.fromkeys((*skip, _FUSED_EXPERTS))),
+    )
+
+
+class PackedCheckpoint:
+    """A checkpoint whose weights bitsandbytes packed in 4 bits. They go to the store as they are."""
+
+    def __init__(self, path: str | Path, method: str, names: Mapping[str, bool]) -> None:
+        """``names`` says of each weight of the checkpoint whether it is packed."""
+        self._path = path
+        self._names = names
+        self._dtype = torch.float32
+        self._form = self._form_of(next(name for name, is_packed in names.items() if is_packed), method)
+
+    def settings(self, config: OffloadConfig, dtype: torch.dtype) -> OffloadConfig:
+        """Return the settings with `quantize` as the checkpoint has it. Raises ValueError if they ask for another form.
+        The model computes in ``dtype``."""
+        self._dtype = dtype
+        said = config.quantize
+        if said.method != "auto" and replace(said, skip=()) != self._form:
+            raise ValueError(
+                f"{str(self._path)!r} is packed as {self._form.to_setting()}, and quantize: {said.to_setting()} was "
+                "asked for; leave quantize out, or use the checkpoint from before it was packed"
+            )
+        dense = tuple(name.removesuffix(".weight") for name, is_packed in self._names.items() if not is_packed)
+        return replace(config, quantize=replace(self._form, skip=(*dense, _FUSED_EXPERTS)))
+
+    def store_packed(self, store: Callable[..., torch.Size], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Give packed weights to ``store``. Returns ``tensors`` with zeros without memory in their places."""
+        found = {name: source for name, source in tensors.items() if _weight_of(name) not in self._packed_names}
+        for name in self._packed_names:
+            parts = {key.removeprefix(f"{name}."): source for key, source in tensors.items() if _weight_of(key) == name}
+            state, scales = self._scales_of(name, parts)
+            codes = tensors[name][...].reshape(-1).view(torch.uint8)
+            numel = math.prod(state["shape"])
+            if codes.numel() != self._form.codes_bytes(numel):
+                raise ValueError(
+                    f"{name} of {str(self._path)!r} has {codes.numel()} bytes of codes for {numel} weights"
+                )
+            shape = store(name, codes, scales, state["shape"])
+            found[name] = torch.zeros((), dtype=self._dtype).expand(shape)
+        return found
+
+    @property
+    def _packed_names(self) -> set[str]:
+        return {name for name, is_packed in self._names.items() if is_packed}
+
+    def _form_of(self, name: str, method: str) -> Quantization:
+        state = self._state_of(_read_tensors(self._path, name))
+        return Quantization.parse(
+            {"method": method, "double": "nested_blocksize" in state, "block": state["blocksize"]}
+        )
+
+    def _state_of(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        key = next((key for key in parts if key.startswith(_STATE)), None)
+        if key is None:
+            raise ValueError(f"a weight of {str(self._path)!r} has no {_STATE}: the checkpoint is cut short")
+        state: dict[str, Any] = json.loads(bytes(parts[key][...].tolist()))
+        return state
+
+    def _scales_of(self, name: str, parts: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+        """The state of a weight, and the stored bytes of its scales. Raises ValueError if they are not what the form of
+        the checkpoint needs."""
+        state, form = self._state_of(parts), self._form
+        numel = math.prod(state["shape"])
+        needed = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if form.double else [])]
+        if missing := [part for part in needed if part not in parts]:
+            raise ValueError(f"{name} of {str(self._path)!r} has no {missing[0]}: the checkpoint is cut short")
+        read = {part: parts[part][...].reshape(-1) for part in needed}
+        is_of_form = state["blocksize"] == form.block and torch.equal(read["quant_map"], values_of(form.method))
+        if form.double:
+            maps = torch.equal(read["nested_quant_map"], scale_values(torch.device("cpu")))
+            is_of_form &= maps and state.get("nested_blocksize") == SCALES_PER_SCALE
+        if not is_of_form:
+            raise ValueError(f"{name} of {str(self._path)!r} is packed in another form than {form.to_setting()}")
+        if state["dtype"] != dtype_name(self._dtype):
+            raise ValueError(
+                f"{name} of {str(self._path)!r} was packed from {state['dtype']}, and the model computes in "
+                f"{dtype_name(self._dtype)}; load it with dtype={state['dtype']!r}"
+            )
+        outer = read["nested_absmax" if form.double else "absmax"]
+        num_scales = form.num_scales(numel)
+        num_outer = -(-num_scales // SCALES_PER_SCALE) if form.double else num_scales
+        if read["absmax"].numel() != num_scales or outer.numel() != num_outer or not outer.isfinite().all():
+            raise ValueError(f"the scales of {name} of {str(self._path)!r} are cut short, or not finite")
+        if form.double:
+            return state, join_scales(read["absmax"], outer, state["nested_offset"], form, numel)
+        scales = torch.zeros(form.scales_bytes(numel), dtype=torch.uint8)
+        scales[: 4 * num_scales] = outer.to(torch.float32).view(torch.uint8)
+        return state, scales
+
+
+def _weight_of(name: str) -> str:
+    """The weight that a tensor of a checkpoint belongs to: "a.weight" of "a.weight.absmax" and "a.weight"."""
+    before, weight, _ = name.partition(".weight")
+    return before + weight
+
+
+def packed_checkpoint(path: str | Path, model_config: Any) -> PackedCheckpoint | None:
+    """Return the packed weights of a checkpoint, or None if bitsandbytes did not pack it in 4 bits. Takes the
+    quantization from ``model_config``, so that transformers loads the other weights as usual."""
+    fields = quantization_of(model_config)
+    if fields is None or not fields.get("load_in_4bit") or fields.get("bnb_4bit_quant_type") not in PACKED_METHODS:
+        return None
+    tensors = _tensor_names(path)
+    packed = {_weight_of(name) for name in tensors if name.endswith(".weight.absmax")}
+    if not packed:
+        return None
+    del model_config.quantization_config
+    names = {weight: weight in packed for weight in map(_weight_of, tensors)}
+    return PackedCheckpoint(path, fields["bnb_4bit_quant_type"], names)
+
+
+def _tensor_names(path: str | Path) -> list[str]:
+    index = Path(path) / "model.safetensors.index.json"
+    if index.is_file():
+        return list(json.loads(index.read_text())["weight_map"])
+    file = Path(path) / "model.safetensors"
+    if not file.is_file():
+        return []
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _read_tensors(path: str | Path, weight: str) -> dict[str, torch.Tensor]:
+    """The tensors of one weight, by the rest of their names."""
+    index = Path(path) / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    found = {}
+    for name in _tensor_names(path):
+        if _weight_of(name) == weight and name != weight:
+            with safe_open(Path(path) / files.get(name, "model.safetensors"), framework="pt") as opened:
+                found[name.removeprefix(f"{weight}.")] = opened.get_tensor(name)
+    return found

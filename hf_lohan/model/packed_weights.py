@@ -1,0 +1,102 @@
+"""Chooses the weights that are packed: frozen matrices of the layers.
+
+The choice is that of bitsandbytes, and fused experts besides: weights of `nn.Linear` and `Conv1D`. Norms, routers,
+embeddings, convolutions, adapters and everything outside the layers keep their dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from hf_lohan.model.experts import find_experts
+from hf_lohan.planner import Quantization
+from hf_lohan.quantize import PackedForm
+
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of linear modules that choose experts."""
+_TRANSPOSED_CLASS = "Conv1D"  # by name: this room does not import transformers
+_KEPT_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+_ADAPTER_NAMES = ("adapter_layer_names", "other_param_names")
+"""Attributes of PEFT's layers that name the parts that belong to adapters."""
+_COPIES = "modules_to_save"
+
+
+def packed_forms(
+    model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
+) -> dict[nn.Parameter, PackedForm]:
+    """Return the form of each packed parameter of `model`, which is empty if `quantization` packs nothing. Raises
+    ValueError if no weight can be packed, or if an expert has no whole number of blocks."""
+    if not quantization.packs:
+        return {}
+    of_adapters = _adapter_modules(model)
+    kept = {name for module in model.modules() for of in _KEPT_LISTS for name in getattr(module, of, None) or ()}
+    skipped = (*quantization.skip, *kept)
+    quantization = replace(quantization, skip=())
+    forms: dict[nn.Parameter, PackedForm] = {}
+    candidates = {name: module for name, module in model.named_modules() if module not in of_adapters}
+    for name, module in candidates.items():
+        plain_name = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        is_in_layer = any(name.startswith(f"{layer}.") for layer in layers)
+        if not is_in_layer or plain_name.rpartition(".")[2] in _ROUTERS or _is_named(plain_name, skipped):
+            continue
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+            continue
+        if type(module) is nn.Linear:
+            forms[weight] = PackedForm(quantization, weight.numel())
+        elif type(module).__name__ == _TRANSPOSED_CLASS:
+            forms[weight] = PackedForm(quantization, weight.numel(), transposed_width=weight.shape[0])
+    for name, experts in find_experts(model).items():
+        if not _is_named(name.removeprefix("base_model.model."), skipped):
+            for param_name, parameter in experts.parameters.items():
+                if parameter.dim() > 2:
+                    numel = parameter.numel() // experts.num_experts
+                    _refuse_partial_blocks(f"{name}.{param_name}", numel, quantization)
+                    forms[parameter] = PackedForm(quantization, numel)
+    others = {
+        parameter
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if isinstance(module, nn.Embedding)
+    }
+    frozen = {p: form for p, form in forms.items() if not p.requires_grad and p not in others and p.numel()}
+    if not frozen:
+        raise ValueError(
+            f"quantize: {quantization.method} is for frozen weights, and no matrix in the layers of "
+            f"{type(model).__name__} is frozen; train adapters (peft_config=...), freeze weights, or set quantize to "
+            "none"
+        )
+    return frozen
+
+
+def _is_named(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a module is skipped, by the rule of transformers: a pattern is the end of the name, or a regular
+    expression for its beginning that ends at a dot."""
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return any(name.endswith(pattern) or re.match(rf"(?:{pattern}){boundary}", name) for pattern in patterns)
+
+
+def _adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that belong to adapters of PEFT, and their copies of whole modules. Adapters that are not
+    trained are frozen linear modules, but no part of the base."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        names = {_COPIES, *(name for of in _ADAPTER_NAMES for name in getattr(module, of, None) or ())}
+        if hasattr(module, _ADAPTER_NAMES[0]) or hasattr(module, _COPIES):
+            for name, child in module.named_children():
+                if name in names:
+                    found.update(child.modules())
+    return found
+
+
+def _refuse_partial_blocks(name: str, numel: int, quantization: Quantization) -> None:
+    """Raise ValueError if an expert of ``numel`` elements would share a block with the next expert."""
+    if numel % quantization.block:
+        raise ValueError(
+            f"quantize: each expert of {name} has {numel} elements, which is no multiple of block "
+            f"{quantization.block}; choose another block, or skip: [{name.rpartition('.')[0]}]"
+        )

@@ -1,0 +1,318 @@
+"""Adapters over a packed, streamed base equal those of transformers, bitsandbytes and PEFT in memory, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interrupted_runs import InterruptAfter, interrupt
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, TrainingArguments
+from transformers import Trainer as StockTrainer
+
+import hf_lohan
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
+from hf_lohan.engine.tiers import open_tiers
+from hf_lohan.files import ForeignStoreError
+from hf_lohan.planning import lay_out
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+peft = pytest.importorskip("peft")
+
+MAX_STEPS = 4
+BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB"}
+TARGETS = {"gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "v_proj"]}
+
+
+def base_folder(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
+    """Rows are whole blocks: see `tests/quantize`."""
+    if family == "qwen3":
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4}
+        shape = {"vocab_size": 256, "num_hidden_layers": 3, "num_key_value_heads": 2, **sizes}
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32)
+    else:
+        model = tiny_model(family, **{"n_embd" if family == "gpt2" else "hidden_size": 64})
+    model.to(dtype).save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def lora(family: str = "llama", **settings: Any) -> Any:
+    targets = TARGETS.get(family, ["q_proj", "o_proj", "up_proj"])
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **settings)
+
+
+def arguments(folder: Path, **settings: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": MAX_STEPS,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **{**defaults, **settings})
+
+
+def rows() -> list[dict[str, Tensor]]:
+    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(2 * MAX_STEPS)]
+
+
+def losses_of(trainer: StockTrainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def offloaded(folder: Path, base: Path, quantize: Any, peft_config: Any, **offload: Any) -> hf_lohan.Trainer:
+    torch.manual_seed(1)
+    offload = {**BUDGETS, "quantize": quantize, **offload}
+    model = hf_lohan.from_pretrained(
+        base, offload, torch_device="cpu", default_ssd_path=folder / "store", peft_config=peft_config
+    )
+    return hf_lohan.Trainer(model, arguments(folder), train_dataset=rows())
+
+
+def stock_with_bitsandbytes(folder: Path, base: Path, config: Any, peft_config: Any, dtype: torch.dtype) -> Any:
+    pytest.importorskip("bitsandbytes")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=config, device_map="cpu")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    return StockTrainer(model, arguments(folder), train_dataset=rows())
+
+
+def adapters_of(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+
+
+def saved_adapters(trainer: hf_lohan.Trainer, folder: Path) -> dict[str, Tensor]:
+    trainer.save_model(str(folder / "saved"))
+    return load_file(folder / "saved" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "double", "settings"),
+    [
+        ("llama", "nf4", True, {}),
+        ("llama", "fp4", False, {}),
+        ("qwen3", "nf4", False, {}),
+        ("gpt2", "nf4", True, {}),
+        ("mixtral", "nf4", True, {}),
+        ("llama", "nf4", True, {"use_dora": True}),
+        ("llama", "nf4", False, {"modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_adapters_and_losses_are_those_of_bitsandbytes(
+    family: str, method: str, double: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path, family)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=method, bnb_4bit_use_double_quant=double)
+    stock = stock_with_bitsandbytes(tmp_path / "stock", base, config, lora(family, **settings), torch.float32)
+    stock.train()
+    setting = {"method": method, "double": double, "skip": ["experts"]}  # bitsandbytes leaves fused experts alone
+    ours = offloaded(tmp_path / "ours", base, setting, lora(family, **settings))
+    ours.train()
+    assert losses_of(ours) == losses_of(stock)
+    expected, found = adapters_of(stock.model), saved_adapters(ours, tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    ours.offload_engine.close()
+
+
+def trained(trainer: hf_lohan.Trainer, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and adapters of a run to its end, whose engine is then closed."""
+    trainer.train()
+    outcome = losses_of(trainer), saved_adapters(trainer, folder)
+    trainer.offload_engine.close()
+    return outcome
+
+
+def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+
+
+def test_bfloat16_weights_compute_as_those_that_bitsandbytes_decodes(tmp_path: Path) -> None:
+    """Its own product of bfloat16 and 4 bits rounds in another order on some CPUs, so the weights are compared."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    base = base_folder(tmp_path, "llama", torch.bfloat16)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
+    stock = AutoModelForCausalLM.from_pretrained(base)
+    for name, weight in packed.named_parameters():
+        if hasattr(weight, "quant_state"):
+            stock.get_parameter(name).data = functional.dequantize_4bit(weight.data, weight.quant_state)
+    ours = offloaded(tmp_path, base, "nf4", lora())
+    with torch.no_grad():
+        assert torch.equal(ours.model(**tiny_batch()).logits, stock(**tiny_batch()).logits)
+    ours.offload_engine.close()
+
+
+def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
+    base = base_folder(tmp_path, "llama")
+    whole = trained(offloaded(tmp_path / "whole", base, "nf4", lora()), tmp_path)
+    broken = offloaded(tmp_path / "run", base, "nf4", lora())
+    broken.add_callback(InterruptAfter(2))
+    interrupt(broken)
+    again = offloaded(tmp_path / "run", base, "nf4", lora())
+    again.train(resume_from_checkpoint="last_step")
+    assert losses_of(again) == whole[0]
+    found = saved_adapters(again, tmp_path / "again")
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole[1].items())
+    again.offload_engine.close()
+    with pytest.raises(ForeignStoreError, match="holds a store with quantize: nf4, this run has none"):
+        offloaded(tmp_path / "run", base, "none", lora())
+
+
+@pytest.mark.parametrize("experts", ["with_layer", "streamed"])
+def test_adapters_over_packed_experts_equal_those_over_decoded_ones(experts: str, tmp_path: Path) -> None:
+    """The decoded weights are those of the packed store, in a checkpoint of their own."""
+    model = tiny_model("mixtral", hidden_size=64)
+    model.save_pretrained(tmp_path / "base")
+    packed = offloaded(tmp_path / "packed", tmp_path / "base", "nf4", lora("mixtral"), experts=experts)
+    access = packed.offload_engine.parameters
+    names = {name.removeprefix("base_model.model.").replace(".base_layer", ""): name for name in access.parts}
+    changed = 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            decoded = access.read_parameter(names[name])
+            changed += not torch.equal(decoded, parameter)
+            parameter.copy_(decoded)
+    assert changed == 3 * (4 + 2), "projections of attention and fused experts of each layer"
+    model.save_pretrained(tmp_path / "decoded")
+    expected = trained(offloaded(tmp_path / "plain", tmp_path / "decoded", "none", lora("mixtral")), tmp_path)
+    assert_equal(trained(packed, tmp_path / "packed_run"), expected)
+
+
+def test_the_store_and_what_is_read_shrink(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 5}
+    tiny_model("llama", **shape).save_pretrained(tmp_path / "base")
+    sizes, read = {}, {}
+    for quantize in ("none", "nf4"):
+        budgets = {"cpu_memory": "64MiB", "gpu_memory": "32MiB", "resident_records": "none", "prefetch_blocks": 1}
+        trainer = offloaded(tmp_path / quantize, tmp_path / "base", quantize, lora(), **budgets)
+        trainer.train()
+        engine = trainer.offload_engine
+        sizes[quantize] = sum(record.num_bytes for record in engine.layout.records if record.versioned_numel == 0)
+        steps = (tmp_path / quantize / "lohan" / "steps.jsonl").read_text().splitlines()
+        read[quantize] = json.loads(steps[-1])["ssd_read_bytes"]
+        engine.close()
+    assert sizes["nf4"] <= 0.2 * sizes["none"]
+    assert read["nf4"] <= 0.25 * read["none"]
+
+
+def test_late_copies_and_decodings_change_no_bit(tmp_path: Path) -> None:
+    """On a device with memory of its own, codes cross the link and are decoded there."""
+    model = tiny_model("llama", hidden_size=64).requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.requires_grad_(True)
+    folder = str(tmp_path / "store")
+    config = OffloadConfig.load({**BUDGETS, "ssd": folder, "quantize": "nf4", "prefetch_blocks": 1}).resolve(
+        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=folder
+    )
+    device = AsyncDevice(0, max_delay_s=5e-4)
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=False)
+    tiers = open_tiers(layout, config, device)
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, packs=True))
+    engine = OffloadEngine(model, layout, tiers, config)
+    logits = [model(**tiny_batch()).logits.detach() for _ in range(2)]
+    in_memory = tiny_model("llama", hidden_size=64)
+    with torch.no_grad():
+        for name, parameter in in_memory.named_parameters():
+            parameter.copy_(engine.parameters.read_parameter(name))
+    assert all(torch.equal(ours, in_memory(**tiny_batch()).logits) for ours in logits)
+    assert device.num_races == 0
+    engine.close()
+
+
+def test_packed_weights_generate_as_decoded_ones(tmp_path: Path) -> None:
+    base = base_folder(tmp_path, "llama")
+    trainer = offloaded(tmp_path, base, "nf4", lora())
+    access = trainer.offload_engine.parameters
+    stock = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            stored = f"base_model.model.{name}"
+            parameter.copy_(
+                access.read_parameter(next(n for n in access.parts if n.replace(".base_layer", "") == stored))
+            )
+    trainer.offload_engine.close()
+    offload = {**BUDGETS, "quantize": "nf4"}
+    ours = hf_lohan.load_for_generation(
+        base, offload, torch_device="cpu", default_ssd_path=tmp_path / "generating", max_length=24
+    )
+    prompt = tiny_batch(batch_size=1, sequence_length=8)["input_ids"]
+    expected, found = (model.generate(prompt, max_length=20, do_sample=False) for model in (stock, ours))
+    assert torch.equal(found, expected)
+    hf_lohan.engine_of(ours).close()
+
+
+def test_a_quantization_config_means_the_setting(tmp_path: Path) -> None:
+    base = base_folder(tmp_path, "llama")
+    expected = trained(offloaded(tmp_path / "setting", base, {"method": "nf4", "double": False}, lora()), tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    torch.manual_seed(1)
+    trainer = hf_lohan.Trainer(
+        str(base),
+        arguments(tmp_path / "config"),
+        train_dataset=rows(),
+        offload=BUDGETS,
+        peft_config=lora(),
+        quantization_config=config,
+    )
+    assert_equal(trained(trainer, tmp_path / "config"), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"load_in_8bit": True}, "load_in_8bit=True is not honoured"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}, "differs from the dtype of the model"),
+        ({"load_in_4bit": True, "llm_int8_enable_fp32_cpu_offload": True}, "llm_int8_enable_fp32_cpu_offload=True"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "give only one of them"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_field(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    base, config = base_folder(tmp_path, "llama"), BitsAndBytesConfig(**fields)
+    with pytest.raises(ValueError, match=f"quantization_config.*{message}"):
+        hf_lohan.from_pretrained(
+            base, {"quantize": "nf4"} if "fp4" in fields.values() else "lohan", quantization_config=config
+        )
+
+
+def test_packed_weights_cannot_be_changed_and_need_frozen_weights(tmp_path: Path) -> None:
+    base = base_folder(tmp_path, "llama")
+    offload = {**BUDGETS, "quantize": "nf4"}
+    with pytest.raises(ValueError, match="quantize: nf4 is for frozen weights, and no matrix in the layers of Llama"):
+        hf_lohan.from_pretrained(base, offload, torch_device="cpu", default_ssd_path=tmp_path / "none")
+    trainer = offloaded(tmp_path, base, "nf4", lora())
+    trainer.train()
+    with pytest.raises(ValueError, match=r"is stored in 4 bits \(quantize\), so it cannot be changed"):
+        trainer.model.merge_and_unload()
+    trainer.offload_engine.close()
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_checkpoint_of_bitsandbytes_goes_into_the_store_as_it_is(double: bool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = base_folder(tmp_path, "llama")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
+    model.save_pretrained(tmp_path / "packed")
+    expected = trained(offloaded(tmp_path / "base_run", base, {"method": "nf4", "double": double}, lora()), tmp_path)
+    assert_equal(trained(offloaded(tmp_path / "run", tmp_path / "packed", "auto", lora()), tmp_path), expected)
+    with pytest.raises(ValueError, match=r"is packed as .*, and quantize: fp4 was asked for"):
+        offloaded(tmp_path / "other", tmp_path / "packed", "fp4", lora())
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(".nested_absmax" if double else ".absmax"))
+    tensors[name][0] = float("nan")
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"the scales of .* are cut short, or not finite"):
+        offloaded(tmp_path / "nan", tmp_path / "packed", "auto", lora())
