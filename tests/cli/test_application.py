@@ -67,7 +67,7 @@ def test_the_printed_yaml_is_a_config_file(tmp_path: Path) -> None:
 FLAGS = ["--model", "models/a b", "--card", "RTX 4090", "--ram", "64GiB", "--drives", "/mnt/a=1.5TB,/mnt/b"]
 
 
-def test_four_answers_make_a_config_and_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_answers_give_a_config_and_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(app, ["config", "--ask", *FLAGS])
     assert result.exit_code == 0, result.stderr
@@ -88,7 +88,7 @@ def test_four_answers_make_a_config_and_its_commands(tmp_path: Path, monkeypatch
     )
 
 
-def test_questions_are_asked_until_they_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_is_repeated_until_it_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(application, "_has_terminal", lambda: True)
     result = runner.invoke(

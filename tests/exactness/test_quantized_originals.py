@@ -1,4 +1,4 @@
-"""Full fine-tuning of a quantized checkpoint equals the stock Trainer on what transformers dequantizes in memory."""
+"""Full fine-tuning of a quantized checkpoint equals the stock Trainer on weights that transformers dequantizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFFLOAD = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_stock_trainer_to_the_bit(kind: str, tmp_path: Path) -> None:
+def test_training_equals_the_stock_trainer_to_the_bit(kind: str, tmp_path: Path) -> None:
     path = KINDS[kind][0](tmp_path / "quantized")
     settings: dict[str, Any] = {"max_steps": 4, "max_grad_norm": 0.5}
     model = dequantized(path, kind)
@@ -40,7 +40,7 @@ def test_equals_the_stock_trainer_to_the_bit(kind: str, tmp_path: Path) -> None:
         assert torch.equal(weight, stock.weights[name]), name
 
 
-def test_bfloat16_equals_a_float32_folder_of_the_products(tmp_path: Path) -> None:
+def test_bfloat16_equals_training_from_dequantized_float32_files(tmp_path: Path) -> None:
     path = KINDS["mixtral-fp8"][0](tmp_path / "quantized")
     dequantized(path, "mixtral-fp8").save_pretrained(tmp_path / "products")
     runs = [
@@ -58,7 +58,7 @@ def test_bfloat16_equals_a_float32_folder_of_the_products(tmp_path: Path) -> Non
     assert_same_bits(*runs)
 
 
-def test_adapters_over_a_quantized_base(tmp_path: Path) -> None:
+def test_adapters_of_a_quantized_base_equal_stock(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")

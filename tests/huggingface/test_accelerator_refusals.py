@@ -16,7 +16,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
 class AdamW8bit(torch.optim.AdamW):
-    """Has the name of bitsandbytes'."""
+    """Has the same name as the class of bitsandbytes."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`mixed_precision: bf16` of accelerate means `bf16=True`, to the bit."""
+"""`mixed_precision: bf16` of accelerate gives the same bits as `bf16=True`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def by_loop(folder: Path, plugin_bf16: bool, **arguments: Any) -> tuple[list[flo
 
 
 @pytest.mark.parametrize("door", ["trainer", "loop by the launcher", "loop by its argument"])
-def test_bf16_is_bf16_true(
+def test_bf16_equals_bf16_true(
     door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs: dict[str, Callable[[Path, bool], Any]] = {
@@ -83,7 +83,7 @@ def test_bf16_is_bf16_true(
     assert caplog.text.count(LINE) == 1
 
 
-def test_a_model_that_was_streamed_in_float32_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_streamed_in_float32_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     model = hf_lohan.from_pretrained(tmp_path / "model", offload=offload(tmp_path), torch_device="cpu")
     engine = hf_lohan.engine_of(model)

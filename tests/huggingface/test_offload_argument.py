@@ -79,7 +79,7 @@ def test_the_command_line_has_offload(settings: str, tmp_path: Path) -> None:
         parsed("--offload", "missing.yaml")
 
 
-def test_trackers_and_saved_arguments_have_it(tmp_path: Path) -> None:
+def test_trackers_and_saved_arguments_have_offload(tmp_path: Path) -> None:
     for offload, written in ((TABLE, TABLE), (OffloadConfig.load(TABLE), OffloadConfig.load(TABLE).to_dict())):
         args = TrainingArguments(**common(tmp_path), offload=offload, hub_token="secret")
         assert args.to_dict()["offload"] == json.loads(args.to_json_string())["offload"] == written
@@ -90,7 +90,9 @@ def test_trackers_and_saved_arguments_have_it(tmp_path: Path) -> None:
     assert TrainingArguments(**common(tmp_path), offload=tmp_path / "a.yaml").offload == str(tmp_path / "a.yaml")
 
 
-def test_an_argument_wins_and_may_not_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_wins_over_the_environment_and_may_not_contradict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOHAN_OFFLOAD", "nothing.yaml")
     args = TrainingArguments(**common(tmp_path), offload=TABLE)
     plain = transformers.TrainingArguments(**common(tmp_path))

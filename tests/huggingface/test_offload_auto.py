@@ -1,4 +1,4 @@
-"""`offload="auto"`: the stock Trainer for a run that fits the device, and offloading for any other."""
+"""With `offload="auto"`, a run that fits the device uses the stock Trainer, and any other run is offloaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trainer(folder: Path, model: Any = None, **more: Any) -> Any:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the device's free memory, as `offload="auto"` sees it."""
+    """Set the free device memory that `offload="auto"` reads."""
 
     def set_bytes(number: int) -> None:
         device = SimpleNamespace(
@@ -54,7 +54,9 @@ def losses(trained: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("source", ["model", "path"])
-def test_a_run_that_fits_is_the_stock_trainers(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fits_uses_the_stock_trainer(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     stock = transformers.Trainer(
         tiny_model("llama"), arguments(tmp_path / "stock"), train_dataset=Dataset.from_list(ROWS)
@@ -75,7 +77,7 @@ def test_a_run_that_fits_is_the_stock_trainers(source: str, tmp_path: Path, caps
 
 
 def test_a_run_that_does_not_fit_is_offloaded(free: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The smallest memory that fits, and one byte less."""
+    """Compare the smallest memory that fits with one byte less."""
     model = tiny_model("llama")
     weights = sum(p.nbytes for p in model.parameters())
     found = in_memory.stock_fit(
@@ -99,7 +101,7 @@ def test_a_run_that_does_not_fit_is_offloaded(free: Any, tmp_path: Path, capsys:
     assert trainer(tmp_path / "d", optim="adamw_torch")._offload_config is not None, "it is not fused"
 
 
-def test_adapters_need_less(free: Any, tmp_path: Path) -> None:
+def test_adapters_need_less_memory(free: Any, tmp_path: Path) -> None:
     from trl import SFTConfig
 
     from hf_lohan.trl import SFTTrainer
@@ -141,7 +143,7 @@ def test_images_are_offloaded_and_text_for_a_model_with_a_tower_is_not(free: Any
     assert not with_images.in_memory and "inputs for 2 further layers of LlavaForCond" in with_images.sentence
 
 
-def test_where_memory_does_not_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_runs_are_offloaded_with_any_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def sentence(folder: str, model: Any = None, rows: Any = None) -> str:
         settings = {"model": tiny_model("llama") if model is None else model, "train_dataset": rows or ROWS}
         settings["args"] = arguments(tmp_path / folder)

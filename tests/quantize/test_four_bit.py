@@ -1,4 +1,4 @@
-"""NF4 and FP4: the bits of bitsandbytes, however the elements come and whatever part is decoded."""
+"""NF4 and FP4 equal bitsandbytes to the bit, for any split of the input and any decoded part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS = [
 
 
 def packed_in_rows(weight: Tensor, form: Quantization, rows_at_once: int) -> tuple[Tensor, Tensor]:
-    """The codes and scales of a weight that comes some rows at a time."""
+    """Return the codes and scales of a weight that arrives a few rows at a time."""
     packer = Packer(form, weight.numel())
     codes = torch.zeros(form.codes_bytes(weight.numel()), dtype=torch.uint8)
     for rows in weight.split(rows_at_once):
@@ -28,8 +28,9 @@ def packed_in_rows(weight: Tensor, form: Quantization, rows_at_once: int) -> tup
 
 
 def weights(dtype: torch.dtype) -> list[Tensor]:
-    """Of whole large blocks and not, with more than 256 scales and fewer, and with a row of zeros. Rows are whole small
-    blocks: where they are not, bitsandbytes' kernel for CPUs with AVX512 mixes up the scales."""
+    """Return weights with and without partial large blocks, with more and fewer than 256 scales, and with a row of
+    zeros. Rows are whole small blocks, because with partial ones the AVX512 kernel of bitsandbytes mixes up the
+    scales."""
     torch.manual_seed(0)
     shapes = ((64, 128), (36, 64), (300, 1024))
     drawn = [torch.randn(shape) * torch.rand(shape[0], 1) for shape in shapes]
@@ -39,7 +40,7 @@ def weights(dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.method}-{form.double}-{form.block}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_scales_and_decoded_weights_are_those_of_bitsandbytes(form: Quantization, dtype: torch.dtype) -> None:
+def test_codes_scales_and_decoded_weights_equal_bitsandbytes(form: Quantization, dtype: torch.dtype) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     for weight in weights(dtype):
         theirs, state = functional.quantize_4bit(

@@ -105,7 +105,7 @@ def processed_images(processor: Any, model: Any, grids: tuple[tuple[int, int], .
 @pytest.mark.parametrize(
     "family", [name if name == "Qwen3VL" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESSORS]
 )
-def test_batches_of_the_class_s_own_processor_are_exact(
+def test_batches_of_the_processor_of_the_class_are_exact(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, sizes = PROCESSORS[family]

@@ -63,7 +63,7 @@ def test_the_script_is_started_with_our_runner(launched: Launched, tmp_path: Pat
     assert options.training_script_args == ["--offload", "lohan", "--trace", "script.py", "--trace"]
 
 
-def test_the_environment_has_another_default(
+def test_the_environment_changes_the_default(
     launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOHAN_OFFLOAD", "offload.yaml")

@@ -176,7 +176,7 @@ def test_reloading_from_another_model_is_refused(offload: Callable[..., OffloadE
 
 
 def tiny_qwen35() -> Any:
-    """A vision-language model whose text model is another class."""
+    """A vision-language model with a text model of another class."""
     text = {
         "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "full_attention_interval": 2,
@@ -227,10 +227,10 @@ def test_tensors_without_a_weight_are_named(
     assert [bool(re.search(expected, message)) for message in caplog.messages if "tensors of" in message] == [True]
 
 
-def test_tensors_that_the_model_computes_itself_are_not_missed(
+def test_computed_tensors_are_not_reported_as_missing(
     load_streamed: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Older checkpoints have them."""
+    """Older checkpoints contain such tensors."""
     path = tmp_path / "checkpoint"
     tiny_model("llama").save_pretrained(path)
     weights = load_file(path / "model.safetensors")
@@ -240,7 +240,7 @@ def test_tensors_that_the_model_computes_itself_are_not_missed(
     assert not [message for message in caplog.messages if "tensor" in message]
 
 
-def test_a_class_that_transformers_does_not_have_is_said(
+def test_a_class_missing_in_transformers_is_named(
     load_streamed: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "checkpoint"
@@ -264,7 +264,7 @@ def test_float16_is_loaded_exactly(bf16: bool, load_streamed: Load, tmp_path: Pa
     assert {w.dtype for w in load_file(tmp_path / "saved" / "model.safetensors").values()} == {model.dtype}
 
 
-def test_float16_is_refused_if_it_is_asked_for(load_streamed: Load, tmp_path: Path) -> None:
+def test_float16_is_refused_as_an_explicit_dtype(load_streamed: Load, tmp_path: Path) -> None:
     tiny_model("llama").half().save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(ValueError, match=r"torch\.float16 cannot be trained under offload"):
         load_streamed(tmp_path / "checkpoint", dtype="float16")

@@ -45,7 +45,7 @@ def assert_stored(model: Any, stock: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_equal_those_that_transformers_dequantizes(
+def test_weights_equal_those_dequantized_by_transformers(
     kind: str, dtype: torch.dtype, load_streamed: Load, tmp_path: Path
 ) -> None:
     path = KINDS[kind][0](tmp_path / "quantized")
@@ -53,7 +53,7 @@ def test_weights_equal_those_that_transformers_dequantizes(
 
 
 @pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])
-def test_masters_are_the_products_and_saved_weights_their_rounding(
+def test_masters_are_dequantized_weights_and_saved_weights_are_rounded(
     kind: str, load_streamed: Load, tmp_path: Path
 ) -> None:
     path = KINDS[kind][0](tmp_path / "quantized")
@@ -74,7 +74,7 @@ def test_masters_are_the_products_and_saved_weights_their_rounding(
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor in RAM that an operation makes, in bytes. Views of mapped files are none."""
+    """Records the bytes of the largest tensor in RAM that an operation makes. Views of mapped files do not count."""
 
     largest = 0
 
@@ -112,8 +112,8 @@ def test_no_tensor_is_larger_than_an_expert(
     assert max(shape.numel() for shape in shapes) * 4 >= 4 * one_expert
 
 
-def test_blocks_that_are_cut_at_the_edges(load_streamed: Load, tmp_path: Path) -> None:
-    """Transformers refuses these, or takes smaller blocks."""
+def test_truncated_blocks_at_the_edges_are_dequantized(load_streamed: Load, tmp_path: Path) -> None:
+    """Transformers refuses such blocks, or uses smaller ones."""
     path = fp8_folder(tmp_path / "quantized", tiny_model("llama"), block=(24, 40))
     tensors, found = read_files(path), stored(load_streamed(path))
     for name, scales in tensors.items():
@@ -146,7 +146,7 @@ class _Stored:
 @pytest.mark.parametrize("experts", [(), (3,)])
 @pytest.mark.parametrize("scales", ["float32", "bfloat16", "e8m0", "bytes", "one"])
 @pytest.mark.parametrize("codes", ["float8", "fp4"])
-def test_fp8_has_the_bits_of_transformers(
+def test_fp8_equals_transformers_to_the_bit(
     codes: str, scales: str, experts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoded_weights, "_DECODED_AT_ONCE_NUMEL", 5 * 64)
@@ -167,7 +167,7 @@ def test_fp8_has_the_bits_of_transformers(
         assert torch.equal(weight.decode(first, last, torch.bfloat16), expected[first:last].to(torch.bfloat16))
 
 
-def test_mxfp4_has_the_bits_of_transformers() -> None:
+def test_mxfp4_equals_transformers_to_the_bit() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 255, 16, 16).contiguous()
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(2, 255, 16).contiguous()  # all but NaN
     shape = torch.Size((2, 16 * 32, 255))
@@ -179,7 +179,8 @@ def test_mxfp4_has_the_bits_of_transformers() -> None:
 
 
 def compressed_folder(folder: Path, group: dict[str, Any], packs: str) -> tuple[Path, dict[str, Tensor]]:
-    """A Llama by compressed-tensors, and its products by name. ``packs``: the form of codes and scales."""
+    """Save a Llama in the format of compressed-tensors and return its dequantized weights by name. `packs` is the
+    format of codes and scales."""
     products: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
 
@@ -229,7 +230,9 @@ def compressed_folder(folder: Path, group: dict[str, Any], packs: str) -> tuple[
         ("int32", {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": False}),
     ],
 )
-def test_compressed_tensors(packs: str, group: dict[str, Any], load_streamed: Load, tmp_path: Path) -> None:
+def test_compressed_tensors_are_dequantized(
+    packs: str, group: dict[str, Any], load_streamed: Load, tmp_path: Path
+) -> None:
     path, products = compressed_folder(tmp_path / "quantized", group, packs)
     found = stored(load_streamed(path))
     assert len(products) == 21
@@ -246,7 +249,7 @@ def test_a_quantized_checkpoint_generates(open_engines: list[Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("dequantize", [True, False])
-def test_quantization_config_may_ask_for_what_happens(dequantize: bool, load_streamed: Load, tmp_path: Path) -> None:
+def test_quantization_config_may_ask_for_dequantization(dequantize: bool, load_streamed: Load, tmp_path: Path) -> None:
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     config = FineGrainedFP8Config(dequantize=dequantize)
     if dequantize:
@@ -316,14 +319,14 @@ def test_damaged_scales_are_refused(kind: str, damage: str, load_streamed: Load,
     assert name in sentence
 
 
-def test_a_file_that_is_cut_short_is_refused(load_streamed: Load, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(load_streamed: Load, tmp_path: Path) -> None:
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     file = path / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert "model-00002-of-00002.safetensors" in refusal(path, load_streamed, tmp_path)
 
 
-def test_nothing_but_scales_is_read_for_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_check_reads_only_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     monkeypatch.setattr(EncodedWeight, "decode", None)
     checkpoint = quantized_checkpoint(path, AutoConfig.from_pretrained(path))

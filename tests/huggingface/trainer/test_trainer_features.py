@@ -119,9 +119,7 @@ def test_pushed_files_equal_those_of_the_stock_trainer(
         assert bool(of_states) == ("last-checkpoint/optimizer.pt" in theirs), "a run resumes with these states"
 
 
-def test_the_model_card_has_the_tag_and_three_lines_unless_they_are_left_out(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_model_card_describes_offloading_unless_disabled(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     cards = []
     for name, offload in (("stock", None), ("off", {**BUDGETS, "hub_model_card": False}), ("ours", BUDGETS)):
         trainer = make_trainer(tmp_path / name / "run", offload=offload, max_steps=2, save_strategy="no")

@@ -131,7 +131,7 @@ def test_a_trained_model_is_loaded_by_transformers(checkpoint: Path, tmp_path: P
 
 
 def image_processor(tokenizer: Any) -> Any:
-    """LLaVA's processor of images of 16 x 16, with a template of one line."""
+    """Return LLaVA's processor for images of 16 x 16, with a one-line chat template."""
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<pad>"})
     template = (
         "{% for message in messages %}{% for part in message['content'] %}"
@@ -160,7 +160,7 @@ def model_with_a_tower(tokenizer: Any) -> Any:
 
 
 def conversations(num_images: Sequence[int]) -> Dataset:
-    """Rows with this many images of different sizes."""
+    """Return rows with these numbers of images, of different sizes."""
     rows = []
     for row, number in enumerate(num_images):
         images = [Image.new("RGB", (20 + 4 * row, 24), (40 * row, 90 * index, 200)) for index in range(number)]
@@ -171,7 +171,7 @@ def conversations(num_images: Sequence[int]) -> Dataset:
 
 
 def test_a_model_that_reads_images_learns_as_in_memory(tmp_path: Path) -> None:
-    """Rows have one image, two, or none."""
+    """Rows have one, two or no images."""
     tokenizer = tiny_tokenizer()
     processor = image_processor(tokenizer)
     ours, stock = both(

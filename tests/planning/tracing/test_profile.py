@@ -185,7 +185,7 @@ def test_saved_bytes_equal_a_real_forward(name: str) -> None:
 
 
 def test_the_positions_of_a_tower_do_not_limit_the_text() -> None:
-    """The tower has 5 positions. A plan counts the text, and the tower only as bytes to read."""
+    """The tower has 5 positions. A plan counts the work of the text model, and only the bytes of the tower."""
     tower = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=8
     )
