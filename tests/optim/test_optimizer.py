@@ -77,7 +77,7 @@ def test_loading_a_state_keeps_the_group_objects(target: Target) -> None:
 def test_a_state_of_other_groups_is_refused(target: Target) -> None:
     optimizer, _ = two_groups(target)
     one_group = OffloadAdamW(parameters(), engine=Target()).state_dict()
-    with pytest.raises(ValueError, match="1 param groups, this optimizer 2"):
+    with pytest.raises(ValueError, match="1 param groups, this optimizer has 2"):
         optimizer.load_state_dict(one_group)
     assert len(optimizer.param_groups) == 2
 
