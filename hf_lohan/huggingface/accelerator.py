@@ -40,6 +40,7 @@ from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of
 from hf_lohan.huggingface.ranks import gather_number
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
+from hf_lohan.planning import check_same_layers
 from hf_lohan.record import LoopRecord, record_folder
 
 logger = logging.getLogger(__name__)
@@ -257,11 +258,14 @@ class Accelerator(OffloadAwareAccelerator):
         optimizer.step()
         ```
 
-        Without an offloaded model the micro-batches run one after the other.
+        Without an offloaded model the micro-batches run one after the other. Raises ValueError for a model with a tower
+        for other inputs than text, because micro-batches must pass the same layers.
         """
         engine = self.offload_engine
         if engine is None:
             return [micro_batch() for micro_batch in micro_batches]
+        if len(micro_batches) > 1:
+            check_same_layers(engine.model)
         return engine.run_micro_batches(micro_batches)
 
     def _offload_one(self, model: nn.Module, engine: OffloadEngine | None, rules: Rules) -> OffloadEngine:

@@ -8,7 +8,7 @@ first forward, and again when its first steps were timed. `generation` lays out 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
 from hf_lohan.planning.kept_weights import kept_ranks, kept_record_name, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, experts_as_stored, lay_out
-from hf_lohan.planning.order import MicroBatches, check_together, why_not_together
+from hf_lohan.planning.order import MicroBatches, check_same_layers, check_together, why_not_together
 from hf_lohan.planning.run_plan import RunPlan, stock_fit
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
 
@@ -19,6 +19,7 @@ __all__ = [
     "RunPlan",
     "StepShape",
     "bytes_per_token",
+    "check_same_layers",
     "check_together",
     "chunked_loss_of",
     "experts_as_stored",

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_lohan.compat.torch_private import has_gradient_hook
 from hf_lohan.config import OffloadConfig
+from hf_lohan.model.discovery import find_layers
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = ("drop", "jitter")
@@ -56,6 +57,9 @@ def why_not_together(model: Any) -> str | None:
     root = _root_of(model)
     if type(root).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
         return f"{type(root).__name__} is not a model of transformers, so its forward may keep something"
+    beside = layer_beside_text(model)
+    if beside is not None:
+        return f"text alone does not reach {beside}, and micro-batches that run together pass the same layers"
     if getattr(root.config, "output_router_logits", False):
         return "output_router_logits=True keeps the whole head of each micro-batch until the backward"
     for adapters in getattr(model, "peft_config", {}).values():
@@ -78,9 +82,32 @@ def random_numbers_of(model: Any) -> str | None:
     return None
 
 
+def layer_beside_text(model: Any) -> str | None:
+    """The name of a layer that a batch of text alone does not reach, such as one of a vision tower; None: there is
+    none."""
+    root = _root_of(model)
+    others = getattr(getattr(root, "config", None), "sub_configs", {})
+    if not any("vision" in name or "audio" in name for name in others) or not hasattr(root, "get_decoder"):
+        return None
+    decoder = root.get_decoder()
+    inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
+    return next((name for name, layer in find_layers(root).items() if layer not in inside), None)
+
+
+def check_same_layers(model: Any) -> None:
+    """Raise ValueError for a model whose micro-batches may pass different layers."""
+    beside = layer_beside_text(model)
+    if beside is not None:
+        raise ValueError(
+            f"micro-batches that run together must pass the same layers, and text alone does not reach {beside}; run "
+            "them one after the other (vertical_micro_batches: false or auto)"
+        )
+
+
 def check_together(model: Any) -> None:
-    """Raise ValueError for a model whose micro-batches would draw other random numbers together than one after the
-    other."""
+    """Raise ValueError for a model whose micro-batches may pass different layers, or would draw other random numbers
+    together than one after the other."""
+    check_same_layers(model)
     drawn = random_numbers_of(model)
     if drawn is not None:
         raise ValueError(

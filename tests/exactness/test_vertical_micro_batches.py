@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import model_with_a_tower
 from trajectories import (
     LOSS_TOLERANCE,
     Trajectory,
@@ -23,6 +24,7 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
 import hf_lohan
+from hf_lohan.planning import why_not_together
 from hf_lohan.testing.models import tiny_model
 
 NUM_STEPS = 4
@@ -109,6 +111,18 @@ def test_settings_that_draw_random_numbers_are_refused(drawn: str, tmp_path: Pat
         ValueError,
         match=f"vertical_micro_batches: true would draw .*{drawn}.*; set vertical_micro_batches to false or auto",
     ):
+        trainer.train()
+    trainer.offload_engine.close()
+
+
+def test_a_model_with_a_tower_runs_its_micro_batches_one_after_the_other(tmp_path: Path) -> None:
+    """A micro-batch of text alone would not pass the tower, and the others would."""
+    model = model_with_a_tower()
+    reason = why_not_together(model)
+    assert reason is not None and "does not reach model.vision_tower.encoder.layers.0" in reason
+    args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2)
+    trainer = hf_lohan.Trainer(model, args, train_dataset=ROWS, offload=VERTICAL)
+    with pytest.raises(ValueError, match=r"must pass the same layers, .*\(vertical_micro_batches: false or auto\)"):
         trainer.train()
     trainer.offload_engine.close()
 

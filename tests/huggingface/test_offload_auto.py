@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from architectures import model_with_a_tower
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainingArguments
@@ -16,7 +17,7 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan import ConfigError
 from hf_lohan.huggingface.trainer import in_memory
-from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.wording import format_bytes
 
 ROWS = [{name: value[0].tolist() for name, value in tiny_batch(seed=seed).items()} for seed in range(8)]
@@ -128,11 +129,7 @@ def test_adapters_need_less_memory(free: Any, tmp_path: Path) -> None:
 
 
 def test_images_are_offloaded_and_text_for_a_model_with_a_tower_is_not(free: Any, tmp_path: Path) -> None:
-    tower = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
-    )
-    config = transformers.LlavaConfig(vision_config=tower, text_config=tiny_config("llama"), image_token_index=255)
-    settings = {"model": transformers.LlavaForConditionalGeneration(config), "args": arguments(tmp_path)}
+    settings = {"model": model_with_a_tower(), "args": arguments(tmp_path)}
     free(1 << 40)
     images = [{**row, "pixel_values": [[0.0]]} for row in ROWS]
     text, with_images = (

@@ -58,3 +58,14 @@ def model_of(architecture: str, *, attention: str | None = None, **overrides: An
     config_class, settings = ARCHITECTURES[architecture]
     config = getattr(transformers, config_class)(**{**settings, **overrides})
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def model_with_a_tower(**text: Any) -> Any:
+    """LLaVA with two layers of CLIP for images of 16 x 16, in five positions. ``text`` are settings of its Llama."""
+    tower = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(
+        vision_config=tower, text_config=transformers.LlamaConfig(**{**GROUPED, **text}), image_token_index=299
+    )
+    return transformers.LlavaForConditionalGeneration(config)

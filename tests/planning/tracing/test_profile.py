@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import model_with_a_tower
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    Gemma2Config,
-    GemmaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
 
 from hf_lohan.model import ModelBlocks, lay_out_block
 from hf_lohan.planner import SizeClass
@@ -186,15 +180,11 @@ def test_saved_bytes_equal_a_real_forward(name: str) -> None:
 
 def test_the_positions_of_a_tower_do_not_limit_the_text() -> None:
     """The tower has 5 positions. A plan counts the work of the text model, and only the bytes of the tower."""
-    tower = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=8
-    )
-    config = LlavaConfig(vision_config=tower, text_config=tiny_config("llama"), image_token_index=255)
     with torch.device("meta"):
-        model = LlavaForConditionalGeneration(config)
+        model = model_with_a_tower()
     layers = trace_blocks(model, batch_size=1, sequence_length=SEQUENCE_LENGTH).profile.layers
     of_tower = [layer for layer in layers if "vision_tower" in layer.name]
-    assert len(of_tower) == 3 and len(layers) == 6
+    assert len(of_tower) == 2 and len(layers) == 5
     assert all((layer.flops > 0) == (layer not in of_tower) and layer.param_bytes for layer in layers)
 
 
