@@ -8,7 +8,13 @@ first forward, and again when its first steps were timed. `generation` lays out 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
 from hf_lohan.planning.kept_weights import kept_ranks, kept_record_name, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, experts_as_stored, lay_out
-from hf_lohan.planning.order import MicroBatches, check_same_layers, check_together, why_not_together
+from hf_lohan.planning.order import (
+    MicroBatches,
+    check_same_layers,
+    check_together,
+    layer_beside_text,
+    why_not_together,
+)
 from hf_lohan.planning.run_plan import RunPlan, stock_fit
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
 
@@ -27,6 +33,7 @@ __all__ = [
     "kept_record_name",
     "lay_out",
     "lay_out_generation",
+    "layer_beside_text",
     "part_bytes",
     "plan_step",
     "stock_fit",
