@@ -49,10 +49,11 @@ def collect() -> None:
     wait_until_closed()
 
 
-def resources() -> tuple[set[str], int, int]:
-    """The names of all threads, the number of hf_lohan's threads, and the number of open files of this process."""
-    names = [thread.name for thread in threading.enumerate()]
-    return set(names), sum(name.startswith("lohan") for name in names), len(os.listdir("/proc/self/fd"))
+def resources() -> tuple[list[str], list[str]]:
+    """The names of this library's threads, and the open files of this process."""
+    names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("lohan"))
+    files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return names, sorted(os.readlink(file) for file in files if os.path.islink(file))
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
@@ -63,7 +64,9 @@ def test_engines_close_with_their_models(tmp_path: Path) -> None:
     for number in range(6):
         train_one(tmp_path / str(number), activations=("recompute", "swap", "auto")[number % 3])
     collect()
-    assert all(now <= then for now, then in zip(resources(), before, strict=True))
+    # Thread pools of the process may start one more thread under load. A leak in one mode of activations adds two.
+    for now, then in zip(resources(), before, strict=True):
+        assert len(now) < len(then) + 2, f"{now}, before: {then}"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
