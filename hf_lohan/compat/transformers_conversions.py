@@ -65,8 +65,10 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
     def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         stock = stock_converts[WeightConverter if isinstance(self, WeightConverter) else WeightRenaming]
         source = _source_of(self)
-        if source is not None and source.num_bytes > most_bytes:
-            rows_at_once = max(1, int(most_bytes * source.num_rows // source.num_bytes))
+        # Rows that are not decoded are views of a mapped file. Decoded rows take memory, twice while the next are made.
+        most = most_bytes // 4 if source is not None and source.is_decoded else most_bytes
+        if source is not None and source.num_bytes > most:
+            rows_at_once = max(1, int(most * source.num_rows // source.num_bytes))
             collected = dict(self.collected_tensors)
             forms = _given_in_rows(
                 source, rows_at_once, take, lambda tensors: _run(self, stock, tensors, layer_name, *args, **kwargs)
@@ -157,6 +159,10 @@ class _Unread:
         return torch.Size(self._source.shape if get_shape is None else get_shape())
 
     @property
+    def is_decoded(self) -> bool:
+        return hasattr(self._source, "decode")
+
+    @property
     def num_bytes(self) -> int:
         """Upper bound of the size after the cast."""
         return self.shape.numel() * (self._dtype or torch.float32).itemsize
@@ -173,6 +179,10 @@ class _Source:
     is_merged: bool
     num_rows: int
     num_bytes: int
+
+    @property
+    def is_decoded(self) -> bool:
+        return any(tensor.is_decoded for tensors in self.tensors.values() for tensor in tensors)
 
     def rows(self, first: int, last: int) -> dict[str, list[_Unread]]:
         if self.is_merged:

@@ -12,6 +12,7 @@ import transformers
 from architectures import model_with_a_tower
 from datasets import Dataset
 from peft import LoraConfig
+from quantized_folders import fp8_folder
 from transformers import TrainingArguments
 
 import hf_lohan
@@ -152,6 +153,8 @@ def test_some_runs_are_offloaded_with_any_memory(tmp_path: Path, capsys: pytest.
     (tmp_path / "b" / "_lohan" / "store").mkdir(parents=True)
     assert "has the store of a run that was offloaded" in sentence("b")
     assert "cannot be planned: neither the data nor the model" in sentence("c", torch.nn.Linear(2, 2), [{"text": "a"}])
+    quantized = fp8_folder(tmp_path / "quantized", tiny_model("llama"))
+    assert "cannot be planned: the checkpoint is quantized" in sentence("e", str(quantized))
     made_later = hf_lohan.Trainer(
         None, arguments(tmp_path / "d"), model_init=lambda: tiny_model("llama"), offload="auto"
     )

@@ -274,6 +274,8 @@ def stream_model(
         decoded = tensors_replaced(partial(packed.store_packed, sink.store_packed))
     with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink) as unused, decoded:
         model = model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
+    if quantized is not None:
+        quantized.check_loaded(model, unused)
     if unused:
         logger.warning(
             "%s of %s (%s) are no weights of %s and are not loaded, such as %s; saved models do not have them",

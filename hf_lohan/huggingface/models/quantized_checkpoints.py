@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,17 @@ class QuantizedCheckpoint:
                             f"{scales} in {str(self.path)!r} has scales that are not finite, so {name} cannot be "
                             "decoded; download the checkpoint again"
                         )
+
+    def check_loaded(self, model: Any, unused: Collection[str]) -> None:
+        """Raises ValueError if the base of a loaded ``model`` lacks weights, and tensors of the checkpoint are
+        ``unused``: the checkpoint's names are then those of another class, as quantized experts may be."""
+        base = f"{getattr(model, 'base_model_prefix', '')}."
+        missing = [name for name, p in model.named_parameters() if p.device.type != "meta" and name.startswith(base)]
+        if missing and unused:
+            raise ValueError(
+                f"{str(self.path)!r} is quantized and has no {missing[0]} of {type(model).__name__}, but has "
+                f"{min(unused)}, which the model does not know; use the model's original in bfloat16"
+            )
 
 
 def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckpoint | None:

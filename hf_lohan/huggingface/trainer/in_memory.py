@@ -18,6 +18,7 @@ from hf_lohan.device import device_for
 from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adapted_skeleton
 from hf_lohan.huggingface.models.loading import load_dtype
+from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
 from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
 from hf_lohan.huggingface.ranks import is_one_of_several
 from hf_lohan.planning import StepShape, stock_fit
@@ -95,6 +96,8 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments) -> nn.M
     else:
         config, is_float32 = read_model_config(model), is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL's way
         dtype = (getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32" if is_float32 else "auto")
+        if quantization_of(config) is not None:
+            raise ValueError("the checkpoint is quantized, and is dequantized while it streams")
         skeleton = weightless_model(config, load_dtype(model, config, dtype))
     if peft_config is not None:
         with torch.device("meta"):

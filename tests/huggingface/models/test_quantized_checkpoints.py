@@ -97,7 +97,7 @@ def test_no_tensor_is_larger_than_an_expert(
     kind: str, load_streamed: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = KINDS[kind][0](tmp_path / "quantized")
-    monkeypatch.setattr(loading, "_MOST_ROWS_BYTES", 1 << 12)
+    monkeypatch.setattr(loading, "_MOST_ROWS_BYTES", 1 << 14)
     monkeypatch.setattr(encoded_weights, "_DECODED_AT_ONCE_NUMEL", 1 << 10)
     stream, tracer = loading.stream_model, LargestTensor()
 
@@ -324,6 +324,14 @@ def test_a_truncated_file_is_refused(load_streamed: Load, tmp_path: Path) -> Non
     file = path / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert "model-00002-of-00002.safetensors" in refusal(path, load_streamed, tmp_path)
+
+
+def test_weights_under_names_that_the_model_does_not_know_are_refused(load_streamed: Load, tmp_path: Path) -> None:
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    renamed = {name.replace(".1.mlp.up_proj", ".1.mlp.w3"): tensor for name, tensor in read_files(path).items()}
+    write_files(path, renamed)
+    with pytest.raises(ValueError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight .*but has .*w3"):
+        load_streamed(path)
 
 
 def test_the_check_reads_only_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
