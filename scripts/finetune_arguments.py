@@ -20,63 +20,70 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A family of models: the types in their configs, and default arguments for fine-tuning them."""
+    """A family of models, with the types in their configs, and default arguments for fine-tuning."""
 
     name: str
     model_types: tuple[str, ...]
     defaults: dict[str, Any]
-    """Defaults of command line arguments."""
+    """Defaults for command line arguments."""
 
 
 @dataclass
 class ModelArguments:
-    """The model and the place of its state."""
+    """The model and the location of its state."""
 
-    model_name_or_path: str = field(metadata={"help": "A checkpoint folder (with --offload), or also a Hub name."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's own."})
+    model_name_or_path: str = field(metadata={"help": "A checkpoint folder. Without --offload also a name in the Hub."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's tokenizer."})
     dtype: str = field(
         default="float32",
         metadata={
             "choices": list(DTYPES),
-            "help": "Dtype of the loaded weights, whatever it is on disk. For bfloat16 training keep float32 and give "
-            "--bf16: the store then has exact float32 masters.",
+            "help": "Dtype of the loaded weights. For bfloat16 training keep float32 and give --bf16, so that the "
+            "store has exact float32 masters.",
         },
     )
     offload: str | None = field(
         default=None,
-        metadata={"help": 'A YAML file (see configs/) or "lohan" (all automatic). Without: everything in memory.'},
+        metadata={
+            "help": 'A YAML file (see configs/) or "lohan" (all automatic). Without this option everything is '
+            "in memory."
+        },
     )
 
 
 @dataclass
 class DataArguments:
-    """The text and how it is cut."""
+    """The text, and how to cut it into rows."""
 
     train_file: list[str] = field(
         default_factory=list, metadata={"help": "Local .txt, .json, .jsonl, .parquet or .csv files of one kind."}
     )
-    validation_file: list[str] = field(default_factory=list, metadata={"help": "As --train_file, for evaluation."})
-    text_column: str | None = field(default=None, metadata={"help": "Default: 'text', or the only text column."})
-    validation_split_percentage: float = field(
-        default=5.0, metadata={"help": "Without --validation_file: this last part of the blocks is held out."}
+    validation_file: list[str] = field(
+        default_factory=list, metadata={"help": "Files for evaluation, in the same formats as --train_file."}
     )
-    block_size: int | None = field(default=None, metadata={"help": "Tokens a row; default: 1024 or the model's most."})
-    packing: bool = field(default=True, metadata={"help": "Join documents and cut them into full rows."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first rows only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first rows only."})
+    text_column: str | None = field(default=None, metadata={"help": "Default: 'text', or the only column with text."})
+    validation_split_percentage: float = field(
+        default=5.0, metadata={"help": "Share of the last blocks that is held out if --validation_file is missing."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens per row. Default: 1024, or the model's maximum."}
+    )
+    packing: bool = field(default=True, metadata={"help": "Join documents, and cut them into full rows."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train only on this number of first rows."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate only on this number of first rows."})
     resume: str | None = field(
         default=None,
         metadata={
             "nargs": "?",
             "const": "last",
-            "help": "Continue from this checkpoint folder. Without a value: "
-            "from the last checkpoint or the last committed step, whichever is newer.",
+            "help": "Continue from this checkpoint folder. Without a value, continue from the newer of the last "
+            "checkpoint and the last committed step.",
         },
     )
 
 
 def choose_block_size(wanted: int | None, config: Any) -> int:
-    """Tokens a row. Raises ValueError if the model has fewer positions."""
+    """Return the tokens per row. Raises ValueError if the model has fewer positions."""
     most: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
     if wanted is None:
         return min(1024, most)
@@ -86,9 +93,10 @@ def choose_block_size(wanted: int | None, config: Any) -> int:
 
 
 def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | bool | None:
-    """Trainer's `resume_from_checkpoint` for a folder, "last" or "last_step". Raises ValueError if there is none.
+    """Return Trainer's `resume_from_checkpoint` for a folder, "last" or "last_step". Raises ValueError if it does not
+    exist.
 
-    True is the last committed step or the last checkpoint, whichever is newer.
+    True is the newer of the last committed step and the last checkpoint.
     """
     last: str | None = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     step = hf_lohan.last_step(output_dir)

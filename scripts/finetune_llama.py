@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Fine-tune a Llama (or a model built like one) on local text, in memory or with its training state on SSD.
+"""Fine-tune a Llama, or a model of the same architecture, on local text, in memory or with its training state on SSD.
 
     python scripts/finetune_llama.py --model_name_or_path models/llama-3-8b --offload configs/lohan.yaml \\
         --train_file notes.jsonl --do_train --do_eval --bf16 --output_dir outputs/llama
 
-It takes all flags of `transformers.TrainingArguments`; `--help` lists the others. Without --offload it is a plain
-Trainer run. Under Accelerate replace `python` by `accelerate launch --config_file configs/accelerate_single.yaml`.
+It accepts all flags of `transformers.TrainingArguments`. `--help` lists the others. Without --offload it is a plain
+Trainer run. With Accelerate replace `python` by `accelerate launch --config_file configs/accelerate_single.yaml`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python scripts/finetune_opt.py --model_name_or_path models/opt-6.7b --offload configs/lohan.yaml \\
         --train_file notes.jsonl --do_train --do_eval --bf16 --output_dir outputs/opt
 
-OPT checkpoints are float16, in which small updates vanish. They are loaded as float32 (--dtype), exactly; with --bf16
-the working weights are bfloat16 and the store has the float32 masters. OPT has 2048 positions, which limits
---block_size. Everything else is as in finetune_llama.py.
+OPT checkpoints are float16, in which small updates vanish. They are loaded exactly as float32 (--dtype). With --bf16
+the working weights are bfloat16, and the store has the float32 masters. OPT has 2048 positions, which limits
+--block_size. Everything else works as in finetune_llama.py.
 """
 
 from __future__ import annotations

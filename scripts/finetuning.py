@@ -1,4 +1,4 @@
-"""The run that `finetune_llama.py` and `finetune_opt.py` share: arguments, model, data, training, metrics."""
+"""The run that `finetune_llama.py` and `finetune_opt.py` share, from arguments to metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
 
 
 def main(family: Family, argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Run a fine-tuning script; returns all metrics. Bad input ends it with one line and exit status 1."""
+    """Run a fine-tuning script, and return all metrics. Bad input ends it with one line and exit status 1."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     # Without use_cpu TrainingArguments refuses --bf16 on a CPU.
     parser.set_defaults(use_cpu=default_torch_device().type == "cpu", **family.defaults)
@@ -62,7 +62,7 @@ def prepare(
     if not (args.do_train or args.do_eval):
         raise ValueError("nothing to do; give --do_train, --do_eval or both")
     checkpoint = checkpoint_to_resume(data_args.resume or args.resume_from_checkpoint, args.output_dir)
-    # Cheap checks first, weights last.
+    # Cheap checks come first, and weights last.
     asked = model_args.offload or offload_of_environment()
     offload = hf_lohan.OffloadConfig.load(asked) if asked else None
     if offload is not None:
@@ -81,7 +81,8 @@ def prepare(
         args=args,
         train_dataset=data.get("train"),
         eval_dataset=data.get("validation"),
-        # Pads labels by position. A collator that masks the pad token would mask the end-of-text token as well.
+        # This collator pads labels by position. A collator that masks the pad token would also mask the end-of-text
+        # token.
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
         offload=offload,
@@ -90,7 +91,7 @@ def prepare(
 
 
 def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_lohan.OffloadConfig | None) -> Any:
-    """Load the model into memory, or stream it into the store if offloaded."""
+    """Load the model to memory, or stream it to the store with offload."""
     path, dtype = model_args.model_name_or_path, DTYPES[model_args.dtype]
     if offload is None:
         return model_class_of(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=dtype)
@@ -101,7 +102,7 @@ def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_
         bf16=args.bf16,
         torch_device=args.device,
         default_ssd_path=Path(args.output_dir) / "_lohan" / "store",
-        # Clipping needs the norm of all gradients first, accumulation their sum.
+        # Clipping needs the norm of all gradients first, and accumulation needs their sum.
         hold_gradients=args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1,
     )
 

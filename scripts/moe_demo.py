@@ -32,12 +32,12 @@ from hf_lohan.wording import format_bytes
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "moe_demo.yaml"
 BLOCK_SIZE = 64
 NUM_EVAL_BLOCKS = 4
-"""Blocks of each kind of text."""
+"""Number of blocks of each kind of text."""
 MAX_STEPS = 5
 MIN_IMPROVEMENT_FRACTION = 0.05
 
 CELL, GAP, LEFT, TOP = 10, 34, 60, 60
-"""Pixels of the picture."""
+"""Sizes in the picture, in pixels."""
 STYLE = "text{font:12px sans-serif;fill:#333}.strong{font-weight:bold}.grid{stroke:#ccc}svg{background:#fff}"
 COLOR = "#1f5fa8"
 
@@ -45,7 +45,7 @@ console = Console(highlight=False)
 
 
 def training_arguments(output_dir: Path, *, max_steps: int = MAX_STEPS, batch_size: int = 4) -> TrainingArguments:
-    """A short run: each step moves all parameters."""
+    """Return arguments for a short run, because each step moves all parameters."""
     return TrainingArguments(
         output_dir=str(output_dir),
         max_steps=max_steps,
@@ -66,7 +66,8 @@ def training_arguments(output_dir: Path, *, max_steps: int = MAX_STEPS, batch_si
 
 @contextmanager
 def counted_routing(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Count the tokens that each router sends to each expert, by the router's name."""
+    """Count the tokens that each router sends to each expert in this context. Yields the counts by the router's
+    name."""
     counts: dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
@@ -87,7 +88,7 @@ def counted_routing(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def evaluate(trainer: Trainer, held_out: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """By kind of text: the held-out loss, and each expert's share of the tokens [layers, experts]."""
+    """Return, by kind of text, the held-out loss and each expert's share of the tokens [layers, experts]."""
     losses, shares = {}, {}
     for kind, blocks in held_out.items():
         with counted_routing(trainer.model) as counts:
@@ -98,15 +99,15 @@ def evaluate(trainer: Trainer, held_out: Mapping[str, Any]) -> tuple[dict[str, f
 
 
 def separation(shares: Mapping[str, Tensor]) -> float:
-    """Total variation distance of two kinds' shares, averaged over pairs of kinds and layers: 0, equal, to 1,
-    disjoint."""
+    """Return the total variation distance between two kinds' shares, averaged over layers and pairs of kinds. 0 means
+    equal, and 1 disjoint."""
     pairs = itertools.combinations(shares.values(), 2)
     return torch.stack([(one - other).abs().sum(dim=1).mean() / 2 for one, other in pairs]).mean().item()
 
 
 def routing_picture(stages: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """A standalone SVG with a table of layers by experts for each stage (rows) and kind of text (columns). Darker cells
-    have more of the layer's tokens."""
+    """Return a standalone SVG with a table of layers by experts for each stage (rows) and kind of text (columns).
+    Darker cells have a larger share of the layer's tokens."""
     first = next(iter(next(iter(stages.values())).values()))
     num_layers, num_experts = first.shape
     darkest = max(share.max().item() for shares in stages.values() for share in shares.values())
@@ -146,7 +147,7 @@ def loss_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table
 
 
 def describe_slots(trainer: Trainer) -> str:
-    """Describe the experts' slots. Raises ValueError if experts do not stream one by one."""
+    """Return a description of the experts' slots. Raises ValueError if experts are not streamed one by one."""
     assert trainer.offload_engine is not None
     plan = trainer.offload_engine.layout.plan
     one_bytes, num_slots = plan.slot_bytes[SizeClass.EXPERT], plan.num_slots[SizeClass.EXPERT]
@@ -167,7 +168,8 @@ def main(
     args: TrainingArguments | None = None,
     min_improvement_fraction: float = MIN_IMPROVEMENT_FRACTION,
 ) -> None:
-    """Train, compare and export. Exits with 1 if the held-out loss did not fall enough or the export differs."""
+    """Train, compare and export. Exits with status 1 if the held-out loss did not fall enough, or the export
+    differs."""
     transformers.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
@@ -207,7 +209,7 @@ def main(
     with torch.no_grad():
         streamed = trainer.model.eval()(input_ids=ids).logits.clone()
     assert trainer.offload_engine is not None
-    trainer.offload_engine.close()  # frees its memory
+    trainer.offload_engine.close()  # frees the engine's memory
 
     picture = out / "routing.svg"
     picture.write_text(routing_picture({"before": shares_before, "after": shares_after}))

@@ -1,11 +1,11 @@
-"""Make a mixture of experts from a dense model, and text of four kinds, from files of this machine.
+"""Make a mixture of experts from a dense model, and text of four kinds from files of this machine.
 
     python scripts/moe_inputs.py quickstart_out/base moe_demo_out 6
 writes moe_demo_out/base from the first 6 layers, and moe_demo_out/{train,heldout}-KIND.jsonl. An existing model of as
 many layers is kept.
 
-Each expert is a copy of the dense model's MLP, and a token's expert weights sum to 1, so the untrained mixture equals
-the dense model (Komatsuzaki et al., Sparse Upcycling, 2022).
+Each expert is a copy of the dense model's MLP, and the weights of a token's experts sum to 1, so the untrained mixture
+equals the dense model (Komatsuzaki et al., Sparse Upcycling, 2022).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ NUM_EXPERTS, NUM_EXPERTS_PER_TOKEN = 8, 2
 ROUTER_STD = 0.02
 
 MAX_CHARACTERS = 8_000
-"""Characters of one document at most."""
+"""Largest number of characters of a document."""
 MAX_DOCUMENTS = 80
-"""Documents of one kind at most."""
+"""Largest number of documents of each kind."""
 
 PROJECTIONS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""Projections of an MLP by their names in Mixtral's checkpoints."""
+"""Names of an MLP's projections in Mixtral's checkpoints."""
 
 
 # The model.
 
 
 def mixture_config(dense: Any, *, num_experts: int = NUM_EXPERTS, num_layers: int | None = None) -> MixtralConfig:
-    """The config of a mixture with ``num_experts`` copies of each MLP of a Llama's first ``num_layers`` layers. Raises
-    ValueError for a model that does not fit a Mixtral or has fewer layers."""
+    """Return the config of a mixture with ``num_experts`` copies of each MLP in a Llama's first ``num_layers`` layers.
+    Raises ValueError for a model that does not fit a Mixtral, or has fewer layers."""
     if dense.model_type != "llama" or dense.attention_bias or dense.mlp_bias:
-        raise ValueError(f"only a Llama without biases can become a Mixtral, and this is {dense.model_type!r}")
+        raise ValueError(f"only a Llama without biases can become a Mixtral, and this model is {dense.model_type!r}")
     if num_layers is not None and not 1 <= num_layers <= dense.num_hidden_layers:
-        raise ValueError(f"{num_layers} layers are asked for, and the dense model has {dense.num_hidden_layers}")
+        raise ValueError(f"{num_layers} layers are requested, but the dense model has {dense.num_hidden_layers}")
     same = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps"),
@@ -65,8 +65,8 @@ def mixture_config(dense: Any, *, num_experts: int = NUM_EXPERTS, num_layers: in
 
 
 def upcycle(dense: Path, folder: Path, *, num_experts: int = NUM_EXPERTS, num_layers: int | None = None) -> None:
-    """Write the mixture of the checkpoint ``dense`` to ``folder``, one file a layer, so that one layer's experts are in
-    memory at a time. An existing folder is replaced."""
+    """Write the mixture of the checkpoint ``dense`` to ``folder``, with one file per layer, so that only one layer's
+    experts are in memory. An existing folder is replaced."""
     config = mixture_config(AutoConfig.from_pretrained(dense), num_experts=num_experts, num_layers=num_layers)
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -108,7 +108,7 @@ def _read(files: dict[str, Path], names: Iterable[str]) -> Iterator[tuple[str, T
 
 
 def _mixture_tensors(tensors: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield each MLP tensor once for each expert, in separate memory, and the others as they are."""
+    """Yield each MLP tensor once for each expert, in separate memory, and all other tensors unchanged."""
     for name, tensor in tensors:
         prefix, is_mlp, rest = name.partition(".mlp.")
         if not is_mlp:
@@ -123,8 +123,8 @@ def _mixture_tensors(tensors: Iterable[tuple[str, Tensor]], num_experts: int) ->
 
 
 def kinds_of_text() -> dict[str, dict[str, str]]:
-    """Documents by name, of four kinds that exist on every machine with Python and torch."""
-    from pydoc_data.topics import topics  # the Python language reference, part of every Python
+    """Return documents by name, of four kinds that exist on every machine with Python and torch."""
+    from pydoc_data.topics import topics  # the Python language reference, which is a part of every Python
 
     sources = Path(sysconfig.get_path("stdlib")).glob("*.py")
     headers = (Path(torch.__file__).parent / "include" / "ATen").glob("*/*.h")
@@ -142,7 +142,7 @@ def _read_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def _license_texts() -> Iterator[tuple[str, str]]:
-    """Licence texts of the installed packages, each once."""
+    """Yield the license texts of the installed packages, each once."""
     seen = set()
     for distribution in importlib.metadata.distributions():
         for file in distribution.files or ():
@@ -158,7 +158,7 @@ def _license_texts() -> Iterator[tuple[str, str]]:
 
 
 def _cut(documents: dict[str, str]) -> dict[str, str]:
-    """At most `MAX_DOCUMENTS`, evenly over the alphabet, each cut to `MAX_CHARACTERS`."""
+    """Return at most `MAX_DOCUMENTS` documents, spread evenly over the alphabet, each cut to `MAX_CHARACTERS`."""
     names = sorted(documents)
     step = max(1, -(-len(names) // MAX_DOCUMENTS))
     return {name: documents[name][:MAX_CHARACTERS] for name in names[::step]}

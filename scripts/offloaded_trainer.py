@@ -2,9 +2,9 @@
 
     PYTHONPATH=scripts python -m pytest -p offloaded_trainer <transformers>/tests/trainer/test_trainer.py
 
-`LOHAN_OFFLOAD` is the offload configuration, by default `lohan`. With `LOHAN_STOCK_WITHOUT_LAYERS=1` the stock Trainer
-trains models without layers, which are refused otherwise; most of these tests fit a line with two scalars.
-docs/upstream_tests.md says where the tests are, and which fail.
+`LOHAN_OFFLOAD` is the offload configuration, by default `lohan`. Models without layers are refused, and most of these
+tests fit a line with two scalars. With `LOHAN_STOCK_WITHOUT_LAYERS=1` the stock Trainer trains such models.
+docs/upstream_tests.md says where the tests are, and which of them fail.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     stack = contextlib.ExitStack()
     stack.enter_context(offload_by_default(os.environ.get("LOHAN_OFFLOAD", "lohan")))
     config.add_cleanup(stack.close)
-    from transformers import Trainer  # ours from here on
+    from transformers import Trainer  # now the offloading Trainer
 
     init: Any = Trainer.__init__
 

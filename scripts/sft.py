@@ -4,8 +4,8 @@
     python scripts/sft.py --model_name_or_path models/llama-3-8b --offload configs/lohan.yaml \\
         --train_file notes.jsonl --eval_file heldout.jsonl --packing --output_dir outputs/sft
 
-It takes all flags of TRL's own script (`trl.SFTConfig` and `trl.ModelConfig`, with LoRA's) and `--config file.yaml`.
-Without --offload it is a plain TRL run. It prints the held-out loss before and after.
+It accepts all flags of TRL's own script (`trl.SFTConfig` and `trl.ModelConfig`, including LoRA) and `--config
+file.yaml`. Without --offload it is a plain TRL run. It prints the held-out loss before and after training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import text_data
 from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config
 
 from hf_lohan import LohanArguments
-from hf_lohan.trl import SFTTrainer  # in place of `from trl import SFTTrainer`
+from hf_lohan.trl import SFTTrainer  # instead of `from trl import SFTTrainer`
 
 
 @dataclass
@@ -26,8 +26,12 @@ class RunArguments:
     """The text."""
 
     train_file: list[str] = field(metadata={"help": "Local .txt, .json, .jsonl, .parquet or .csv files of one kind."})
-    eval_file: list[str] = field(default_factory=list, metadata={"help": "As --train_file, held out."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first documents only."})
+    eval_file: list[str] = field(
+        default_factory=list, metadata={"help": "Held-out files, in the same formats as --train_file."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate only on this number of first documents."}
+    )
 
 
 @dataclass(repr=False)
@@ -36,7 +40,7 @@ class SFTArguments(LohanArguments, SFTConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, evaluate and save; returns the held-out losses. Bad input ends it with one line and exit status 1."""
+    """Train, evaluate and save. Returns the held-out losses. Bad input ends it with one line and exit status 1."""
     parser = TrlParser((RunArguments, SFTArguments, ModelConfig))
     try:
         run_args, args, model_args = parser.parse_args_and_config(argv, fail_with_unknown_args=True)
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def prepare(run_args: RunArguments, args: SFTConfig, model_args: ModelConfig) -> SFTTrainer:
-    """A trainer ready to run. Raises ValueError or OSError on bad input."""
+    """Return a trainer that is ready to run. Raises ValueError or OSError for bad input."""
     args.model_init_kwargs = {
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,

@@ -21,8 +21,8 @@ BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parq
 def read_documents(files: Sequence[str], *, text_column: str | None = None) -> Dataset:
     """Read the non-empty texts of local files as rows of one column "text".
 
-    A .txt file is one document; other files have one a row. Raises ValueError for a file that is missing, empty,
-    unreadable or of an unknown type, and for an ambiguous text column.
+    A .txt file is one document. Other files have one document per row. Raises ValueError for a file that is missing,
+    empty, unreadable or of an unknown type, and for an ambiguous text column.
     """
     builder = _builder_of(files)
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
@@ -77,8 +77,9 @@ def _holds_text(rows: Dataset, column: str) -> bool:
 def make_blocks(documents: Dataset, tokenizer: Any, *, block_size: int, packing: bool) -> Dataset:
     """Tokenize the documents, end each with the end-of-text token, and cut them into rows of at most `block_size`.
 
-    With `packing` documents are joined and cut into rows of exactly `block_size` ids; the rest of each 10,000 documents
-    is dropped. Without it each document is a row, truncated if it is longer. Raises ValueError if no row results.
+    With `packing`, documents are joined and cut into rows of exactly `block_size` ids, and the rest of each 10,000
+    documents is dropped. Without it each document is a row, which is truncated if it is longer. Raises ValueError if
+    the result has no rows.
     """
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -100,13 +101,13 @@ def _closed(ids: list[int], end: int | None) -> list[int]:
 
 
 def cut(rows: Sequence[list[int]], block_size: int) -> list[list[int]]:
-    """Join rows and cut them into blocks of exactly `block_size`. The rest is dropped."""
+    """Join rows, and cut them into blocks of exactly `block_size`. The rest is dropped."""
     joined = list(chain.from_iterable(rows))
     return [joined[start : start + block_size] for start in range(0, len(joined) - block_size + 1, block_size)]
 
 
 def split_off(blocks: Dataset, percentage: float) -> DatasetDict:
-    """Split off the last `percentage` of the blocks: {"train", "validation"}, each with at least one block."""
+    """Split off the last `percentage` of the blocks. Returns {"train", "validation"}, each with at least one block."""
     num_validation = max(1, round(len(blocks) * percentage / 100))
     num_train = len(blocks) - num_validation
     if not 0 < percentage < 100 or num_train < 1:

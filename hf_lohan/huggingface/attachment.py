@@ -132,12 +132,10 @@ def offload_model(
     rules: Rules | None = None,
     device: Device | None = None,
 ) -> OffloadEngine:
-    """Move the weights of a model from memory to the store, and attach an engine to the model.
-
-    The model then computes in `working_dtype` (default: each parameter's dtype). Float32 weights keep their exact
-    values as masters. `rules` returns each parameter's update rule. `device` replaces the device for `torch_device`.
-    Raises ValueError, before any weight is changed, if the model, the budgets or the paths do not allow it.
-    """
+    """Move the weights of a model from memory to the store, and attach an engine to the model. The model then computes
+    in `working_dtype` (default: each parameter's dtype). Float32 weights keep their exact values as masters. `rules`
+    returns each parameter's update rule. `device` replaces the device for `torch_device`. Raises ValueError, before any
+    weight is changed, if the model, the budgets or the paths do not allow it."""
     device = device or open_device(config, torch_device)
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
     recompute_without_reentry(model)

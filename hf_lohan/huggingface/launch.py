@@ -163,10 +163,8 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 
 def launch_script(arguments: Sequence[str]) -> int:
     """Run an unmodified script offloaded: `[--offload X] [--trace] [options of accelerate launch] script.py [args]`.
-
     Returns the script's exit status. Raises ValueError, before anything is started, for unsupported options. For
-    unknown options argparse exits with status 2.
-    """
+    unknown options argparse exits with status 2."""
     options = _parser().parse_args(arguments)
     _run_offloaded(options)
     variables = _complete_options(options)
@@ -252,8 +250,8 @@ def _complete_options(options: Namespace) -> dict[str, str]:
     on_cpu = options.cpu or getattr(defaults, "use_cpu", False) or num_gpus() == 0
     if not on_cpu and num_local > num_gpus():
         raise ValueError(
-            f"num_processes starts {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; start "
-            "one for each GPU, or give --cpu to train on the CPU"
+            f"num_processes asks for {num_local} processes on this machine, which has {times(num_gpus(), 'GPU')}; "
+            "start one for each GPU, or give --cpu to train on the CPU"
         )
     vars(options).update(cpu=False, multi_gpu=True)  # so that torchrun starts the processes, even on CPUs
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):

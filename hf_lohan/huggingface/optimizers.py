@@ -127,9 +127,7 @@ def config_named_by_optim(args: TrainingArguments, config: OffloadConfig) -> Off
         )
     if config.optimizer_state_dtype == "int8":
         return config
-    logger.warning(
-        "%s, whose rounding is not that of bitsandbytes, so the numbers differ from those of bitsandbytes", meaning
-    )
+    logger.warning("%s, which rounds differently from bitsandbytes, so the numbers differ", meaning)
     return replace(config, optimizer_state_dtype="int8")
 
 

@@ -38,10 +38,8 @@ _line: ContextVar[tqdm | None] = ContextVar("line", default=None)
 @contextlib.contextmanager
 def long_work(what: str, total_bytes: int | None = None) -> Iterator[None]:
     """Show a progress line on stderr in this context. `advance` moves the line, and nested work moves the outer line.
-    Without ``total_bytes`` the line has no numbers, and is shown within a `live_line` if one exists.
-
-    Shows nothing if stderr is not a terminal, if transformers' progress bars are off, or within a hidden `live_line`.
-    """
+    Without ``total_bytes`` the line has no numbers, and is shown within a `live_line` if one exists. Shows nothing if
+    stderr is not a terminal, if transformers' progress bars are off, or within a hidden `live_line`."""
     live = _live_lines[-1] if _live_lines else None
     if live is not None and total_bytes is None:
         with live.noting(what):

@@ -89,10 +89,8 @@ def gather_number(number: Tensor, links: Links) -> Tensor | None:
 def save_on_rank_0(
     access: Callable[[], ParameterAccess], links: Links, save: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call ``save`` with ``kwargs`` and the collective reads (None for a single rank), and return its result.
-
-    All ranks call this together. Rank 0 saves, and the others take part in its reads.
-    """
+    """Call ``save`` with ``kwargs`` and the collective reads (None for a single rank), and return its result. All ranks
+    call this together. Rank 0 saves, and the others take part in its reads."""
     if not links.ranks.others:
         return save(None, **kwargs)
     reads = CollectiveReads(access, links)

@@ -1,9 +1,9 @@
-"""Plans where everything lies and how a step runs, before anything moves.
+"""Plans where weights, states and activations lie, and how a step runs, before anything moves.
 
-Pure arithmetic over sizes, budgets and rates, without torch and without I/O. `pool_plan` divides the two memory budgets
-into pools, or refuses with the numbers. `record_traffic` chooses records with a copy in RAM. From a `HardwareProfile`
-and a `ModelProfile`, `plan_offload` decides what is kept, swapped and recomputed and how to clip, and predicts the
-step.
+The planner is arithmetic over sizes, budgets and rates, without torch and without I/O. `pool_plan` divides the two
+memory budgets into pools, or refuses them with the numbers. `record_traffic` chooses the records with a copy in RAM.
+`plan_offload` takes a `HardwareProfile` and a `ModelProfile`, decides which activations are kept, swapped or recomputed
+and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways

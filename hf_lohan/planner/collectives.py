@@ -1,8 +1,8 @@
-"""How ranks exchange weights and gradients: the setting `collectives`, the ways that it allows, and their bytes.
+"""The setting `collectives`, the ways in which it lets ranks exchange weights and gradients, and the bytes of each way.
 
 A node has `num_local` ranks, which share its memory and send nothing to each other. Between nodes, each byte is sent
-once for each node, not for each rank. Bytes are those that one node sends (its *egress*); it receives as many. With P
-parameters on Y nodes, each of which owns a Y-th of them:
+once for each node, not for each rank. Numbers of bytes are what one node sends (its *egress*). It receives the same
+number. With P parameters on Y nodes, where each node owns P / Y of them:
 
     weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy in the node
     gradients, summed in the node     (Y - 1) x payload(P / Y)      for each backward
@@ -22,19 +22,20 @@ GradientCodec: TypeAlias = Literal["exact", "int8", "int4"]
 SUM_BYTES = 4
 """Bytes of one element of a sum of gradients."""
 DELTA_BITS_PER_1000_PARAMS = 1170
-"""Measured on bfloat16 weights at a learning rate of 2e-5, where 4 to 5% of them change in a step. 1e-4: 1620."""
+"""Measured on bfloat16 weights at a learning rate of 2e-5, with which 4 to 5% of them change in a step. 1e-4 gives
+1620."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecFormat:
-    """The size of values that are quantized in blocks with a scale each."""
+    """The size of values that are quantized in blocks. Each block has a scale."""
 
     num_bits: int
     block_numel: int
     scale_bytes: int
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of the quantized values in whole blocks, and of their scales."""
+        """Return the bytes of ``numel`` quantized values in whole blocks, and of their scales."""
         return -(-numel // self.block_numel) * (self.block_numel * self.num_bits // 8 + self.scale_bytes)
 
 
@@ -47,18 +48,18 @@ GRADIENT_FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """How weights and gradients go from node to node. Within a node nothing is rounded."""
+    """How weights and gradients are sent between nodes. Within a node nothing is rounded."""
 
     forward: ForwardCodec = "auto"
-    """Weights between nodes: "exact" sends all bits, "int8" rounds, "delta" sends the exact change of a step; "auto" is
-    "exact" or "delta", by the plan."""
+    """Weights between nodes. "exact" sends all bits, "int8" rounds, and "delta" sends the exact change of a step.
+    "auto" is "exact" or "delta", and the plan chooses."""
 
     backward: BackwardSource = "auto"
-    """Source of weights in backward: "world": all nodes send them again; "node": a copy in each node, in "ram" or on
-    the "ssd"; "auto": the fastest by the plan. "delta" needs a copy."""
+    """Source of weights in backward. With "world" all nodes send them again. "node" is a copy in each node, in "ram" or
+    on the "ssd". "auto" is the fastest by the plan. "delta" needs a copy."""
 
     gradients: GradientCodec = "exact"
-    """Gradients between nodes: "exact" sends float32 sums, "int8" and "int4" round them."""
+    """Gradients between nodes. "exact" sends float32 sums, and "int8" and "int4" round them."""
 
     def __post_init__(self) -> None:
         for name, allowed in COLLECTIVE_VALUES.items():
@@ -68,23 +69,24 @@ class Collectives:
 
     @property
     def is_exact(self) -> bool:
-        """Whether training computes the same numbers as without rounding."""
+        """Whether nothing is rounded."""
         return self.forward != "int8" and self.gradients == "exact"
 
     @property
     def keeps_own(self) -> bool:
-        """Whether a rank also keeps its own shard as it was sent, to find the change of the next step."""
+        """Whether a rank also keeps its own shard as it sent it, to compute the change of the next step."""
         return self.forward == "delta"
 
     def to_setting(self) -> str | dict[str, str]:
-        """The setting in JSON's types: a word if there is one, else the fields that are not "auto"."""
+        """Return the setting in JSON types. It is a word if one exists, and otherwise the fields that are not
+        "auto"."""
         for word in COLLECTIVE_WORDS:
             if self == collectives_of_word(word):
                 return word
         return {name: value for name, value in asdict(self).items() if value != "auto"}
 
     def open_ways(self) -> tuple[Collectives, ...]:
-        """The ways that a plan of several nodes may choose, without "auto" or "node"."""
+        """The ways among which a plan of several nodes may choose, without "auto" or "node"."""
         forwards = ("exact", "delta") if self.forward == "auto" else (self.forward,)
         copies = {"auto": ("world", "ram", "ssd"), "world": ("world",), "node": ("ram", "ssd")}
         sources = copies.get(self.backward, (self.backward,))
@@ -93,7 +95,7 @@ class Collectives:
         return _ways(forwards, sources, (self.gradients,))
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int) -> int:
-        """Payload bytes of weights."""
+        """Return the payload bytes of weights."""
         if self.forward == "int8":
             return WEIGHT_FORMAT.payload_bytes(num_params)
         if self.forward == "delta":
@@ -101,7 +103,7 @@ class Collectives:
         return param_bytes
 
     def gradient_bytes(self, numel: int, itemsize: int) -> int:
-        """Payload bytes of gradients, which have ``itemsize`` bytes each if they are not quantized."""
+        """Return the payload bytes of gradients. ``itemsize``: bytes of each element if it is not quantized."""
         return numel * itemsize if self.gradients == "exact" else GRADIENT_FORMATS[self.gradients].payload_bytes(numel)
 
 
@@ -110,19 +112,19 @@ COLLECTIVE_VALUES: dict[str, tuple[str, ...]] = {
     "backward": get_args(BackwardSource),
     "gradients": get_args(GradientCodec),
 }
-"""The values of each field."""
+"""Allowed values of each field."""
 COLLECTIVE_WORDS = ("exact", "quantized")
 ANY_EXACT_WAY = Collectives()
 WAY_WITHIN_A_NODE = Collectives(forward="exact", backward="world")
 
 
 def collectives_of_word(word: str) -> Collectives:
-    """ "exact" allows every way that rounds nothing; "quantized" is ZeRO++."""
+    """Return the setting of a word. "exact" allows every way that rounds nothing. "quantized" is ZeRO++."""
     return Collectives(forward="int8", backward="node", gradients="int4") if word == "quantized" else ANY_EXACT_WAY
 
 
 def all_ways() -> tuple[Collectives, ...]:
-    """All ways to exchange weights and gradients between nodes, those that round nothing first."""
+    """Return all ways to exchange weights and gradients between nodes. Ways that round nothing come first."""
     ways = _ways(("exact", "delta", "int8"), ("world", "ram", "ssd"), get_args(GradientCodec))
     return tuple(sorted(ways, key=lambda way: not way.is_exact))
 
@@ -131,17 +133,17 @@ def _ways(forwards: Iterable[Any], sources: Iterable[Any], gradients: Iterable[A
     return tuple(
         Collectives(forward=forward, backward=backward, gradients=codec)
         for codec, forward, backward in product(gradients, forwards, sources)
-        if forward != "delta" or backward != "world"  # a change needs a kept copy
+        if forward != "delta" or backward != "world"  # "delta" needs a copy
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Equal nodes with equally many ranks each."""
+    """Equal nodes with the same number of ranks."""
 
     num_nodes: int = 1
     num_local: int = 1
-    """Ranks of a node."""
+    """Number of ranks of a node."""
     collectives: Collectives = WAY_WITHIN_A_NODE
 
     @property
@@ -149,14 +151,14 @@ class Cluster:
         return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """Bytes that a copy of all weights in a node adds to the weights that its ranks own."""
+        """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own."""
         return param_bytes - param_bytes // self.num_nodes
 
     def bytes_by_collective(
         self, *, param_bytes: int, num_params: int, num_trainable_params: int, gradient_itemsize: int, is_summed: bool
     ) -> dict[CollectiveName, int]:
-        """Bytes that one node sends in one forward and one backward. ``is_summed``: gradients are sums of several
-        micro-batches."""
+        """Return the bytes that one node sends in one forward and one backward. ``is_summed``: gradients are sums of
+        several micro-batches."""
 
         def shard(whole: int) -> int:
             return -(-whole // self.num_nodes)

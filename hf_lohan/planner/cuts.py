@@ -9,11 +9,9 @@ from itertools import accumulate
 
 
 def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
-    """Cut a row of units into chunks [start, stop) of at most `chunk_numel` elements.
-
-    A unit is a parameter with the small ones behind it. Units that fit are not cut: then the norm of a whole gradient
-    is computed by the same kernel as in memory, to the same bit.
-    """
+    """Cut a row of units into chunks [start, stop) of at most `chunk_numel` elements. A unit is a parameter with the
+    small parameters after it. Units that fit are not cut, so that the norm of a whole gradient is computed by the same
+    kernel as in memory, to the same bit."""
     chunks: list[tuple[int, int]] = []
     start = stop = 0
     for numel in unit_numels:
@@ -31,7 +29,8 @@ def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, i
 
 @cache
 def num_chunks(unit_numels: tuple[int, ...], chunk_numel: int) -> int:
-    """The number of chunks of `cut_units`, without a list: a layer of a large model has a hundred thousand."""
+    """Return the number of chunks of `cut_units` without making the list, because a layer of a large model has a
+    hundred thousand."""
     count = held = 0
     for numel in unit_numels:
         if held and held + numel > chunk_numel:
@@ -44,9 +43,9 @@ def num_chunks(unit_numels: tuple[int, ...], chunk_numel: int) -> int:
 
 
 TRAINED_COST = 8
-"""A trainable element moves about this many times the bytes of a frozen one in a step."""
+"""In a step, a trainable element moves about this number of times the bytes of a frozen element."""
 SMALL_NUMEL = 4 * 1024 * 1024
-"""Blocks of at most this size are cut between units only. Uneven shards of several blocks balance out."""
+"""Blocks of at most this size are cut only between units. Uneven shards of several blocks balance out."""
 _IMBALANCE = 0.02
 
 
@@ -56,9 +55,9 @@ def cut_for_ranks(
     """Cut a block of ``numel`` elements into contiguous shards, one for each rank. Returns ``num_ranks`` + 1 edges,
     from 0 to ``numel``. A shard may be empty.
 
-    ``unit_numels``: the units of the trainable elements (see `cut_units`), which frozen elements follow. Cuts are at
-    granules. They are between units if that costs at most `_IMBALANCE` of a shard, in small blocks, and with
-    ``keeps_units``, so that the norm of each parameter's gradient is computed in one piece.
+    ``unit_numels``: the units of the trainable elements (see `cut_units`). Frozen elements follow these. Cuts are at
+    granules. They are also between units in small blocks, with ``keeps_units``, and if that costs at most `_IMBALANCE`
+    of a shard. The norm of each parameter's gradient is then computed in one piece.
     """
     units = [0, *accumulate(unit_numels)]
     trained = units[-1]
@@ -77,7 +76,7 @@ def cut_for_ranks(
 
 
 def _element_at(cost: float, trained: int) -> float:
-    """The element before which the block costs this much."""
+    """Return the element before which the block's elements have this cost."""
     return cost / TRAINED_COST if cost <= TRAINED_COST * trained else trained + cost - TRAINED_COST * trained
 
 
@@ -87,7 +86,7 @@ def _nearest(units: Sequence[int], wanted: float) -> int:
 
 
 def units_between(unit_numels: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """The sizes of the units within elements [start, stop)."""
+    """Return the sizes of the units within elements [start, stop)."""
     numels, first = [], 0
     for numel in unit_numels:
         low, high = max(start, first), min(stop, first + numel)

@@ -1,4 +1,4 @@
-"""Checks whether a plan fits into each tier, and words a refusal with the smallest change that helps."""
+"""Checks whether a plan fits each tier, and writes refusals that name the smallest change that helps."""
 
 from __future__ import annotations
 
@@ -14,51 +14,55 @@ from hf_lohan.wording import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room of each tier for activations of one rank, beside everything else. Negative if the rest does not fit."""
+    """The room of each tier for activations of one rank, beside everything else, in bytes. Negative if the rest does
+    not fit."""
 
     cpu_bytes: int
-    """In RAM, for swapped activations and records together."""
+    """Room in RAM for swapped activations and records together."""
     ssd_bytes: int
-    """For swapped activations beyond RAM."""
+    """Room on SSDs for swapped activations that do not fit RAM."""
 
 
 ALLOCATOR_PERCENT, FRAGMENTED_PERCENT = 5, 15
-"""Memory that the caching allocator holds beyond the tensors, in percent of a step's temporary tensors: with segments
-that grow (`DeviceProfile.grows_segments`), and with segments of a fixed size. Measured: 4 to 10, and 5 to 20. Growing
-segments return unused memory before the device runs out, so they need less margin."""
+"""Memory that the caching allocator holds beyond the tensors, in percent of a step's temporary tensors. The first
+number is for segments that grow (`DeviceProfile.grows_segments`), the second for segments of a fixed size. Measured
+were 4 to 10 and 5 to 20. Growing segments return unused memory before the device runs out, so they need less margin."""
 WORKSPACES_BYTES = 64 << 20
-"""Workspaces of cuBLAS for the threads of forward and backward: 8 MiB each, 32 on server cards."""
+"""cuBLAS workspaces for the threads of forward and backward. Each has 8 MiB, or 32 MiB on server cards."""
 THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
-"""Workspaces of each further thread, for micro-batches that run together."""
+"""cuBLAS workspaces of each further thread, for micro-batches that run together."""
 _WORKSPACES_SHARE = 16
-"""Workspaces are at most 1 / `_WORKSPACES_SHARE` of a step's tensors. For a tiny model they are small."""
+"""Workspaces are counted as at most 1 / `_WORKSPACES_SHARE` of a step's tensors, because they are small for a tiny
+model."""
 
 
 def layer_working_bytes(model: ModelProfile) -> int:
-    """Peak device memory of the backward of the largest layer, beside its weights and its input."""
+    """Return the peak device memory in bytes of the largest layer's backward, without its weights and its input."""
     return max((layer_needs(layer, model) for layer in model.layers), default=0)
 
 
 def layer_needs(layer: BlockProfile, model: ModelProfile) -> int:
-    """Peak device memory of a layer's backward, beside its weights and its input."""
+    """Return the peak device memory in bytes of a layer's backward, without its weights and its input."""
     return layer.working_bytes or _estimated_working_bytes(layer, model)
 
 
 def _estimated_working_bytes(layer: BlockProfile, model: ModelProfile) -> int:
-    """An estimate without a trace of the backward: saved tensors, and gradients of input, output and weights."""
+    """Estimate the peak without a trace of the backward. It is saved tensors, and gradients of input, output and
+    weights."""
     return layer.saved_bytes + 2 * layer.input_bytes + layer.num_trainable_params * model.param_itemsize
 
 
 def outer_working_bytes(model: ModelProfile) -> int:
-    """Peak device memory of the largest module outside the layers: the head with its logits, unless they are cut."""
+    """Return the peak device memory in bytes of the largest module outside the layers. This is the head with its
+    logits, unless they are computed in chunks."""
     layers = {layer.name for layer in model.layers}
     outer = (block for block in model.blocks if block.name not in layers)
     return max((block.working_bytes or block.saved_bytes for block in outer), default=0)
 
 
 def tied_gradient_bytes(model: ModelProfile) -> int:
-    """Bytes of the head's gradient if the head is tied to the embeddings: it stays until the backward of the first
-    layer ends. Otherwise it leaves when the backward of the last layer begins."""
+    """Return the bytes of the head's gradient if the head is tied to the embeddings, and 0 if not. A tied head's
+    gradient stays until the first layer's backward ends. Others leave when the last layer's backward begins."""
     layers = {layer.name for layer in model.layers}
     before = list(takewhile(lambda block: block.name not in layers, model.blocks))
     outer = [block for block in model.blocks if block.name not in layers]
@@ -69,7 +73,7 @@ def tied_gradient_bytes(model: ModelProfile) -> int:
 
 
 def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes: int) -> int:
-    """Memory of the device's allocator and of library workspaces, for a step whose peak beside the slots is
+    """Return the bytes of the device's allocator and of library workspaces, for a step whose peak beside the slots is
     ``held_bytes``."""
     if hardware.device.shares_cpu:
         return 0
@@ -79,7 +83,7 @@ def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes:
 
 
 def room_to_hold_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
-    """The largest possible peak of a step beside the slots. Negative if the slots do not fit."""
+    """Return the largest possible peak of a step beside the slots, in bytes. Negative if the slots do not fit."""
     beside_bytes = hardware.device.memory_bytes - setup.gpu_fixed_bytes
     if hardware.device.shares_cpu:
         return beside_bytes
@@ -97,7 +101,7 @@ def _allocator_percent(hardware: HardwareProfile) -> int:
 
 
 def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """Bytes of records on the SSDs of a node, in all homes. Frozen weights have one home."""
+    """Return the bytes of records on the SSDs of a node, in all homes. Frozen weights have one home."""
     trainable_bytes = model.num_trainable_params * (model.param_itemsize + setup.state_bytes_per_param)
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     all_bytes, cluster = int(setup.num_homes * trainable_bytes) + max(0, frozen_bytes), setup.cluster
@@ -105,14 +109,14 @@ def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
 
 
 def _ssd_copy_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """Bytes of the copy of other nodes' weights on the SSDs of a node."""
+    """Return the bytes of the copy of other nodes' weights on the SSDs of a node."""
     if setup.cluster.collectives.backward != "ssd":
         return 0
     return setup.cluster.copied_bytes(model.param_bytes) if setup.copy_ssd_bytes is None else setup.copy_ssd_bytes
 
 
 def ram_copy_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """RAM of a rank for its node's copy of all weights."""
+    """Return the bytes of a rank's RAM for its node's copy of all weights."""
     if setup.cluster.collectives.backward != "ram":
         return 0
     return -(-model.param_bytes // setup.cluster.num_local) if setup.copy_cpu_bytes is None else setup.copy_cpu_bytes
@@ -125,7 +129,7 @@ def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 
 
 def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> Room:
-    """The room of RAM and drives."""
+    """Return the room of RAM and drives."""
     ssd_bytes = ssd_limit_bytes(hardware, setup) - record_bytes(model, setup)
     return Room(
         cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes - ram_copy_bytes(model, setup),
@@ -142,8 +146,8 @@ def explain_refusal(
     working_bytes: int,
     least_swapped_bytes: int,
 ) -> str | None:
-    """Why no plan fits, and what would help; None if one fits. `kept_bytes`: activations that stay on the device;
-    `working_bytes`: the least working memory beside them; `least_swapped_bytes`: the least to be swapped."""
+    """Return why no plan fits and what would help; None if one fits. `kept_bytes`: activations that stay on the device.
+    `working_bytes`: the least working memory beside them. `least_swapped_bytes`: the least bytes to swap."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "
@@ -169,7 +173,7 @@ def explain_refusal(
 def _refuse_device(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, kept_bytes: int, working_bytes: int
 ) -> str | None:
-    """Why a step does not fit the device, and what would help; None if it fits."""
+    """Return why a step does not fit the device and what would help; None if it fits."""
     if setup.gpu_fixed_bytes + kept_bytes > setup.gpu_memory_bytes:
         return (
             f"the kept activations of {_shown(kept_bytes)} do not fit gpu_memory of "
@@ -182,7 +186,7 @@ def _refuse_device(
     needed = setup.gpu_fixed_bytes + held_bytes + more_bytes
     if needed <= memory_bytes:
         return None
-    # With a smaller batch all shrinks but the gradients of weights.
+    # With a smaller batch, all memory shrinks except the gradients of weights.
     blocks = [block for block in model.blocks if (block in model.layers) == (layer_bytes >= outer_bytes)]
     gradient_bytes = max(block.num_trainable_params for block in blocks) * model.param_itemsize
     room_bytes = room_to_hold_bytes(hardware, setup) - gradient_bytes
@@ -225,13 +229,13 @@ def _refuse_ssd(
 
 
 def _shown(num_bytes: int) -> str:
-    """All digits without commas, to paste into a setting."""
+    """Return all digits without commas, to paste into a setting."""
     return f"{num_bytes} bytes" + (f" ({format_bytes(num_bytes)})" if num_bytes >= 1 << 20 else "")
 
 
 def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0) -> InMemoryFit:
-    """Whether weights, gradients, masters and moments (`bytes_per_param` together: 16, or 18 with float32 gradients of
-    bfloat16 weights) and activations fit `memory_bytes`, if necessary with recomputation."""
+    """Return whether training fits `memory_bytes`, if necessary with recomputation. Weights, gradients, masters and
+    moments take `bytes_per_param` together, which is 16, or 18 with float32 gradients of bfloat16 weights."""
     state_bytes = state_bytes_in_memory(model, bytes_per_param)
     kept_bytes = state_bytes + activation_bytes_in_memory(model, recomputes=False)
     recomputed_bytes = state_bytes + activation_bytes_in_memory(model, recomputes=True)

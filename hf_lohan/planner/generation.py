@@ -1,4 +1,4 @@
-"""What stays on the device while a model generates, and what is read for each token.
+"""Chooses what stays on the device while a model generates, and computes what each token reads.
 
 Every pass needs every block once, in the same order. A ring of slots that replaces the least recently used block would
 read the whole model for each token. Instead, some layers stay, and the others pass through a small ring.
@@ -19,7 +19,7 @@ class KeysAndValues:
     """The cache of keys and values of all tokens so far."""
 
     num_sequences: int
-    """Number of prompts times number of beams."""
+    """The number of prompts times the number of beams."""
     num_tokens: int
     """Tokens of each sequence, including its prompt."""
     num_bytes: int
@@ -32,11 +32,11 @@ class KeysAndValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationSlots:
-    """The device memory of layers and experts."""
+    """How device memory is divided among layers and experts."""
 
     num_layer_slots: int
     kept_layers: tuple[str, ...]
-    """Layers that stay on the device. They are evenly spread, so that others are read while they compute."""
+    """Layers that stay on the device. They are evenly spread, so that other layers are read while these compute."""
     num_expert_slots: int
     """Slots of streamed experts. They hold the experts of the last tokens."""
 
@@ -44,9 +44,9 @@ class GenerationSlots:
 def slots_for_generation(
     blocks: Sequence[BlockShape], *, gpu_memory_bytes: int, keys_and_values: KeysAndValues, prefetch_blocks: int
 ) -> GenerationSlots:
-    """Divide ``gpu_memory_bytes`` beside keys and values: a ring of ``prefetch_blocks`` + 1 slots, slots of modules
-    outside the layers, layers that stay, and experts. Raises BudgetError if two layers, two experts, the largest module
-    outside the layers and the keys and values do not fit."""
+    """Divide ``gpu_memory_bytes`` without keys and values into a ring of ``prefetch_blocks`` + 1 slots, slots of
+    modules outside the layers, layers that stay, and experts. Raises BudgetError if two layers, two experts, the
+    largest module outside the layers, and the keys and values do not fit."""
 
     def sizes(size_class: SizeClass) -> list[int]:
         return [block.param_bytes for block in blocks if block.size_class is size_class]
@@ -92,8 +92,9 @@ def _two_experts(number: int) -> str:
 def token_traffic(
     blocks: Sequence[BlockShape], slots: GenerationSlots, *, num_outer_slots: int, experts_share: float = 1.0
 ) -> tuple[RecordTraffic, ...]:
-    """What one token reads of each block's parameters without copies in RAM, in forward order. ``experts_share``: the
-    share of streamed experts that a token chooses. All are equally likely; those in slots are not read."""
+    """Return what one token reads of each block's parameters without copies in RAM, in forward order.
+    ``experts_share``: the share of streamed experts that a token chooses. All experts are equally likely. Experts in
+    slots are not read."""
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
     kept = set(slots.kept_layers)
     num_experts = sum(block.size_class is SizeClass.EXPERT for block in blocks)

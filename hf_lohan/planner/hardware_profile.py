@@ -1,6 +1,6 @@
-"""The capabilities of a machine in numbers: measured on this one, or written by hand for another.
+"""The capabilities of a machine in numbers, measured on this machine or written by hand for another.
 
-A profile is checked when it is read. Every error names the key, the value and what is allowed.
+A profile is checked when it is read. Every error names the key, the value and the allowed values.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from hf_lohan.wording import UNIT_BYTES
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProfile:
     flops_per_s: float
-    """Measured with the model's matrix shapes (LoHan's THP_G); not the data sheet's."""
+    """Measured with the model's matrix shapes (LoHan's THP_G). Data sheets have larger numbers."""
     memory_bytes: int
     memory_bytes_per_s: float | None = None
-    """Bandwidth of elementwise operations; None: they are assumed to take no time."""
+    """Bandwidth of elementwise operations. With None they are assumed to take no time."""
     shares_cpu: bool = False
-    """Whether the CPU is the device. Then its cores also copy, run the optimizer and serve the drives."""
+    """Whether the CPU is the device. The same cores then also copy, run the optimizer and serve the drives."""
     grows_segments: bool = True
-    """Whether its allocator has segments that grow and waste less memory (torch's `expandable_segments`)."""
+    """Whether the device's allocator has segments that grow and waste less memory (torch's `expandable_segments`)."""
     name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SsdProfile:
-    """One drive, or one path. A drive is simplex: reading and writing share its time."""
+    """One drive, or one path. A drive is simplex, which means that reading and writing share its time."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     capacity_bytes: int
     endurance_bytes: int | None = None
-    """Bytes that may be written in its life (the data sheet's TBW); None: unknown."""
+    """Bytes that may be written in the drive's life (the data sheet's TBW); None if unknown."""
     path: str = ""
 
 
@@ -45,20 +45,19 @@ class SsdProfile:
 class CpuProfile:
     memory_bytes: int
     optimizer_params_per_s: float
-    """AdamW over chunks in RAM, while the device computes. Measured alone if the device shares the CPU, because the two
-    times are added then."""
+    """Rate of AdamW over chunks in RAM, while the device computes. If the CPU is the device, it is measured alone,
+    because the two times are added."""
     checksum_bytes_per_s: float | None = None
-    """Rate of checksums of SSD reads and writes; None: assumed to take no time."""
+    """Rate of checksums of SSD reads and writes. With None they are assumed to take no time."""
     memory_bytes_per_s: float | None = None
-    """Bandwidth of RAM, reads and writes added, which the ranks of a node share; None: unknown, never the limit."""
+    """Bandwidth of a node's RAM, reads plus writes, which all its ranks share. With None (unknown) RAM is never the
+    limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """A machine. `device` and links are those of one device.
-
-    `ssd`: the paths that a store is striped over. Together they are as fast as their sum, unless
-    `ssd_together_read_bytes_per_s` and `ssd_together_write_bytes_per_s` were measured."""
+    """A machine. `device` and the links describe one device. `ssd`: the paths over which a store is striped. Their
+    rates add up, unless `ssd_together_read_bytes_per_s` and `ssd_together_write_bytes_per_s` were measured."""
 
     device: DeviceProfile
     h2d_bytes_per_s: float
@@ -66,13 +65,14 @@ class HardwareProfile:
     ssd: tuple[SsdProfile, ...]
     cpu: CpuProfile
     duplex_bytes_per_s: float | None = None
-    """Both directions at once, added; None: neither slows the other (PCIe)."""
+    """Sum of both directions at the same time. With None neither direction slows the other (PCIe)."""
     ssd_together_read_bytes_per_s: float | None = None
     ssd_together_write_bytes_per_s: float | None = None
     ssd_mixed_bytes_per_s: float | None = None
-    """All paths reading and writing equally many bytes at once, added; None: they share the time (simplex)."""
+    """Sum of reads and writes if all paths read and write the same number of bytes at the same time. With None reads
+    and writes share the time (simplex)."""
     net_bytes_per_s: float | None = None
-    """Payload from this machine to others while as much arrives; None: there are no others."""
+    """Payload rate from this machine to others while it receives at the same rate; None without other machines."""
 
     @property
     def ssd_capacity_bytes(self) -> int:
@@ -88,15 +88,15 @@ class HardwareProfile:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> HardwareProfile:
-        """From YAML's or JSON's types; `to_mapping` is its inverse.
+        """Make a profile from YAML or JSON types. `to_mapping` is the inverse.
 
-        Numbers may be strings ("160e12", which YAML 1.1 does not read as a number), and bytes sizes ("24GB", "7GB/s").
-        An entry of `ssd` may stand for several equal drives: `count: 3`. Raises ProfileError.
+        Numbers may be strings, such as "160e12", which YAML 1.1 does not read as a number. Bytes may be sizes, such as
+        "24GB" or "7GB/s". An entry of `ssd` may describe several equal drives with `count: 3`. Raises ProfileError.
         """
         return _read(cls, values, "")
 
     def to_mapping(self) -> dict[str, Any]:
-        """For YAML or JSON; what is at its default is left out."""
+        """Return the profile for YAML or JSON, without fields that have their default."""
         return _written(self) | {
             "device": _written(self.device),
             "ssd": [_written(ssd) for ssd in self.ssd],
@@ -109,7 +109,7 @@ _SSD_LIST = 'a list of drives, each with "read_bytes_per_s", "write_bytes_per_s"
 
 
 def with_changed(profile: Profile, change: Callable[[float], float], *names: str) -> Profile:
-    """The profile with these rates or sizes changed. One that is not known stays so."""
+    """Return the profile with ``change`` applied to rates or sizes. Unknown ones stay unknown."""
     known = {name: value for name in names if (value := getattr(profile, name)) is not None}
     fresh: dict[str, Any] = {name: change(value) for name, value in known.items()}
     return replace(profile, **fresh)
@@ -126,7 +126,7 @@ def _written(profile: Any) -> dict[str, Any]:
 
 
 def _read(kind: type[Profile], values: object, path: str, also: tuple[str, ...] = ()) -> Profile:
-    """A profile of this kind, of what stands at `path`. The ending of a key says what it counts."""
+    """Read the profile of this kind at `path`. The ending of a key says its unit."""
     section = Section(values, path, [*_keys(kind), *also])
     return kind(**{field.name: _value_of(section, field) for field in fields(kind)})
 
@@ -159,7 +159,7 @@ def _read_ssds(values: object) -> tuple[SsdProfile, ...]:
 
 
 class ProfileError(ValueError):
-    """A hardware profile is not one; the message names the key and the value."""
+    """A hardware profile is invalid. The message names the key and the value."""
 
 
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)(/s)?", re.ASCII)
@@ -169,10 +169,11 @@ _RATES = 'a number of bytes per second above 0, such as 20e9 or "20GB/s"'
 
 
 class Section:
-    """One mapping of the profile. `path` is its place in the whole, "ssd[0]"; "" is the profile itself."""
+    """One mapping of the profile. `path` is its path in the profile, such as "ssd[0]". The profile itself has the path
+    ""."""
 
     def __init__(self, values: object, path: str, allowed: Collection[str]) -> None:
-        """Raises ProfileError if `values` is no mapping, or has a key that is not allowed."""
+        """Raise ProfileError if `values` is not a mapping, or has a key that is not allowed."""
         if not isinstance(values, Mapping):
             raise ProfileError(
                 f"{path or 'the hardware profile'} is {_shown(values)}; write a mapping with the keys "
@@ -185,19 +186,20 @@ class Section:
                 close = difflib.get_close_matches(str(key), allowed, n=1)
                 guess = f"did you mean {close[0]}? " if close else ""
                 raise ProfileError(
-                    f"{self.place(str(key))} = {_shown(values[key])} is no key of a hardware profile; {guess}"
-                    f"allowed here: {', '.join(allowed)}"
+                    f"{self.place(str(key))} = {_shown(values[key])} is not a key of a hardware profile; "
+                    f"{guess}allowed here: {', '.join(allowed)}"
                 )
 
     def place(self, key: str) -> str:
-        """The whole path of a key, for messages."""
+        """Return the whole path of a key, for messages."""
         return f"{self._path}.{key}" if self._path else key
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
     def require(self, key: str, allowed: str) -> Any:
-        """The value as it was written. Raises ProfileError if there is none; `allowed` says what could stand there."""
+        """Return the value as written. Raises ProfileError if it is missing. `allowed`: description of the allowed
+        values."""
         value = self._values.get(key)
         if value is None:
             what = "is missing" if key not in self._values else "is empty"
@@ -211,7 +213,7 @@ class Section:
         return int(size)
 
     def count(self, key: str) -> int:
-        """A whole number above 0; 1 if there is none."""
+        """Return a whole number above 0; 1 if the key is missing."""
         value = self._values.get(key)
         if value is None:
             return 1
@@ -220,14 +222,14 @@ class Section:
         return value
 
     def plain(self, key: str, default: Any) -> Any:
-        """A text, or true or false, as the default is."""
+        """Return a value of the default's type, which is text or bool."""
         value = self._values.get(key, default)
         if not isinstance(value, type(default)):
             raise self._wrong(key, "text" if isinstance(default, str) else "true or false")
         return value
 
     def quantity(self, key: str, allowed: str) -> float:
-        """A number above 0; with a unit if it counts bytes."""
+        """Return a number above 0. A number of bytes may have a unit."""
         value, has_unit = self.require(key, allowed), allowed != _NUMBERS
         number: float | None = None
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""A model's step in numbers, by block and operation, for one shape of batch."""
+"""The costs of a model's step, by block and operation, for one shape of batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from hf_lohan.planner.pool_plan import SizeClass
 
 
 def expected_hits(num_experts: int, num_chosen: int, num_tokens: float, chances: Sequence[float] = ()) -> float:
-    """The expected number of experts that at least one of ``num_tokens`` chooses, if each token chooses ``num_chosen``.
-
-    ``chances``: the share of tokens that choose each expert. By default all are equally likely, and it is
-    E (1 - (1 - k/E)^T) of E experts.
-    """
+    """Return the expected number of experts that at least one of ``num_tokens`` tokens chooses, if each token chooses
+    ``num_chosen``. ``chances``: the share of tokens that choose each expert. By default all experts are equally likely,
+    and the result for E experts, k choices and T tokens is E (1 - (1 - k/E)^T)."""
     if not chances:
         return num_experts * _chance_of_any(num_chosen / num_experts, num_tokens)
     return math.fsum(_chance_of_any(chance, num_tokens) for chance in chances)
@@ -28,7 +26,7 @@ def _chance_of_any(chance: float, num_tokens: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsProfile:
-    """The experts of one layer. Parameters and bytes are those of one expert."""
+    """The experts of one layer. Parameters and bytes count one expert."""
 
     num_experts: int
     num_chosen: int
@@ -40,18 +38,19 @@ class ExpertsProfile:
     codes_bytes: int = 0
     """The part of `param_bytes` that is decoded, if the weights are packed."""
     num_tokens: int
-    """Tokens of a micro-batch, or of all micro-batches that share the weights."""
+    """Number of tokens of a micro-batch, or of all micro-batches that share the weights."""
     inner_bytes: int = 0
-    """Bytes that autograd saves of their operations, if they are not streamed."""
+    """Bytes that autograd saves for the experts' operations, if the experts are not streamed."""
     chances: tuple[float, ...] = ()
-    """The measured share of tokens that choose each expert. Empty: all are equally likely."""
+    """The measured share of tokens that choose each expert. If empty, all experts are equally likely."""
 
     def hits(self, num_micro_batches: int = 1) -> float:
-        """The expected number of experts that at least one token of the micro-batches chooses."""
+        """Return the expected number of experts that at least one token of the micro-batches chooses."""
         return expected_hits(self.num_experts, self.num_chosen, num_micro_batches * self.num_tokens, self.chances)
 
     def chances_of_hit(self, num_micro_batches: int = 1) -> list[tuple[float, int]]:
-        """(chance that a token of the micro-batches chooses an expert, number of experts with this chance)."""
+        """Return pairs of (chance that a token of the micro-batches chooses an expert, number of experts with this
+        chance)."""
         num_tokens = num_micro_batches * self.num_tokens
         if not self.chances:
             return [(_chance_of_any(self.num_chosen / self.num_experts, num_tokens), self.num_experts)]
@@ -64,16 +63,16 @@ class ExpertsProfile:
 
     @property
     def all_hit_from_tokens(self) -> int | None:
-        """The number of tokens from which the rarest of E experts is left out in fewer than one of 2E micro-batches, so
-        that less than half an expert is expected to be left out. None: some are never chosen."""
+        """The least number of tokens with which the rarest of E experts is unused in less than one of 2E micro-batches.
+        The expected number of unused experts is then below one half. None if some experts are never chosen."""
         rarest = min(self.chances, default=self.num_chosen / self.num_experts)
         if rarest <= 0:
             return None
         return 1 if rarest >= 1 else math.ceil(math.log(2 * self.num_experts) / -math.log1p(-rarest))
 
     def routed(self, counts: Sequence[float]) -> ExpertsProfile:
-        """This profile with chances from ``counts``, the number of tokens of each expert. Raises ValueError for a wrong
-        number of counts."""
+        """Return this profile with chances from ``counts``, the number of tokens of each expert. Raises ValueError for
+        a wrong number of counts."""
         if len(counts) != self.num_experts or min(counts) < 0 or sum(counts) <= 0:
             raise ValueError(
                 f"a routing histogram needs {self.num_experts} counts, none negative and not all 0; "
@@ -86,23 +85,23 @@ class ExpertsProfile:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationProfile:
     """One matrix product or attention of a block's forward. Its output is worth keeping, because recomputation takes
-    many FLOPs a byte. All other operations (norms, activations, residuals) are always recomputed."""
+    many FLOPs per byte. All other operations (norms, activations, residuals) are always recomputed."""
 
     name: str
-    """The operation and its number within the block, as at run time: "aten.mm#0"."""
+    """The operation and its number within the block, such as "aten.mm#0". The run uses the same names."""
     flops: float
     output_bytes: int
     module: str = ""
-    """The module within the block, for people: "mlp.down_proj"."""
+    """The module within the block, such as "mlp.down_proj". This is only shown to users."""
     forward_s: float | None = None
-    """Measured; None until then."""
+    """Measured seconds; None before the measurement."""
     loads_experts: bool = False
     """Whether recomputation loads all chosen experts of the layer again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockProfile:
-    """One block: a decoder layer, or a module outside the layers."""
+    """One block, which is a decoder layer or a module outside the layers."""
 
     name: str
     size_class: SizeClass
@@ -115,24 +114,26 @@ class BlockProfile:
     codes_bytes: int = 0
     """The part of `param_bytes` that is decoded, if some weights are packed."""
     input_bytes: int = 0
-    """Bytes of the layer's input, where recomputation starts (LoHan's A_inter); 0 for modules outside the layers."""
+    """Bytes of the layer's input, from which recomputation starts (LoHan's A_inter); 0 for modules outside the
+    layers."""
     operations: tuple[OperationProfile, ...] = ()
-    """In forward order. Empty for modules outside the layers, which keep all saved tensors."""
+    """Operations in forward order. Empty for modules outside the layers, which keep all saved tensors."""
     saved_bytes: int = 0
-    """Bytes that autograd saves without recomputation, beside weights and input."""
+    """Bytes that autograd saves without recomputation, not counting weights and input."""
     working_bytes: int = 0
-    """Peak device memory of forward and backward: saved tensors, intermediates and gradients, without weights, input
-    and earlier blocks. 0 if the backward was not traced."""
+    """Peak device memory of forward and backward in bytes. It counts saved tensors, intermediates and gradients, but
+    not weights, input and earlier blocks. 0 if the backward was not traced."""
     moved_bytes: int = 0
-    """Bytes that its other operations read and write in a forward. They are bound by memory, not by FLOPs."""
+    """Bytes that the other operations read and write in a forward. Memory bandwidth bounds these operations, not
+    FLOPs."""
     forward_s: float | None = None
-    """Measured; None until then."""
+    """Measured seconds; None before the measurement."""
     experts: ExpertsProfile | None = None
-    """Streamed experts of a layer. The parameters and bytes above are without them, the FLOPs include them."""
+    """Streamed experts of a layer. The parameters and bytes above do not count them. The FLOPs do."""
 
     @property
     def trained_fraction(self) -> float:
-        """The share of its weights that is trained, including experts."""
+        """The share of the block's weights that is trained, including experts."""
         num_params, num_trained = self.num_params, self.num_trainable_params
         if self.experts is not None:
             num_params += self.experts.num_experts * self.experts.num_params
@@ -147,7 +148,7 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
-    """A model under one shape of micro-batch, blocks in forward order."""
+    """A model with one shape of micro-batch. Blocks are in forward order."""
 
     blocks: tuple[BlockProfile, ...]
     batch_size: int
@@ -184,7 +185,7 @@ class ModelProfile:
 
     @property
     def dense_param_bytes(self) -> int:
-        """Bytes of the weights that every forward needs: all but streamed experts."""
+        """Bytes of the weights that every forward needs, which are all except streamed experts."""
         return sum(block.param_bytes for block in self.blocks)
 
     @property
@@ -218,11 +219,11 @@ class ModelProfile:
         return self.batch_size * self.sequence_length
 
     def routed(self, counts: Mapping[str, Sequence[float]]) -> ModelProfile:
-        """This profile with measured chances of experts. ``counts``: by layer, the number of tokens of each expert.
-        Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
+        """Return this profile with measured chances of experts. ``counts``: by layer, the number of tokens of each
+        expert. Raises ValueError for a layer without streamed experts, or a wrong number of counts."""
         layers = {block.name: block.experts for block in self.blocks}
         if unknown := [name for name in counts if layers.get(name) is None]:
-            raise ValueError(f"there is a routing histogram of {unknown[0]}, which has no streamed experts")
+            raise ValueError(f"the routing histogram has the layer {unknown[0]}, which has no streamed experts")
         routed = {name: experts.routed(counts[name]) for name, experts in layers.items() if experts and name in counts}
         blocks = (replace(block, experts=routed.get(block.name, block.experts)) for block in self.blocks)
         return replace(self, blocks=tuple(blocks))

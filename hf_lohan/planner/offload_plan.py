@@ -1,6 +1,6 @@
-"""The plan: where activations and records lie so that a step is as short as the hardware allows.
+"""The plan, which says where activations and records lie so that a step is as short as the hardware allows.
 
-`TrainingSetup` is the input, `OffloadPlan` the decision, `StepPrediction` the expected step.
+`TrainingSetup` is the input, `OffloadPlan` is the decision, and `StepPrediction` is the expected step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MOST_LOST_S = 600.0
 ClipMode = Literal["none", "defer", "speculate"]
 ClipRequest = Literal["none", "defer", "speculate", "auto"]
 MOST_WRONG_GUESSES = 1 / 8
-"""`clip: auto` speculates only while at most this share of the last steps clips. A wrong guess writes the update twice.
+"""`clip: auto` speculates only while at most this share of the last steps clips, because a wrong guess writes the
+update twice.
 """
 Activations = Literal["auto", "recompute", "swap", "keep"]
 Durability = Literal["step", "checkpoint"]
@@ -28,23 +29,24 @@ Tier = Literal["gpu", "cpu", "ssd"]
 
 
 class Placement(enum.Enum):
-    """Where an activation lies between its forward and its backward."""
+    """Where an activation is between its forward and its backward."""
 
     GPU = "gpu"
     CPU = "cpu"
     SSD = "ssd"
     RECOMPUTE = "recompute"
-    """Dropped, and recomputed in backward."""
+    """It is dropped, and recomputed in backward."""
 
 
 INPUT = "input"
 """The name of a layer's input among its operations. Recomputation starts from it, so it is never recomputed."""
 
 LayerPlacements: TypeAlias = Mapping[str, Placement]
-"""By operation ("aten.mm#0", or `INPUT`). Other operations are recomputed; an input without an entry is kept."""
+"""Placements by operation ("aten.mm#0", or `INPUT`). Operations without an entry are recomputed. An input without an
+entry is kept."""
 
 ActivationPlacements: TypeAlias = Mapping[str, LayerPlacements]
-"""By layer (the name of its block)."""
+"""Placements by layer (the name of its block)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,56 +60,57 @@ class BlockGradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSetup:
-    """The input of a plan beside hardware and model."""
+    """The input of a plan, together with hardware and model."""
 
     gpu_memory_bytes: int
     """Limit for slots and kept activations."""
     cpu_memory_bytes: int
     """Limit for buffers, copies of records and swapped activations."""
     pools: PoolPlan | None = None
-    """The run's slots and buffers; None: not counted."""
+    """The run's slots and buffers. With None they are not counted."""
     gpu_fixed_bytes: int = 0
     """Bytes of the slots (`PoolPlan.gpu_pool_bytes`)."""
     cpu_fixed_bytes: int = 0
     """Bytes of the buffer pools (`PoolPlan.cpu_pool_bytes`)."""
     ssd_capacity_bytes: int | None = None
-    """Limit on the SSDs; None: their capacity."""
+    """Limit for bytes on the SSDs. None is their capacity."""
     activation_cpu_bytes: int | None = None
-    """Limit on the RAM for swapped activations (LoHan's MEM); None: all free RAM."""
+    """Limit for swapped activations in RAM (LoHan's MEM). None is all free RAM."""
     records: tuple[RecordTraffic, ...] = ()
     record_cpu_bytes: int = 0
     activations: Activations = "auto"
-    """`recompute`: only the layers' inputs stay, on the device. `swap`: nothing is kept, and only cheap operations are
-    recomputed. `keep`: all saved tensors stay on the device."""
+    """With `recompute` only the layers' inputs stay, on the device. With `swap` nothing stays on the device, and only
+    cheap operations are recomputed. With `keep` all saved tensors stay on the device."""
     state_bytes_per_param: float = 10.0
-    """Bytes of a trainable parameter in the records beside `param`: 10 for bfloat16 (residual and float32 moments), 8
-    for float32 (moments), less with a smaller `optimizer_state_dtype`; 12 in LoHan (float32 master and moments)."""
+    """Bytes of a trainable parameter in all records except `param`. This is 10 for bfloat16 (residual and float32
+    moments), 8 for float32 (moments), and less with a smaller `optimizer_state_dtype`. LoHan has 12 (float32 master and
+    moments)."""
     update_reads_param: bool = True
-    """Whether the optimizer reads the working weight, as part of the master. In LoHan it only writes it."""
+    """Whether the optimizer reads the working weight as a part of the master. LoHan's optimizer only writes it."""
     lent_bytes: int = 0
     """Bytes of trainable weights that an optimizer in backward gets from slots."""
     hands_over: bool = False
-    """Whether updates during the forward copy new weights to slots, so that these are not read."""
+    """Whether updates during the forward copy new weights to slots, so that loads do not read them."""
     clip: ClipRequest = "auto"
-    """`defer`: updates run during the next forward; `none`, `speculate`: in backward; `auto`: the faster of `defer` and
-    `speculate`."""
+    """With `defer` updates run during the next forward, and with `none` and `speculate` in backward. `auto` is the
+    faster of `defer` and `speculate`."""
     clip_rate: float = 0.0
     """The fraction of steps whose speculation is wrong."""
     num_micro_batches: int = 1
     """Forwards and backwards in a step."""
     num_together: int = 1
-    """Micro-batches that the model profile counts as one, because weights move once for all."""
+    """Micro-batches that the model profile counts as one, because weights move once for all of them."""
     durability: Durability = "step"
-    """`step`: the SSDs have two versions of trained records; `checkpoint`: one."""
+    """With `step` the SSDs have two versions of trained records, and with `checkpoint` one."""
     commit_every_steps: int | None = 1
-    """Records with a copy in RAM are written in one step of this many. 0: only for checkpoints. None: `commit_every_s`
-    or the plan decides."""
+    """Records with a copy in RAM are written once in this number of steps. With 0 they are written only for
+    checkpoints. With None `commit_every_s` or the plan decides."""
     commit_every_s: float | None = None
     spilled_gradient_bytes: int = 0
-    """Bytes of gradients that are held on the SSD (`PoolPlan.spilled_blocks`) unless RAM beside activations has
-    room."""
+    """Bytes of gradients that are held on the SSD (`PoolPlan.spilled_blocks`), unless RAM has room for them beside
+    activations."""
     gradients: tuple[BlockGradient, ...] = ()
-    """All held gradients, in forward order. Empty if RAM beside activations is not used for them."""
+    """All held gradients, in forward order. Empty if they may not use the RAM beside activations."""
     num_held_chunks: int = 0
     """Chunks of gradients that have buffers."""
     turnaround_bytes: int = 0
@@ -115,14 +118,14 @@ class TrainingSetup:
     lazy_experts: bool | Literal["auto"] = False
     """Whether experts without tokens in a step are updated later."""
     cluster: Cluster = ONE_RANK
-    """Budgets, records and micro-batches are those of one rank, SSDs those of its node."""
+    """Budgets, records and micro-batches count one rank, and SSDs its node."""
     copy_cpu_bytes: int | None = None
-    """RAM of each rank for its node's copy of all weights, if the collectives keep one in RAM. None: an equal share of
+    """RAM of each rank for its node's copy of all weights, if the collectives keep it in RAM. None is an equal share of
     the weights."""
     copy_ssd_bytes: int | None = None
-    """Bytes of that copy on the node's SSDs, if the collectives keep it there. None: the weights of other nodes."""
+    """Bytes of this copy on the node's SSDs, if the collectives keep it there. None is the weights of other nodes."""
     counts_fill: bool = True
-    """Whether filling and draining of pipelines takes time. In LoHan's equations it takes none."""
+    """Whether pipelines take time to fill and drain. In LoHan's equations they take none."""
 
     @property
     def num_homes(self) -> int:
@@ -130,7 +133,7 @@ class TrainingSetup:
 
     @property
     def clip_modes(self) -> tuple[ClipMode, ...]:
-        is_committed = self.commit_every_steps == 1  # speculation goes back to the last commit
+        is_committed = self.commit_every_steps == 1  # speculation returns to the last commit
         if self.clip == "auto":
             return ("defer", "speculate") if is_committed else ("defer",)
         return ("defer",) if self.clip == "speculate" and not is_committed else (self.clip,)
@@ -154,7 +157,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Busy seconds of each resource in all forwards, or all backwards, of a step."""
+    """Busy seconds of each resource in all forwards or all backwards of a step."""
 
     compute_s: float
     h2d_s: float
@@ -164,18 +167,18 @@ class Lanes:
     optimizer_s: float
     net_s: float = 0.0
     host_s: float = 0.0
-    """RAM that the ranks of a node share."""
+    """Seconds of the RAM that the ranks of a node share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPrediction:
-    """The part of a prediction that only several ranks have."""
+    """The part of a prediction for several ranks."""
 
     bytes_by_collective: dict[CollectiveName, int]
     """Bytes that one node sends in a step."""
     hides_from_tokens: dict[str, float | None]
-    """By resource: the tokens a step of all ranks with which it is busy as long as the devices compute. None: it takes
-    longer than computing with any number of tokens."""
+    """For each resource, the number of tokens per step (of all ranks) with which it is busy for as long as the devices
+    compute. None if it takes longer than computing with any number of tokens."""
 
     @property
     def sent_bytes_per_step(self) -> int:
@@ -187,21 +190,21 @@ class ExpertPrediction:
     """The part of a prediction about streamed experts."""
 
     num_layers: int
-    """Layers that have streamed experts."""
+    """Number of layers with streamed experts."""
     num_experts: int
-    """Experts of all layers."""
+    """Number of experts of all layers."""
     param_bytes: int
     """Bytes of the weights of all experts."""
     hits_per_micro_batch: float
-    """Experts of all layers that a micro-batch is expected to reach."""
+    """Expected number of experts of all layers that a micro-batch reaches."""
     loads_per_step: float
-    """Loads of experts to slots, from RAM and SSDs."""
+    """Number of loads of experts to slots, from RAM and SSDs."""
     loaded_bytes_per_step: float
     active_params: int
-    """Parameters that a token uses, including those outside the experts."""
+    """Number of parameters that a token uses, including parameters outside the experts."""
     all_hit_from_tokens: int | None
-    """The number of tokens from which less than half an expert of a layer is expected to be left out. None: some are
-    never chosen."""
+    """The least number of tokens with which the expected number of unused experts of a layer is below one half. None if
+    some experts are never chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,39 +219,39 @@ class StepPrediction:
     forward_bottleneck: str
     backward_bottleneck: str
     bottleneck: str
-    """The resource that bounds the step: "compute", "h2d", "d2h", "link" (both directions together), "ssd", or "cpu"
-    (the optimizer)."""
+    """The resource that bounds the step. It is "compute", "h2d", "d2h", "link" (both directions together), "ssd" or
+    "cpu" (the optimizer)."""
     floor_by_resource_s: dict[str, float]
-    """Busy seconds of each resource alone: FLOPs over measured throughput, bytes over measured bandwidth. No step is
-    shorter than the longest of them."""
+    """Busy seconds of each resource alone, which are FLOPs over measured throughput, or bytes over measured bandwidth.
+    No step is shorter than the longest of these."""
     num_tokens: int
     model_flops: float
     case: Literal[1, 2, 3]
-    """LoHan's: 1: only the layers' inputs are swapped (the links are the limit); 2: nothing is recomputed (the device
-    is the limit); 3: in between."""
+    """LoHan's case. In case 1 only the layers' inputs are swapped (the links are the limit). In case 2 nothing is
+    recomputed (the device is the limit). Case 3 is in between."""
     kept_bytes: int
     swapped_bytes: int
-    """A: swapped activations of one micro-batch."""
+    """A, the bytes of swapped activations of one micro-batch."""
     spilled_bytes: int
-    """aA: the part of A that goes to the SSDs."""
+    """aA, the part of A that goes to the SSDs."""
     spilled_gradient_bytes: int
-    """Gradients of a step's last backward that are held on the SSDs."""
+    """Bytes of gradients of a step's last backward that are held on the SSDs."""
     recomputed_flops: float
-    """FLOP_r of a step: products and attention that backward recomputes."""
+    """FLOP_r of a step, which counts products and attention that backward recomputes."""
     ssd_read_bytes_per_step: int
     ssd_write_bytes_per_step: int
     ssd_hides_from_tokens: float | None
-    """T*: the tokens for each time that the weights move with which the drives are busy as long as the device. None:
-    the drives take longer with any number of tokens."""
+    """T*, the number of tokens per move of the weights with which the drives are busy for as long as the device. None
+    if the drives take longer with any number of tokens."""
     ssd_hidden_step_s: float
     """The step time without waits for the drives."""
     tier_bytes: dict[Tier, dict[str, int]]
-    """Bytes on each tier, by purpose: of one device, and of a machine's RAM and drives."""
+    """Bytes on each tier, by purpose. They count one device, and a machine's RAM and drives."""
     fits: bool
     ranks: RankPrediction | None = None
-    """None for one rank."""
+    """Set only with several ranks."""
     experts: ExpertPrediction | None = None
-    """None without streamed experts."""
+    """Set only with streamed experts."""
 
     @property
     def step_s(self) -> float:
@@ -261,7 +264,7 @@ class StepPrediction:
 
     @property
     def tflops(self) -> float:
-        """10**12 FLOPs a second. Recomputation is not counted: a step has 3 times the FLOPs of its forward."""
+        """10**12 FLOPs per second. Recomputation is not counted, so a step has 3 times the FLOPs of its forward."""
         return self.model_flops / self.step_s / 1e12
 
     def to_mapping(self) -> dict[str, Any]:
@@ -278,30 +281,31 @@ class InMemoryFit:
 
     fits: bool
     needed_bytes: int
-    """Memory that training with `activations` needs. If neither "keep" nor "recompute" fits, it is the smaller one."""
+    """Memory in bytes that training with `activations` needs. If neither "keep" nor "recompute" fits, this is the
+    smaller need."""
     memory_bytes: int
     activations: Literal["keep", "recompute"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPlan:
-    """Where everything lies, and the expected step. `lohan plan` prints it, and a run follows it."""
+    """The tier of each tensor, and the expected step. `lohan plan` prints the plan, and a run follows it."""
 
     pools: PoolPlan | None
     """Slots and buffers."""
     resident: tuple[RecordTraffic, ...]
     """Records with a copy in RAM."""
     activations: ActivationPlacements
-    """By layer, in forward order: placements of its input (`INPUT`, never recomputed) and of the operations in the
-    model profile. A layer's other operations are recomputed, unless all is kept."""
+    """By layer in forward order, the placements of its input (`INPUT`, never recomputed) and of the operations in the
+    model profile. A layer's other operations are recomputed, unless everything is kept."""
     clip: ClipMode
     durability: Durability
     commit_every_steps: int
-    """0: only checkpoints are committed."""
+    """Every n-th step is committed. With 0 only checkpoints are."""
     num_micro_batches: int
-    """Forwards and backwards in a step. Each moves the weights."""
+    """Number of forwards and backwards in a step. Each moves the weights."""
     num_together: int
-    """Micro-batches that run together in each of them."""
+    """Number of micro-batches that run together in each of these."""
     num_params: int
     other_order_step_s: float | None = None
     """The step time with the other order of micro-batches, if the plan compared it."""
@@ -310,7 +314,7 @@ class OffloadPlan:
     prediction: StepPrediction
     cluster: Cluster = ONE_RANK
     tried_ways: tuple[TriedWay, ...] = ()
-    """With several nodes: all compared ways to send weights and gradients."""
+    """All compared ways to send weights and gradients, with several nodes."""
     refusal: str | None
     """Why the plan does not fit, and the smallest change that helps; None if it fits."""
 
@@ -324,11 +328,11 @@ class OffloadPlan:
             raise BudgetError(self.refusal)
 
     def resident_blocks(self, *kinds: str) -> list[str]:
-        """Blocks with a copy in RAM of a record of one of ``kinds``."""
+        """Return the blocks that have a copy in RAM of a record of one of ``kinds``."""
         return list(dict.fromkeys(record.block for record in self.resident if record.kind in kinds))
 
     def to_mapping(self) -> dict[str, Any]:
-        """All decisions and the figures of the prediction, for JSON."""
+        """Return all decisions and the figures of the prediction, for JSON."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"]
         if self.prediction.ranks is not None:

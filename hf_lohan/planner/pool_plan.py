@@ -1,18 +1,20 @@
-"""Divides `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step. The rest of the RAM is
-for copies of records (`record_traffic`).
+"""Divides `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step. The rest of RAM is for
+copies of records (`record_traffic`).
 
-All buffers of a pool have the size of a *chunk* of a record, so a budget is a number of buffers and memory does not
-fragment. Pools have fixed shares and cannot starve each other, which rules out deadlocks:
+All buffers of a pool have the size of a *chunk* of a record, so a budget is a number of buffers, and memory does not
+fragment. Pools have fixed shares and cannot starve each other, so no deadlock is possible. The pools are
 
-* staging buffers pass parameters from the SSD to the device. They are larger than a chunk if chunks are small because
-  little of the model is trained;
-* state buffers: the optimizer pipeline reads, updates and writes chunks in them;
-* gradient buffers: gradients arrive in them, and stay if a step holds them (clipping, accumulation). A held gradient of
-  2 bytes an element takes half a buffer;
-* recall buffers: spilled gradients come back to them from the SSD, and are summed in them if a step sums unexpectedly.
+* staging buffers, which pass parameters from the SSD to the device. They are larger than a chunk if chunks are small
+  because little of the model is trained;
+* state buffers, in which the optimizer pipeline reads, updates and writes chunks;
+* gradient buffers, in which gradients arrive, and stay if a step holds them (clipping, accumulation). A held gradient
+  of 2 bytes per element takes half a buffer;
+* recall buffers, to which spilled gradients return from the SSD, and in which they are summed if a step sums
+  unexpectedly.
 
 RAM beside swapped activations also holds gradients without buffers (`search/candidate_memory`). Nothing ever waits for
-it. If each gradient comes once a step, all may be held there; then the plan weighs it against copies.
+this RAM. If each gradient comes once per step, it may hold all gradients, and the plan weighs that against copies of
+records.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ MASTER_ITEMSIZE_BYTES = 4
 bytes."""
 
 WHOLE_UPDATE_BYTES, WHOLE_DEVICE_BYTES = 12, 8
-"""Bytes for each element of a matrix that is updated whole, on the host and on the device: its float32 update (host
-only), and four bfloat16 matrices of a round of Newton-Schulz."""
+"""Bytes for each element of a matrix that is updated whole, on the host and on the device. They are the float32 update
+(host only), and four bfloat16 matrices of a round of Newton-Schulz."""
 
 DECODING_BYTES_PER_CODE = 14
 """Device memory for each byte of codes that is decoded: the byte, its index, two float32 values, and some scales."""
@@ -40,36 +42,37 @@ MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
 MIN_CHUNK_NUMEL = 16 * 1024
 NUM_PIPELINE_STAGES = 3
-"""Chunks in the optimizer pipeline at once: one being read, one updated, one written (paper, Fig. 3b)."""
+"""Chunks in the optimizer pipeline at the same time. One is read, one is updated, and one is written (paper, Fig.
+3b)."""
 
 NUM_RECALL_BUFFERS = 2
-"""Spilled gradients on their way back: one is read, one waits for its update."""
+"""Buffers for spilled gradients. One gradient is read while another waits for its update."""
 
 MIN_SLOTS_TO_LEND = 3
-"""With fewer slots, the layer that computes would lack a slot that an update borrows."""
+"""With fewer slots, an update would borrow a slot that the computing layer needs."""
 
 MIN_EXPERT_SLOTS = 2
-"""One computes while the next is loaded."""
+"""One expert computes while the next one is loaded."""
 GOOD_EXPERT_SLOTS = 8
-"""Slots of experts if layers leave room: while some compute, others are read together."""
+"""Slots of experts if layers leave room. While some experts compute, others are read together."""
 EXPERT_SHARE = 8
-"""Further slots of experts take at most 1 / `EXPERT_SHARE` of `gpu_memory`. Experts in slots are not loaded again when
-backward or a layer's backward begins, but kept activations save more."""
+"""More slots of experts take at most 1 / `EXPERT_SHARE` of `gpu_memory`. Experts in slots are not loaded again when
+backward or a layer's backward begins, but kept activations save more time."""
 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
 GOOD_STAGING_BYTES = 4 << 20
-"""Size of a buffer: drives read pieces of this size about as fast as larger ones."""
+"""Wanted size of a buffer. Drives read pieces of this size about as fast as larger ones."""
 STAGING_SHARE = 64
 """A staging buffer larger than a chunk takes at most 1 / `STAGING_SHARE` of `cpu_memory`."""
 
 
 class BudgetError(ValueError):
-    """A memory budget is too small for the model. The message has the numbers."""
+    """A memory budget is too small for the model. The message says how large it must be."""
 
 
 class SizeClass(enum.Enum):
-    """Which set of device slots a block streams through."""
+    """The set of device slots through which a block streams."""
 
     LAYER = "layer"
     EXPERT = "expert"
@@ -79,13 +82,13 @@ class SizeClass(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
-    """The sizes of one block that planning needs."""
+    """Sizes of one block, for planning."""
 
     name: str
     size_class: SizeClass
     param_bytes: int
     unit_numels: tuple[int, ...]
-    """Sizes of the units of its records with states, in order (see `cut_units`)."""
+    """Sizes of the units of the block's records with states, in order (see `cut_units`)."""
     num_trainable_params: int
     cuts: tuple[int, ...] = ()
     """Elements at which another rank's shard begins. No chunk crosses them."""
@@ -122,7 +125,7 @@ class PoolRequest:
     num_state_buffers_per_chunk: int
     hold_gradients: bool
     halves_gradients: bool = False
-    """Whether every gradient comes once a step, and is held in 2 bytes an element."""
+    """Whether every gradient comes once per step, and is held in 2 bytes per element."""
     holds_in_buffers: bool = True
     """Whether held gradients may stay in the buffers in which they arrive."""
     stages_params: bool = True
@@ -130,9 +133,9 @@ class PoolRequest:
     stages_codes: bool = False
     """Whether packed weights pass through host buffers, and are decoded from there."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
-    """Size of the smallest chunks, in whole granules. Others are 2, 4, ... times as large."""
+    """Size of the smallest chunks, in whole granules. Larger chunks are 2, 4, ... times as large."""
     whole_numel: int = 0
-    """Elements of the largest unit whose parameter the optimizer needs whole, in one chunk."""
+    """Elements of the largest unit whose parameter the optimizer needs whole, that is, in one chunk."""
     multiplies_whole: bool = False
     """Whether the update of such a parameter multiplies matrices on the device."""
 
@@ -168,23 +171,23 @@ class PoolRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolPlan:
-    """Sizes of all pools. `held_blocks` keep their gradients in RAM; other blocks' gradients spill to the SSD."""
+    """Sizes of all pools. RAM holds the gradients of `held_blocks`. Other blocks' gradients spill to the SSD."""
 
     chunk_numel: int
     num_staging_buffers: int
     num_state_buffers: int
     num_gradient_buffers: int
     num_arrival_buffers: int
-    """Gradient buffers in which gradients arrive. The others hold gradients."""
+    """Number of gradient buffers in which gradients arrive. The other gradient buffers hold gradients."""
     gradients_per_buffer: int
-    """1, or 2 if each gradient takes half a buffer."""
+    """2 if each gradient takes half a buffer; otherwise 1."""
     num_recall_buffers: int
     held_blocks: tuple[str, ...]
     spilled_blocks: tuple[str, ...]
     slot_bytes: dict[SizeClass, int]
     num_slots: dict[SizeClass, int]
     num_expert_staging_buffers: int = 0
-    """For weights of streamed experts."""
+    """Staging buffers for weights of streamed experts."""
     chunks_per_staging_buffer: int = 1
     """Size of a staging buffer in chunks."""
     whole_bytes: int = 0
@@ -195,7 +198,7 @@ class PoolPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of every buffer but staging buffers."""
+        """Bytes of every buffer except staging buffers."""
         return self.chunk_numel * MASTER_ITEMSIZE_BYTES
 
     @property
@@ -214,7 +217,7 @@ class PoolPlan:
         return slots_bytes + self.whole_device_bytes + self.unpacking_bytes
 
     def to_mapping(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan for JSON."""
         by_class = {name: {c.value: n for c, n in getattr(self, name).items()} for name in ("slot_bytes", "num_slots")}
         blocks = {name: list(getattr(self, name)) for name in ("held_blocks", "spilled_blocks")}
         return {**asdict(self), **by_class, **blocks}
@@ -243,7 +246,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         num_expert_staging_buffers=num_of_experts,
         chunks_per_staging_buffer=per_staging,
         num_state_buffers=num_state,
-        # Enough for arriving gradients that are float32 sums unexpectedly.
+        # This is enough for gradients that arrive unexpectedly as float32 sums.
         num_gradient_buffers=max(num_arrival, -(-(num_arrival + num_held) // per_buffer)),
         num_arrival_buffers=-(-num_arrival // per_buffer),
         gradients_per_buffer=per_buffer,
@@ -321,14 +324,14 @@ def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
 
 
 def _choose_chunk_numel(request: PoolRequest) -> int:
-    """The largest chunk whose minimal pools fit the budget, but not larger than the largest record."""
+    """Return the largest chunk whose minimal pools fit the budget, but at most the size of the largest record."""
     largest = max(sum(block.unit_numels) for block in request.blocks)
     least = request.least_chunk_numel
     chunk_numel = max(MAX_CHUNK_NUMEL, least)
     while chunk_numel > least and chunk_numel // 2 >= largest:
         chunk_numel = max(chunk_numel // 2, least)
-    # The minimal pools take at most half of the budget, and the other half holds gradients. Chunks below the good size
-    # cost too many I/O calls for that, and are used only if nothing larger fits.
+    # The minimal pools take at most half of the budget, so that the other half holds gradients. Chunks below the good
+    # size cost too many I/O calls, and are used only if nothing larger fits.
     good = max(GOOD_CHUNK_NUMEL, least)
     while chunk_numel > good and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel = max(chunk_numel // 2, least)
@@ -338,8 +341,8 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
 
 
 def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
-    """If experts are most of the model: a chunk of at most this size that cuts an expert into equal parts. A chunk has
-    one block, so the last chunk of an expert would leave most of its buffers empty."""
+    """If experts are most of the model, return a chunk of at most this size that cuts an expert into equal parts. A
+    chunk has one block, so a short last chunk of each expert would leave most of its buffers empty."""
     all_numel = sum(sum(block.unit_numels) for block in request.blocks)
     experts = [sum(block.unit_numels) for block in request.blocks if block.size_class is SizeClass.EXPERT]
     if 2 * sum(experts) <= all_numel:
@@ -350,9 +353,9 @@ def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
 
 
 def _chunks_per_staging_buffer(request: PoolRequest, chunk_numel: int, num_staging: int, spare: int) -> int:
-    """More than one if the largest record with states bounds chunks, because little of the model is trained but all
-    weights are read. A buffer is at most half a block, so that one is read while another is copied. ``spare``: unused
-    buffers of a chunk's size."""
+    """Return more than one if the largest record with states bounds chunks, because little of the model is trained but
+    all weights are read. A buffer is at most half a block, so that one is read while another is copied. ``spare``:
+    number of unused buffers of a chunk's size."""
     if chunk_numel < max(sum(block.unit_numels) for block in request.blocks):
         return 1
     largest_bytes = max(block.param_bytes for block in request.blocks)
@@ -371,7 +374,7 @@ def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
 
 
 def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, int, int]:
-    """The least number of buffers: staging, states, arriving gradients, recalled gradients."""
+    """Return the least numbers of buffers for staging, states, arriving gradients and recalled gradients."""
     num_lanes = 1 + any(block.size_class is SizeClass.EXPERT for block in request.blocks)
     return (
         num_lanes * MIN_STAGING_BUFFERS if request.is_staged else 0,
@@ -382,16 +385,16 @@ def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, in
 
 
 def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
-    """Buffers that arriving gradients need beside held ones, so that a step always makes progress.
+    """Return the number of buffers that arriving gradients need beside held ones, so that a step always makes progress.
 
-    A parameter fills all chunks inside it at once. Only the chunks that it shares with its neighbours wait for them, so
-    at most (parameters + 1) chunks of a block wait, and two more move: one arrives, one is in the pipeline. The
-    pipeline never waits for a buffer of this pool, so it always works off gradients that have arrived.
+    A parameter fills all chunks inside it at the same time. Only the chunks that it shares with its neighbours wait for
+    these, so at most (parameters + 1) chunks of a block wait. Two more chunks move: one arrives, and one is in the
+    pipeline. The pipeline never waits for a buffer of this pool, so it always works off gradients that have arrived.
 
-    The same is true of half buffers: the pool has enough for arriving and held gradients, and a new gradient fits any
-    half that is returned. If gradients are float32 unexpectedly (of micro-batches that ran together), each needs a
-    whole buffer. Held halves do not block them: such a step holds nothing in RAM, and the pipeline works off what the
-    step before holds. If only some gradients have 2 bytes an element, each gets a whole buffer.
+    The same is true of half buffers. The pool has enough for arriving and held gradients, and a new gradient fits any
+    returned half. If gradients are unexpectedly float32 (from micro-batches that ran together), each needs a whole
+    buffer. Held halves do not block these gradients, because such a step holds nothing in RAM, and the pipeline works
+    off what the previous step holds. If only some gradients have 2 bytes per element, each gets a whole buffer.
     """
     return 2 + max(min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks)
 
@@ -399,7 +402,8 @@ def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
 def _choose_held(
     request: PoolRequest, chunk_numel: int, num_places: int
 ) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Blocks whose gradients are held in RAM: the model's first, whose gradients arrive last."""
+    """Choose the blocks whose gradients are held in RAM. They are the model's first blocks, whose gradients arrive
+    last."""
     held: list[str] = []
     spilled: list[str] = []
     num_held = 0

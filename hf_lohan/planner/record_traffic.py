@@ -1,5 +1,5 @@
-"""What a step reads of each record, and the choice of records with a copy in RAM: those that save the most SSD reads
-for their bytes."""
+"""Computes what a step reads of each record, and chooses the records with a copy in RAM, which save the most SSD reads
+per byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FETCHED_KINDS = (PARAM, "codes", "scales")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordTraffic:
-    """One record: the size of a copy in RAM, and the reads that it saves."""
+    """The size of one record's copy in RAM, and the reads that it saves."""
 
     block: str
     kind: str
@@ -25,9 +25,9 @@ class RecordTraffic:
     read_bytes_per_step: int
     """Bytes that a step reads from the SSD without a copy. A copy saves no writes, because commits need them."""
     update_read_bytes: int = 0
-    """The part that the optimizer reads."""
+    """The part of these bytes that the optimizer reads."""
     is_expert_weight: bool = False
-    """Whether only steps with tokens for this expert read it in full."""
+    """Whether the record is an expert's weights, which only steps with tokens for the expert read in full."""
 
 
 def step_traffic(
@@ -38,12 +38,10 @@ def step_traffic(
     num_slots: Mapping[SizeClass, int],
     num_micro_batches: int = 1,
 ) -> list[RecordTraffic]:
-    """What one step reads of each record, blocks in forward order; `state_itemsizes` are bytes per parameter by kind.
-
-    A pass reads a block unless a slot still holds it: the last blocks of a forward are the first of the backward, and
-    the last blocks of a backward are the first of the next forward, if no update came between. An update reads all
-    again. Every micro-batch is assumed to reach every expert.
-    """
+    """Return what one step reads of each record, with blocks in forward order. `state_itemsizes`: bytes per parameter,
+    by kind. A forward or a backward reads a block unless it is still in a slot. The last blocks of a forward are the
+    first of the backward. The last blocks of a backward are the first of the next forward, if no update comes between
+    them. An update reads all records again. Every micro-batch is assumed to reach every expert."""
     layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
     num_kept = num_slots[SizeClass.LAYER]
@@ -85,12 +83,10 @@ def step_traffic(
 
 
 def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int) -> tuple[RecordTraffic, ...]:
-    """The records to copy to `free_bytes` of RAM.
-
-    Records that save the most reads per byte come first. Equal ones are spread evenly over the model, so that the
-    remaining reads of a block hide behind the computation of its neighbours. Among equals, weights of experts come
-    last, because not every batch needs them. More memory never saves fewer reads.
-    """
+    """Return the records to copy to `free_bytes` of RAM. Records that save the most reads per byte come first. Records
+    that save equally are spread evenly over the model, so that the remaining reads of a block overlap with the
+    computation of its neighbours. Among these, weights of experts come last, because not every batch needs them. More
+    memory never saves fewer reads."""
     by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
         if record.read_bytes_per_step:
@@ -108,6 +104,6 @@ def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int
 
 
 def spread(count: int) -> list[int]:
-    """0 to `count` - 1 in bit-reversed order, so that every prefix is spread evenly."""
+    """Return 0 to `count` - 1 in bit-reversed order, so that every prefix is evenly spread."""
     num_bits = count.bit_length()
     return sorted(range(count), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))

@@ -1,8 +1,8 @@
-"""The plan of a training step. A run carries it out, and the command line prints it.
+"""Plans a training step. A run carries the plan out, and the command line prints it.
 
-`layout` has what is fixed before a batch is known: blocks, records, pools, copies in RAM. `step_plan` traces a forward
-on fake tensors and plans a step from the trace, the layout and the measured hardware. `run_plan` does so at a run's
-first forward, and again when its first steps were timed. `generation` lays out a model that is not trained.
+`layout` fixes blocks, records, pools and copies in RAM before a batch is known. `step_plan` traces a forward on fake
+tensors, and plans a step from the trace, the layout and the measured hardware. `run_plan` plans at a run's first
+forward, and again after the first steps are timed. `generation` lays out a model that is not trained.
 """
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation

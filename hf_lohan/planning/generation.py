@@ -1,4 +1,4 @@
-"""Lays out a model that generates and is not trained: all memory is for its weights."""
+"""Lays out a model that generates and is not trained, so that all memory is for its weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def lay_out_generation(
     memory_is_host: bool,
     experts_per_token: int | None = None,
 ) -> OffloadLayout:
-    """Lay a frozen `model` (real or on meta) out for `generate`. `config` must be resolved; `working_dtype`: see
-    `discover_blocks`; `memory_is_host`: see `Device`; ``experts_per_token``: how many of a layer's experts a token
-    chooses, if that is known.
+    """Lay out a frozen `model` (real or on meta) for `generate`. `config` must be resolved. `working_dtype`: see
+    `discover_blocks`. `memory_is_host`: see `Device`. ``experts_per_token``: number of a layer's experts that a token
+    chooses, if it is known.
 
-    Keys and values are taken off `gpu_memory` first. A ring of slots, and layers that stay, get the rest. The rest of
-    `cpu_memory` beside the buffers is for copies of weights, and for a cache of streamed experts if not all fit. With
+    Keys and values get their part of `gpu_memory` first. A ring of slots and the layers that stay get the rest.
+    `cpu_memory` without the buffers is for copies of weights, and for a cache of streamed experts if not all fit. With
     `experts: auto`, experts are streamed if all sequences together choose at most half of them. Raises DiscoveryError
     or BudgetError.
     """
@@ -100,8 +100,8 @@ def lay_out_generation(
 
 
 def _expert_cache(traffic: Sequence[RecordTraffic], record_bytes: int) -> ExpertCacheRoom | None:
-    """A cache in the part of ``record_bytes`` beside all other copies. None if all experts fit as copies, or none
-    fits."""
+    """Return the room for a cache in the part of ``record_bytes`` beside all other copies; None if all experts fit as
+    copies, or none fits."""
     experts = [record.num_bytes for record in traffic if record.is_expert_weight and record.read_bytes_per_step]
     left_bytes = record_bytes - _copied_bytes(traffic, record_bytes)
     if not experts or sum(experts) <= left_bytes:
@@ -112,14 +112,14 @@ def _expert_cache(traffic: Sequence[RecordTraffic], record_bytes: int) -> Expert
 
 
 def _copied_bytes(traffic: Sequence[RecordTraffic], record_bytes: int) -> int:
-    """The part of ``record_bytes`` for copies of all records but experts."""
+    """Return the part of ``record_bytes`` for copies of all records except experts."""
     others = [record for record in traffic if not record.is_expert_weight]
     return sum(record.num_bytes for record in choose_resident_records(others, free_bytes=record_bytes))
 
 
 def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
-    """The size of buffers for weights: large enough for the drives, and at most half a block, so that one is read while
-    another is copied."""
+    """Return the elements of a buffer for weights. It is large enough for the drives, and at most half a block, so that
+    one buffer is read while another is copied."""
     chunk_numel = max(block.granule_numel for block in blocks)
     largest_bytes = max(block.param_bytes for block in blocks)
     most_bytes = min(GOOD_STAGING_BYTES, largest_bytes // 2, cpu_memory_bytes // STAGING_SHARE)
@@ -129,8 +129,8 @@ def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
 
 
 def bytes_per_token(layout: OffloadLayout) -> int:
-    """Bytes that each pass reads from the drives: weights that are neither in slots nor in RAM. For streamed experts it
-    is the mean if all are equally likely."""
+    """Return the bytes that each pass reads from the drives, which are the weights that are neither in slots nor in
+    RAM. For streamed experts it is the mean if all are equally likely."""
     in_ram = {record.block for record in layout.resident_records}
     missing = [record for record in layout.records_of_a_step if record.block not in in_ram]
     experts = [record.read_bytes_per_step for record in missing if record.is_expert_weight]

@@ -1,4 +1,4 @@
-"""Bytes of the copy of all weights that a node keeps, in RAM or on the SSD, and of the payloads that it sends."""
+"""Computes the bytes of a node's copy of all weights, in RAM or on the SSD, and of the payloads that the node sends."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from hf_lohan.ranks import Ranks
 from hf_lohan.store import RecordSpec
 
 _PAYLOADS_AT_ONCE = 2
-"""Blocks that are sent at the same time."""
+"""Number of blocks that are sent at the same time."""
 
 
 def kept_ranks(ranks: Ranks, *, keeps_own: bool) -> list[int]:
-    """The ranks whose shards a rank keeps: those that it receives, and with ``keeps_own`` its own, to find changes."""
+    """Return the ranks whose shards a rank keeps. It keeps the shards that it receives, and with ``keeps_own`` its own
+    shard, to compute changes."""
     return [*ranks.counterparts, *([ranks.rank] if keeps_own else [])]
 
 
 def part_bytes(block: Block, rank: int) -> int:
-    """Bytes of a rank's shard of a block's weights."""
+    """Return the bytes of a rank's shard of a block's weights."""
     first, last = block.rank_ranges[rank]
     return (last - first) * block.master.working_dtype.itemsize
 
 
 def kept_record_name(block: Block, rank: int) -> str:
-    """The name of a shard in the scratch file."""
+    """Return the name of a shard in the scratch file."""
     return f"{block.name} of rank {rank}"
 
 
 def kept_records(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> tuple[RecordSpec, ...]:
-    """Scratch records for the shards that a rank keeps on the SSD; none if it keeps none there."""
+    """Return scratch records for the shards that a rank keeps on the SSD; empty if it keeps none there."""
     if way.backward != "ssd":
         return ()
     return tuple(
@@ -52,7 +53,8 @@ def kept_records(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> tup
 
 
 def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
-    """Bytes of the node's copy that a rank keeps, in RAM or on the SSD: the largest of all ranks."""
+    """Return the bytes of the node's copy that a rank keeps, in RAM or on the SSD. This is the maximum over all
+    ranks."""
     if way.backward == "world":
         return 0
     kept_by_rank = [kept_ranks(ranks.of_rank(rank), keeps_own=way.keeps_own) for rank in range(ranks.num_ranks)]
@@ -60,11 +62,11 @@ def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
 
 
 def message_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
-    """RAM for payloads that need buffers of their own: the largest of all ranks."""
+    """Return the bytes of RAM for payloads that need separate buffers. This is the maximum over all ranks."""
     if way.forward == "exact":
         return 0
     numels = [(block, last - first) for block in blocks for first, last in block.rank_ranges]
     if way.forward == "int8":
         return _PAYLOADS_AT_ONCE * max(WEIGHT_FORMAT.payload_bytes(numel) for _, numel in numels)
-    # A change also needs the shard before it, which may come from the SSD.
+    # A change also needs the previous shard, which may come from the SSD.
     return 2 * _PAYLOADS_AT_ONCE * max(numel * block.master.working_dtype.itemsize for block, numel in numels)

@@ -1,5 +1,5 @@
-"""Lays a model out under a configuration, before any byte moves and any batch is known: blocks, records, pools, and the
-records with copies in RAM."""
+"""Lays out a model's blocks, records, pools and copies in RAM by a configuration, before any byte moves and any batch
+is known."""
 
 from __future__ import annotations
 
@@ -54,25 +54,26 @@ logger = logging.getLogger(__name__)
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
-"""Buffers on the way to the SSD take at most 1 / `_STAGING_SHARE` of the memory for activations."""
+"""Staging buffers to the SSD take at most 1 / `_STAGING_SHARE` of the memory for activations."""
 _SHARED_BLOCKS = 2
-"""Blocks in the memory that ranks of a node share: one is read while another is copied."""
+"""Number of blocks in the memory that ranks of a node share. One is read while another is copied."""
 _ACTIVATION_SHARE = 4
 """Without a plan, 1 / `_ACTIVATION_SHARE` of `cpu_memory` is for swapped activations."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
-"""The shares of the RAM beside the pools that a plan may choose for activations instead."""
+"""Other shares of the RAM beside the pools that a plan may choose for activations."""
 _RAM_SHARES_WITH_GRADIENTS = (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
 _LOGITS_SHARE = 16
 """Logits are computed in chunks if they take more than 1 / `_LOGITS_SHARE` of `gpu_memory` in float32."""
 _SMALL_LOGITS_BYTES = 64 << 20
-"""Logits of at most this size are never cut: that would change the order of a sum for little memory."""
+"""Logits of at most this size are never computed in chunks, which would change the order of a sum and save little
+memory."""
 _WHOLE_LAYERS_SHARE = 2
-"""Experts are loaded with their layers if two layers and one gradient of all experts of a layer take at most
-1 / `_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
+"""Experts are loaded with their layers if two layers, and the gradients of all experts of one layer, take at most 1 /
+`_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
 _CHUNK_SHARE = 64
 _MOST_CHUNK_BYTES = 256 << 20
-"""A chunk's logits take 1 / `_CHUNK_SHARE` of `gpu_memory` in float32, and at most this: larger products are not
-faster."""
+"""A chunk's logits take 1 / `_CHUNK_SHARE` of `gpu_memory` in float32, but at most this size, because larger products
+are not faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,40 +90,40 @@ class ExpertCacheRoom:
 
 @dataclass(frozen=True)
 class OffloadLayout(StoredForm):
-    """Everything that follows from model, working dtype and budgets."""
+    """All that follows from model, working dtype and budgets."""
 
     plan: PoolPlan
     holds_gradients: bool
-    """Whether gradients are held until `step()`, because of their norm, their sum or the schedule."""
+    """Whether gradients are held until `step()`, for their norm, their sum or the schedule."""
     keeps_gradient_dtypes: bool = False
-    """Whether gradients keep their dtype on the host. True if a step has one backward, so that nothing is summed."""
+    """Whether gradients keep their dtype on the host. This is so if a step has one backward, and therefore no sums."""
     records_of_a_step: tuple[RecordTraffic, ...] = ()
-    """All records that may have a copy in RAM; none if the configuration forbids copies."""
+    """All records that may have a copy in RAM; empty if the configuration forbids copies."""
     record_bytes: int = 0
-    """RAM that those copies may take: the rest beside pools and activations."""
+    """RAM that these copies may take, which is the rest beside pools and activations."""
     activation_bytes: int = 0
     is_split: bool = False
-    """Whether `activation_bytes` is decided. Before, it is a guess."""
+    """Whether `activation_bytes` is final. Before that it is a guess."""
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
-    """Host memory of a node that passes blocks to all its ranks."""
+    """Bytes of host memory of a node that passes blocks to all its ranks."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
     """Ways to exchange weights and gradients that the configuration leaves to the plan."""
     collectives: Collectives | None = None
-    """The way that the run uses. None: not decided yet."""
+    """The way that the run uses; None if it is not decided yet."""
     copy_bytes: int = 0
-    """Bytes of the node's copy of all weights that each rank keeps, in RAM or on the SSD."""
+    """Bytes that each rank keeps of the node's copy of all weights, in RAM or on the SSD."""
     copy_records: tuple[RecordSpec, ...] = ()
-    """Scratch records for that copy, if it is on the SSD."""
+    """Scratch records for this copy, if it is on the SSD."""
     weight_message_bytes: int = 0
-    """Host memory of each rank for payloads of weights."""
+    """Bytes of host memory of each rank for payloads of weights."""
     kept_layers: tuple[str, ...] = ()
-    """Blocks that stay on the device once they are loaded."""
+    """Blocks that stay on the device after their first load."""
     expert_cache: ExpertCacheRoom | None = None
-    """Set if a model generates and RAM holds some of its experts, chosen by use."""
+    """Set if a model generates and RAM holds some of its experts, chosen by their use."""
     saved_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """By name: the dtype of parameters that are not saved in the dtype that they compute in."""
+    """The dtypes, by name, of parameters that are not saved in their working dtype."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -143,18 +144,19 @@ class OffloadLayout(StoredForm):
 
     @property
     def copy_cpu_bytes(self) -> int:
-        """The RAM of each rank for its node's copy of all weights."""
+        """Bytes of RAM of each rank for its node's copy of all weights."""
         return self.copy_bytes if self.collectives is not None and self.collectives.backward == "ram" else 0
 
     @property
     def exchange_bytes(self) -> int:
-        """RAM of each rank for exchanges: its part of the memory that blocks pass through, payloads, and its part of
-        the copy of all weights."""
+        """Bytes of RAM of each rank for exchanges. They are its part of the memory through which blocks pass, payloads,
+        and its part of the copy of all weights."""
         return self.shared_weight_bytes // self.ranks.num_local + self.weight_message_bytes + self.copy_cpu_bytes
 
     def with_collectives(self, way: Collectives) -> OffloadLayout:
-        """This layout with weights and gradients exchanged in this way. Its RAM is taken from copies of records first,
-        then from activations. If both together have too little, the plan of this layout does not fit."""
+        """Return this layout with this way to exchange weights and gradients. The RAM for it is taken from copies of
+        records first, and then from activations. If both together have too little, the plan of the layout does not
+        fit."""
         free_bytes = self.record_bytes + self.activation_bytes - self._ram_bytes_of(way)
         activation_bytes = max(0, min(self.activation_bytes, free_bytes))
         return replace(
@@ -172,21 +174,22 @@ class OffloadLayout(StoredForm):
         return _shards_of(self.ranks)
 
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
-        """The ways to compare: ``ways``, or all that the configuration allows. One node has only one."""
+        """Return the ways to compare, which are ``ways``, or by default all that the configuration allows. One node has
+        only one way."""
         return self.open_ways if ways is None else self._shards.ways(ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
-        """Whether the RAM beside the pools suffices for this way to exchange weights and gradients."""
+        """Return whether the RAM beside the pools is enough for this way to exchange weights and gradients."""
         return self._ram_bytes_of(way) <= self.record_bytes + self.activation_bytes
 
     def _ram_bytes_of(self, way: Collectives) -> int:
-        """RAM that this way needs beyond what is set aside already."""
+        """Return the bytes of RAM that this way needs beyond what is already reserved."""
         copy_bytes = kept_bytes(self.blocks, self.ranks, way) if way.backward == "ram" else 0
         return copy_bytes + max(0, message_bytes(self.blocks, self.ranks, way) - self.weight_message_bytes)
 
     def decided(self) -> OffloadLayout:
-        """This layout without a plan: the first way that fits into RAM, and the default division of RAM. Raises
-        BudgetError if no way fits."""
+        """Return this layout for a run without a plan, with the first way that fits RAM, and the default division of
+        RAM. Raises BudgetError if no way fits."""
         if self.collectives is not None:
             return replace(self, is_split=True)
         way = next((way for way in self.open_ways if self.has_ram_for(way)), None)
@@ -200,7 +203,8 @@ class OffloadLayout(StoredForm):
         return replace(self.with_collectives(way), is_split=True)
 
     def ram_splits(self) -> list[OffloadLayout]:
-        """This layout and, if the plan may choose, layouts that give activations another share of the same RAM."""
+        """Return this layout and, if the plan may choose, layouts that give activations other shares of the same
+        RAM."""
         free_bytes = self.activation_bytes + self.record_bytes
         may_choose = self.records_of_a_step and self.activation_bytes and not self.is_split
         shares = (_RAM_SHARES_WITH_GRADIENTS if self.held_gradients() else _RAM_SHARES) if may_choose else ()
@@ -212,13 +216,13 @@ class OffloadLayout(StoredForm):
 
     @property
     def activation_staging_bytes(self) -> int:
-        """Bytes of one buffer for swapped activations on their way to the SSD."""
+        """Bytes of one staging buffer for swapped activations."""
         share = self.activation_bytes // _STAGING_SHARE // NUM_ACTIVATION_STAGING_BUFFERS
         return min(self.plan.staging_buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
 
     @property
     def activation_ram_bytes(self) -> int:
-        """RAM for swapped activations, without those buffers."""
+        """Bytes of RAM for swapped activations, without staging buffers."""
         return self.activation_bytes - NUM_ACTIVATION_STAGING_BUFFERS * self.activation_staging_bytes
 
     @property
@@ -227,7 +231,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def cpu_bytes(self) -> int:
-        """All host memory that is allocated at the start: pools, copies, and the cache of experts."""
+        """Bytes of all host memory that is allocated at the start, for pools, copies, and the cache of experts."""
         cache_bytes = self.expert_cache.num_bytes if self.expert_cache is not None else 0
         return self.plan.cpu_pool_bytes + self.resident_bytes + cache_bytes
 
@@ -237,7 +241,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def num_held_chunks(self) -> int:
-        """Chunks whose gradients have a buffer in the pool while they are held."""
+        """Number of chunks whose gradients have a buffer in the pool while they are held."""
         held = set(self.plan.held_blocks)
         return sum(block.shape().num_chunks(self.plan.chunk_numel) for block in self.blocks if block.name in held)
 
@@ -248,16 +252,17 @@ class OffloadLayout(StoredForm):
 
     @property
     def own_spilled_bytes(self) -> int:
-        """Bytes of this rank's gradients that RAM cannot hold. Several ranks hold float32 sums of their shards."""
+        """Bytes of this rank's gradients that RAM cannot hold. With several ranks, each holds float32 sums of its
+        shards."""
         return self._shards.spilled_bytes(self)
 
     def _gradient_record(self, block: Block) -> RecordSpec:
-        """The scratch record of a block's gradient while it is held."""
+        """Return the scratch record of a block's gradient while it is held."""
         return _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)
 
     def held_gradients(self) -> tuple[BlockGradient, ...]:
-        """The gradients of all blocks, in forward order, if RAM beside activations may hold those that the pool cannot;
-        else none."""
+        """Return the gradients of all blocks, in forward order; empty unless RAM beside activations may hold gradients
+        that the pool cannot."""
         if not self.plan.spilled_blocks or self._shards.gradients_stay_in_pool:
             return ()
         return tuple(
@@ -270,12 +275,13 @@ class OffloadLayout(StoredForm):
         )
 
     def spill_records_of_sums(self) -> tuple[RecordSpec, ...]:
-        """Scratch records for float32 sums, for a run that was laid out to sum no gradients but does."""
+        """Return scratch records for float32 sums, for a run that sums gradients although it was not laid out for
+        sums."""
         return tuple(_gradient_record(block, torch.float32) for block in self.blocks if block.state_numel)
 
 
 class _WholeBlocks:
-    """What one rank stores: all of each block."""
+    """Sizes for a single rank, which stores whole blocks."""
 
     can_stream_experts = True
     gradients_are_summed = False
@@ -306,14 +312,14 @@ class _WholeBlocks:
 
 
 class _Shards(_WholeBlocks):
-    """What one of several ranks stores: its shard of each block."""
+    """Sizes for one of several ranks, which stores its shard of each block."""
 
     can_stream_experts = False
-    """Ranks load blocks in one order, and each rank's tokens choose other experts."""
+    """Ranks load blocks in one order, but each rank's tokens choose different experts."""
     gradients_are_summed = True
-    """Over the ranks, in float32."""
+    """Gradients are summed over the ranks in float32."""
     gradients_stay_in_pool = True
-    """Ranks read each other's gradients there."""
+    """Ranks read each other's gradients in the pool."""
 
     def share_of_machine(
         self, config: OffloadConfig, device: Device, paths: tuple[SsdPath, ...], links: Links
@@ -355,8 +361,8 @@ def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
 def resolved_here(
     config: OffloadConfig, device: Device, default_ssd_path: str | Path, links: Links | None = None
 ) -> OffloadConfig:
-    """The configuration with every `auto` resolved for this process and `device`, and with this rank's paths. All ranks
-    call this together. Raises ConfigError for impossible budgets."""
+    """Return the configuration with this rank's paths, and with every `auto` resolved for this process and `device`.
+    All ranks call this together. Raises ConfigError for impossible budgets."""
     links = links or Links.alone()
     given = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
     paths = rank_paths(given, links.ranks) if given != "auto" else ()
@@ -370,7 +376,7 @@ def resolved_here(
 
 
 def chunked_loss_of(config: OffloadConfig) -> ChunkedLoss | None:
-    """When and how a run computes its logits in chunks; None: never. `config` must be resolved."""
+    """Return when and how a run computes its logits in chunks; None if it never does. `config` must be resolved."""
     assert isinstance(config.gpu_memory, int)
     if config.chunked_loss is False:
         return None
@@ -391,14 +397,10 @@ def lay_out(
     rules: Rules | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> OffloadLayout:
-    """Lay `model` (real or on meta) out for training. `config` must be resolved.
-
-    `working_dtype`, `rules`: see `discover_blocks`; the configuration chooses the default rules. `sums_gradients`:
-    whether a step may sum a parameter's gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each
-    has a shard of every block's records.
-
-    Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
-    """
+    """Lay out `model` (real or on meta) for training. `config` must be resolved. `working_dtype`, `rules`: see
+    `discover_blocks`. The configuration chooses the default rules. `sums_gradients`: a step may sum a parameter's
+    gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each rank has a shard of every block's
+    records. Raises DiscoveryError or BudgetError, and ValueError for a working dtype that cannot be trained."""
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
     refuse_packed_shards(config, ranks)
     make_form = partial(stored_form, model, working_dtype, config.moment_dtype, rules, quantization=config.quantize)
@@ -439,11 +441,11 @@ def lay_out(
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
     if activation_bytes and not (sums_gradients or memory_is_host) and config.resident_records == "auto":
-        # A copy of weights saves a read in each pass, a gradient in RAM saves one write: the plan chooses.
+        # A copy of weights saves a read in each pass, and a gradient in RAM saves one write, so the plan chooses.
         request = replace(request, holds_in_buffers=False)
     try:
         pools = plan_pools(replace(request, cpu_memory_bytes=cpu_memory - activation_bytes))
-    except BudgetError:  # pools that a step cannot do without go before activations
+    except BudgetError:  # a step needs the pools more than RAM for activations
         activation_bytes = 0
         pools = plan_pools(request)
     return OffloadLayout(
@@ -472,8 +474,8 @@ def refuse_packed_shards(config: OffloadConfig, ranks: Ranks) -> None:
 
 
 def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:
-    """Whether experts are loaded one by one. ``form`` has them with their layers. Raises ValueError if the
-    configuration asks for that and the model or the ranks cannot do it."""
+    """Return whether experts are loaded one by one. In ``form`` they are in their layers' blocks. Raises ValueError if
+    the configuration requires it and the model or the ranks do not allow it."""
     can_stream = _shards_of(ranks).can_stream_experts
     if config.experts == "with_layer" or (config.experts == "auto" and not can_stream):
         return False
@@ -481,14 +483,14 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
     if config.experts == "streamed":
         if not found:
             raise ValueError(
-                f"experts: streamed was asked for, but {type(model).__name__} has no experts that could be loaded one "
-                "by one: they must be fused tensors that transformers calls through its registry of implementations, "
+                f"experts: streamed is set, but {type(model).__name__} has no experts that can be loaded one by one, "
+                "which must be fused tensors that transformers calls through its registry of implementations, "
                 "without adapters; set experts to auto or with_layer"
             )
         if not can_stream:
             raise ValueError(
-                f"experts: streamed was asked for with {ranks.num_ranks} ranks, which load blocks in one order, and "
-                "each rank's tokens go to other experts; set experts to with_layer"
+                f"experts: streamed is set with {ranks.num_ranks} ranks, but ranks load blocks in one order, and each "
+                "rank's tokens choose different experts; set experts to with_layer"
             )
         return True
     assert isinstance(config.gpu_memory, int)
@@ -500,7 +502,7 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
 
 
 def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: _WholeBlocks) -> tuple[RecordTraffic, ...]:
-    """What a step reads of each of this rank's records, blocks in forward order."""
+    """Return what a step reads of each of this rank's records, with blocks in forward order."""
     shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
     master_of = {block.name: block.master for block in blocks}
     by_block: dict[str, list[RecordTraffic]] = {}
@@ -521,11 +523,12 @@ _LOADED = {"streamed": "are loaded one by one", "with_layer": "are loaded with t
 
 
 def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
-    """The configuration with `experts: auto` resolved to the form in the store at its paths, which is logged. `config`
-    must be resolved. Raises ForeignStoreError if it asks for the other form and the store is of this model class."""
+    """Return the configuration with `experts: auto` resolved to the form in the store at its paths, and log it. All
+    other settings must be resolved. Raises ForeignStoreError if the configuration requires the other form and the store
+    belongs to this model class."""
     found = find_experts(model) if _shards_of(ranks).can_stream_experts else {}
     manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
-    if manifest is None or not _is_of(manifest.model, model):  # opening the store reports it
+    if manifest is None or not _is_of(manifest.model, model):  # opening the store reports the error
         return config
     blocks = {record.block for record in manifest.layout.records}
     stored: Experts = "streamed" if all(f"{name}.0" in blocks for name in found) else "with_layer"
@@ -535,9 +538,9 @@ def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
     directory = config.ssd[0].path
     if config.experts != "auto":
         raise ForeignStoreError(
-            f"{directory} holds a store of this model whose experts {_LOADED[stored]}, and experts: {config.experts} "
-            f"was asked for; set experts to auto or {stored} to continue from it, or choose another directory and "
-            "resume from a checkpoint, which works with both"
+            f"{directory} holds a store of this model whose experts {_LOADED[stored]}, but experts: {config.experts} "
+            f"is set; set experts to auto or {stored} to continue from it, or choose another directory and resume "
+            "from a checkpoint, which works with both"
         )
     logger.info("experts %s, as in the store in %s", _LOADED[stored], directory)
     return replace(config, experts=stored)

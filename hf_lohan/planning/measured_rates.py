@@ -1,4 +1,5 @@
-"""The hardware as a run itself measures it: the bytes and the busy seconds of each lane while all lanes work."""
+"""Corrects the hardware profile by a run's own steps, with the bytes and busy seconds of each lane while all lanes
+work."""
 
 from __future__ import annotations
 
@@ -13,24 +14,24 @@ from hf_lohan.planning.step_plan import PlannedStep
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE, Timeline
 
 _MOST_SPREAD = 1.5
-"""Steps of one kind differ by at most this factor. A longer one included an evaluation or a checkpoint."""
+"""Steps of one kind differ by at most this factor. A longer step included an evaluation or a checkpoint."""
 GOOD_ENOUGH = 0.05
-"""A rate or a prediction that is off by less is not corrected."""
+"""A rate or a prediction with a smaller relative error is not corrected."""
 _WAITS_WITHIN_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
-"""Waits of the thread that launches a block's work, between the begin and the end of that work."""
+"""Waits of the launching thread between the begin and the end of a block's work."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds in which lanes were busy and bytes that they moved, in one step or in all steps so far."""
+    """Busy seconds and moved bytes of the lanes, in one step or in all steps so far."""
 
     step_s: float
     compute_s: float
-    """Seconds of the device, with its waits within a block's work."""
+    """Seconds of the device, including waits within a block's work."""
     waits_s: float
-    """Seconds that the launching thread waited meanwhile. The device may have computed during them."""
+    """Seconds in which the launching thread waited meanwhile. The device may have computed during these."""
     drives_s: float = 0.0
-    """Seconds in which something was read or written."""
+    """Seconds in which a drive read or wrote."""
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     optimizer_s: float = 0.0
@@ -61,7 +62,7 @@ class StepTimes:
 
     @property
     def least_compute_s(self) -> float:
-        """A lower bound of the seconds that the device computed. The upper bound is `compute_s`."""
+        """A lower bound of the seconds in which the device computed. The upper bound is `compute_s`."""
         return max(0.0, self.compute_s - self.waits_s)
 
 
@@ -69,7 +70,7 @@ _NAMES = [field.name for field in fields(StepTimes)]
 
 
 def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """The mean of the steps; or the shortest, if one took much longer than another because of other work."""
+    """Return the mean of the steps. If one took much longer than another because of other work, return the shortest."""
     shortest = min(steps, key=lambda step: step.step_s)
     if max(step.step_s for step in steps) > _MOST_SPREAD * shortest.step_s:
         return shortest
@@ -77,12 +78,10 @@ def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 def corrected_hardware(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
-    """The hardware as a step shows it; the same object if the profile was close enough.
-
-    A step's time tells about one resource, but the choice of a plan depends on several, so each is corrected by itself:
-    drives by the bytes that they moved; the others, unless the device shares its cores with them, by their predicted
-    seconds. The remaining error is attributed to the bottleneck of the step.
-    """
+    """Return the hardware with the rates of a measured step; the same object if the profile was close enough. A step's
+    time shows the rate of one resource, but the choice of a plan depends on several, so each is corrected separately.
+    Drives are corrected by the bytes that they moved. The others are corrected by their predicted seconds, unless the
+    device shares its cores with them. The remaining error is attributed to the step's bottleneck."""
     hardware = _as_seen(planned, measured)
     expected = forecast(planned.profile, hardware, planned.setup, planned.plan)
     factor = measured.step_s / expected.step_s
@@ -119,7 +118,7 @@ def _is_off(factor: float) -> bool:
 
 
 def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> HardwareProfile:
-    """The hardware with its bottleneck slower by ``factor``."""
+    """Return the hardware with its bottleneck slower by ``factor``."""
     match bottleneck:
         case "ssd":
             return drives_slower(hardware, factor)
@@ -144,7 +143,7 @@ def drives_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
 
 
 def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
-    """The hardware with a device that is slower by ``factor``, or faster."""
+    """Return the hardware with a device that is slower by ``factor``, or faster if it is below 1."""
     rates = ("flops_per_s", "memory_bytes_per_s")
     return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *rates))
 

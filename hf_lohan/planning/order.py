@@ -1,4 +1,4 @@
-"""The order of a step's micro-batches: the setting, and whether a model's numbers depend on it."""
+"""Decides the order of a step's micro-batches, and whether a model's numbers depend on this order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hf_lohan.model.discovery import find_layers
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = ("drop", "jitter")
-"""In names of settings that make a forward draw random numbers: `attention_dropout`, `resid_pdrop`, `layerdrop`."""
+"""Parts of names of settings that make a forward draw random numbers, such as `attention_dropout`, `resid_pdrop` and
+`layerdrop`."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
-"""Prefixes of settings that a causal language model has no module for."""
+"""Prefixes of settings for which a causal language model has no module."""
 _KNOWN_PACKAGES = ("transformers", "peft")
 
 
@@ -26,11 +27,12 @@ class MicroBatches:
 
     number: int
     run_together: bool | None
-    """Whether all of them pass a block before the next block is loaded. None: the plan decides."""
+    """Whether all micro-batches run a block before the next block is loaded. With None the plan decides."""
 
     @classmethod
     def of_run(cls, config: OffloadConfig, number: int) -> MicroBatches:
-        """As `vertical_micro_batches` asks. A single micro-batch leaves nothing to order."""
+        """Return the micro-batches of a run with the order of `vertical_micro_batches`. A single micro-batch has no
+        order."""
         setting = config.vertical_micro_batches if number > 1 else False
         return cls(number, None if setting == "auto" else setting)
 
@@ -40,17 +42,14 @@ class MicroBatches:
         return self.number > 1
 
     def holds_gradients(self, max_grad_norm: float) -> bool:
-        """Whether gradients wait for the end of the step: their norm decides about clipping, or later backwards add to
-        them."""
+        """Return whether gradients wait for the end of the step, because their norm decides about clipping, or later
+        backwards add to them."""
         return max_grad_norm > 0 or (self.number > 1 and self.run_together is not True)
 
 
 def why_not_together(model: Any) -> str | None:
-    """Why the model's micro-batches do not run together by default; None: they may.
-
-    A forward that draws random numbers would draw them in another order. Unknown code may keep something from one
-    micro-batch to the next.
-    """
+    """Return why the model's micro-batches do not run together by default; None if they may. A forward that draws
+    random numbers would draw them in another order. Unknown code may keep state from one micro-batch to the next."""
     drawn = random_numbers_of(model)
     if drawn is not None:
         return f"the model draws random numbers ({drawn}), which would change"
@@ -64,7 +63,7 @@ def why_not_together(model: Any) -> str | None:
         return "output_router_logits=True keeps the whole head of each micro-batch until the backward"
     for adapters in getattr(model, "peft_config", {}).values():
         if adapters.peft_type != "LORA" or adapters.use_dora:
-            return f"adapters of {type(adapters).__name__} may compute other numbers in the other order"
+            return f"adapters of {type(adapters).__name__} may compute different numbers in the other order"
     for name, parameter in model.named_parameters():
         if has_gradient_hook(parameter):
             return f"{name} has a hook on its gradient, which would see the sum of all micro-batches"
@@ -72,7 +71,7 @@ def why_not_together(model: Any) -> str | None:
 
 
 def random_numbers_of(model: Any) -> str | None:
-    """The module or setting that makes a training forward draw random numbers; None: it draws none."""
+    """Return the module or setting that makes a training forward draw random numbers; None if it draws none."""
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return "dropout"
     config: Any = getattr(_root_of(model), "config", None)

@@ -1,4 +1,4 @@
-"""The plan of a run. It is made at the first batch, and again with the rates that the first steps show."""
+"""Plans a run at its first batch, and again with the rates of its first steps."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 NUM_STEPS_BEFORE = 2
-"""Steps that are not timed: the first has cold caches, and the first's updates run during the second."""
+"""Number of steps that are not timed. The first has cold caches, and its updates run during the second."""
 NUM_STEPS_TIMED = 2
 NUM_STEPS_TRIED = 3
-"""Timed steps of a plan on trial. The step before them is not timed."""
+"""Number of timed steps of a plan on trial. The step before these is not timed."""
 _WORTH_TRYING = 0.97
 """Another plan is tried if its step takes less than this share of the present one."""
 _WORTH_MEASURING_S = 60.0
-"""Measuring hardware well takes a few seconds. For a run that is shorter than this it is measured roughly."""
+"""Measuring hardware well takes a few seconds. For a run that is shorter than this, it is measured roughly."""
 _UNKNOWN_NUM_STEPS = 60
-"""Assumed for a run of unknown length."""
+"""Number of steps that is assumed for a run of unknown length."""
 _SLOW_CORE_FLOPS_PER_S = 20e9
 _SLOW_ACCELERATOR_FLOPS_PER_S = 20e12
 _SLOW_DRIVE_BYTES_PER_S = 1e9
@@ -59,7 +59,7 @@ _QUICK = MeasuringEffort(budget_s=0.3, scratch_bytes=16 << 20)
 
 
 class RunPlan:
-    """Plans one run and keeps its plan. The engine asks for one at the first forward and after each step."""
+    """Plans one run and keeps its plan. The engine asks for a plan at the first forward and after each step."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RunPlan:
     ) -> None:
         self.first: PlannedStep | None = None
         self.now: PlannedStep | None = None
-        """The plan in use, with the hardware as the steps have shown it."""
+        """The plan in use, with the hardware corrected by the steps."""
         self.num_steps: int | None = None
         self.num_micro_batches = 1
         self._model = model
@@ -85,10 +85,10 @@ class RunPlan:
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
-        """The plan in use before the one on trial; None: none is on trial."""
+        """The plan before the one on trial; None if no plan is on trial."""
         self._num_before_trial = 0
         self._routing: Mapping[str, Sequence[int]] = {}
-        """By layer: how many tokens went to each expert in the timed steps."""
+        """By layer, the number of tokens of each expert in the timed steps."""
 
     def begin_run(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
         self.num_steps = num_steps
@@ -104,14 +104,14 @@ class RunPlan:
     def plan_batches(
         self, shape: StepShape, layout: OffloadLayout | None = None, *, may_run_together: bool = False
     ) -> PlannedStep | None:
-        """Plan a step of batches of this shape. All ranks call this together, while nothing else runs that would make
-        the hardware look slow. After an error the run goes on without a plan. ``layout``: the memory that the run has
-        taken so far. ``may_run_together``: see `plan_step`."""
+        """Plan a step with batches of this shape. All ranks call this together, while no other work makes the hardware
+        look slow. After an error the run continues without a plan. ``layout``: the memory that the run has taken so
+        far. ``may_run_together``: see `plan_step`."""
         self._layout = layout or self._layout
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
         may_choose = self._layout.collectives is None and len(self._layout.open_ways) > 1
         ways = self._ways_that_fit_all_ranks() if may_choose else None
-        # The ranks of a node measure the same drives and cores.
+        # The ranks of a node would measure the same drives and cores.
         with one_rank_at_a_time(self._links, "the plan"):
             planned = self._try_to_plan(shape, may_run_together, ways)
         if may_choose:
@@ -121,7 +121,7 @@ class RunPlan:
         self.now = planned
         self.first = self.first or self.now
         self._tried_after = None
-        self._layout = self.now.layout  # its memory is taken once
+        self._layout = self.now.layout  # the memory is taken only once
         if self.now.plan.refusal is not None:
             logger.warning("the plan says that this run does not fit: %s", self.now.plan.refusal)
         self._announce("planned")
@@ -135,8 +135,8 @@ class RunPlan:
         return self.now
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
-        """The ways to exchange weights and gradients for which every rank has the RAM. None if all ranks have RAM for
-        the same ways, or none fits all ranks."""
+        """Return the ways to exchange weights and gradients for which every rank has the RAM; None if all ranks have
+        RAM for the same ways, or no way fits all ranks."""
         open_ways = self._layout.open_ways
         fitting = [index for index, way in enumerate(open_ways) if self._layout.has_ram_for(way)]
         answers = self._links.all_gather("the ways to exchange weights that fit", json.dumps(fitting).encode())
@@ -149,8 +149,8 @@ class RunPlan:
     def _with_common_way(
         self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
     ) -> PlannedStep | None:
-        """Make all ranks exchange weights and gradients in rank 0's way. If one rank has no plan, no rank has one, and
-        all take the default way."""
+        """Make all ranks use rank 0's way to exchange weights and gradients. If one rank has no plan, all drop their
+        plans and use the default way."""
         chosen = "" if planned is None else json.dumps(asdict(planned.setup.cluster.collectives))
         answers = [answer.decode() for answer in self._links.all_gather("the way to exchange weights", chosen.encode())]
         if planned is None or not all(answers):
@@ -178,14 +178,14 @@ class RunPlan:
                     routing=self._routing,
                     ways=ways,
                 )
-        except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
-            logger.warning("this run is not planned, its activations are recomputed: %s", error)
+        except Exception as error:  # the model may not be traceable, or a drive not measurable
+            logger.warning("this run has no plan, and recomputes its activations: %s", error)
             return None
 
     def step_began(self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None) -> PlannedStep | None:
-        """Time the step before. After enough steps, plan again with the measured rates and ``routing`` (by layer: how
-        many tokens went to each expert), and return the new plan. A plan with other placements or another clipping mode
-        is tried first. If its steps are longer, return the plan before."""
+        """Time the previous step. After enough steps, plan again with the measured rates and ``routing`` (by layer, the
+        number of tokens of each expert), and return the new plan. A plan with other placements or another clipping mode
+        is on trial first. If its steps are longer, return the previous plan."""
         now = StepTimes.so_far(self._device.timeline)
         if self._before is not None:
             self._steps.append(now.since(self._before))
@@ -198,7 +198,7 @@ class RunPlan:
             tried_s = statistics.median(step.step_s for step in self._steps[-NUM_STEPS_TRIED:])
             return self._judge(self.now, self._tried_after, tried_s)
         if self._tried_after is None and clip_rate == 0 < self.now.setup.clip_rate:
-            # The plan expects steps that clip, but none of the last ones did.
+            # The plan expects steps that clip, but none of the last steps clipped.
             return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
         return None
 
@@ -209,7 +209,7 @@ class RunPlan:
         self._routing = _of_layers(now.profile, routing)
         now = replace(now, profile=now.profile.routed(self._routing))
         if now.setup.clip == "auto" and clip_rate > MOST_WRONG_GUESSES:
-            now = replace(now, plan=replace(now.plan, clip="defer"))  # as the timed steps did
+            now = replace(now, plan=replace(now.plan, clip="defer"))  # the timed steps deferred
         hardware = corrected_hardware(now, measured)
         if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
             return None
@@ -234,7 +234,9 @@ class RunPlan:
             self.now = _scaled_to_measured(tried, tried_s)
             return None
         logger.info(
-            "steps of the second plan took %.3g s, those of the first %.3g s: back to the first", tried_s, before_s
+            "steps of the second plan took %.3g s, and those of the first %.3g s, so the first is used again",
+            tried_s,
+            before_s,
         )
         self.now = before
         return before
@@ -252,7 +254,8 @@ class RunPlan:
         return replace(hardware, device=device)
 
     def _is_short(self, traced: TracedModel, shape: StepShape) -> bool:
-        """Whether measuring the hardware well would take a large part of the run, even on slow hardware."""
+        """Return whether the run is so short that measuring the hardware well would take a large part of it, even on
+        slow hardware."""
         is_cpu = self._device.memory_is_host
         flops_per_s = usable_cpus() * _SLOW_CORE_FLOPS_PER_S if is_cpu else _SLOW_ACCELERATOR_FLOPS_PER_S
         num_runs = shape.num_micro_batches * shape.num_together
@@ -278,19 +281,19 @@ def _layers_without_text(profile: ModelProfile) -> list[str]:
 
 
 def _of_layers(profile: ModelProfile, routing: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The counts of layers whose experts are planned one by one."""
+    """Return the counts of layers whose experts are planned one by one."""
     planned = {block.name: block.experts.num_experts for block in profile.blocks if block.experts is not None}
     return {name: counts for name, counts in routing.items() if planned.get(name) == len(counts)}
 
 
 def _scaled_to_measured(planned: PlannedStep, step_s: float) -> PlannedStep:
-    """The step with the prediction of its plan on its hardware, scaled to the measured ``step_s``."""
+    """Return the step with its plan's prediction scaled to the measured ``step_s`` seconds."""
     expected = forecast(planned.profile, planned.hardware, planned.setup, planned.plan)
     return replace(planned, plan=replace(planned.plan, prediction=scaled_to(expected, step_s)))
 
 
 def _committed_every(planned: PlannedStep, num_steps: int) -> PlannedStep:
-    """The same plan with another commit interval, and its step time scaled by the predicted change."""
+    """Return the same plan with another commit interval, and its step time scaled by the predicted change."""
     plan = replace(planned.plan, commit_every_steps=num_steps)
     before_s, after_s = (
         forecast(planned.profile, planned.hardware, planned.setup, one).step_s for one in (planned.plan, plan)
@@ -329,12 +332,12 @@ def stock_fit(
 
 @contextlib.contextmanager
 def hooks_taken_off(model: nn.Module) -> Iterator[None]:
-    """Remove the model's hooks and its recomputation, to trace its forward."""
+    """Remove the model's hooks and its recomputation in this context, to trace its forward."""
     recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in recomputing:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
-        with without_hooks(model), without_torch_function():  # absent weights have a shape
+        with without_hooks(model), without_torch_function():  # absent weights still have shapes
             yield
     finally:
         for module in recomputing:

@@ -1,4 +1,4 @@
-"""Divides a machine among its ranks: memory, CPUs and free space for settings that are "auto"."""
+"""Divides a machine's memory, CPUs and free space among its ranks, for settings that are "auto"."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.threads import usable_cpus
 
 _PROBE_BYTES = 2 << 20
-"""What each rank sends to each other rank to measure the network."""
+"""Bytes that each rank sends to each other rank to measure the network."""
 _NUM_PROBES = 3
 
 
@@ -33,17 +33,17 @@ class Share:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What is free for a rank before any rank takes memory."""
+    """The free resources that a rank sees before any rank takes memory."""
 
     settings: Mapping[str, Any]
-    """Without paths, which may differ between machines."""
+    """The settings without paths, which may differ between machines."""
     host_memory_bytes: int
     device_memory_bytes: int
     device: str
-    """Equal for ranks that share a device."""
+    """A name that is equal for ranks that share a device."""
     cpus: Sequence[int]
     drives: Sequence[Sequence[int]]
-    """For each path: device number, free bytes, bytes of the store in it."""
+    """For each path, its device number, free bytes, and bytes of the store in it."""
 
     def pack(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -54,8 +54,9 @@ class _Offer:
 
 
 def rank_paths(paths: Sequence[SsdPath], ranks: Ranks) -> tuple[SsdPath, ...]:
-    """The paths of this rank's store, from the paths that all ranks get. `{local_rank}` and `{node}` are replaced. With
-    several ranks, each has its own folder below. A path that names this rank's folder already stays."""
+    """Return the paths of this rank's store, by the paths that all ranks get. `{local_rank}` and `{node}` are replaced.
+    With several ranks, each rank has its own folder below a path. A path that already names this rank's folder is
+    unchanged."""
     return tuple(replace(ssd, path=_folder(ssd.path, ranks)) for ssd in paths)
 
 
@@ -66,15 +67,15 @@ def _folder(path: str, ranks: Ranks) -> str:
 
 
 def whole_machine(device: Device) -> Share:
-    """The share of a rank without others."""
+    """Return the share of a single rank."""
     return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus())
 
 
 def share_of_machine(
     config: OffloadConfig, device: Device, paths: Sequence[SsdPath], links: Links
 ) -> tuple[Share, tuple[SsdPath, ...]]:
-    """This rank's share, and its ``paths`` with capacities that leave room for the other ranks. All ranks call this
-    together, before any of them takes memory. Raises ConfigError if their settings differ."""
+    """Return this rank's share, and its ``paths`` with capacities that leave room for the other ranks. All ranks call
+    this together, before any rank takes memory. Raises ConfigError if their settings differ."""
     ranks = links.ranks
     offered = links.all_gather("what is free for each rank", _offer(config, device, paths).pack())
     offers = [_Offer.unpack(packed) for packed in offered]
@@ -92,8 +93,8 @@ def share_of_machine(
 
 
 def measure_network(links: Links) -> float | None:
-    """Bytes per second that a node sends to the others while it receives as many. None for a single node. All ranks
-    call this together and get the same number."""
+    """Return the bytes per second that a node sends to the others while it receives the same number; None for a single
+    node. All ranks call this together and get the same number."""
     ranks = links.ranks
     num_receivers = ranks.num_ranks - ranks.num_local
     if num_receivers == 0:
@@ -138,7 +139,8 @@ def _share(offers: Sequence[_Offer], ranks: Ranks) -> Share:
 
 
 def _capacity(offers: Sequence[_Offer], ranks: Ranks, number: int) -> int:
-    """This rank's part of the free space of one of its paths. Stores that the node's ranks have there count as free."""
+    """Return this rank's part of the free space of one of its paths. Stores of the node's ranks on this drive count as
+    free."""
     drive, free, _ = offers[ranks.rank].drives[number]
     sharing = [other for rank in ranks.on_this_node for other in offers[rank].drives if other[0] == drive]
     return (free + sum(occupied for _, _, occupied in sharing)) // len(sharing)

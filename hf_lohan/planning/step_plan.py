@@ -37,21 +37,21 @@ from hf_lohan.threads import ThreadSettings, uninterrupted
 
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
-"""Traces of this process. A resumed or repeated run has the model of the first."""
+"""Traces of this process, because a resumed or repeated run has the same model."""
 _NO_SETTINGS = frozenset({"_name_or_path", "_commit_hash", "dtype", "transformers_version"})
-"""Entries of a model's config that say where it comes from, and do not change its forward."""
+"""Entries of a model's config that do not change its forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The micro-batches of a step and their shape."""
+    """The number and the shape of a step's micro-batches."""
 
     batch_size: int
     sequence_length: int
     num_micro_batches: int = 1
-    """Micro-batches, or groups of them, that each move the weights."""
+    """Number of micro-batches, or of groups of them, that each move the weights."""
     num_together: int = 1
-    """Micro-batches of a group: all have their forwards before the first has its backward."""
+    """Number of micro-batches in a group. All forwards of a group run before its first backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +60,17 @@ class PlannedStep:
 
     shape: StepShape
     layout: OffloadLayout
-    """With the plan's division of RAM."""
+    """The layout with the plan's division of RAM."""
     profile: ModelProfile
-    """All micro-batches that run together, as one."""
+    """The profile, which counts all micro-batches that run together as one."""
     hardware: HardwareProfile
     setup: TrainingSetup
     plan: OffloadPlan
 
     @property
     def activation_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes that one micro-batch could keep or swap: by layer, then by operation in the order of backward."""
+        """The bytes that one micro-batch could keep or swap, by layer and then by operation, in the order of
+        backward."""
         num = self.shape.num_together
         return {
             layer.name: {
@@ -94,14 +95,14 @@ def plan_step(
     ways: Sequence[Collectives] | None = None,
     routing: Mapping[str, Sequence[float]] | None = None,
 ) -> PlannedStep:
-    """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
+    """Plan a step of `model` (on meta, or in memory without hooks) for a resolved configuration.
 
-    ``durability``: that of an existing store. With `durability: auto`, a new store keeps one version of the state if
-    two do not fit. ``may_run_together``: also plan the micro-batches to run together; the returned shape has the better
-    order. With several ranks, configuration and shape are those of each rank. ``ways``: the ways to exchange weights
-    and gradients to choose from, by default those that the configuration allows. ``routing``: by layer, how many tokens
-    went to each expert; by default all are equally likely. Raises ValueError for a model or a batch that cannot be
-    traced. A plan that does not fit has a refusal.
+    ``durability``: the durability of an existing store. With `durability: auto`, a new store keeps one version of the
+    state if two do not fit. ``may_run_together``: compare the orders of micro-batches, and return the better one in the
+    shape. With several ranks, configuration and shape describe one rank. ``ways``: the ways to exchange weights and
+    gradients among which to choose, by default those that the configuration allows. ``routing``: by layer, the number
+    of tokens of each expert. By default all experts are equally likely. Raises ValueError for a model or a batch that
+    cannot be traced. A plan that does not fit has a refusal.
     """
 
     def plan(shape: StepShape, measure: Callable[[TracedModel, StepShape], HardwareProfile]) -> PlannedStep:
@@ -127,10 +128,9 @@ def plan_step(
 
 
 WORTH_RUNNING_TOGETHER = 1.05
-"""Micro-batches run together if one after the other takes this many times longer."""
+"""Micro-batches run together if one after the other takes at least this number of times longer."""
 TURN_S = 3e-4
-"""Seconds to hand a layer on from one micro-batch to the next, which no cost model counts. Shorter steps gain nothing.
-"""
+"""Seconds of a switch from one micro-batch to the next at a layer, which no cost model counts."""
 
 
 def _better_order(in_turn: PlannedStep, together: PlannedStep) -> PlannedStep:
@@ -223,8 +223,8 @@ _AS_GOOD = 1.01
 
 
 def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
-    """Of the plans that fit and are about as fast as the fastest, the first that writes the fewest bytes to the drives.
-    The first of all if none fits."""
+    """Return the plan that writes the fewest bytes to the drives among those that fit and are about as fast as the
+    fastest. The earliest such plan is preferred. If none fits, return the first plan."""
     usual, found = found[0], [planned for planned in found if planned.plan.fits]
     if not found:
         return usual
@@ -239,9 +239,9 @@ def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
 
 
 def _together(one: ModelProfile, number: int) -> ModelProfile:
-    """The profile of ``number`` micro-batches that share the weights. FLOPs, moved bytes and the activations of layers
-    are those of all. One computes while the inputs of the others wait between two layers. A head keeps the activations
-    of one at a time."""
+    """Return the profile of ``number`` micro-batches that share the weights. FLOPs, moved bytes and activations of
+    layers count all of them. One computes while the inputs of the others wait between two layers. A head keeps the
+    activations of one at a time."""
     if number == 1:
         return one
     waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)
@@ -264,7 +264,7 @@ def _together(one: ModelProfile, number: int) -> ModelProfile:
 
 
 def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:
-    """The same step planned for the hardware as measured and the measured rate of clipping."""
+    """Plan the same step again, for the measured hardware and the measured rate of clipping."""
     setup = replace(planned.setup, clip_rate=clip_rate)
     before = planned.plan
     plan = plan_offload(planned.profile, hardware, setup)
@@ -275,7 +275,7 @@ def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float
 def training_setup(
     config: OffloadConfig, layout: OffloadLayout, shape: StepShape, durability: Durability
 ) -> TrainingSetup:
-    """The planner's input beside model and hardware."""
+    """Return the planner's input besides model and hardware."""
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     pools = layout.plan
     layers = [block for block in layout.blocks if block.size_class is SizeClass.LAYER]
@@ -334,7 +334,7 @@ def trace_blocks(
     chunked_loss: ChunkedLoss | None = None,
     found: ModelBlocks | None = None,
 ) -> TracedModel:
-    """Trace the forward of a causal LM (on meta, or in memory and not offloaded), cut into the runtime's blocks.
+    """Trace the forward of a causal LM (on meta, or in memory and not offloaded), divided into blocks as in a run.
     ``found``: the model's blocks, by default its layers with all their experts.
 
     Raises ValueError (DiscoveryError) for a model without layers, with fewer positions than the sequence has tokens, or
@@ -342,7 +342,7 @@ def trace_blocks(
     """
     chunked_head = chunked_head_of(model, chunked_loss)
     if chunked_head is None or not chunked_head.applies_to(batch_size * sequence_length):
-        chunked_loss = None  # what was traced without it is the same
+        chunked_loss = None  # without large logits the trace is the same
     said = vars(model.config) if hasattr(model, "config") else {}
     settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
     streams_experts = found is not None and bool(found.experts)
@@ -363,7 +363,7 @@ def trace_blocks(
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
         )
-        # Fake tensors and modes are Python that torch calls also where an exception ends the process.
+        # Fake tensors and modes are Python code that torch also calls in places where an exception ends the process.
         try:
             _traced[key] = uninterrupted(trace, ThreadSettings(torch.device(device).type))
         except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
@@ -375,7 +375,7 @@ def trace_blocks(
 
 
 _NO_POSITIONS = ("prompt_encoder", "token_type", "segment")
-"""In names of embeddings that are not of positions."""
+"""Parts of names of embeddings that do not embed positions."""
 
 
 def _check_positions(model: Any, sequence_length: int) -> None:
@@ -388,5 +388,5 @@ def _check_positions(model: Any, sequence_length: int) -> None:
         if isinstance(module, nn.Embedding) and module.num_embeddings < sequence_length:
             raise ValueError(
                 f"the model has {module.num_embeddings} positions ({name}), fewer than the sequence length of "
-                f"{sequence_length}; give a shorter one"
+                f"{sequence_length}; use shorter sequences"
             )

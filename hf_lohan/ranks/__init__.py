@@ -1,9 +1,9 @@
-"""Several ranks that train one model together: messages, collectives, and the consequences of a rank that fails.
+"""Lets several ranks train one model together, with messages, collectives and the handling of failed ranks.
 
-One process is one rank. Each pair of ranks has a connection for each channel (`Links`), made once (`connect`). Ranks of
-one node share memory (`SharedRegion`), so their messages only give offsets. No process group's collectives are used:
-every wait knows for which rank it waits and how long, so that errors name the rank. For slow links between nodes there
-are codecs (`BlockCodec`, and `StepDelta` without loss).
+One process is one rank. Each pair of ranks has a connection for each channel (`Links`), which `connect` makes once.
+Ranks of one node share memory (`SharedRegion`), so their messages contain only offsets. This room uses no collectives
+of process groups. Every wait knows for which ranks it waits and how long, so that errors name the rank. For slow links
+between nodes it has codecs (`BlockCodec`, and `StepDelta` without loss).
 """
 
 from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError

@@ -1,10 +1,10 @@
-"""Records in files and in RAM: versions, checksums, commits.
+"""Stores records in files and in RAM, with versions, checksums and commits.
 
-A `StoreLayout` says where the bytes of each record lie, striped over the SSD paths. A `Store` adds preallocated files,
-a manifest and a lock, and reads and writes tensors by (block, kind). Whatever is written stays a draft until it is
-committed, and every read is verified against the checksum of the write. A checksum block is called a granule. The two
-copies of a record, one committed and one for the next commit, are its homes. Nothing here knows models, steps or
-devices; callers provide the memory.
+A `StoreLayout` has the offset of each record, striped over the SSD paths. A `Store` adds preallocated files, a manifest
+and a lock, and reads and writes tensors by (block, kind). A write is a draft until the next commit. Each read is
+verified against the checksum of the write. The unit of checksums is called a granule. A record has two copies, called
+homes: one is committed, and one is for the next commit. This room knows no models, steps or devices. Callers provide
+the memory.
 """
 
 from hf_lohan.store.commits import Commit

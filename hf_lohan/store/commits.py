@@ -1,5 +1,4 @@
-"""Commits: the commit file, whose replacement is the commit; the log and model files that belong to it; and the
-sequence of an open store's commits."""
+"""Commits of a store. A commit replaces the commit file, and refers to a range of the log and to model files."""
 
 from __future__ import annotations
 
@@ -27,46 +26,46 @@ logger = logging.getLogger(__name__)
 
 COMMIT_NAME = "commit.safetensors"
 PREVIOUS_NAME = "commit-previous.safetensors"
-"""The commit before the last one, kept while another rank may lack the last one."""
+"""The file of the commit before the last one. It exists while another rank may not have the last commit."""
 LOG_NAME = "log.jsonl"
 MODEL_NAMES = ("model-0", "model-1")
-"""Two folders for model files: the committed one, and the one for the next commit."""
+"""Two folders for model files. One is committed, and the other is for the next commit."""
 _JOURNAL = "journal/"
 _ARRAYS = ("home", "checksum", "journal")
 _MAX_BYTES = 1 << 30
-"""Upper bound for a commit file: it holds 9 bytes for each granule of at least 32 KiB, and small files."""
+"""Upper bound for the size of a commit file. It has 9 bytes for each granule of at least 32 KiB, and small files."""
 _ADVICE = "check the drive, delete the store and resume from a checkpoint"
 _MODEL_ADVICE = "check the drive, and restore the file or train one more step"
 
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """The content of one commit: the version of every granule, and whatever the caller stored with it."""
+    """The content of one commit. It has the version of every granule and the caller's data."""
 
     store_id: str
     number: int
-    """Counted from 1 in each store."""
+    """Number of the commit, which counts from 1 in each store."""
     home: npt.NDArray[np.uint8]
     checksum: Checksums
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """The caller's data, in JSON types."""
+    """The caller's data in JSON types."""
     journal: Mapping[str, bytes] = field(default_factory=dict)
     """The caller's small files, by name."""
     log_start_byte: int = 0
     log_stop_byte: int = 0
     """The range of the store's log file that belongs to this commit."""
     log_crc32: int = 0
-    """CRC of that range. Unlike a hash, it can be extended by later lines."""
+    """CRC of this range. Unlike a hash, a CRC can be extended by later lines."""
     is_torn: bool = False
-    """Whether records are being changed in place, so that they belong to no step."""
+    """Whether records are being changed in place, so that the store contains no whole step."""
     model_folder: str = ""
     """Folder of the model files, relative to the store's first directory."""
     model_files: Mapping[str, str] = field(default_factory=dict)
     """xxh3 of each model file, by name."""
     group_id: str = ""
-    """Identifies the ranks that commit together and number their commits alike."""
+    """Identifies the ranks that commit together and use the same commit numbers."""
     layout_id: str = ""
-    """Identifies the manifest that describes its records; "" in stores of an older version of this library."""
+    """Identifies the manifest that describes the records; "" in stores of an older version of this library."""
 
     def check_model_files(self, directory: str) -> str:
         """Return the folder of the model files in the store's first ``directory``. Raises `StorageError` if a file
@@ -93,11 +92,11 @@ class Commit:
 
 
 def write_commit(commit: Commit, directory: str, *, keep_previous: bool = False) -> None:
-    """Replace the last commit atomically (see `replace_durably`); ``keep_previous``: keep it beside the new one."""
+    """Replace the last commit atomically (see `replace_durably`). ``keep_previous``: keep the replaced commit too."""
     arrays: dict[str, npt.NDArray[Any]] = {"home": commit.home, "checksum": commit.checksum}
     arrays |= {_JOURNAL + name: np.frombuffer(content, np.uint8) for name, content in commit.journal.items()}
     head = {part.name: getattr(commit, part.name) for part in fields(commit) if part.name not in _ARRAYS}
-    if not commit.layout_id:  # the version that created the store must still read it
+    if not commit.layout_id:  # the older version that created the store must be able to read the commit
         del head["layout_id"]
     text = json.dumps(head)
     metadata = {"commit": text, "xxh3": _digest(text, arrays)}
@@ -123,8 +122,8 @@ def read_commit(directory: str, name: str = COMMIT_NAME) -> Commit | None:
 
 
 def previous_commit(directory: str, last: Commit | None) -> Commit | None:
-    """Return the commit before ``last`` if it was kept for other ranks. A damaged one is ignored with a warning, since
-    the last one is complete without it."""
+    """Return the commit before ``last`` if it was kept for other ranks. If it is damaged, warn and return None, because
+    the last commit is complete without it."""
     try:
         kept = read_commit(directory, PREVIOUS_NAME)
     except StorageError as error:
@@ -169,11 +168,11 @@ _EMPTY = Commit("", 0, np.zeros(0, np.uint8), np.zeros(0, np.uint64))
 
 
 class Agreement(Protocol):
-    """What ranks know of each other's commits."""
+    """Interface with which ranks agree on commits."""
 
     @property
     def group_id(self) -> str:
-        """Identifies the ranks that commit together; "" for one rank alone."""
+        """Identifies the ranks that commit together; "" for a single rank."""
 
     @property
     def keeps_previous(self) -> bool:
@@ -188,7 +187,7 @@ class Agreement(Protocol):
 
 @dataclass(frozen=True)
 class ImmediateAgreement:
-    """An agreement with nobody to wait for: a rank that trains alone, or stores whose ranks are not running."""
+    """An agreement that waits for no other rank. It serves a single rank, and stores whose ranks are not running."""
 
     group_id: str = ""
     keeps_previous: bool = False
@@ -201,31 +200,32 @@ class ImmediateAgreement:
 
 
 class CommitSequence:
-    """The commit file, log and model files of the store in ``directory``, whose lock the caller holds. Each commit is
-    complete on disk before the next one may change a byte."""
+    """Writes the commit file, log and model files of the store in ``directory``. The caller holds the store's lock.
+    Each commit is complete on disk before the next one may change a byte."""
 
     def __init__(self, store_id: str, layout_id: str, directory: str, last: Commit | None) -> None:
         self._directory = directory
         self.last = last
-        """None before the first commit."""
+        """The last commit; None before the first one."""
         self._none = replace(_EMPTY, store_id=store_id, layout_id=layout_id)
         self._log = AppendedLog(os.path.join(directory, LOG_NAME))
         self._is_marked_torn = last is not None and last.is_torn
         self._is_on_disk = True
-        """Whether the commit file is that of ``last`` for certain, also after a power cut."""
+        """Whether the commit file certainly contains ``last``, even after a power cut."""
         self._lock = Lock()
         self._agreement: Agreement = ImmediateAgreement()
         self._is_agreed = True
-        """Whether all ranks have the last commit, so that none returns to the one before."""
+        """Whether all ranks have the last commit, so that no rank returns to the commit before it."""
         self._is_read_only = False
 
     def set_agreement(self, agreement: Agreement) -> None:
-        """Commit together with other ranks from now on. The commit before stays until all ranks have the new one."""
+        """Commit together with other ranks from now on. The previous commit then stays until all ranks have the new
+        one."""
         self._agreement, self._is_agreed = agreement, not agreement.keeps_previous
 
     def count_from(self, number: int) -> None:
         """Give the first commit this number."""
-        assert self.last is None and number > 0, "there is a commit"
+        assert self.last is None and number > 0, "a commit already exists"
         self._none = replace(self._none, number=number - 1)
 
     def _wait_for_all(self) -> None:
@@ -235,7 +235,7 @@ class CommitSequence:
             self._is_agreed = True
 
     def announce_last(self) -> None:
-        """Tell the other ranks that the last commit is durable here."""
+        """Tell the other ranks that this rank's last commit is durable."""
         if self.last is not None:
             self._agreement.announce_commit(self.last.number)
 
@@ -249,8 +249,8 @@ class CommitSequence:
         self.last, self._is_read_only = commit, True
 
     def restore_commit(self, commit: Commit | None) -> None:
-        """Make ``commit``, the one before the last, the last one; None: remove the only commit. Raises `CapacityError`
-        or `StorageError`."""
+        """Return to ``commit``, which is the commit before the last one. With None, remove the only commit. Raises
+        `CapacityError` or `StorageError`."""
         with self._lock:
             self._is_on_disk = False
             if commit is None:
@@ -261,12 +261,12 @@ class CommitSequence:
             self.last = commit
 
     def before_write(self, tears: bool) -> None:
-        """Prepare the disk for a write of records. ``tears``: the write changes committed bytes, so the commit on disk
-        is marked torn.
+        """Prepare the disk for a write of records. ``tears``: the write changes committed bytes, so the commit is
+        marked torn.
 
-        A commit that failed at its very end may be on disk nevertheless, and a power cut may leave either one: the last
-        commit is written again first. The write may overwrite bytes of the commit before the last, so all ranks must
-        have the last one. Raises `CapacityError` or `StorageError`.
+        A failed commit may be on disk nevertheless, and a power cut may leave it or the last commit. So the last commit
+        is written again first. The write may overwrite bytes of the commit before the last one, so this waits until all
+        ranks have the last one. Raises `CapacityError` or `StorageError`.
         """
         assert not self._is_read_only, "a store that views an older commit is read-only"
         self._wait_for_all()
@@ -296,12 +296,13 @@ class CommitSequence:
         keep_log: bool,
         model_files: Mapping[str, bytes] | None,
     ) -> None:
-        """Write the next commit. Raises `CapacityError` or `StorageError`; then the last commit is unchanged."""
+        """Write the next commit. Raises `CapacityError` or `StorageError`, and then leaves the last commit
+        unchanged."""
         assert not self._is_read_only, "a store that views an older commit is read-only"
         self._wait_for_all()
         last = self.last or self._none
         log_start, crc32 = last.log_start_byte, last.log_crc32
-        if not keep_log:  # the last commit's lines stay valid until this commit is in place
+        if not keep_log:  # the last commit's lines must stay valid until the new commit is in place
             log_start, crc32 = last.log_stop_byte, 0
         log_stop = self._log.append(last.log_stop_byte, log_lines)
         commit = Commit(
@@ -320,7 +321,7 @@ class CommitSequence:
             layout_id=last.layout_id,
         )
         if model_files is not None:
-            self.before_write(False)  # so that the commit on disk names the other folder
+            self.before_write(False)  # the commit on disk must name the other folder
             commit = self._with_model_files(commit, model_files)
         keeps_previous = self._agreement.keeps_previous
         with self._lock:
@@ -330,14 +331,14 @@ class CommitSequence:
             self.last = commit
             self._is_agreed = not keeps_previous
         if not keeps_previous and commit.model_folder != last.model_folder:
-            with suppress(StorageError):  # the next model files replace what is left
+            with suppress(StorageError):  # the next model files replace any remaining files
                 remove_folder(os.path.join(self._directory, last.model_folder or MODEL_NAMES[1]))
 
     def _with_model_files(self, commit: Commit, files: Mapping[str, bytes]) -> Commit:
-        """Write the model files unless the last commit has the same, undamaged."""
+        """Write the model files unless the last commit has the same files, undamaged."""
         digests = {name: xxhash.xxh3_64_hexdigest(content) for name, content in files.items()}
         if commit.model_folder and commit.model_files == digests:
-            with suppress(StorageError):  # a damaged file: write all again
+            with suppress(StorageError):  # if a file is damaged, write all again
                 commit.check_model_files(self._directory)
                 return commit
         folder = MODEL_NAMES[commit.model_folder == MODEL_NAMES[0]]

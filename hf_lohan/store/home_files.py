@@ -1,4 +1,4 @@
-"""The files of one home (one copy of the records): a preallocated file per path."""
+"""The files of one home, which is one copy of the records. Each path has one preallocated file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_lohan.store.layout import StoreLayout
 
 
 class HomeFiles:
-    """One preallocated file per path, over which the records are striped."""
+    """One preallocated file per path. The records are striped over the files."""
 
     def __init__(self, layout: StoreLayout, files: Sequence[DataFile], *, is_scratch: bool = False) -> None:
         self.layout = layout
@@ -25,12 +25,12 @@ class HomeFiles:
     def create(
         cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine, *, is_scratch: bool = False
     ) -> HomeFiles:
-        """Create files of zeros, replacing old ones; ``is_scratch``: `close` deletes them.
+        """Create files of zeros, and replace existing ones. ``is_scratch``: `close` deletes the files.
 
-        Raises `CapacityError` or `StorageError`, and then leaves no file behind.
+        Raises `CapacityError` or `StorageError`, and then leaves no file.
         """
         paths = [os.path.join(directory, name) for directory in directories]
-        # Remove all first: they may share a file system and need each other's space.
+        # Remove all old files first, because they may share a file system and need each other's space.
         _unlink(paths)
         files: list[DataFile] = []
         try:
@@ -47,7 +47,7 @@ class HomeFiles:
 
     @classmethod
     def open(cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine) -> HomeFiles:
-        """Open existing files. Raises `StorageError` if one is missing or has the wrong size."""
+        """Open existing files. Raises `StorageError` if a file is missing or has the wrong size."""
         files: list[DataFile] = []
         try:
             for directory, num_bytes in zip(directories, layout.file_bytes, strict=True):
@@ -66,7 +66,7 @@ class HomeFiles:
         return cls(layout, files)
 
     def transfers(self, block: str, kind: str, start_byte: int, view: memoryview) -> list[Transfer]:
-        """Return the transfers, one per path, between ``view`` and a record's bytes from ``start_byte`` on."""
+        """Return the transfers, at most one per path, between ``view`` and a record's bytes from ``start_byte`` on."""
         assert start_byte % SECTOR_BYTES == 0, f"byte {start_byte} of {kind} of {block} is not the start of a sector"
         # Any range of a record is contiguous in each path's file.
         first_offset: dict[int, int] = {}
@@ -83,18 +83,18 @@ class HomeFiles:
         return [(self._files[extent.path_index].path, extent) for extent in extents]
 
     def sync(self) -> None:
-        """Wait until every finished write is on the medium. Raises `CapacityError` or `StorageError`."""
+        """Wait until every finished write is on the drive. Raises `CapacityError` or `StorageError`."""
         for file in self._files:
             with _no_room(file.path, file.unsynced_bytes):
                 file.sync()
 
     def forget_failures(self) -> None:
-        """Ignore failed syncs: the unsynced data is no longer needed."""
+        """Forget failed syncs, because the unsynced data is no longer needed."""
         for file in self._files:
             file.forget_failure()
 
     def close(self) -> None:
-        """Close the files and delete scratch files. No transfer may be in progress. Idempotent."""
+        """Close the files, and delete scratch files. No transfer may be in progress. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -111,7 +111,8 @@ class HomeFiles:
 
 @contextmanager
 def _no_room(path: str, needed_bytes: int) -> Iterator[None]:
-    """Turn a full disk into a `CapacityError`: other programs may have used up the space that was checked before."""
+    """In this context, raise a full disk as `CapacityError`. Other programs may have used the space that was checked
+    before."""
     before = no_room(path, needed_bytes)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The byte layout of records in files. Pure arithmetic: no file is touched."""
+"""The byte layout of records in files. This module opens no files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from hf_lohan.files import SECTOR_BYTES, Extent, StorePath
 
 GRANULE_NUMEL = 16 * 1024
-"""Elements in a granule (checksum block) of a small model's records."""
+"""Elements in a granule of a small model's records."""
 MAX_GRANULE_NUMEL = 256 * 1024
 """Elements in a granule of a large model's records. Larger granules keep the version tables small, and above 64 KiB
 `xxhash` releases the GIL while it hashes."""
 RECORD_ALIGN_NUMEL = 2048
-"""Records are padded to a multiple of this: whole sectors for dtypes of at least two bytes."""
+"""Records are padded to a multiple of this, which is whole sectors for dtypes of at least two bytes."""
 DEFAULT_STRIPE_BYTES = 4 << 20
 _STATE_KINDS = (
     *("exp_avg", "exp_avg_sq", "moment_scales"),
@@ -25,12 +25,12 @@ _STATE_KINDS = (
 KINDS = ("param", "codes", "scales", "master_residual", *_STATE_KINDS, "gradient", "activation")
 DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
-"""Kinds whose elements each serve several parameters. Their granules are smaller by this factor, so that granules of
-the same number belong to the same parameters."""
+"""Kinds whose elements each belong to several parameters. Their granules are smaller by this factor, so that equal
+granule numbers belong to the same parameters."""
 
 
 def granules_of(numel: int, granule_numel: int) -> int:
-    """Number of granules that hold ``numel`` elements; the last one may be short."""
+    """Return the number of granules of ``numel`` elements. The last one may be short."""
     return -(-numel // granule_numel)
 
 
@@ -43,38 +43,40 @@ class RecordSpec:
     dtype: str
     numel: int
     versioned_numel: int = -1
-    """Number of leading elements with a second home in a store of two homes; default: all. The rest are frozen weights,
-    which no step writes."""
+    """Number of leading elements that have a second home in a store with two homes; default: all. The other elements
+    are frozen weights, which no step writes."""
     granule_numel: int = 0
-    """Elements in a granule; default: the elements that belong to `GRANULE_NUMEL` parameters."""
+    """Elements in a granule. By default these belong to `GRANULE_NUMEL` parameters."""
     first: int = field(default=0, repr=False)
-    """First element of the block's flat tensor in this record; not 0 where each rank has a shard."""
+    """First element of the block's flat tensor in this record. With several ranks it can be other than 0."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"record {self.block!r} has the kind {self.kind!r}: choose one of {', '.join(KINDS)}")
+            raise ValueError(f"record {self.block!r} has the kind {self.kind!r}; choose one of {', '.join(KINDS)}")
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"record {self.block!r} has dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}")
+            raise ValueError(f"record {self.block!r} has dtype {self.dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
         if self.granule_numel < 1:
             object.__setattr__(self, "granule_numel", GRANULE_NUMEL // PARAMS_PER_ELEMENT.get(self.kind, 1))
         if self.granule_bytes % SECTOR_BYTES:
             raise ValueError(
-                f"record {self.block!r} has granules of {self.granule_numel} elements: choose whole sectors of "
+                f"record {self.block!r} has granules of {self.granule_numel} elements; choose whole sectors of "
                 f"{SECTOR_BYTES} bytes"
             )
         if self.numel < 1 or self.numel % self.align_numel:
-            raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {self.align_numel}s")
+            raise ValueError(
+                f"record {self.block!r} has numel {self.numel}; pad it to a multiple of {self.align_numel}"
+            )
         if self.first < 0 or self.first % self.granule_numel:
             raise ValueError(
-                f"record {self.block!r} begins at element {self.first}: let it begin at a multiple of "
+                f"record {self.block!r} begins at element {self.first}; let it begin at a multiple of "
                 f"{self.granule_numel}"
             )
         if self.versioned_numel < 0:
             object.__setattr__(self, "versioned_numel", self.numel)
         if self.versioned_numel > self.numel or self.versioned_numel % self.align_numel:
             raise ValueError(
-                f"record {self.block!r} has versioned_numel {self.versioned_numel} of {self.numel}: pad it to "
-                f"{self.align_numel}s"
+                f"record {self.block!r} has versioned_numel {self.versioned_numel} of {self.numel}; pad it to a "
+                f"multiple of {self.align_numel}"
             )
 
     @property
@@ -92,12 +94,12 @@ class RecordSpec:
 
     @property
     def num_granules(self) -> int:
-        """The last granule may be short."""
+        """Number of granules. The last one may be short."""
         return granules_of(self.numel, self.granule_numel)
 
     @property
     def align_numel(self) -> int:
-        """Numel is a multiple of this: whole sectors."""
+        """The record's numel is a multiple of this, which is whole sectors."""
         if self.kind in PARAMS_PER_ELEMENT:
             return SECTOR_BYTES // self.itemsize
         return max(RECORD_ALIGN_NUMEL, SECTOR_BYTES // self.itemsize)
@@ -105,12 +107,10 @@ class RecordSpec:
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """Records one after the other, striped over the paths.
-
-    The records form one run of bytes that is cut into rows of ``stripe_bytes``. Each path holds its share of each row,
-    in whole sectors and in proportion to its capacity, one share after the other. The last, shorter row is cut in the
-    same proportion, so no byte is padding. A path gets at most one sector per row more than its exact share.
-    """
+    """Records one after the other, which are striped over the paths. The records form one run of bytes, which is cut
+    into rows of ``stripe_bytes``. Each path stores its share of each row, in whole sectors and in proportion to its
+    capacity. The last row may be shorter, and is divided in the same proportion, so the files have no padding. A path
+    gets at most one sector per row more than its exact share."""
 
     records: tuple[RecordSpec, ...]
     paths: tuple[StorePath, ...]
@@ -118,14 +118,14 @@ class StoreLayout:
 
     def __post_init__(self) -> None:
         if self.stripe_bytes < SECTOR_BYTES or self.stripe_bytes % SECTOR_BYTES:
-            raise ValueError(f"stripe_bytes is {self.stripe_bytes}: choose a positive multiple of {SECTOR_BYTES}")
+            raise ValueError(f"stripe_bytes is {self.stripe_bytes}; choose a positive multiple of {SECTOR_BYTES}")
         if len(self._records_at) != len(self.records):
-            raise ValueError("two records of a store have the same block and kind: give every block its own name")
+            raise ValueError("two records of a store have the same block and kind; give every block its own name")
         assert all(path.capacity_bytes is not None for path in self.paths), "resolve capacities first"
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of all records, which is the size of all files together."""
+        """Bytes of all records, and of all files together."""
         return sum(record.num_bytes for record in self.records)
 
     @cached_property
@@ -138,11 +138,11 @@ class StoreLayout:
         return (block, kind) in self._records_at
 
     def offset_in(self, block: str, kind: str, element: int) -> int:
-        """Offset in the record of an element of the block's flat tensor."""
+        """Return the offset in the record of an element of the block's flat tensor."""
         return element - self.record(block, kind).first
 
     def record(self, block: str, kind: str) -> RecordSpec:
-        """Return the record. Raises KeyError if there is none."""
+        """Return the record. Raises KeyError if it does not exist."""
         return self._locate(block, kind)[0]
 
     def extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[Extent]:
@@ -153,7 +153,7 @@ class StoreLayout:
         merged: list[Extent] = []
         for run in self._runs(start, start + num_bytes):
             last = merged[-1] if merged else None
-            # Runs come in record order, so neighbours in the file are neighbours in the record.
+            # Runs are in record order, so runs that are adjacent in the file are adjacent in the record.
             if last and (last.path_index, last.file_offset + last.num_bytes) == run[:2]:
                 merged[-1] = last._replace(num_bytes=last.num_bytes + run.num_bytes)
             else:
@@ -161,18 +161,18 @@ class StoreLayout:
         return merged
 
     def second_home(self) -> StoreLayout:
-        """The layout of the second home: only the elements that have one."""
+        """Return the layout of the second home, which has only the elements with a second home."""
         versioned = [record for record in self.records if record.versioned_numel]
         records = tuple(replace(record, numel=record.versioned_numel) for record in versioned)
         return StoreLayout(records, self.paths, self.stripe_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """The layout in JSON types."""
+        """Return the layout in JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StoreLayout:
-        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for other content."""
+        """Return the layout of `to_json`'s result. Raises KeyError, TypeError or ValueError for other content."""
         records = tuple(RecordSpec(**record) for record in fields["records"])
         paths = tuple(StorePath(**path) for path in fields["paths"])
         numels = [
@@ -206,9 +206,10 @@ class StoreLayout:
         return self._shares(self.total_bytes % self.stripe_bytes)
 
     def _shares(self, row_bytes: int) -> tuple[int, ...]:
-        """Split ``row_bytes`` into whole sectors per path. Leftover sectors go to the largest remainders."""
+        """Split ``row_bytes`` into whole sectors per path. The remaining sectors go to the paths with the largest
+        remainders."""
         capacities = [path.capacity_bytes or 0 for path in self.paths]
-        if not any(capacities):  # `check_sizes` refuses this with numbers
+        if not any(capacities):  # `check_sizes` refuses this later, with numbers
             capacities = [1] * len(capacities)
         num_sectors, total = row_bytes // SECTOR_BYTES, sum(capacities)
         shares = [num_sectors * capacity // total for capacity in capacities]
@@ -218,9 +219,9 @@ class StoreLayout:
         return tuple(share * SECTOR_BYTES for share in shares)
 
     def _runs(self, start: int, stop: int) -> Iterator[Extent]:
-        """Contiguous runs of store bytes ``start:stop``, row by row. ``record_byte_offset`` counts from the store's
-        start."""
-        if len(self.paths) == 1:  # its shares are whole rows
+        """Iterate over contiguous runs of store bytes ``start:stop``, row by row. ``record_byte_offset`` counts from
+        the store's start."""
+        if len(self.paths) == 1:  # a single path's shares are whole rows
             if start < stop:
                 yield Extent(0, start, start, stop - start)
             return

@@ -1,4 +1,4 @@
-"""The manifest: a small JSON file that describes a store. It is the same on every path, except for ``path_index``."""
+"""The manifest, a small JSON file that describes a store. It is the same on every path, except for ``path_index``."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from hf_lohan.store.layout import RecordSpec, StoreLayout
 
 MANIFEST_NAME = "manifest.json"
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
-"""Name of one rank's folder, where there are several ranks."""
+"""Pattern of the name of one rank's folder in a run of several ranks."""
 MANIFEST_VERSION = 4
 _OLDEST_VERSION = 3
-"""Version 3 does not name the store's rank. Such stores are opened and stay as they are."""
+"""Version 3 does not record the store's rank. Stores of this version are opened, and keep their version."""
 _MAX_BYTES = 64 << 20
-"""Upper bound for a manifest: a record takes 200 bytes."""
+"""Upper bound for the size of a manifest. A record takes 200 bytes."""
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model a store belongs to. An equal ``fingerprint`` means the same model, whose store may be replaced."""
+    """The model of a store. Models with an equal ``fingerprint`` are the same, and may replace each other's store."""
 
     model_class: str
     num_parameters: int
     fingerprint: str
     optimizer_state_dtype: str = "float32"
-    """For messages, and for readers without the config; the fingerprint covers it."""
+    """For messages, and for readers without the config. The fingerprint includes it."""
     optimizer: str = "AdamW(exp_avg, exp_avg_sq)"
     """The update rules and their records, joined by " + ". For messages, like the dtype."""
     quantize: str = "none"
@@ -47,7 +47,8 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``store_id`` is the same on all paths of a store. The paths in ``layout`` are never opened."""
+    """The description of a store. ``store_id`` is the same on all its paths. The paths in ``layout`` are never
+    opened."""
 
     store_id: str
     created: str
@@ -56,7 +57,7 @@ class Manifest:
     num_homes: int = 1
     path_index: int = 0
     rank: tuple[int, int] | None = None
-    """(rank, number of ranks). None: made by an older version, which did not record it."""
+    """(rank, number of ranks); None if an older version made the store and did not record it."""
 
     def to_json(self) -> dict[str, Any]:
         return sealed(
@@ -74,8 +75,8 @@ class Manifest:
 
     @property
     def layout_id(self) -> str:
-        """Repeated by each commit, so that no commit is read with another manifest; "" if an older version made the
-        store."""
+        """Identifies this manifest in each commit, so that no commit is read with another manifest; "" if an older
+        version made the store."""
         if self.rank is None:
             return ""
         content = [self.store_id, self.num_homes, self.rank, self.layout.to_json()]
@@ -107,16 +108,16 @@ class Manifest:
         return home_layouts(self.layout, self.num_homes)
 
     def refuse_other_rank(self, directory: str) -> None:
-        """Raise `ForeignStoreError` if the store lies in another rank's folder."""
+        """Raise `ForeignStoreError` if the store is in another rank's folder."""
         wanted = rank_of(directory)
         if self.rank is not None and self.rank != wanted:
             raise ForeignStoreError(
-                f"{directory} holds the store of {_rank_words(self.rank)}, not of {_rank_words(wanted)}: put "
-                "each rank's folder back under its own name"
+                f"{directory} holds the store of {_rank_words(self.rank)}, not of {_rank_words(wanted)}; give each "
+                "rank's folder its own name again"
             )
 
     def refuse_other_records(self, records: Sequence[RecordSpec], directory: str) -> None:
-        """Raise `ForeignStoreError` unless the store has these records."""
+        """Raise `ForeignStoreError` if the store has other records."""
         if self.layout.records != tuple(records):
             names = [
                 {(record.block, record.kind, record.first, record.numel) for record in some}
@@ -124,21 +125,21 @@ class Manifest:
             ]
             block, kind, first, numel = min(names[0] ^ names[1], default=("", "", 0, 0))
             raise ForeignStoreError(
-                f"{directory} holds a store of this model with other records than this run has, the first of them "
-                f"elements {first} to {first + numel} of {kind} of {block}: bring back the store of this rank, use the "
+                f"{directory} holds a store of this model whose records differ from those of this run, first in "
+                f"elements {first} to {first + numel} of {kind} of {block}; restore the store of this rank, use the "
                 "version of hf_lohan that made it, or delete the store and resume from a checkpoint"
             )
 
     def refuse_other(self, model: ModelIdentity, directory: str) -> None:
-        """Raise `ForeignStoreError` unless the store belongs to ``model``."""
+        """Raise `ForeignStoreError` if the store belongs to another model than ``model``."""
         if self.model.fingerprint != model.fingerprint:
             ours, theirs = model.optimizer_state_dtype, self.model.optimizer_state_dtype
             is_alike = (self.model.model_class, self.model.num_parameters) == (model.model_class, model.num_parameters)
             if is_alike and model.optimizer != self.model.optimizer:
                 raise ForeignStoreError(
-                    f"{directory} holds a store with the states of {self.model.optimizer}, this run has "
-                    f"{model.optimizer}; set that optimizer to go on from there, choose another directory, or delete "
-                    "this one if its state is no longer needed"
+                    f"{directory} holds a store with the states of {self.model.optimizer}, and this run has "
+                    f"{model.optimizer}; set that optimizer to continue from the store, choose another directory, or "
+                    "delete the store if its state is no longer needed"
                 )
             if is_alike and model.quantize != self.model.quantize:
                 raise ForeignStoreError(
@@ -148,19 +149,19 @@ class Manifest:
                 )
             if is_alike and ours != theirs:
                 raise ForeignStoreError(
-                    f"{directory} holds a store with optimizer_state_dtype={theirs}, this run has {ours}; set it to "
-                    f"{theirs} to go on from there, choose another directory, or delete this one if its state is no "
-                    "longer needed"
+                    f"{directory} holds a store with optimizer_state_dtype={theirs}, and this run has {ours}; set it "
+                    f"to {theirs} to continue from the store, choose another directory, or delete the store if its "
+                    "state is no longer needed"
                 )
             raise ForeignStoreError(
-                f"{directory} holds the store of another model: {self.model.model_class} with "
-                f"{self.model.num_parameters:,} parameters, created {self.created}; "
-                f"give this run another output_dir or ssd path, or delete that store if its state is no longer needed"
+                f"{directory} holds the store of another model ({self.model.model_class} with "
+                f"{self.model.num_parameters:,} parameters, created {self.created}); give this run another output_dir "
+                "or ssd path, or delete that store if its state is no longer needed"
             )
 
 
 def rank_of(folder: str) -> tuple[int, int]:
-    """(rank, number of ranks) from the name of a store's folder."""
+    """Return (rank, number of ranks) from the name of a store's folder."""
     match = RANK_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
     return (int(match[1]), int(match[2])) if match else (0, 1)
 
@@ -170,21 +171,19 @@ def _rank_words(rank: tuple[int, int]) -> str:
 
 
 def sealed(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with a checksum of all fields except the checksum itself."""
+    """Return the fields with a checksum of all fields except the checksum itself."""
     content = {name: value for name, value in fields.items() if name != "xxh3"}
     return content | {"xxh3": xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())}
 
 
 def home_layouts(layout: StoreLayout, num_homes: int) -> tuple[StoreLayout, ...]:
-    """The layouts of one home or two."""
+    """Return the layouts of one or two homes."""
     return (layout,) if num_homes == 1 else (layout, layout.second_home())
 
 
 def read_manifest(directory: str) -> Manifest | None:
-    """Return the manifest in a directory, or None.
-
-    Raises `ForeignStoreError` if it is damaged, not a manifest, or of a newer version of this library.
-    """
+    """Return the manifest in a directory, or None. Raises `ForeignStoreError` if the file is damaged, is not a
+    manifest, or comes from a newer version of this library."""
     file = os.path.join(directory, MANIFEST_NAME)
     try:
         fields = json.loads(read_whole(file, _MAX_BYTES))
@@ -195,34 +194,32 @@ def read_manifest(directory: str) -> Manifest | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ForeignStoreError(
-            f"{file} is damaged or not a store's manifest ({error}): choose another directory or delete this one"
+            f"{file} is damaged or not a store's manifest ({error}); choose another directory, or delete this one"
         ) from error
     advice = "upgrade hf_lohan" if version > MANIFEST_VERSION else "delete the store (checkpoints still resume)"
     raise ForeignStoreError(
-        f"{file} has format version {version}, this hf_lohan knows {MANIFEST_VERSION}: {advice} or choose another "
-        "directory"
+        f"{file} has format version {version}, and this hf_lohan reads {MANIFEST_VERSION}; {advice}, or choose "
+        "another directory"
     )
 
 
 def write_manifests(manifest: Manifest, directories: Sequence[str]) -> None:
-    """Write the manifest into every directory, durably and atomically."""
+    """Write the manifest to every directory, durably and atomically."""
     for path_index, directory in enumerate(directories):
         content = json.dumps(replace(manifest, path_index=path_index).to_json(), indent=1)
         replace_durably(os.path.join(directory, MANIFEST_NAME), content.encode())
 
 
 def remove_manifests(directories: Sequence[str]) -> None:
-    """Remove the manifests; afterwards no directory holds a store. The first directory goes last. Raises
+    """Remove the manifests. The first directory's manifest is removed last. Afterwards no directory has a store. Raises
     `StorageError`."""
     for directory in reversed(directories):
         remove_durably(os.path.join(directory, MANIFEST_NAME))
 
 
 def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...]]:
-    """Return the manifest of the store in ``paths``, given in any order, and the paths in the store's order.
-
-    Raises `StorageError` if a path holds no store, `ForeignStoreError` if they belong to different stores.
-    """
+    """Return the manifest of the store in ``paths``, which may be in any order, and the paths in the store's order.
+    Raises `StorageError` if a path has no store, and `ForeignStoreError` if the paths belong to different stores."""
     by_index: dict[int, StorePath] = {}
     first: Manifest | None = None
     for path in paths:
@@ -231,19 +228,22 @@ def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...
             others = [other.path for other in paths if other is not path and read_manifest(other.path) is not None]
             advice = "give the directory of a store"
             if others:
-                advice = f"its other part is in {' and '.join(others)}; check that the drive of this one is mounted"
+                advice = (
+                    f"the other part of the store is in {' and '.join(others)}; check that the missing part's "
+                    "drive is mounted"
+                )
             raise StorageError("there is no store in", path=path.path, advice=advice)
         first = first or found
         if found.store_id != first.store_id:
             raise ForeignStoreError(
-                f"{paths[0].path} and {path.path} hold parts of different stores: give the paths of one"
+                f"{paths[0].path} and {path.path} hold parts of different stores; give the paths of one store"
             )
         found.refuse_other_rank(path.path)
         by_index[found.path_index] = path
     assert first is not None, "the caller validates paths"
     if len(by_index) != len(first.layout.paths) or len(by_index) != len(paths):
         raise ForeignStoreError(
-            f"{paths[0].path} is part of a store over {len(first.layout.paths)} paths, and {len(paths)} of them are "
-            "given: give each of them once"
+            f"{paths[0].path} is part of a store over {len(first.layout.paths)} paths, and {len(paths)} of them were "
+            "passed; pass each path once"
         )
     return first, tuple(by_index[index] for index in sorted(by_index))

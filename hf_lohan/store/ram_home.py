@@ -1,4 +1,4 @@
-"""The records that live in RAM. Between two commits, the newest version of a granule may exist in RAM only."""
+"""The part of a store that is in RAM. Between two commits, the newest version of a granule may exist only in RAM."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _WRITE_BACK_BYTES = 32 << 20
 
 
 class RamHome:
-    """The part of a store's records in RAM. The live home of a granule that exists in RAM only is `Home.RAM`."""
+    """The part of a store's records in RAM. A granule that exists only in RAM has the live home `Home.RAM`."""
 
     def __init__(self, layout: StoreLayout, versions: Versions) -> None:
         self.copies: Mapping[tuple[str, str], ResidentCopy] = {}
-        """By block and kind."""
+        """The copies, by block and kind."""
         self.keeps_new = False
-        """Whether writes to these records stay in RAM alone until a commit writes them back."""
+        """Whether writes to these records stay only in RAM until a commit writes them back."""
         self._layout = layout
         self._versions = versions
 
     def allocate_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
-        """Allocate the memory for the records of these (block, kind) ``names``; once."""
-        assert not self.copies, "memory is allocated once"
+        """Allocate the memory for the records of these (block, kind) ``names``. May be called once."""
+        assert not self.copies, "memory is already allocated"
         self.copies = allocate_copies([self._layout.record(block, kind) for block, kind in names], host_empty)
 
     def keep_new(self, is_wanted: bool) -> None:
-        """Set `keeps_new`, while no write is in progress."""
+        """Set `keeps_new`. Call this while no write is in progress."""
         self.keeps_new = is_wanted
 
     def commit(self) -> None:
@@ -40,28 +40,29 @@ class RamHome:
             copy.commit()
 
     def drop_drafts(self) -> None:
-        """The store has returned to its last commit; no request is in progress."""
+        """Follow the store back to its last commit. No request may be in progress."""
         for copy in self.copies.values():
             copy.drop_drafts()
 
     def clear(self) -> None:
-        """The store's records have been replaced by uncommitted ones."""
+        """Forget all copies, because uncommitted records have replaced the store's records."""
         for copy in self.copies.values():
             copy.clear()
 
     def keeps_write(self, block: str, kind: str) -> bool:
-        """Whether a write to the record would go to RAM alone."""
+        """Return whether a write to the record would go only to RAM."""
         return self.keeps_new and (block, kind) in self.copies
 
     def store_granules(self, block: str, kind: str, first: int, stop: int, content: Tensor) -> None:
-        """Replace granules [first, stop) by ``content`` (uint8), which may be memory that was borrowed."""
+        """Replace granules [first, stop) by ``content`` (uint8), which may be borrowed memory."""
         self._versions.begin_change(block, kind, first, stop)
         self.copies[block, kind].store(first * self._layout.record(block, kind).granule_bytes, content)
         self._versions.end_change(block, kind, first, stop)
 
     def borrow(self, block: str, kind: str, start_numel: int, numel: int) -> Tensor | None:
-        """Return the memory [numel] of these elements, which cover whole granules, to be changed in place and then
-        written. Nobody may read them until then. None if a write would not go to RAM alone, or if they are not in RAM.
+        """Return the memory [numel] of these elements, to be changed in place and then written. The elements are whole
+        granules. Nobody may read them before they are written. Returns None if they are not in RAM, or if a write would
+        not go only to RAM.
         """
         copy = self.copies.get((block, kind)) if self.keeps_new else None
         if copy is None:
@@ -76,7 +77,7 @@ class RamHome:
         return memory.view(getattr(torch, record.dtype))
 
     def read_granules(self, block: str, kind: str, first: int, out: Tensor) -> None:
-        """Copy granules from ``first`` on, which exist in RAM only, into ``out`` (uint8). Raises `StorageError` if a
+        """Copy granules that exist only in RAM, from ``first`` on, to ``out`` (uint8). Raises `StorageError` if a
         failed update left them half changed."""
         record = self._layout.record(block, kind)
         if not self.copies[block, kind].try_read(first * record.granule_bytes, out):
@@ -88,8 +89,8 @@ class RamHome:
             )
 
     def unwritten(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Yield (block, kind, offset in the record, values [numel]) of everything that exists in RAM only, in pieces to
-        write at once. Granules left half changed stay in flux."""
+        """Yield (block, kind, offset in the record, values [numel]) of all granules that exist only in RAM. Each item
+        is one write. Half-changed granules are left out and stay in flux."""
         for (block, kind), copy in self.copies.items():
             record = self._layout.record(block, kind)
             num_at_once = max(1, _WRITE_BACK_BYTES // record.granule_bytes)

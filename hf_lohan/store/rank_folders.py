@@ -1,4 +1,4 @@
-"""Folders of several ranks' stores: one for each rank, side by side under the ssd path."""
+"""Folders of several ranks' stores. Each rank has one folder under the ssd path."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def rank_folder(directory: str, rank: int | Literal["*"], num_ranks: int) -> str
 
 
 def shared_directory(directory: str) -> str:
-    """Return the directory of all ranks, from itself or from one rank's folder."""
+    """Return the directory of all ranks, by this directory or by one rank's folder in it."""
     return os.path.dirname(directory) if RANK_FOLDER.fullmatch(os.path.basename(directory)) else directory
 
 
 def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
-    """Return (rank, folder) of each store under a directory, in rank order, by their run's number of ranks."""
+    """Return the stores under a directory, by their run's number of ranks, as pairs (rank, folder) in rank order."""
     stores: dict[int, list[tuple[int, str]]] = {}
     for rank, num_ranks, folder in _folders_under(directory):
         if os.path.exists(os.path.join(folder, MANIFEST_NAME)):
@@ -34,15 +34,15 @@ def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
 
 
 def ranks_under(directory: str) -> int:
-    """Return the number of ranks that made the stores under a directory; 1 if there is none. Raises ValueError if there
-    are stores of several runs, or if a rank's store is missing."""
+    """Return the number of ranks of the run whose stores are under a directory; 1 if it has none. Raises ValueError if
+    it has stores of several runs, or if a rank's store is missing."""
     stores_by_count = stores_under(directory)
     if len(stores_by_count) > 1:
         counts = " and ".join(map(str, sorted(stores_by_count)))
         states = "; ".join(_state(directory, count, stores) for count, stores in sorted(stores_by_count.items()))
         raise ValueError(
-            f"{directory} holds stores of runs with {counts} ranks, and only one of them can go on: {states}. Delete "
-            "the others, on each ssd path"
+            f"{directory} holds stores of runs with {counts} ranks, and only one of these runs can continue: {states}. "
+            "Delete the stores of the others on each ssd path"
         )
     for num_ranks, stores in stores_by_count.items():
         missing = sorted(set(range(num_ranks)) - {rank for rank, _ in stores})
@@ -64,10 +64,10 @@ def files_of(directory: str, num_ranks: int) -> str:
 
 
 def why_incomplete(num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
-    """Explain why training cannot go on with ``stores``, pairs of rank and folder; "" if it can."""
+    """Return why training cannot continue with ``stores``, pairs of (rank, folder); "" if it can."""
     missing = sorted(set(range(num_ranks)) - {rank for rank, _ in stores})
     if missing:
-        return f"that of rank {missing[0]} is missing"
+        return f"the store of rank {missing[0]} is missing"
     for _, folder in stores:
         manifest = read_manifest(folder)
         is_first = manifest is not None and manifest.path_index == 0
@@ -79,14 +79,14 @@ def why_incomplete(num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
 def _state(directory: str, num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
     reason, files = why_incomplete(num_ranks, stores), files_of(directory, num_ranks)
     if reason:
-        return f"that of {times(num_ranks, 'rank')} is incomplete ({reason}) and consists of {files}"
+        return f"the run of {times(num_ranks, 'rank')} is incomplete ({reason}) and consists of {files}"
     try:
         commit = read_commit(stores[0][1])
     except StorageError:
         commit = None
     step = commit.facts.get("global_step") if commit is not None else None
     complete = "is complete" if step is None else f"is complete, with step {step},"
-    return f"that of {times(num_ranks, 'rank')} {complete} and consists of {files}"
+    return f"the run of {times(num_ranks, 'rank')} {complete} and consists of {files}"
 
 
 def _folders_under(directory: str) -> Iterator[tuple[int, int, str]]:
@@ -98,19 +98,19 @@ def _folders_under(directory: str) -> Iterator[tuple[int, int, str]]:
 
 
 def refuse_other_ranks(directory: str, num_ranks: int) -> None:
-    """Raise `ForeignStoreError` if there are stores of another number of ranks and none of this number."""
+    """Raise `ForeignStoreError` if the directory has stores of another number of ranks, and none of this number."""
     stores = stores_under(directory)
     others = sorted(stores.keys() - {num_ranks})
     if others and num_ranks not in stores:
         raise ForeignStoreError(
             f"{directory} holds the store of a run with {times(others[-1], 'rank')}, and this run has "
-            f"{times(num_ranks, 'rank')}: convert it with lohan reshard, choose another directory, or delete it if its "
-            "state is no longer needed"
+            f"{times(num_ranks, 'rank')}; convert the store with lohan reshard, choose another directory, or delete "
+            "the store if its state is no longer needed"
         )
 
 
 def refuse_other_parts(stores: Sequence[Store]) -> None:
-    """Raise `ForeignStoreError` unless the stores, in rank order, hold the shards of one model."""
+    """Raise `ForeignStoreError` if the stores, in rank order, are not the shards of one model."""
     stops: dict[tuple[str, str], int] = {}
     for store in stores:
         for record in store.records:

@@ -1,4 +1,4 @@
-"""Records as tensors: reads and writes by (block, kind), wherever the bytes are: either home, any path, or RAM."""
+"""Reads and writes records as tensors by (block, kind), from either home, any path, or RAM."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from hf_lohan.threads import Owner
 
 
 def checksums(source: Tensor, granule_bytes: int) -> Checksums:
-    """xxh3 (64 bits) of each granule of ``source``, which is contiguous and in RAM. The last granule may be short."""
+    """Return the xxh3 hash (64 bits) of each granule of ``source``, a contiguous tensor in RAM. The last granule may be
+    short."""
     content = byte_tensor(source).numpy().data
     starts = range(0, len(content), granule_bytes)
     return np.array([xxhash.xxh3_64_intdigest(content[start : start + granule_bytes]) for start in starts], np.uint64)
 
 
 _WRITE_BACK_DEPTH = 3
-"""Number of requests in progress, less one, while RAM is written back."""
+"""While RAM is written back, at most this number of requests plus one are in progress."""
 
 HashGranules = Callable[[Tensor, int], Checksums]
 BeforeWrite = Callable[[bool], None]
@@ -37,15 +38,16 @@ _Files = TypeVar("_Files", bound="RecordFiles")
 
 
 class RecordFiles:
-    """Records in one home or two, with a checksum per granule that is computed on writing and verified after each read.
+    """Records in one or two homes. The checksum of each granule is computed for each write, and verified after each
+    read.
 
-    Tensors are contiguous, on the CPU and of their record's dtype. `read` and `write` take whole granules (or up to the
-    record's end) at sector-aligned addresses. The ``_unaligned`` methods take any range and go through a bounce buffer:
-    an aligned uint8 tensor of at least one granule that nobody else uses meanwhile. Two requests on the same granule
-    must not be in progress together if one of them writes.
+    Tensors are contiguous, on the CPU, and of their record's dtype. `read` and `write` take whole granules (or up to
+    the record's end) at sector-aligned addresses. The ``_unaligned`` methods take any range, and use a bounce buffer.
+    This is an aligned uint8 tensor of at least one granule that nobody else uses meanwhile. Two requests on the same
+    granule must not be in progress together if one of them writes.
 
-    A record may have a copy in RAM (`RamHome`), which is read in place of the drive. Writes go to both, or, while
-    `ram.keeps_new`, to RAM alone until `write_back`.
+    A record may have a copy in RAM (`RamHome`), which is read instead of the drive. Writes go to both. While
+    `ram.keeps_new` is set, they go only to RAM until `write_back`.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class RecordFiles:
         before_write: BeforeWrite = lambda tears: None,
         hash_granules: HashGranules = checksums,
     ) -> None:
-        """``before_write`` is called before each write starts; its argument says whether the write changes committed
+        """``before_write`` is called before each write starts. Its argument is True if the write changes committed
         bytes. ``hash_granules`` computes checksums (benchmarks replace it)."""
         self.versions = versions
         self.layout = homes[0].layout
@@ -80,7 +82,7 @@ class RecordFiles:
         is_scratch: bool = False,
         hash_granules: HashGranules = checksums,
     ) -> RecordFiles:
-        """Create files of one home, replacing old ones. Raises as `HomeFiles.create`."""
+        """Create files of one home, and replace existing ones. Raises the errors of `HomeFiles.create`."""
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 
@@ -102,10 +104,11 @@ class RecordFiles:
         return self.layout.has(block, kind)
 
     def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
-        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on; drafts where there are any.
-        An urgent read passes reads that are not.
+        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on. Drafts are read in
+        preference to committed elements. Urgent reads overtake other reads.
 
-        Waiting for the read or verifying parts of it raises `CorruptionError` if the bytes are not what was written.
+        Waiting for the read, or verifying parts of it, raises `CorruptionError` if the bytes differ from those that
+        were written.
         """
         return self._read(block, kind, self.layout.offset_in(block, kind, start_numel), out, is_urgent)
 
@@ -118,7 +121,7 @@ class RecordFiles:
             if copy.try_read(granules.start_byte, content):
                 return RecordRead.of_memory()
             copy.wait_for_writes(granules.start_byte, content)
-            fill = copy.filler(granules.start_byte, content)  # before the read begins, to notice changes
+            fill = copy.filler(granules.start_byte, content)  # made before the read begins, so that it notices changes
         view = sector_view(content)
         homes, expected = self.versions.live(block, kind, granules.first, granules.stop)
         transfers = []
@@ -150,10 +153,10 @@ class RecordFiles:
     def write(
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
     ) -> IoRequest:
-        """Start to write ``source`` [numel] at the record's elements from ``start_numel`` on.
+        """Start to write ``source`` [numel] to the record's elements from ``start_numel`` on.
 
-        ``checksums`` of ``source`` are computed unless given. If the request fails, these elements must be written
-        again, or dropped, before a commit.
+        ``checksums`` are those of ``source``, which are computed if None. If the request fails, these elements must be
+        written again or dropped before a commit.
         """
         offset = self.layout.offset_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
@@ -174,24 +177,24 @@ class RecordFiles:
         return request
 
     def write_back(self) -> None:
-        """Write everything that exists in RAM only, and wait until it is in the files (not yet synced). Nobody else may
-        write meanwhile. Raises `CapacityError` or `StorageError`; the data then stays in RAM."""
+        """Write all data that exists only in RAM, and wait until it is in the files (not yet synced). Nobody else may
+        write meanwhile. Raises `CapacityError` or `StorageError`, and then the data stays in RAM."""
         in_progress: deque[IoRequest] = deque()
         for block, kind, offset, values in self.ram.unwritten():
             in_progress.append(self._write(block, kind, offset, values, None))
-            if len(in_progress) > _WRITE_BACK_DEPTH:  # leave room for reads of weights
+            if len(in_progress) > _WRITE_BACK_DEPTH:  # leaves room for reads of weights
                 in_progress.popleft().wait()
         while in_progress:
             in_progress.popleft().wait()
 
     def _write(self, block: str, kind: str, offset: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
         granules = self._granules_of(block, kind, offset, source)
-        assert checksums is None or len(checksums) == granules.stop - granules.first, "a checksum for each granule"
+        assert checksums is None or len(checksums) == granules.stop - granules.first, "each granule needs a checksum"
         view = sector_view(source)
         tears = False
         if self.versions.overwrites(block, kind, granules.first, granules.stop):
             checksums = self.checksums(block, kind, source) if checksums is None else checksums
-            # Writing the same bytes again, as when frozen weights are reloaded, does not tear the commit.
+            # Writing the same bytes again (such as reloaded frozen weights) does not tear the commit.
             tears = self.versions.tears(block, kind, granules.first, checksums)
         self._before_write(tears)
         if tears:
@@ -213,13 +216,13 @@ class RecordFiles:
         return self._requests.add(self._engine.write(transfers, end_write, of=Content(block, kind)))
 
     def checksums(self, block: str, kind: str, source: Tensor) -> Checksums:
-        """Checksum of each granule of ``source`` [numel], an argument for `write`. Best computed while ``source`` is in
-        the cache."""
+        """Return the checksum of each granule of ``source`` [numel], for `write`. This is cheapest while ``source`` is
+        in the CPU cache."""
         assert source.is_contiguous() and source.device.type == "cpu"
         return self._hash_granules(source, self.layout.record(block, kind).granule_bytes)
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
-        """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; blocking."""
+        """Fill ``out`` [numel] through ``bounce``, at any address and from any element on. Blocks until done."""
         offset = self.layout.offset_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
         start_byte, content = offset * out.element_size(), byte_tensor(out)
@@ -230,10 +233,10 @@ class RecordFiles:
             out[low - offset : high - offset].copy_(staged[low - first : high - first])
 
     def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
-        """Write ``source`` [numel] from any address to any element, through ``bounce``; blocking.
+        """Write ``source`` [numel] through ``bounce``, from any address to any element. Blocks until done.
 
-        Partly covered granules are read, changed and written, so nothing else may write to them. Used for loading. A
-        copy in RAM is filled by the next read.
+        Granules that are partly covered are read, changed and written, so nothing else may write to them. This is for
+        loading. The next read fills a copy in RAM.
         """
         offset = self.layout.offset_in(block, kind, start_numel)
         granule_numel, copy = self.layout.record(block, kind).granule_numel, self.ram.copies.get((block, kind))
@@ -250,7 +253,8 @@ class RecordFiles:
                     copy.forget(first * source.element_size(), byte_tensor(staged))
 
     def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
-        """Files and extents of a whole record as it is now; None if parts are being written or never were."""
+        """Return the files and extents of a whole record's current version; None if a part is being written or was
+        never written."""
         record = self.layout.record(block, kind)
         if not self.versions.is_written(block, kind, 0, record.num_granules):
             return None
@@ -261,16 +265,16 @@ class RecordFiles:
         return extents
 
     def draft(self) -> tuple[Homes, Checksums]:
-        """Make all writes durable and return their versions for `Versions.commit`.
+        """Make all writes durable, and return their versions for `Versions.commit`.
 
-        Raises as `sync`, and `StorageError` if a write failed and was not repeated.
+        Raises the errors of `sync`, and `StorageError` if a write failed and was not repeated.
         """
         self.sync()
         if incomplete := self.versions.first_in_flux():
             block, kind, granule = incomplete
             path, file_offset, element = self._locate(block, kind, Home.FIRST, granule)
             raise StorageError(
-                f"{kind} of {block} is incomplete from element {element} on, after a failed write, in",
+                f"{kind} of {block} is incomplete from element {element} on after a failed write, in",
                 path=path,
                 offset=file_offset,
                 advice="check the drive and resume from the last step or a checkpoint",
@@ -278,22 +282,22 @@ class RecordFiles:
         return self.versions.draft()
 
     def sync(self) -> None:
-        """Wait until every write started before is on the medium.
+        """Wait until every write that has started is on the drive.
 
-        Raises `CapacityError` or `StorageError`, also for a request in progress that fails. The error of a request that
-        failed earlier was raised to its waiter.
+        Raises `CapacityError` or `StorageError`, even if a request in progress fails. A request that failed earlier has
+        raised its error to its waiter.
         """
         self._requests.wait()
         for home in self._homes:
             home.sync()
 
     def wait_until_idle(self) -> None:
-        """Wait until no request is in progress. Errors are raised to the waiters of each request."""
+        """Wait until no request is in progress. Each request raises its error only to its waiter."""
         self._requests.wait_ignoring_errors()
 
     def close(self) -> None:
-        """Wait for requests, close the files and delete scratch files. Idempotent. Does nothing in a forked child,
-        which has no I/O threads."""
+        """Wait for requests, close the files, and delete scratch files. Idempotent. Does nothing in a forked process,
+        because it has no I/O threads."""
         if self._owner.is_here:
             self.wait_until_idle()
             for home in self._homes:
@@ -306,7 +310,7 @@ class RecordFiles:
         self.close()
 
     def _granules_of(self, block: str, kind: str, offset: int, tensor: Tensor) -> _GranuleRange:
-        """The granules filled by ``tensor``, whose elements start at ``offset`` of the record."""
+        """Return the granules that ``tensor`` fills if its first element is at ``offset`` of the record."""
         record = self._checked(block, kind, offset, tensor)
         granule_numel, stop = record.granule_numel, offset + tensor.numel()
         if offset == stop:
@@ -320,15 +324,15 @@ class RecordFiles:
         assert not self.closed, "the files are closed"
         record = self.layout.record(block, kind)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        assert dtype == record.dtype, f"{kind} of {block} is {record.dtype}, the tensor {dtype}"
+        assert dtype == record.dtype, f"{kind} of {block} is {record.dtype}, but the tensor is {dtype}"
         assert 0 <= offset <= offset + tensor.numel() <= record.numel, "the range leaves its record"
         return record
 
     def _windows(
         self, block: str, kind: str, offset: int, tensor: Tensor, bounce: Tensor
     ) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Split a range to fit the bounce buffer. Yields elements [low, high) of the record, the first element of the
-        granules that cover them, and these granules' part of the buffer."""
+        """Split a range into parts that fit the bounce buffer. Yields the part's elements [low, high) of the record,
+        the first element of the granules that cover it, and the granules' part of the buffer."""
         record = self._checked(block, kind, offset, tensor)
         granule_numel, stop = record.granule_numel, offset + tensor.numel()
         staging = bounce[: bounce.numel() // record.itemsize * record.itemsize].view(tensor.dtype)
@@ -342,7 +346,8 @@ class RecordFiles:
             yield low, high, first, staging[: last - first]
 
     def _locate(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int, int]:
-        """Path and offset of the first byte of a granule, and the number of its first element."""
+        """Return the path of a granule, the offset of its first byte in the file, and the number of its first
+        element."""
         record = self.layout.record(block, kind)
         path, extent = self._homes[home].extents(block, kind, granule * record.granule_bytes, 1)[0]
         return path, extent.file_offset, record.first + granule * record.granule_numel
@@ -369,5 +374,5 @@ class _GranuleRange(NamedTuple):
         return self.first * self.granule_bytes
 
     def bytes_of(self, first: int, stop: int) -> slice:
-        """Bytes of these granules in the range's bytes."""
+        """Return the slice of these granules in the range's bytes."""
         return slice((first - self.first) * self.granule_bytes, (stop - self.first) * self.granule_bytes)

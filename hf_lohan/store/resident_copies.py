@@ -1,4 +1,4 @@
-"""Copies of records in RAM. A copy equals the bytes on the drives, or is newer until the next commit."""
+"""Copies of records in RAM. A copy equals the bytes on the drives, or is newer than these until the next commit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NumChanges = npt.NDArray[np.uint32]
 def allocate_copies(
     records: Sequence[RecordSpec], host_empty: Callable[[int], Tensor]
 ) -> dict[tuple[str, str], ResidentCopy]:
-    """Allocate an empty copy of each record, by block and kind. `host_empty` returns a page-aligned uint8 tensor
-    [num_bytes]."""
+    """Allocate an empty copy of each record, and return the copies by block and kind. `host_empty` returns a
+    page-aligned uint8 tensor [num_bytes]."""
     if not records:
         return {}
     sizes = [record.num_bytes for record in records]
@@ -32,31 +32,31 @@ def allocate_copies(
 
 
 class ResidentCopy:
-    """A record's copy in RAM. It holds a granule if its bytes here are the newest: on the drive, being written, or to
-    be written by the next commit.
+    """A record's copy in RAM. It holds a granule if it has the granule's newest bytes. These may be on the drive, in a
+    write, or due for the next commit.
 
-    `Versions` knows which granules exist in RAM only. All others may be forgotten at any time. `drop_drafts` forgets
-    everything written since the last commit; the next read fetches the committed bytes and verifies them. Ranges are
-    bytes of the record. They begin and end at granules, or end with the record, unless stated otherwise. Thread-safe;
-    no lock is held during a wait.
+    `Versions` knows which granules exist only in RAM. All others may be forgotten at any time. `drop_drafts` forgets
+    all bytes that were written after the last commit, and the next read fetches and verifies the committed bytes.
+    Ranges are bytes of the record. They begin and end at granules, or end with the record, unless stated otherwise.
+    Thread-safe. No lock is held during a wait.
     """
 
     def __init__(self, memory: Tensor, granule_bytes: int) -> None:
-        """`memory` is uint8 [bytes of the record] and holds nothing yet."""
+        """`memory` is an empty uint8 tensor [bytes of the record]."""
         self._memory = memory
         self._granule_bytes = granule_bytes
         num_granules = -(-memory.numel() // granule_bytes)
         self._is_held = np.zeros(num_granules, bool)
         self._is_draft = np.ones(num_granules, bool)
-        """Possibly written since the last commit: dropping drafts changes these granules."""
+        """Granules that may have been written after the last commit. Dropping drafts changes these."""
         self._num_changes: NumChanges = np.zeros(num_granules, np.uint32)
         self._writes: list[tuple[slice, IoRequest]] = []
         self._lock = Lock()
         self.num_bytes_read = 0
-        """Bytes that were read from RAM so far in place of the SSD."""
+        """Bytes that were read so far from RAM instead of the SSD."""
 
     def try_read(self, start: int, out: Tensor) -> bool:
-        """Fill `out` (uint8, any range) and return True if all granules that it touches are held; otherwise return
+        """Fill `out` (uint8, any range) and return True if all granules that it touches are held. If not, return
         False."""
         part = self._granules(start, out)
         with self._lock:
@@ -68,21 +68,21 @@ class ResidentCopy:
         return True
 
     def store(self, start: int, source: Tensor) -> None:
-        """Copy bytes that are about to be written to the store, or stay here only. In the first case call `track_write`
-        or `forget` next. ``source`` may be borrowed memory."""
+        """Copy bytes that will be written to the store, or that stay only here. If they will be written, call
+        `track_write` or `forget` next. ``source`` may be borrowed memory."""
         part = self._granules(start, source)
         with self._lock:
             self._forget_failed_writes()
             self._change(part)
-            self._is_held[part] = False  # an interrupt may leave it half copied
+            self._is_held[part] = False  # an interrupt may leave the part half copied
             memory = self._memory[start : start + source.numel()]
             if memory.data_ptr() != source.data_ptr():
                 memory.copy_(source)
             self._is_held[part] = True
 
     def borrow(self, start: int, num_bytes: int) -> Tensor | None:
-        """Return the memory of the range, to be changed in place and then passed to `store`; None unless all of it is
-        held. Until then the range is not held."""
+        """Return the memory of the range, to be changed in place and then passed to `store`; None if a part of it is
+        not held. Until `store` the range is not held."""
         memory = self._memory[start : start + num_bytes]
         part = self._granules(start, memory)
         with self._lock:
@@ -94,18 +94,18 @@ class ResidentCopy:
         return memory
 
     def held(self, start: int, num_bytes: int) -> Tensor | None:
-        """Return the memory of the range, read-only; None unless all of it is held."""
+        """Return the read-only memory of the range; None if a part of it is not held."""
         memory = self._memory[start : start + num_bytes]
         with self._lock:
             return memory if self._is_held[self._granules(start, memory)].all() else None
 
     def track_write(self, start: int, source: Tensor, request: IoRequest) -> None:
-        """Watch the request that writes stored bytes to the drive: if it fails, they are no longer held."""
+        """Watch the request that writes stored bytes to the drive. If it fails, the bytes are no longer held."""
         with self._lock:
             self._writes.append((self._granules(start, source), request))
 
     def forget(self, start: int, source: Tensor) -> None:
-        """Forget the granules that this range (any) touches: the drive has, or may have, other bytes."""
+        """Forget the granules that this range (any) touches, because the drive has, or may have, other bytes."""
         part = self._granules(start, source)
         with self._lock:
             self._change(part)
@@ -121,8 +121,8 @@ class ResidentCopy:
                 request.wait()
 
     def filler(self, start: int, out: Tensor) -> Callable[[int, int], None]:
-        """Return a function to call with granules [first, stop) of ``out`` once they are read and verified: it copies
-        those that have not changed since `filler` was called, which must be before the read begins."""
+        """Return a function that copies granules [first, stop) of ``out`` after they are read and verified. It leaves
+        out granules that have changed after the call of `filler`, which must come before the read begins."""
         part = self._granules(start, out)
         with self._lock:
             before = self._num_changes[part].copy()
@@ -138,7 +138,7 @@ class ResidentCopy:
         return fill
 
     def commit(self) -> None:
-        """Everything written so far is committed."""
+        """Note that all bytes written so far are committed."""
         with self._lock:
             self._is_draft[:] = False
 

@@ -1,4 +1,4 @@
-"""All records of one model on disk, over one or several SSD paths."""
+"""The store, which has all records of one model on one or several SSD paths."""
 
 from __future__ import annotations
 
@@ -57,11 +57,9 @@ _VERIFIED_AT_ONCE_BYTES = 4 << 20
 
 
 class Store(RecordFiles):
-    """Preallocated records under a lock, until `close`. Use `create`, `open` or `open_or_create`.
-
-    With two homes, writes are drafts until `commit`, and a killed run leaves its last commit. With one home, records
-    are changed in place: from the first change of a committed record to the next commit, the store is torn.
-    """
+    """Preallocated records on locked paths, until `close`. Make it with `create`, `open` or `open_or_create`. With two
+    homes, writes are drafts until `commit`, and a killed run leaves its last commit. With one home, records are changed
+    in place. The store is torn from the first change of a committed record to the next commit."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Store(RecordFiles):
         committed: Commit | None,
         held: ExitStack,
     ) -> None:
-        """``paths``, with capacities in bytes, are in store order; ``held`` closes the files, then the locks."""
+        """``paths`` are in store order and have capacities in bytes. ``held`` closes the files, and then the locks."""
         self._commits = CommitSequence(manifest.store_id, manifest.layout_id, paths[0].path, committed)
         super().__init__(homes, versions, engine, before_write=self._commits.before_write)
         self.paths = paths
@@ -93,10 +91,10 @@ class Store(RecordFiles):
         stripe_bytes: int = DEFAULT_STRIPE_BYTES,
         num_homes: int = 1,
     ) -> Store:
-        """Create a store of zeros over ``paths``, replacing one of the same model.
+        """Create a store of zeros over ``paths``. It replaces a store of the same model.
 
-        Raises before anything is written: ValueError and `StorageError` for unusable paths, `CapacityError`,
-        `ForeignStoreError`, `StoreInUseError`. A later failure leaves no records behind.
+        Raises ValueError and `StorageError` for unusable paths, `CapacityError`, `ForeignStoreError` or
+        `StoreInUseError`, before anything is written. A later failure leaves no records.
         """
         validate_directories(paths)
         resolved = resolve_capacities(paths, DATA_NAMES)
@@ -108,9 +106,9 @@ class Store(RecordFiles):
         refuse_foreign(directories, model)
         with ExitStack() as held:
             _lock(directories, held)
-            refuse_foreign(directories, model)  # again, under the lock
+            refuse_foreign(directories, model)  # checked again while the lock is held
             if any(os.path.lexists(os.path.join(directory, MANIFEST_NAME)) for directory in directories):
-                logger.warning("replacing the store of the same model in %s", ", ".join(directories))
+                logger.warning("a new store replaces the store of the same model in %s", ", ".join(directories))
             remove_store(directories)
             homes: list[HomeFiles] = []
             created = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -138,15 +136,15 @@ class Store(RecordFiles):
         allow_torn: bool = False,
         records: Sequence[RecordSpec] | None = None,
     ) -> Store:
-        """Open the store in ``paths``, given in any order. ``model=None`` accepts any model, ``records=None`` any
-        records.
+        """Open the store in ``paths``, which may be in any order. ``model=None`` accepts any model, and
+        ``records=None`` any records.
 
-        Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError` if it
-        exceeds a given capacity, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless ``allow_torn``
-        (for callers that write everything anew).
+        Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError` if the
+        store exceeds a capacity in ``paths``, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless
+        ``allow_torn`` (for callers that write all records anew).
         """
         validate_directories(paths)
-        assemble(paths)  # first, because the lock creates a file
+        assemble(paths)  # comes first, because the lock creates a file
         with ExitStack() as held:
             _lock([path.path for path in paths], held)
             manifest, ordered = assemble(paths)
@@ -161,8 +159,8 @@ class Store(RecordFiles):
             if committed is not None and committed.is_torn and not allow_torn:
                 checkpoint = committed.facts.get("last_checkpoint") or "a checkpoint"
                 raise TornStoreError(
-                    f"the store in {directories[0]} keeps one version (durability: checkpoint) and its run ended "
-                    f"during a step, so its state is incomplete: resume from {checkpoint}"
+                    f"the store in {directories[0]} keeps one version (durability: checkpoint), and its run ended "
+                    f"during a step, so its state is incomplete; resume from {checkpoint}"
                 )
             homes: list[HomeFiles] = []
             for layout, name in zip(manifest.home_layouts, HOME_NAMES, strict=False):
@@ -183,10 +181,11 @@ class Store(RecordFiles):
         durability: Literal["auto", "step", "checkpoint"] = "auto",
         scratch: Sequence[RecordSpec] = (),
     ) -> Store:
-        """Open the model's store in ``paths`` with its last commit, or create one.
+        """Open the model's store in ``paths`` with its last commit, or create a new store.
 
-        ``durability`` "step" asks for two homes, "checkpoint" for one; "auto" is "step" if both fit beside ``scratch``.
-        Raises as `create` and `open`, and `ForeignStoreError` if the existing store has another number of homes.
+        ``durability`` "step" means two homes, and "checkpoint" one. "auto" is "step" if two homes fit beside
+        ``scratch``. Raises the errors of `create` and `open`, and `ForeignStoreError` if the existing store has another
+        number of homes.
         """
         validate_directories(paths)
         manifests = [read_manifest(path.path) for path in paths]
@@ -197,14 +196,14 @@ class Store(RecordFiles):
             if durability != "auto" and existing.num_homes != num_homes:
                 raise ForeignStoreError(
                     f"{paths[0].path} holds a store of this model with durability {_durability(existing.num_homes)!r}, "
-                    f"not {durability!r}: keep that setting, delete the store or choose another directory"
+                    f"not {durability!r}; keep that setting, delete the store, or choose another directory"
                 )
             return cls.open(paths, model=model, engine=engine, allow_torn=True, records=records)
         if durability == "auto" and not fits(paths, records, num_homes, scratch):
             num_homes = 1
             logger.warning(
-                "%s: two versions of this model's state do not fit, so the store keeps one (durability: checkpoint): "
-                "a run that dies resumes from its last checkpoint, not from its last step",
+                "%s: two versions of this model's state do not fit, so the store keeps one (durability: checkpoint), "
+                "and a run that dies resumes from its last checkpoint, not from its last step",
                 " and ".join(path.path for path in paths),
             )
         return cls.create(paths, records, model=model, engine=engine, num_homes=num_homes)
@@ -229,27 +228,28 @@ class Store(RecordFiles):
 
     @property
     def committed(self) -> Commit | None:
-        """The last commit; None before the first."""
+        """The last commit; None before the first one."""
         return self._commits.last
 
     @property
     def kept_commits(self) -> list[Commit]:
-        """The commits that the store can return to: the last one, and the one before if it was kept for other ranks."""
+        """The commits to which the store can return. These are the last one, and the one before it if it was kept for
+        other ranks."""
         return [commit for commit in (self._commits.last, self._commits.previous) if commit is not None]
 
     def agree_on_commits(self, agreement: Agreement) -> None:
-        """Commit together with other ranks from now on: a commit that a rank may return to is not overwritten before
+        """Commit together with other ranks from now on. A commit to which a rank may return is not overwritten before
         all ranks have the next one. A store with one home cannot return to a commit, so it waits for nobody."""
         if self.num_homes > 1:
             self._commits.set_agreement(agreement)
 
     def count_commits_from(self, number: int) -> None:
-        """Number the first commit ``number`` in place of 1, to continue the count of other stores."""
+        """Give the first commit the number ``number`` instead of 1, to continue the count of other stores."""
         self._commits.count_from(number)
 
     def restore_commit(self, commit: Commit | None) -> None:
-        """Return to ``commit``, one of `kept_commits`, and forget later ones; None: nothing is committed. Only before
-        records have copies in RAM."""
+        """Return to ``commit``, one of `kept_commits`, and forget later ones. With None the store has no commit
+        afterwards. Call this before records have copies in RAM."""
         assert not self.ram.copies, "copies in RAM belong to the last commit"
         self.wait_until_idle()
         for files in self._homes:
@@ -261,8 +261,8 @@ class Store(RecordFiles):
         self.versions.restore(home, checksum, is_torn=commit is not None and commit.is_torn)
 
     def view_commit(self, commit: Commit) -> None:
-        """Read the records of ``commit``, one of `kept_commits`, without changing the disk. Afterwards nothing may be
-        written or kept in RAM."""
+        """Read the records of ``commit``, one of `kept_commits`, without changing the disk. Afterwards the store is
+        read-only and must not get copies in RAM."""
         assert not self.ram.copies, "copies in RAM belong to the last commit"
         self._commits.view_commit(commit)
         self.versions.restore(commit.home, commit.checksum, is_torn=commit.is_torn)
@@ -281,7 +281,7 @@ class Store(RecordFiles):
 
     @property
     def model_files(self) -> dict[str, bytes] | None:
-        """The content of the model files by name, or None. Raises as `model_folder`."""
+        """The content of the model files by name, or None. Raises the errors of `model_folder`."""
         folder = self.model_folder
         if folder is None or self.committed is None:
             return None
@@ -289,20 +289,21 @@ class Store(RecordFiles):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether anything was written since the last commit."""
+        """Whether anything was written after the last commit."""
         return self.versions.has_drafts
 
     def keep_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
-        """Allocate copies in RAM of the records of these (block, kind) ``names``; once. Raises as ``host_empty``."""
+        """Allocate copies in RAM of the records of these (block, kind) ``names``. May be called once. Raises the errors
+        of ``host_empty``."""
         self.ram.allocate_copies(names, host_empty)
 
     def keep_new_in_ram(self, is_wanted: bool) -> None:
-        """Whether writes to records with a copy in RAM stay there alone until the next commit writes them back. Call it
-        while no write is in progress."""
+        """Set whether writes to records with a copy in RAM stay only there until the next commit writes them back. Call
+        this while no write is in progress."""
         self.ram.keep_new(is_wanted)
 
     def clear_records(self) -> None:
-        """Make every record zeros until it is written. The last commit stays valid until the next one, unless a
+        """Let every record read as zeros until it is written. The last commit stays valid until the next one, unless a
         committed record with one home is overwritten."""
         self.wait_until_idle()
         self.versions.clear()
@@ -317,12 +318,12 @@ class Store(RecordFiles):
         keep_log: bool = True,
         model_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Make all writes durable and current.
+        """Make all writes durable, and make them the committed state.
 
         ``facts`` (JSON types) and ``journal`` (small files by name) can be read from `committed`. ``log_lines`` are
-        appended to the log (``keep_log=False`` starts a new one). ``model_files``, if given, replace those of the last
-        commit. No write may be in progress. Raises `CapacityError` or `StorageError`; the last commit then stays, and
-        `commit` may be called again unless the drive lost written data.
+        appended to the log, and ``keep_log=False`` starts a new log. ``model_files`` replace those of the last commit,
+        unless they are None. No write may be in progress. Raises `CapacityError` or `StorageError`. The last commit
+        then stays, and `commit` may be called again unless the drive lost written data.
         """
         self.write_back()
         home, checksum = self.draft()
@@ -334,7 +335,7 @@ class Store(RecordFiles):
         self._commits.announce_last()
 
     def drop_drafts(self) -> None:
-        """Forget all writes since the last commit. Raises `TornStoreError` if committed bytes were overwritten."""
+        """Forget all writes after the last commit. Raises `TornStoreError` if committed bytes were overwritten."""
         self.wait_until_idle()
         if self.versions.is_torn:
             raise TornStoreError(
@@ -347,8 +348,8 @@ class Store(RecordFiles):
         self.ram.drop_drafts()
 
     def verify_records(self) -> Iterator[tuple[RecordSpec, list[CorruptionError]]]:
-        """Read one record after the other, and yield each with one error per damaged granule. Raises `StorageError` if
-        a drive cannot be read."""
+        """Read one record after the other, and yield each record with one error per damaged granule. Raises
+        `StorageError` if a drive cannot be read."""
         memory = mapped_empty(_VERIFIED_AT_ONCE_BYTES)
         for record in self.records:
             errors: list[CorruptionError] = []
@@ -371,7 +372,7 @@ class Store(RecordFiles):
         return None
 
     def verify_files(self) -> list[StorageError]:
-        """The errors of the other files of the last commit: its log and its model files."""
+        """Return the errors of the last commit's other files, which are its log and its model files."""
         errors: list[StorageError] = []
         for read in (lambda: self.log, lambda: self.model_folder):
             try:
@@ -383,11 +384,12 @@ class Store(RecordFiles):
     def scratch(self, records: Sequence[RecordSpec], name: str = SCRATCH_NAME) -> RecordFiles:
         """Create more preallocated records in ``<name>.bin`` on the same paths. `close` deletes them.
 
-        Raises ValueError if the name is taken or not a plain word, `CapacityError` if they do not fit beside the store.
+        Raises ValueError if the name is taken or not a plain word, and `CapacityError` if the records do not fit beside
+        the store.
         """
         scratches = self._open_scratches()
         if name in scratches or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            raise ValueError(f"scratch name {name!r} is taken or not a plain lower-case word: choose another")
+            raise ValueError(f"scratch name {name!r} is taken or not a plain lower-case word; choose another")
         file_name = scratch_file_name(name)
         layout = StoreLayout(tuple(records), self.paths, self._manifest.layout.stripe_bytes)
         parts = [*(home.layout for home in self._homes), *(files.layout for files in scratches.values()), layout]
@@ -398,8 +400,8 @@ class Store(RecordFiles):
         return files
 
     def close(self) -> None:
-        """Delete the scratch files, close all others and release the directories. Idempotent; does nothing in a forked
-        child."""
+        """Delete the scratch files, close all other files, and release the directories. Idempotent. Does nothing in a
+        forked process."""
         if self._owner.is_here:
             for files in self._open_scratches().values():
                 files.close()

@@ -1,4 +1,4 @@
-"""The files in a store's directories: their names, whether they fit, the last commit. Opens no store."""
+"""Names, sizes and commits of the files in a store's directories. This module opens no store."""
 
 from __future__ import annotations
 
@@ -41,21 +41,20 @@ def scratch_file_name(name: str) -> str:
 
 
 DATA_NAMES = (*HOME_NAMES, *map(scratch_file_name, SCRATCH_NAMES))
-"""The large files."""
+"""Names of the large files."""
 
 
 def last_commit(paths: Sequence[str]) -> Commit | None:
-    """Return the last commit of the store in ``paths``; None if there is no store or no commit.
-
-    Takes no lock and changes nothing, so a run may go on meanwhile. Raises `StorageError` or `ForeignStoreError` if the
-    files are damaged, belong to several stores, or are only a part of one.
-    """
+    """Return the last commit of the store in ``paths``; None if no store or no commit exists. This takes no lock and
+    changes nothing, so a run may continue meanwhile. Raises `StorageError` or `ForeignStoreError` if the files are
+    damaged, belong to several stores, or are only a part of one."""
     committed = _committed(paths)
     return None if committed is None else committed[0]
 
 
 def kept_commits(paths: Sequence[str]) -> list[Commit]:
-    """The last commit, and the one before if it was kept for other ranks. Raises as `last_commit`."""
+    """Return the last commit, and the one before it if it was kept for other ranks. Raises the errors of
+    `last_commit`."""
     committed = _committed(paths)
     if committed is None:
         return []
@@ -64,14 +63,14 @@ def kept_commits(paths: Sequence[str]) -> list[Commit]:
 
 
 def committed_log(paths: Sequence[str], commit: Commit | None = None) -> bytes:
-    """The log of the store in ``paths`` up to its last commit, or up to ``commit``. Raises as `last_commit`, and
-    `StorageError` if the log is damaged."""
+    """Return the log of the store in ``paths`` up to its last commit, or up to ``commit``. Raises the errors of
+    `last_commit`, and `StorageError` if the log is damaged."""
     committed = _committed(paths)
     return b"" if committed is None else (commit or committed[0]).read_log(committed[1])
 
 
 def _committed(paths: Sequence[str]) -> tuple[Commit, str] | None:
-    """The last commit and the directory that holds it."""
+    """Return the last commit and its directory."""
     manifests = [read_manifest(path) for path in paths]
     store_paths = [StorePath(path) for path in paths]
     if not any(manifests) or is_half_made(store_paths, manifests):
@@ -83,43 +82,39 @@ def _committed(paths: Sequence[str]) -> tuple[Commit, str] | None:
 
 
 def committed_in(directories: Sequence[str], manifest: Manifest) -> Commit | None:
-    """Return the last commit of the store in ``directories`` (in store order), which need not be locked.
-
-    Raises `StorageError` if it is damaged, `ForeignStoreError` if it belongs to another store.
-    """
+    """Return the last commit of the store in ``directories`` (in store order). They need not be locked. Raises
+    `StorageError` if the commit is damaged, and `ForeignStoreError` if it belongs to another store."""
     commit = read_commit(directories[0])
     if commit is not None and commit.store_id != manifest.store_id:
         raise ForeignStoreError(
-            f"{COMMIT_NAME} in {directories[0]} belongs to another store than its manifest: "
-            "restore the right file, or delete the store and resume from a checkpoint"
+            f"{COMMIT_NAME} in {directories[0]} belongs to another store than the manifest there; restore the right "
+            "file, or delete the store and resume from a checkpoint"
         )
     if commit is not None and commit.layout_id != manifest.layout_id:
         raise ForeignStoreError(
-            f"{MANIFEST_NAME} in {directories[0]} does not belong to {COMMIT_NAME}: "
-            "restore the right file, or delete the store and resume from a checkpoint"
+            f"{MANIFEST_NAME} in {directories[0]} does not belong to {COMMIT_NAME}; restore the right file, or delete "
+            "the store and resume from a checkpoint"
         )
     return commit
 
 
 def versions_in(directories: Sequence[str], manifest: Manifest, committed: Commit | None) -> Versions:
-    """The versions of the last commit. Raises `ForeignStoreError` if it has other records."""
+    """Return the versions of the last commit. Raises `ForeignStoreError` if the commit has other records."""
     versions = Versions(manifest.layout.records, num_homes=manifest.num_homes)
     if committed is not None:
         try:
             versions.restore(committed.home, committed.checksum, is_torn=committed.is_torn)
         except ValueError as error:
             raise ForeignStoreError(
-                f"{COMMIT_NAME} in {directories[0]} does not fit its manifest ({error}): "
-                "delete the store and resume from a checkpoint"
+                f"{COMMIT_NAME} in {directories[0]} does not fit its manifest ({error}); delete the store and resume "
+                "from a checkpoint"
             ) from error
     return versions
 
 
 def is_half_made(paths: Sequence[StorePath], manifests: Sequence[Manifest | None]) -> bool:
-    """Whether a run died while it created this store, so that it holds nothing to lose.
-
-    Manifests are written in path order, and removed in reverse order after the commit, which lies on the first path.
-    """
+    """Return whether a run died while it created this store, so that the store has no state. Manifests are written in
+    path order. They are removed in reverse order, after the commit, which is on the first path."""
     if None not in manifests:
         return False
     first = [path.path for path, manifest in zip(paths, manifests, strict=True) if manifest and not manifest.path_index]
@@ -127,7 +122,8 @@ def is_half_made(paths: Sequence[StorePath], manifests: Sequence[Manifest | None
 
 
 def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> None:
-    """Raise `CapacityError` naming every path whose capacity the files of ``layouts`` exceed."""
+    """Raise `CapacityError` if the files of ``layouts`` exceed the capacity of a path. The error names every such
+    path."""
     shortfalls = [
         Shortfall(path.path, needed, path.capacity_bytes, "capacity")
         for path, needed in zip(paths, _sum_over_files(layouts), strict=True)
@@ -138,8 +134,8 @@ def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> N
 
 
 def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names: Sequence[str] = DATA_NAMES) -> None:
-    """Like `check_sizes`, and raise `CapacityError` if a file system lacks space for them in place of the files
-    ``names``."""
+    """Do as `check_sizes`, and also raise `CapacityError` if a file system has no space for the files in place of the
+    files ``names``."""
     check_sizes(paths, layouts)
     check_free_space(paths, _sum_over_files(layouts), names)
 
@@ -147,7 +143,7 @@ def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names
 def fits(
     paths: Sequence[StorePath], records: Sequence[RecordSpec], num_homes: int, scratch: Sequence[RecordSpec]
 ) -> bool:
-    """Whether a new store of ``records`` fits beside ``scratch``."""
+    """Return whether a new store of ``records`` fits beside ``scratch``."""
     resolved = resolve_capacities(paths, DATA_NAMES)
     layouts = home_layouts(StoreLayout(tuple(records), resolved), num_homes)
     with suppress(CapacityError):
@@ -157,16 +153,14 @@ def fits(
 
 
 def names_in(directory: str) -> list[str]:
-    """The store's files and folders that exist in the directory."""
+    """Return the names of the store's files and folders that exist in the directory."""
     names = (MANIFEST_NAME, COMMIT_NAME, PREVIOUS_NAME, LOG_NAME, *DATA_NAMES, *MODEL_NAMES)
     return [name for name in names if os.path.lexists(os.path.join(directory, name))]
 
 
 def remove_store(directories: Sequence[str]) -> None:
-    """Remove everything but the locks, whose holder the caller must be. Raises `StorageError`.
-
-    The commit goes first, then the manifests: an interrupted removal leaves nothing to lose.
-    """
+    """Remove all files except the locks, which the caller must hold. Raises `StorageError`. The commit is removed
+    first, and then the manifests, so an interrupted removal leaves a store without state."""
     for directory in directories:
         remove_durably(os.path.join(directory, COMMIT_NAME))
     remove_manifests(directories)
@@ -178,27 +172,27 @@ def remove_store(directories: Sequence[str]) -> None:
 
 
 def remove_scratch(directories: Sequence[str]) -> None:
-    """Remove scratch files left by a killed run. The caller holds the lock. Raises `StorageError`."""
+    """Remove the scratch files of a killed run. The caller holds the lock. Raises `StorageError`."""
     for directory in directories:
         for name in SCRATCH_NAMES:
             remove_durably(os.path.join(directory, scratch_file_name(name)))
 
 
 def refuse_foreign(directories: Sequence[str], model: ModelIdentity) -> None:
-    """Raise `ForeignStoreError` if a new store would destroy something else."""
+    """Raise `ForeignStoreError` if a new store would destroy other files."""
     for directory in directories:
         if manifest := read_manifest(directory):
             manifest.refuse_other(model, directory)
             continue
-        is_ours = os.path.exists(os.path.join(directory, LOCK_NAME))  # left by an interrupted creation
+        is_ours = os.path.exists(os.path.join(directory, LOCK_NAME))  # an interrupted creation leaves a lock
         names = (*DATA_NAMES, COMMIT_NAME, PREVIOUS_NAME, LOG_NAME, *MODEL_NAMES)
         stray = [name for name in names if os.path.lexists(os.path.join(directory, name))]
         if stray and not is_ours:
             raise ForeignStoreError(
-                f"{directory} holds {stray[0]} but no store: choose another directory or move that file away"
+                f"{directory} holds {stray[0]} but no store; choose another directory, or move that file away"
             )
 
 
 def _sum_over_files(layouts: Sequence[StoreLayout]) -> list[int]:
-    """Bytes on each path."""
+    """Return the bytes on each path."""
     return [sum(shares) for shares in zip(*(layout.file_bytes for layout in layouts), strict=True)]

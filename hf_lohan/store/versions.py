@@ -1,4 +1,4 @@
-"""The version of every granule: its home and its checksum, as committed and as the current step left it."""
+"""The version of every granule, which is its home and its checksum, both committed and after the current step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Homes = npt.NDArray[np.uint8]
 
 
 class Home(IntEnum):
-    """Where the current bytes of a granule are. FIRST and SECOND are the two copies of the record files."""
+    """The location of a granule's current bytes. FIRST and SECOND are the two copies of the record files."""
 
     FIRST = 0
     SECOND = 1
     NOWHERE = 2
-    """Never written: reads as zeros without I/O."""
+    """Never written. The granule reads as zeros without I/O."""
     RAM = 3
-    """The newest version is in RAM only. No commit contains this value."""
+    """The newest version is only in RAM. No commit contains this value."""
 
 
 _FIRST, _SECOND, _NOWHERE, _RAM = map(np.uint8, Home)
-"""As stored in arrays. Enum lookups are too slow for every request."""
+"""The values in arrays, because Enum lookups are too slow for every request."""
 
 
 class HomeRun(NamedTuple):
@@ -41,27 +41,24 @@ class HomeRun(NamedTuple):
 
 
 class Versions:
-    """Home and checksum of every granule of the records, committed and live.
-
-    A write goes to the home that is not committed and becomes live. `commit` makes all live granules committed,
-    `drop_drafts` returns to the committed ones. With one home, or where a record has only one
-    (`RecordSpec.versioned_numel`), writes go in place. Once they change committed bytes (`mark_torn`), the commit
-    cannot be restored.
-    """
+    """Home and checksum of every granule of the records, committed and live. A write goes to the home that is not
+    committed, and becomes live. `commit` makes all live granules committed, and `drop_drafts` returns to the committed
+    ones. With one home, and for elements with only one (`RecordSpec.versioned_numel`), writes go in place. After they
+    change committed bytes (`mark_torn`), the commit cannot be restored."""
 
     def __init__(self, records: Sequence[RecordSpec], *, num_homes: int) -> None:
-        """Raises ValueError if only a part of a granule would have a second home."""
+        """Raise ValueError if only a part of a granule would have a second home."""
         self.num_homes = num_homes
         starts = list(accumulate((record.num_granules for record in records), initial=0))
         self._names = [(record.block, record.kind) for record in records]
         self._first = dict(zip(self._names, starts, strict=False))
         self._live_home: Homes = np.full(starts[-1], _NOWHERE)
         self._live_checksum: Checksums = np.zeros(starts[-1], np.uint64)
-        # These two are replaced, never changed, because a `Commit` holds them too.
+        # These two arrays are replaced and never changed, because a `Commit` refers to them too.
         self._committed_home, self._committed_checksum = self._live_home.copy(), self._live_checksum.copy()
         self._has_second = np.zeros(starts[-1], bool)
         self._is_in_flux = np.zeros(starts[-1], bool)
-        """Being written, or left half written by a failed write."""
+        """Granules in flux: a write is in progress, or a failed write left them half written."""
         self._is_frozen = np.ones(starts[-1], bool)
         has_two = (record for record in records if num_homes > 1 and record.versioned_numel == record.numel)
         self._is_always_beside = {(record.block, record.kind) for record in has_two}
@@ -73,25 +70,25 @@ class Versions:
             self._has_second[trained] = num_homes > 1
             self._is_frozen[trained] = False
         self.has_drafts = False
-        """Whether anything was written since the last commit."""
+        """Whether anything was written after the last commit."""
         self.is_torn = False
         """Whether committed bytes were changed, so that the commit cannot be restored."""
         self._lock = Lock()
 
     def live(self, block: str, kind: str, first: int, stop: int) -> tuple[list[HomeRun], Checksums]:
-        """Where to read granules [first, stop) of a record, and their checksums."""
+        """Return the homes from which to read granules [first, stop) of a record, and the granules' checksums."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             return _runs(self._live_home[part], first), self._live_checksum[part].copy()
 
     def is_written(self, block: str, kind: str, first: int, stop: int) -> bool:
-        """Whether granules [first, stop) are on disk: none is in flux, in RAM only, or was never written."""
+        """Return whether granules [first, stop) are all on disk, that is, written, not in flux, and not only in RAM."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             return not ((self._live_home[part] >= _NOWHERE).any() or self._is_in_flux[part].any())
 
     def overwrites(self, block: str, kind: str, first: int, stop: int) -> bool:
-        """Whether a write to granules [first, stop) overwrites committed bytes of a commit not yet torn."""
+        """Return whether a write to granules [first, stop) overwrites bytes of a commit that is not torn yet."""
         if (block, kind) in self._is_always_beside:
             return False
         part = self._part(block, kind, first, stop)
@@ -99,18 +96,18 @@ class Versions:
             return not self.is_torn and bool(self._is_in_place(part).any())
 
     def tears(self, block: str, kind: str, first: int, checksums: Checksums) -> bool:
-        """Whether writing granules with these ``checksums`` from ``first`` on changes committed bytes."""
+        """Return whether writing granules with these ``checksums`` from ``first`` on changes committed bytes."""
         part = self._part(block, kind, first, first + len(checksums))
         with self._lock:
             return bool((self._is_in_place(part) & (self._committed_checksum[part] != checksums)).any())
 
     def mark_torn(self) -> None:
-        """Committed bytes are about to change."""
+        """Note that committed bytes are about to change."""
         self.is_torn = True
 
     def begin_write(self, block: str, kind: str, first: int, stop: int) -> list[HomeRun]:
-        """Where to write granules [first, stop) of a record: not over committed bytes if there is a second home. They
-        are in flux until `end_write`."""
+        """Return the homes to which to write granules [first, stop) of a record. A second home keeps committed bytes
+        from being overwritten. The granules are in flux until `end_write`."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self.has_drafts = True
@@ -119,7 +116,7 @@ class Versions:
         return _runs(np.where(to_second, _SECOND, _FIRST), first)
 
     def end_write(self, block: str, kind: str, first: int, targets: Sequence[HomeRun], checksums: Checksums) -> None:
-        """The granules from ``first`` on are written to ``targets``."""
+        """Note that the granules from ``first`` on are written to ``targets``."""
         part = self._part(block, kind, first, first + len(checksums))
         with self._lock:
             for run in targets:
@@ -128,24 +125,25 @@ class Versions:
             self._is_in_flux[part] = False
 
     def begin_change(self, block: str, kind: str, first: int, stop: int) -> None:
-        """Granules [first, stop) are changed in RAM. They are in flux until `end_change`."""
+        """Note that granules [first, stop) are changed in RAM. They are in flux until `end_change`."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self.has_drafts = True
             self._is_in_flux[part] = True
 
     def end_change(self, block: str, kind: str, first: int, stop: int) -> None:
-        """The granules are new, and in RAM only."""
+        """Note that the granules are new, and only in RAM."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self._live_home[part] = _RAM
             self._is_in_flux[part] = False
 
     def clear(self) -> None:
-        """Make all records zeros until they are written; the committed versions stay. No write may be in progress.
+        """Let all records read as zeros until they are written. The committed versions stay. No write may be in
+        progress.
 
-        Frozen parts stay as committed: small parameters share granules and are loaded one after the other, and an
-        intermediate content must not overwrite the only copy.
+        Frozen parts keep their committed version. Small parameters share granules and are loaded one after the other,
+        and an intermediate content must not overwrite the only copy.
         """
         with self._lock:
             stays = self._is_frozen & (self._committed_home == _FIRST) & (not self.is_torn)
@@ -155,7 +153,7 @@ class Versions:
             self.has_drafts = True
 
     def drop_drafts(self) -> None:
-        """Return to the committed versions. The commit must not be torn, and no write in progress."""
+        """Return to the committed versions. The commit must not be torn, and no write may be in progress."""
         assert not self.is_torn, "the commit has been overwritten"
         with self._lock:
             self._live_home[:] = self._committed_home
@@ -164,7 +162,7 @@ class Versions:
             self.has_drafts = False
 
     def first_in_flux(self) -> tuple[str, str, int] | None:
-        """Block, kind and granule of the first one in flux, or None."""
+        """Return the block, kind and number of the first granule in flux, or None."""
         with self._lock:
             in_flux = np.flatnonzero(self._is_in_flux)
         if not len(in_flux):
@@ -174,21 +172,22 @@ class Versions:
         return block, kind, index - self._first[block, kind]
 
     def draft(self) -> tuple[Homes, Checksums]:
-        """Home and checksum of all granules as they are now, to be written to a commit and then passed to `commit`."""
+        """Return the current home and checksum of all granules. The caller writes them to a commit file, and then
+        passes them to `commit`."""
         with self._lock:
-            assert not (self._live_home == _RAM).any(), "RAM is written back before a commit"
+            assert not (self._live_home == _RAM).any(), "RAM must be written back before a commit"
             return self._live_home.copy(), self._live_checksum.copy()
 
     def commit(self, home: Homes, checksum: Checksums) -> None:
-        """The result of `draft` is committed. No write may have begun since."""
+        """Make the result of `draft` the committed versions. No write may have begun after `draft`."""
         with self._lock:
             self._committed_home, self._committed_checksum = home, checksum
             self.has_drafts = self.is_torn = False
 
     def restore(self, home: Homes, checksum: Checksums, *, is_torn: bool = False) -> None:
-        """Take over the versions of a commit. Raises ValueError if they belong to other records.
+        """Adopt the versions of a commit. Raises ValueError if they belong to other records.
 
-        If it ``is_torn``, granules with one home are in flux: their content is unknown.
+        If the commit ``is_torn``, granules with one home are in flux, because their content is unknown.
         """
         if home.shape != self._live_home.shape or checksum.shape != self._live_checksum.shape:
             raise ValueError(f"versions of {home.size} granules, not of {self._live_home.size}")
@@ -202,7 +201,7 @@ class Versions:
         self._is_in_flux[:] = is_torn & self._is_in_place(slice(None))
 
     def _is_in_place(self, part: slice) -> npt.NDArray[np.bool_]:
-        """Where a write would overwrite committed bytes."""
+        """Return a mask of the granules in which a write would overwrite committed bytes."""
         in_place: npt.NDArray[np.bool_] = (self._committed_home[part] == _FIRST) & ~self._has_second[part]
         return in_place
 
@@ -214,8 +213,8 @@ class Versions:
 def _refuse_half_versioned_granule(record: RecordSpec) -> None:
     if record.versioned_numel % record.granule_numel and record.versioned_numel != record.numel:
         raise ValueError(
-            f"record {record.block!r} has versioned_numel {record.versioned_numel} of {record.numel}: round it to a "
-            f"multiple of {record.granule_numel}, so that no granule is versioned in part"
+            f"record {record.block!r} has versioned_numel {record.versioned_numel} of {record.numel}; round it to a "
+            f"multiple of {record.granule_numel}, so that no granule is partly versioned"
         )
 
 
@@ -224,9 +223,9 @@ def _runs(homes: Homes, first: int) -> list[HomeRun]:
 
 
 def runs(values: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
-    """(value, start, stop) of each run of equal neighbours."""
+    """Yield (value, start, stop) of each run of equal values."""
     content = values.tobytes()
-    if content and content.count(content[0]) == len(content):  # the common case, and much cheaper
+    if content and content.count(content[0]) == len(content):  # the common case, which is much cheaper
         yield content[0], 0, len(content)
         return
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]

@@ -1,7 +1,7 @@
-"""Doubles for the tests: storage that is slow, faulty, short or counted, and others beside it.
+"""Test doubles for storage, devices, networks and ranks.
 
-Only `tests/` and `scripts/benchmarks/` import this room, and its modules one by one
-(`hf_lohan.testing.storage_doubles`), so that a test loads only what it uses.
+Only `tests/` and `scripts/benchmarks/` import this room. They import its modules one by one (such as
+`hf_lohan.testing.storage_doubles`), so that a test loads only what it uses.
 """
 
 __all__: list[str] = []

@@ -1,10 +1,11 @@
-"""A device whose copies run later, on other threads, ordered by nothing but the events the engine asks for.
+"""A device whose copies run later, on other threads, ordered only by the events for which the engine waits.
 
-It finds a missing wait without a GPU. Copies lie in queues and run after random delays; where one is to land, there
-are NaNs until it has run. Compute runs at once, as on the CPU, so that it could be late is kept as book-keeping: every
-event recorded on COMPUTE has a time, the tensors it closes are busy until that time, and each copy lane knows only the
-times it has waited for (or the host had synchronised with when it enqueued the copy). A copy to a busy tensor, or of
-one that compute wrote to, without that knowledge would have raced on a GPU; here it copies NaN.
+It finds missing waits without a GPU. Copies are queued and run after random delays. Until a copy has run, its
+destination contains NaN. Compute runs immediately, as on the CPU, and its possible lateness is only recorded. Every
+event that is recorded on COMPUTE has a time, and the tensors that it covers are busy until that time. Each copy lane
+knows the times for which it has waited, or with which the host had synchronised when it enqueued the copy. A copy to a
+busy tensor, or of a tensor that compute wrote, would race on a GPU if the lane does not know its time. Here such a copy
+writes NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _ComputeEvent(Event):
 
 
 class _FetchEvent(_ComputeEvent):
-    """What was fetched is there for whoever waited for it."""
+    """The event of a fetch. The fetched data is present only after a wait."""
 
     def __init__(self, device: AsyncDevice, compute_time: int, dst: Tensor, src: Tensor) -> None:
         super().__init__(device, compute_time)
@@ -90,7 +91,7 @@ class _CopyLane:
 
 
 class AsyncDevice(CpuDevice):
-    """See the module. `ignored` waits are dropped, to prove that each one is needed."""
+    """See the module's description. `ignored` waits are dropped, to prove that each wait is needed."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class AsyncDevice(CpuDevice):
         self.num_races = 0
 
     def heeds_wait(self) -> bool:
-        """Note who waits; False if that wait is to be ignored."""
+        """Note the caller as a site of a wait. Returns False if its wait is ignored."""
         frame = sys._getframe(2)
         site = WaitSite(frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno)
         self.wait_sites.add(site)
@@ -131,7 +132,7 @@ class AsyncDevice(CpuDevice):
 
         def run() -> None:
             time.sleep(delay_s)
-            # Two who read do not race.
+            # Two reads do not race.
             busy = self._busy_until if lane is Lane.H2D else self._written_until
             busy_until = busy.get(on_device.untyped_storage().data_ptr(), 0)
             if busy_until > max(self._lanes[lane].knows, host_knew):
@@ -194,5 +195,5 @@ class AsyncDevice(CpuDevice):
 
 
 def _poison(tensor: Tensor) -> None:
-    """Make it NaN; all ones are the bytes of one in every floating-point type."""
+    """Fill the tensor with NaN. Bytes of ones are NaN in every floating-point type."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else 0xFF)

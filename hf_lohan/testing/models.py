@@ -1,4 +1,4 @@
-"""Tiny causal LMs from their config classes: random weights, no network."""
+"""Makes tiny causal LMs with random weights from their config classes, without a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB_SIZE = 256
 
 
 def tiny_config(family: str, *, num_layers: int = 3, hidden_size: int = 64, **overrides: Any) -> Any:
-    """A config of the family; OPT and GPT-2 have tied embeddings, as their checkpoints do. No dropout."""
+    """Return a config of the family without dropout. OPT and GPT-2 have tied embeddings, as in their checkpoints."""
     import transformers
 
     common: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "use_cache": False}
@@ -75,7 +75,7 @@ def tiny_config(family: str, *, num_layers: int = 3, hidden_size: int = 64, **ov
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """A randomly initialised model in float32; equal seeds give equal weights."""
+    """Return a randomly initialised float32 model. Equal seeds give equal weights."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -83,7 +83,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 
 def tiny_batch(*, batch_size: int = 2, sequence_length: int = 16, seed: int = 1) -> dict[str, Tensor]:
-    """Random token ids [batch_size, sequence_length] with themselves as labels."""
+    """Return random token ids [batch_size, sequence_length], which are also the labels."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, VOCAB_SIZE, (batch_size, sequence_length), generator=generator)
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}

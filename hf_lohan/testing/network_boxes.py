@@ -1,6 +1,8 @@
-"""Boxes with a network between them on one machine: each is a network namespace at a bridge, by a link of a given rate.
+"""Nodes with a network between them on one machine. Each is a network namespace, connected to a bridge by a link with a
+fixed rate.
 
-What a box sends and receives the kernel counts, and its own loopback costs nothing: a real hierarchy on real sockets.
+The kernel counts the bytes that a node sends and receives. A node's own loopback is not limited, so this is a real
+hierarchy on real sockets.
 """
 
 from __future__ import annotations
@@ -19,36 +21,36 @@ _BUFFERED = ("burst", "256kb", "latency", "100ms")
 
 
 class NoBoxesError(OSError):
-    """This environment makes no network namespaces."""
+    """This environment does not allow network namespaces."""
 
 
 @dataclass(frozen=True)
 class NetworkBox:
-    """One of them."""
+    """One node, which is a network namespace."""
 
     namespace: str
     interface: str
-    """In it, to the others."""
+    """Name of the network interface in the namespace."""
     address: str
     outside: str
-    """The other end of its link."""
+    """Name of the other end of the link."""
 
     def enter(self) -> None:
-        """Have this thread, and those that it starts, be in this box for good."""
+        """Move this thread, and the threads that it starts later, to this node permanently."""
         with open(f"/run/netns/{self.namespace}") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), f"the network namespace {self.namespace} cannot be entered")
 
     @property
     def sent_bytes(self) -> int:
-        """By the kernel's count of what went over its link, with all headers."""
+        """Return the bytes that the kernel counted on the link, including all headers."""
         return int(Path(f"/sys/class/net/{self.outside}/statistics/rx_bytes").read_text())
 
 
 @contextmanager
 def network_boxes(num_boxes: int, rate: str | None = None) -> Iterator[list[NetworkBox]]:
-    """All of one network, until this is left. `rate`: of each link, each way, as `tc` writes it ("200mbit"). Raises
-    NoBoxesError where that is refused."""
+    """Yield the nodes of one network, which exists in this context. `rate`: rate of each link in each direction, as
+    `tc` writes it ("200mbit"). Raises NoBoxesError if the environment refuses."""
     if os.geteuid() != 0 or shutil.which("ip") is None or (rate is not None and shutil.which("tc") is None):
         raise NoBoxesError("network namespaces need root, and the commands ip and tc of iproute2")
     prefix = f"lh{os.getpid()}"

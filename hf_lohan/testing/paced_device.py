@@ -1,12 +1,13 @@
-"""A device that computes and copies by waiting: what a GPU asks of its host, beside cores that are as free.
+"""A device that takes the time of a GPU's compute and copies by waiting, so that the host has the same work and the
+same free cores as with a GPU.
 
-Numbers are computed where they are asked for, on the CPU, so they are the CPU's to the bit. What takes time is
-book-keeping. Each lane has a time at which its last work ends: a copy ends after its bytes over the link's rate,
-compute after its FLOPs over the device's, and `wait` has a lane begin no earlier than the event. No thread is held up
-by any of it before it asks for an event that is not reached: then it sleeps until it is, and that is counted.
+Numbers are computed immediately, on the CPU, so they equal the CPU's to the bit. Times are only recorded. Each lane has
+a time at which its last work ends. A copy takes its bytes over the link's rate, compute takes its FLOPs over the
+device's rate, and `wait` delays a lane's next work until the event. A thread sleeps only if it synchronizes with an
+event that is not reached, and this sleep is counted.
 
-As on a GPU weights are staged and copied. Unlike there, a core moves the bytes of each copy, and so takes
-`host_copy_s` from whatever else runs.
+Weights are staged and copied as on a GPU. But a core moves the bytes of each copy here, which takes `host_copy_s` from
+other work.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from hf_lohan.timeline import Timeline
 
 
 class Clock(Protocol):
-    """What tells the time."""
+    """Interface of a clock."""
 
     def now_s(self) -> float:
-        """On the clock of `time.perf_counter`."""
+        """Return the time in seconds, on the scale of `time.perf_counter`."""
 
     def sleep_until(self, at_s: float) -> None:
-        """Return at `at_s`, or at once if that is over. Takes no core meanwhile."""
+        """Sleep until `at_s`. Returns immediately if this time is over."""
 
 
 class WallClock:
-    """The time that passes."""
+    """Real time."""
 
     def now_s(self) -> float:
         return time.perf_counter()
@@ -45,7 +46,7 @@ class WallClock:
 
 
 class SteppedClock:
-    """Time passes only where somebody sleeps, and then at once."""
+    """A clock whose time advances only when a thread sleeps, and then without delay."""
 
     def __init__(self) -> None:
         self._now_s = 1000.0
@@ -60,7 +61,7 @@ class SteppedClock:
 
 
 class _Point(Event, Stamp):
-    """A lane's time."""
+    """An event at a time of a lane."""
 
     def __init__(self, device: PacedDevice, at_s: float) -> None:
         self._device = device
@@ -68,7 +69,7 @@ class _Point(Event, Stamp):
 
     @property
     def time_s(self) -> float:
-        """When it is reached."""
+        """Time at which the event is reached."""
         return self._at_s
 
     def synchronize(self) -> None:
@@ -83,7 +84,7 @@ class _Point(Event, Stamp):
 
 
 class PacedDevice(CpuDevice):
-    """See the module. Any thread may use it."""
+    """See the module's description. Any thread may use it."""
 
     memory_is_host = False
     shares_cores = False
@@ -96,8 +97,8 @@ class PacedDevice(CpuDevice):
         clock: Clock | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`link_bytes_per_s`: of each lane, whatever the others do; `flops_per_s`: of what is paced, see
-        `take_flops`."""
+        """`link_bytes_per_s`: rate of each copy lane, independent of the others. `flops_per_s`: rate of paced compute,
+        see `take_flops`."""
         super().__init__(timeline)
         self.clock: Clock = clock or WallClock()
         self.link_bytes_per_s = link_bytes_per_s
@@ -106,16 +107,16 @@ class PacedDevice(CpuDevice):
         self._end_s = dict.fromkeys(Lane, 0.0)
         self.paced_flops = 0.0
         self.paced_s = 0.0
-        """How long all that was paced takes, one after the other."""
+        """Seconds of all paced compute, one after the other."""
         self.host_copy_s = 0.0
-        """How long cores were busy with copies."""
+        """Seconds in which cores were busy with copies."""
         self.num_waits: Counter[str] = Counter()
-        """How often a thread slept for the device, by its name."""
+        """Number of sleeps for the device, by the thread's name."""
         self.wait_s: defaultdict[str, float] = defaultdict(float)
-        """How long, in seconds."""
+        """Seconds of these sleeps, by the thread's name."""
 
     def take_flops(self, flops: float) -> None:
-        """Compute `flops`: enqueue the time that this takes."""
+        """Enqueue compute that takes the time of `flops`."""
         seconds = flops / self.flops_per_s
         with self._lock:
             self._end_s[Lane.COMPUTE] = max(self._end_s[Lane.COMPUTE], self.clock.now_s()) + seconds
@@ -123,7 +124,7 @@ class PacedDevice(CpuDevice):
             self.paced_s += seconds
 
     def hold_thread_until(self, at_s: float) -> None:
-        """Have the calling thread wait for the device."""
+        """Make the calling thread sleep for the device until `at_s`."""
         began_s = self.clock.now_s()
         if began_s >= at_s:
             return
@@ -142,7 +143,7 @@ class PacedDevice(CpuDevice):
         with self._lock:
             moved_s = self.clock.now_s()
             self.host_copy_s += moved_s - moving_s
-            self._end_s[lane] = max(self._end_s[lane], moved_s)  # nothing is there before it was moved
+            self._end_s[lane] = max(self._end_s[lane], moved_s)  # the data is present only after the move
         self.note_span(lane, "copy", _Point(self, began_s), _Point(self, ended_s), num_bytes=dst.nbytes)
 
     def stamp(self, lane: Lane) -> Stamp:

@@ -1,8 +1,9 @@
-"""Linear layers with all their weights whose products are waited for, not computed.
+"""Linear layers that have all their weights, but wait for the time of their products instead of computing them.
 
-`pace_layers` puts them into a model. They compute something cheap of a few of their weights, the same on every device,
-and get a gradient for each weight: of those that were used the true one, of the others small numbers that never change.
-On a `PacedDevice` forward and backward take what the FLOPs of a true product would, and the planner counts these.
+`pace_layers` replaces a model's layers by these. They compute a cheap function of a few of their weights, with equal
+results on every device. Each weight gets a gradient. It is the true gradient for used weights, and a small constant for
+all others. On a `PacedDevice`, forward and backward take the time of the FLOPs of a true product, and the planner
+counts these FLOPs.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from torch.utils.flop_counter import register_flop_formula
 from hf_lohan.testing.paced_device import PacedDevice
 
 UNUSED_GRADIENT_SCALE = 1e-6
-"""So small that a billion of them have a norm far below 1: whether a step clips is up to the true ones."""
+"""So small that a billion such gradients have a norm far below 1, so that only the true gradients decide whether a step
+clips."""
 _PATTERN_NUMEL = 1 << 20
 
 _devices: WeakValueDictionary[int, PacedDevice] = WeakValueDictionary()
-"""By the number that their layers give to the operations, which take no objects."""
+"""Devices by number. Layers pass the number to the operations, because these take no objects."""
 
 
 class PacedLinear(nn.Module):
-    """In the place of `nn.Linear` without a bias: weight [out_features, in_features]."""
+    """Replaces an `nn.Linear` without a bias. The weight is [out_features, in_features]."""
 
     def __init__(self, weight: nn.Parameter, device: PacedDevice | None) -> None:
-        """Without a device nothing waits."""
+        """With ``device=None`` nothing waits."""
         super().__init__()
         self.weight = weight
         self.device_number = -1
@@ -47,18 +49,19 @@ class PacedLinear(nn.Module):
 
 
 def pace_layers(layers: Iterable[nn.Module], device: PacedDevice | None) -> None:
-    """Replace every `nn.Linear` in them. Raises ValueError for one with a bias."""
+    """Replace every `nn.Linear` in the layers. Raises ValueError if one has a bias."""
     for layer in layers:
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
                     if child.bias is not None:
-                        raise ValueError(f"{name} has a bias, which is not paced; take a model without")
+                        raise ValueError(f"{name} has a bias, which cannot be paced; choose a model without biases")
                     setattr(parent, name, PacedLinear(child.weight, device))
 
 
 def paced_expert(device: PacedDevice) -> Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor]:
-    """In the place of what computes one gated expert's rows: the same products, waited for."""
+    """Return a function that replaces the computation of one gated expert's rows, and waits for the time of its
+    products."""
     number = id(device)
     _devices[number] = device
 
@@ -85,13 +88,14 @@ class _Product(torch.autograd.Function):
 
 
 def _mm(x: Tensor, weight: Tensor, device_number: int) -> Tensor:
-    """x [..., in] and weight [out, in] to [..., out]: each output is one input times one of the first `out` weights."""
+    """Return [..., out] for x [..., in] and weight [out, in]. Each output is one input times one of the first `out`
+    weights."""
     _take_flops(device_number, _flops(x.shape, weight.shape))
     return _repeated(x, len(weight)) * weight.view(-1)[: len(weight)]
 
 
 def _mm_backward(gradient: Tensor, x: Tensor, weight: Tensor, device_number: int) -> tuple[Tensor, Tensor]:
-    """gradient [..., out]: gradients of x and weight."""
+    """Return the gradients of x and weight for gradient [..., out]."""
     _take_flops(device_number, 2 * _flops(x.shape, weight.shape))
     num_outputs, num_inputs = weight.shape
     of_inputs = gradient * weight.view(-1)[:num_outputs]
@@ -107,7 +111,7 @@ def _flops(x_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
     return 2 * math.prod(x_shape) * weight_shape[0]
 
 
-# By its name, `mm`, the engine knows a product: its output is worth keeping for backward.
+# The engine recognizes a product, whose output is worth keeping for backward, by the name `mm`.
 _library = torch.library.Library("lohan_paced", "DEF")
 _library.define("mm(Tensor x, Tensor weight, int device_number) -> Tensor")
 _library.define("mm_backward(Tensor gradient, Tensor x, Tensor weight, int device_number) -> (Tensor, Tensor)")
@@ -126,14 +130,14 @@ def _take_flops(device_number: int, flops: float) -> None:
 
 
 def _repeated(x: Tensor, numel: int) -> Tensor:
-    """[..., in] to [..., numel], over and over."""
+    """Return [..., numel], which repeats x [..., in]."""
     times = -(-numel // x.shape[-1])
     return x.repeat(*[1] * (x.dim() - 1), times)[..., :numel]
 
 
 def _small_numbers(numel: int, dtype: torch.dtype) -> Tensor:
-    """A new tensor [numel], always of the same numbers. No core fills it: its pages are those of one file in memory
-    until they are written to."""
+    """Return a new tensor [numel], always with the same numbers. Filling it costs no time, because its pages are mapped
+    from one file in memory until they are written."""
     mapping = mmap.mmap(_file_of_small_numbers(numel, dtype), numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
     return torch.frombuffer(mapping, dtype=dtype)
 

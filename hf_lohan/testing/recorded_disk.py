@@ -1,7 +1,8 @@
-"""A disk that remembers every call, so that a test can fail any of them, or cut the power after any of them.
+"""A disk that records every call, so that a test can make any call fail, or cut the power after any call.
 
-What a cut loses follows the rules of POSIX, not the kindness of a file system: content is safe once its file is
-synced, a name once its directory is. Of all else an arbitrary part is there, sector by sector, not always as written.
+A power cut loses all that POSIX allows, even if real file systems lose less. Content is safe after its file is synced,
+and a name after its directory is synced. Of all other data an arbitrary part survives, sector by sector, and not always
+as written.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from unittest.mock import patch
 
 SECTOR_BYTES = 4096
 _FOLDER = -2
-"""In place of a file's number."""
+"""Number of a folder, in place of a file's number."""
 
 
 @dataclass(frozen=True)
 class FileCall:
-    """One call that changed something below the disk's root, or a ``mark`` that the test left."""
+    """One call that changed something below the disk's root, or a ``mark`` of the test."""
 
     name: str
     file: int = -1
-    """Which file, counted in order of creation."""
+    """Number of the file, in order of creation."""
     folder: str = ""
-    """Relative to the root."""
+    """The folder, relative to the root."""
     entries: tuple[str, ...] = ()
     """Names in the folder."""
     offset: int = 0
-    """For calls that set a size: that size."""
+    """Offset of a write. For calls that set a size, the size."""
     content: bytes = b""
     mark: Any = None
 
 
 class RecordedDisk:
-    """Records the calls on files below ``root``, which pass through, while it is entered."""
+    """Records the calls on files below ``root`` in this context, and passes them on."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.calls: list[FileCall] = []
         self.num_attempts = 0
-        """Calls since `fail`, failed ones included."""
+        """Number of calls after `fail`, including failed ones."""
         self._failing: tuple[int, int] | None = None
         self._after = ""
         self._files: dict[tuple[str, str], int] = {}
@@ -55,12 +56,13 @@ class RecordedDisk:
         self._patches = ExitStack()
 
     def fail(self, call: int, errno: int, *, after: str = "") -> None:
-        """The ``call``-th from now on, counted from 1, raises OSError; or the ``call``-th behind the next ``after``."""
+        """Make a later call raise OSError. ``call``: its number, counted from 1. With ``after``, counting starts after
+        the next call of this name."""
         with self._lock:
             self.num_attempts, self._failing, self._after = 0, (call, errno), after
 
     def mark(self, mark: Any) -> None:
-        """Leave a mark among the calls."""
+        """Record a mark among the calls."""
         with self._lock:
             self._record(FileCall("mark", mark=mark))
 
@@ -97,7 +99,7 @@ class RecordedDisk:
             self._after = ""
 
     def _place(self, path: Any) -> tuple[str, str] | None:
-        """Folder and name of a path below the root."""
+        """Return the folder and the name of a path below the root; None for other paths."""
         absolute = Path(os.path.abspath(path))
         if not absolute.is_relative_to(self.root):
             return None
@@ -224,7 +226,8 @@ class _Folder:
 
 
 class PowerCut:
-    """What may be left of the calls so far: give it the calls one by one, and have it write images of the disk."""
+    """Knows what a power cut may leave of the calls so far. A test applies the calls one by one, and writes images of
+    the disk."""
 
     def __init__(self) -> None:
         self._contents: dict[int, _Content] = {}
@@ -232,7 +235,7 @@ class PowerCut:
         self._given: set[str] = set()
 
     def apply(self, call: FileCall) -> None:
-        """One more call has returned."""
+        """Apply one more call, which has returned."""
         if call.name in ("create", "link", "rename", "unlink", "mkdir", "rmdir"):
             self._folders.setdefault(call.folder, _Folder()).unsynced.append(call)
             if call.name == "create":
@@ -251,12 +254,12 @@ class PowerCut:
             folder.unsynced.clear()
 
     def add_folder(self, folder: str) -> None:
-        """Have it in the images from the start, also before there is anything in it."""
+        """Include a folder in all images, even while it is empty."""
         self._folders.setdefault(folder, _Folder())
         self._given.add(folder)
 
     def write_image(self, root: Path, random: Random) -> None:
-        """The disk as it may be found after the cut, in ``root``."""
+        """Write the disk in a state that is possible after the cut to ``root``."""
         made = set(self._given)
         for name, folder in sorted(self._folders.items(), key=lambda item: len(Path(item[0]).parts)):
             names = dict(folder.safe)
@@ -288,7 +291,7 @@ class PowerCut:
 
 
 def _change(content: bytearray, call: FileCall, sector: Callable[[bytes, bytes], bytes]) -> None:
-    """A write or a new size, of which ``sector(new, old)`` tells what each sector holds after it."""
+    """Apply a write or a new size. ``sector(new, old)`` returns what each sector contains afterwards."""
     if call.name == "resize":
         del content[call.offset :]
         content.extend(bytes(call.offset - len(content)))

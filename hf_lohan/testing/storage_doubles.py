@@ -1,4 +1,4 @@
-"""Backends that misbehave on purpose, over the real one."""
+"""Storage backends that wrap the real one and are slow, faulty, short or counted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_lohan.files import FileBackend
 
 
 class SlowBackend(FileBackend):
-    """Every read and write takes ``delay_s`` longer, so that whoever does not wait loses the race."""
+    """Makes every read and write take ``delay_s`` longer, so that code without a needed wait fails."""
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
@@ -29,7 +29,7 @@ class SlowBackend(FileBackend):
 
 
 class PacedBackend(FileBackend):
-    """A drive that reads so many bytes a second, whoever asks: requests wait for one another. Writes are not slowed."""
+    """Reads ``bytes_per_s`` over all requests together, so requests wait for each other. Writes are not slowed."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -47,7 +47,7 @@ class PacedBackend(FileBackend):
 
 
 class GatedBackend(FileBackend):
-    """Reads and writes wait until the test sets ``gate``; ``arrived`` counts those that have come so far."""
+    """Makes reads and writes wait until the test sets ``gate``. ``arrived`` counts the requests so far."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -67,7 +67,7 @@ class GatedBackend(FileBackend):
 
 
 class CountingBackend(FileBackend):
-    """Counts calls by name in ``calls`` and keeps the size of every read and write, in bytes."""
+    """Counts calls by name in ``calls``, and records the size of every read and write in bytes."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class CountingBackend(FileBackend):
         self._lock = threading.Lock()
 
     def count(self, call: str) -> int:
-        """Note one more ``call``; returns how many there are now."""
+        """Count one more ``call``. Returns the new count."""
         with self._lock:
             self.calls[call] += 1
             return self.calls[call]
@@ -113,7 +113,7 @@ class CountingBackend(FileBackend):
 
 
 class FaultyBackend(CountingBackend):
-    """The ``fail_on``-th ``call``, counted from 1, raises OSError; if ``sticky``, so do all later ones."""
+    """Raises OSError in the ``fail_on``-th ``call``, counted from 1. If ``sticky``, all later calls raise it too."""
 
     def __init__(self, call: str, fail_on: int, errno: int, *, sticky: bool = False) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class FaultyBackend(CountingBackend):
 
 
 class ShortBackend(CountingBackend):
-    """Moves at most ``max_bytes`` per call, as the kernel may; 0 looks like the end of the file."""
+    """Moves at most ``max_bytes`` per call, as the kernel may. 0 looks like the end of the file."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class ShortBackend(CountingBackend):
 
 
 class OneShortBackend(CountingBackend):
-    """The ``short_on``-th ``call`` ("read" or "write"), counted from 1, moves only ``num_bytes``."""
+    """Moves only ``num_bytes`` in the ``short_on``-th ``call`` ("read" or "write"), counted from 1."""
 
     def __init__(self, call: str, short_on: int, num_bytes: int) -> None:
         super().__init__()
@@ -170,10 +170,8 @@ class OneShortBackend(CountingBackend):
 
 
 class FlippingBackend(CountingBackend):
-    """Flips one ``bit`` of what the ``flip_on``-th ``call`` ("read" or "write") moves, counted from 1.
-
-    Of a write it changes only what reaches the file, not the caller's memory.
-    """
+    """Flips one ``bit`` of the data of the ``flip_on``-th ``call`` ("read" or "write"), counted from 1. A flipped write
+    changes only the file, and not the caller's memory."""
 
     def __init__(self, call: str, flip_on: int, bit: int) -> None:
         super().__init__()
@@ -213,7 +211,7 @@ class FlippingBackend(CountingBackend):
 
 
 class NoDirectBackend(CountingBackend):
-    """A file system without O_DIRECT: it refuses to open the file, or opens it and refuses transfers."""
+    """Acts as a file system without O_DIRECT. It refuses to open the file, or opens the file and refuses transfers."""
 
     def __init__(self, *, refuses_at_open: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""All that a store holds, for comparing it to the bit."""
+"""Reads the whole content of a store, to compare it to the bit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hf_lohan.device import mapped_empty
 from hf_lohan.store import RecordSpec, Store
 
 Content = dict[tuple[str, str], bytes]
-"""Bytes of each record, by block and kind."""
+"""The bytes of each record, by block and kind."""
 
 
 def zeros(records: tuple[RecordSpec, ...]) -> Content:
-    """What a new store of these records holds."""
+    """Return the content of a new store of these records."""
     return {(record.block, record.kind): bytes(record.num_bytes) for record in records}
 
 
 def content_of(store: Store) -> Content:
-    """Read every record, as a whole. Raises as `Store.read`."""
+    """Read every record whole. Raises the errors of `Store.read`."""
     content = {}
     for record in store.records:
         out = aligned(record, record.numel)
@@ -30,7 +30,7 @@ def content_of(store: Store) -> Content:
 
 
 def aligned(record: RecordSpec, numel: int, random: Random | None = None) -> Tensor:
-    """A tensor [numel] of the record's type in aligned memory, of random bits if there is a ``random``."""
+    """Return a tensor [numel] of the record's type in aligned memory, with random bits if ``random`` is not None."""
     memory = mapped_empty(numel * record.itemsize)
     if random is not None:
         memory.copy_(torch.frombuffer(bytearray(random.randbytes(memory.numel())), dtype=torch.uint8))

@@ -1,7 +1,7 @@
-"""Ranks that are threads of one process: the real `Links` over socket pairs, with delays and faults.
+"""Runs ranks as threads of one process, with the real `Links` over socket pairs, delays and faults.
 
-A rank's function gets its `Links`. Delays are drawn from a seed, before what is sent and before what is received, so
-ranks meet in another order with each seed. A fault happens at the n-th message that a rank sends.
+A rank's function gets the rank's `Links`. Delays before sends and receives are drawn from a seed, so ranks meet in
+another order with each seed. A fault happens at the n-th message that a rank sends.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ HANGS_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank when it is about to send its message number `at_message`, from 0."""
+    """A fault of a rank, just before it sends its message number `at_message`, counted from 0."""
 
     rank: int
     what: Literal["die", "hang", "truncate", "corrupt"]
-    """`die`: its connections end; `hang`: it neither sends nor reads any more; `truncate`: it dies after half a head;
-    `corrupt`: a bit of the head is wrong."""
+    """With `die` the rank's connections end. With `hang` it neither sends nor reads any more. With `truncate` it dies
+    after half a head. With `corrupt` a bit of the head is wrong."""
     at_message: int
     channel: Channel | None = None
-    """Counts messages of this channel only."""
+    """If set, only messages of this channel count."""
 
 
 @dataclass
 class Outcome(Generic[_Result]):
-    """What became of one rank."""
+    """The result or the error of one rank."""
 
     result: _Result | None = None
     error: BaseException | None = None
@@ -60,7 +60,8 @@ def run_ranks(
     faults: Sequence[Fault] = (),
     timeout_s: float = 20.0,
 ) -> list[_Result]:
-    """What `function` returned on each rank. Raises the first error that is not only the news of another rank's."""
+    """Run `function` on each rank, and return the results. Raises the first error that does not only report another
+    rank's error."""
     outcomes = rank_outcomes(
         num_ranks, function, num_local=num_local, delays_seed=delays_seed, faults=faults, timeout_s=timeout_s
     )
@@ -79,7 +80,7 @@ def rank_outcomes(
     faults: Sequence[Fault] = (),
     timeout_s: float = 20.0,
 ) -> list[Outcome[_Result]]:
-    """As `run_ranks`, but with what each rank raised. All threads have ended when this returns."""
+    """Run `function` on each rank, and return each rank's result or error. All threads have ended when this returns."""
     before = set(threading.enumerate())
     world = _World(num_ranks, num_local or num_ranks, delays_seed, faults)
     links = [
@@ -91,8 +92,8 @@ def rank_outcomes(
     all_have_threads = threading.Barrier(num_ranks)
 
     def run(rank: int) -> None:
-        # Some sums depend on the number of torch's threads. A thread takes it from torch's last setting when it first
-        # uses torch; the loader of another rank may just have set its own to 1.
+        # Some sums depend on the number of torch's threads. A thread gets this number from torch's last setting when it
+        # first uses torch, and the loader of another rank may just have set its own number to 1.
         torch.get_num_threads()
         torch.set_num_threads(num_threads)
         all_have_threads.wait()
@@ -120,19 +121,19 @@ def rank_outcomes(
         thread.join(HANGS_AFTER_S)
     if stacks:
         raise AssertionError(f"ranks hang:\n{stacks}")
-    gc.collect()  # some threads end with their owner, which a cycle may keep
+    gc.collect()  # some threads end with their owner, which a cycle may keep alive
     left = [thread for thread in threading.enumerate() if thread not in before]
     until_s = time.monotonic() + HANGS_AFTER_S
     for thread in left:
         thread.join(until_s - time.monotonic())
     left = [thread for thread in left if thread.is_alive()]
-    if left and not any(outcome.error for outcome in outcomes):  # its traceback may keep what ends them
-        raise AssertionError(f"threads are left: {_stacks(left)}")
+    if left and not any(outcome.error for outcome in outcomes):  # an error's traceback may keep their owner alive
+        raise AssertionError(f"threads are still running: {_stacks(left)}")
     return outcomes
 
 
 class _World:
-    """The sockets of all ranks, and what is to happen to them."""
+    """The sockets and faults of all ranks."""
 
     def __init__(self, num_ranks: int, num_local: int, delays_seed: int | None, faults: Sequence[Fault]) -> None:
         self.num_local = num_local
@@ -149,7 +150,7 @@ class _World:
             fate.sockets = list(self.sockets[rank].values())
 
     def end(self) -> None:
-        """Let what hangs go on, into closed connections."""
+        """Let hanging ranks continue, with closed connections."""
         self.is_over.set()
         for sockets in self.sockets:
             for rank_socket in sockets.values():
@@ -157,7 +158,7 @@ class _World:
 
 
 class _Fate:
-    """Of one rank: counts what it sends."""
+    """The faults of one rank. Counts the messages that the rank sends."""
 
     def __init__(self, world: _World, faults: list[Fault]) -> None:
         self.world = world
@@ -168,7 +169,7 @@ class _Fate:
         self._lock = threading.Lock()
 
     def next_message(self, channel: Channel) -> str | None:
-        """What happens to the message that is about to be sent, if anything does."""
+        """Return the fault of the next message, or None."""
         with self._lock:
             happens = None
             for counted in (None, channel):
@@ -199,13 +200,13 @@ class _RankSocket:
         self._delays_of_received = None if delays is None else random.Random(delays.random())
         self._head = bytearray()
         self._num_left = 0
-        """Bytes of the message that is under way."""
+        """Bytes of the current message that are not sent yet."""
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> int:
-        """Sends no more than the rest of one message, so that the next begins with a call."""
+        """Send at most the rest of one message, so that each message begins with a call."""
         if self._fate.hangs:
             self._fate.hang()
         first = buffers[0]
@@ -215,7 +216,7 @@ class _RankSocket:
             if happens == "hang":
                 self._fate.hang()
             elif happens == "corrupt":
-                self._head += bytes(first)  # what is known of it is right
+                self._head += bytes(first)  # this part of the head is right
                 damaged = bytearray(first)
                 damaged[HEAD_BYTES // 2] ^= 4
                 self._end.sendall(damaged)
@@ -258,7 +259,7 @@ class _RankSocket:
 
     @staticmethod
     def _delay(delays: random.Random | None) -> None:
-        """Often none, now and then a long one: what is always slow comes in the same order."""
+        """Sleep for a random time. It is often 0 and sometimes long, because equal delays would keep the order."""
         if delays is not None and delays.random() < 0.4:
             time.sleep(LONGEST_DELAY_S * delays.random() ** 3)
 

@@ -1,4 +1,4 @@
-"""Worker threads, thread settings, policies for a model on the CPU, and forked children."""
+"""Worker threads, thread settings, policies for a model on the CPU, and forked processes."""
 
 from hf_lohan.threads.cpu_policies import (
     keep_freed_memory,

@@ -1,4 +1,4 @@
-"""Policies for a model that computes on the CPU, on the same cores as our threads. With a GPU they do not matter.
+"""Policies for a model that computes on the CPU, and so shares cores with our threads. With a GPU they have no effect.
 
 Each avoids a slowdown that was measured on two cores: `accelerate launch` sets OMP_NUM_THREADS=1, a second OpenMP team
 competes with the model's, and glibc frees memory that the next step allocates again.
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_MMAP_THRESHOLD_BYTES = 32 << 20
-"""glibc's limit. Larger tensors are mapped and unmapped each time."""
+"""Limit of glibc's heap. Larger tensors are mapped and unmapped each time."""
 _KEPT_BYTES = 256 << 20
-"""Freed bytes that glibc keeps at the heap's end."""
+"""Freed bytes that glibc keeps at the end of the heap."""
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def usable_cpus() -> int:
-    """Number of CPUs this process may run on."""
+    """Return the number of CPUs on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def set_compute_threads(num_threads: int) -> None:
-    """Have torch's CPU kernels use `num_threads`, and log a change."""
+    """Set the number of threads of torch's CPU kernels, and log a change."""
     if torch.get_num_threads() == num_threads:
         return
     logger.info(
@@ -49,8 +49,8 @@ def set_compute_threads(num_threads: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep some freed memory, and return whether it does. Clearing fresh pages for gradients and activations
-    takes up to 5% of a step on a CPU. The user's settings and other C libraries or allocators are left alone."""
+    """Make glibc keep some freed memory, and return whether it does. Clearing new pages for gradients and activations
+    takes up to 5% of a step on a CPU. The user's settings and other C libraries or allocators are not changed."""
     if sys.platform != "linux" or any(name in os.environ for name in _SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -66,9 +66,9 @@ _starting = threading.Lock()
 
 @contextlib.contextmanager
 def number_of_threads_kept() -> Iterator[None]:
-    """Restore the number of kernel threads afterwards: a thread that sets its own number also sets it for later
-    threads. The lock keeps concurrent callers from saving each other's temporary number, which would change the order
-    of sums."""
+    """Restore the number of kernel threads after the context, because a thread that sets its own number also sets it
+    for later threads. The lock keeps concurrent callers from saving each other's temporary number, which would change
+    the order of sums."""
     with _starting:
         num_threads = torch.get_num_threads()
         try:
@@ -78,9 +78,9 @@ def number_of_threads_kept() -> Iterator[None]:
 
 
 def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool) -> threading.Thread:
-    """Start a daemon thread. With ``beside_kernels``, a model's kernels run on the same cores: then this thread runs
-    its kernels without a team until it calls `use_all_cores`. With two teams there are more threads than cores, and
-    OpenMP threads sleep after each kernel instead of spinning."""
+    """Start a daemon thread. ``beside_kernels``: a model's kernels run on the same cores, so this thread runs its
+    kernels without a team until it calls `use_all_cores`. With two teams there are more threads than cores, and OpenMP
+    threads sleep after each kernel instead of spinning."""
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -102,19 +102,19 @@ def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool)
 
 
 def use_all_cores() -> None:
-    """Have the calling thread's kernels use torch's default number of threads again. For large kernels, and for those
-    whose result depends on the number of threads, such as sums."""
+    """Let the calling thread's kernels use torch's default number of threads again. This is for large kernels, and for
+    kernels whose result depends on the number of threads, such as sums."""
     if getattr(_here, "runs_alone", False):
         _here.runs_alone = False
         defaults = list[int]()
         thread = threading.Thread(target=lambda: defaults.append(torch.get_num_threads()))
-        with _starting:  # else it may see a temporary number
+        with _starting:  # avoids reading a temporary number
             thread.start()
             thread.join()
         torch.set_num_threads(defaults[0])
 
 
 def run_kernels_alone() -> None:
-    """Have the calling thread's kernels run on this thread alone."""
-    torch.get_num_threads()  # initializes the thread, which would overwrite the number below
+    """Make the calling thread's kernels run only on this thread."""
+    torch.get_num_threads()  # initializes the thread, which would later overwrite the number
     torch.set_num_threads(1)

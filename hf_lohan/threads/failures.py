@@ -9,7 +9,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class FirstFailure:
-    """The first error of several threads, none of which can go on without the others."""
+    """The first error of several threads. No thread can continue without the others."""
 
     def __init__(self, on_error: Callable[[BaseException], None] = lambda _error: None) -> None:
         """`on_error` is called on the thread that records the first error."""
@@ -24,8 +24,8 @@ class FirstFailure:
 
 
 def raised_anew(error: _Error) -> _Error:
-    """Return a copy of ``error`` with ``error`` as its cause. If several threads raised one object, it would collect
-    all their tracebacks, and they would overwrite its context."""
+    """Return a copy of ``error`` with ``error`` as its cause. If several threads raised the same object, it would
+    collect all their tracebacks, and the threads would overwrite its context."""
     args = error.args
     if isinstance(error, OSError) and error.filename is not None:
         args = (*args, error.filename)

@@ -1,4 +1,4 @@
-"""Forked children, such as data loader workers, must not use the parent's threads, locks and files."""
+"""Keeps forked processes, such as data loader workers, from using the parent's threads, locks and files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _objects_closed_in_children: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_in_children(fd: int) -> None:
-    """Have every child close ``fd``. A child shares the parent's open file, so a lock on it would outlive the parent,
-    and a deleted file would keep its disk space."""
+    """Make every forked process close ``fd``. A child shares the parent's open file, so a lock on it would outlive the
+    parent, and a deleted file would keep its disk space."""
     _closed_in_children.add(fd)
 
 
@@ -28,20 +28,21 @@ def closing(fd: int) -> None:
 
 
 def close_object_in_children(closable: _Closable) -> None:
-    """Have every child close ``closable``, such as a socket: its other end does not notice that this process ended
-    while a child has it open. Holds no reference."""
+    """Make every forked process close ``closable``, such as a socket. While a child has a socket open, the other end
+    does not notice the end of this process. This keeps no reference to ``closable``."""
     _objects_closed_in_children.add(closable)
 
 
 class Owner:
-    """The process that made an object. A forked child has a copy without threads, whose locks may never be released."""
+    """The process that made an object. A forked process has a copy of the object without threads, whose locks may never
+    be released."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, not a child of it."""
+        """Whether the calling process made the object, and is not a child of that process."""
         return os.getpid() == self._pid
 
 

@@ -1,4 +1,4 @@
-"""Threads for many short tasks, and threads that each run a part of one task's kernels."""
+"""Threads for many short tasks, and threads that run the kernels of one task in parts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Tasks = queue.SimpleQueue[_Task | None]
 
 
 class TaskThreads:
-    """An executor without futures, because a future costs more time than the Python code around a megabyte's transfer.
-    Tasks run in order of submission and must not raise. The threads end with this object at the latest. In a forked
-    child, it does nothing."""
+    """An executor without futures, because a future costs more time than the Python code of a transfer of 1 MB. Tasks
+    start in order of submission, and must not raise. The threads end with this object at the latest. In a forked
+    process it does nothing."""
 
     def __init__(self, num_threads: int, name: str, *, begin: _Task = lambda: None) -> None:
         """Each thread calls ``begin`` before its first task."""
@@ -38,7 +38,7 @@ class TaskThreads:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Run all submitted tasks and end the threads. A second call does nothing."""
+        """Run all submitted tasks, and end the threads. A second call does nothing."""
         if not self._owner.is_here:
             return
         self._end()
@@ -56,19 +56,19 @@ class TaskThreads:
 
 
 def _run(tasks: _Tasks, begin: _Task) -> None:
-    # A function: a bound method would keep the object alive whose end ends the thread.
+    # This is not a method, because a bound method would keep the `TaskThreads` object alive.
     begin()
     while True:
         task = tasks.get()
         if task is None:
             return
         task()
-        del task  # frees its memory before the next task comes
+        del task  # frees the task's memory before the next one comes
 
 
 class KernelThreads:
-    """Threads that each run torch's CPU kernels on their own. A sequence of kernels can run part by part, so threads do
-    not meet after each kernel. They end with this object at the latest."""
+    """Threads that run torch's CPU kernels independently. Each thread runs a sequence of kernels on its part, so
+    threads do not wait for each other after each kernel. They end with this object at the latest."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -84,7 +84,7 @@ class KernelThreads:
                 has_begun.acquire()
 
     def map(self, work: Callable[[_Part], _Output], parts: Sequence[_Part]) -> list[_Output]:
-        """Return the result of `work` for each part. Raises the first part's error once all are done."""
+        """Return the results of `work` for all parts. Raises the first part's error after all are done."""
         results: dict[int, _Output] = {}
         errors: dict[int, BaseException] = {}
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -105,5 +105,5 @@ class KernelThreads:
         return [results[index] for index in range(len(parts))]
 
     def close(self) -> None:
-        """Wait for all work and end the threads, so that the interpreter does not end during a kernel."""
+        """Wait for all work, and end the threads, so that the interpreter does not end during a kernel."""
         self._threads.close()

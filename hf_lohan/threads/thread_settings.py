@@ -17,7 +17,7 @@ _Value = TypeVar("_Value")
 
 
 class ThreadSettings:
-    """Torch's settings per thread that a forward depends on: recording of gradients, autocast and the default device.
+    """Torch's per-thread settings that affect a forward. These are gradient recording, autocast and the default device.
     Modes and saved-tensor hooks are not included."""
 
     def __init__(self, device_type: str) -> None:
@@ -33,7 +33,7 @@ class ThreadSettings:
 
     @contextlib.contextmanager
     def applied(self, *others: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-        """Context with these settings for the thread that enters it, which also enters ``others``."""
+        """Apply these settings to the calling thread in this context, and enter ``others`` too."""
         with contextlib.ExitStack() as stack:
             for other in others:
                 stack.enter_context(other)
@@ -46,11 +46,9 @@ class ThreadSettings:
 
 
 def uninterrupted(work: Callable[[], _Value], settings: ThreadSettings) -> _Value:
-    """Run ``work`` under ``settings`` on a thread of its own, where Python calls no signal handlers. Returns or raises
-    as ``work`` does. An interrupt of the calling thread is raised after the work has ended, so keep that short.
-
-    For work in which torch calls Python where it cannot bear an exception, and would end the process.
-    """
+    """Run ``work`` with ``settings`` on a new thread, on which Python calls no signal handlers. Returns or raises as
+    ``work`` does. An interrupt of the calling thread is raised after the work has ended, so the work must be short.
+    This is for work in which torch calls Python code in places where an exception would end the process."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     results: list[_Value] = []
@@ -74,11 +72,11 @@ def uninterrupted(work: Callable[[], _Value], settings: ThreadSettings) -> _Valu
     try:
         thread.start()
     except BaseException:
-        may_begin.put(False)  # the thread may exist, but nothing would wait for it
+        may_begin.put(False)  # the thread may exist, but nobody would wait for it
         raise
     interrupt: BaseException | None = None
     has_begun = False
-    # An interrupted `Thread.join` takes a running thread for ended (Python 3.10 to 3.12).
+    # After an interrupt, `Thread.join` of Python 3.10 to 3.12 treats a running thread as ended.
     while not (results or errors):
         try:
             if not has_begun:

@@ -14,14 +14,15 @@ from hf_lohan.threads.forks import Owner
 Command = Callable[[], object]
 _Result = TypeVar("_Result")
 CHECK_INTERVAL_S = 1.0
-"""How often a wait for a thread checks that it still runs."""
+"""Seconds between two checks that a thread is still running, during a wait for it."""
 
 
 class WorkThread:
-    """Runs commands one after the other. After a failure it runs no more, and every `barrier` raises the failure."""
+    """Runs commands one after the other. After a failure it runs no more commands, and every `barrier` raises the
+    failure."""
 
     def __init__(self, name: str, failure: FirstFailure, *, beside_kernels: bool = False) -> None:
-        """`failure` may be shared with other threads: any failure stops this one. `beside_kernels`: see
+        """`failure` may be shared with other threads, and any failure stops this one. `beside_kernels`: see
         `start_thread`."""
         self._failure = failure
         self._idle: Callable[[], bool] = lambda: False
@@ -41,7 +42,7 @@ class WorkThread:
         self._commands.put(command)
 
     def barrier(self) -> None:
-        """Wait until all submitted commands have run. Raises the failure, if there is one."""
+        """Wait until all submitted commands have run. Raises the failure, if any."""
         reached = threading.Event()
         self._refuse_if_ended()
         self._commands.put(reached)
@@ -51,14 +52,14 @@ class WorkThread:
             raise raised_anew(self._failure.error)
 
     def call(self, command: Callable[[], _Result]) -> _Result:
-        """Run `command` after all earlier ones and return its result. Raises the failure, if there is one."""
+        """Run `command` after all earlier ones, and return its result. Raises the failure, if any."""
         results: list[_Result] = []
         self.submit(lambda: results.append(command()))
         self.barrier()
         return results[0]
 
     def close(self) -> None:
-        """Run all submitted commands and end the thread. Does nothing in a forked child."""
+        """Run all submitted commands, and end the thread. Does nothing in a forked process."""
         if not self._owner.is_here:
             return
         assert self._thread is not None, "the thread was never started"
@@ -67,7 +68,7 @@ class WorkThread:
 
     def _refuse_if_ended(self) -> None:
         if not self._owner.is_here:
-            raise RuntimeError("this is a forked child of the process that trains; use the model in that process")
+            raise RuntimeError("this is a forked child of the training process; use the model in the training process")
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the engine is closed; load the model again")
 
@@ -80,7 +81,7 @@ class WorkThread:
                 command.set()
             elif self._failure.error is None:
                 self._try(command)
-            del command  # frees its memory before the next command comes
+            del command  # frees the command's memory before the next one comes
 
     def _next(self) -> Command | threading.Event | None:
         while self._commands.empty() and self._failure.error is None:

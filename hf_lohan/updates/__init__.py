@@ -1,17 +1,17 @@
-"""Gradients in, updated records out.
+"""Takes gradients, and writes updated records.
 
-The files, from the top down, in the order of a gradient's way:
+The files, in the order in which a gradient passes through them:
 
 - `arrival`: a gradient goes to the host.
-- `pipeline`: what the computing thread talks to.
-- `worker`: on a thread of its own, a gradient waits for the norm or is applied, one chunk after another.
+- `pipeline`: the interface for the computing thread.
+- `worker`: on its own thread, gradients wait for the norm or are applied, one chunk after another.
 - `gradient_reduction`: with several ranks, a chunk's gradient is averaged first.
 - `chunk_update`: reads, updates and writes one chunk.
 - `handover`: new weights go to readers of their block; updates in backward borrow old weights from the device.
 - `step`: hyperparameters, norm, clipping, and whether a step counts.
 - `gradients`: the gradient of a chunk, norms, and gradients that wait.
 - `missed_steps`: steps with a gradient of zeros that are taken later.
-- `setup`: the parts that all this is built from.
+- `setup`: the parts from which the others are built.
 
 The room knows no model and no slots.
 """

@@ -1,4 +1,4 @@
-"""From autograd to the host: a gradient leaves the device the moment it is complete."""
+"""Copies each gradient from autograd to the host as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ from hf_lohan.updates.handover import WeightSlots
 from hf_lohan.updates.pipeline import GradientPipeline
 
 _LOOK_S = 1.0
-"""Seconds after which a wait for a buffer looks whether it is in vain."""
+"""Seconds after which a wait for a buffer checks whether the buffer can still come."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardContext:
-    """Facts about a backward, for all of its gradients."""
+    """Facts about a backward, for all its gradients."""
 
     is_final: bool = True
-    """No later backward of this step adds to these gradients."""
+    """Whether no later backward of this step adds to these gradients."""
     slots: WeightSlots | None = None
-    """Lends the weights of a block to its update. Without it, updates read weights from the store."""
+    """Lends a block's weights to the block's update. Without it, updates read weights from the store."""
 
 
 class GradientArrivals:
-    """Takes gradients from post-accumulate hooks and gives every chunk to the pipeline as soon as it is complete.
-
-    Runs on the thread of the backward. If no host buffer is free it waits: backward is held back, memory is not
-    exceeded.
-    """
+    """Takes gradients from post-accumulate hooks, and passes each chunk to the pipeline as soon as it is complete. Runs
+    on the thread of the backward. If no host buffer is free it waits, which delays the backward and keeps memory within
+    its limit."""
 
     def __init__(
         self,
@@ -60,19 +58,19 @@ class GradientArrivals:
                 self._pieces.setdefault(piece.param_slice, []).append(piece)
 
     def begin_backward(self, context: BackwardContext) -> None:
-        """A backward begins. `context` holds until the next one."""
+        """Begin a backward. `context` applies until the next one."""
         self._context = context
 
     def take_gradient(self, param_slice: ParamSlice, parameter: nn.Parameter) -> None:
-        """Move `parameter.grad` to the host and forget it on the device."""
+        """Move `parameter.grad` to the host, and free it on the device."""
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
         self.send_gradient(param_slice, gradient)
 
     def send_gradient(self, param_slice: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None:
-        """Move a slice's gradient to the host. `gradient` is the whole parameter's, or just the slice's. ``has_more``:
-        the backward in progress will add to it."""
+        """Move a slice's gradient to the host. `gradient` belongs to the whole parameter, or only to the slice.
+        ``has_more``: the backward in progress will add to it."""
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
         flat = gradient.contiguous().view(-1)
@@ -81,7 +79,7 @@ class GradientArrivals:
         self._pipeline.measure_gradient(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
         for piece in self._pieces[param_slice]:
-            # One after the other: a parameter may have more chunks than there are buffers.
+            # Copy one piece after the other, because a parameter may have more chunks than the pool has buffers.
             arrived = self._copy_piece(piece, flat)
             if len(arrived.pieces) == len(arrived.chunk.pieces):
                 self._submit_chunk(arrived, has_more=has_more)
@@ -102,7 +100,7 @@ class GradientArrivals:
     def _acquire_buffer(self, block: Block, *, half: bool) -> Buffer:
         began_s = time.monotonic()
         while (buffer := self._pool.acquire_within(_LOOK_S, half=half)) is None:
-            # Layers in which a parameter gets no gradient (an expert without tokens) may hold all buffers.
+            # All buffers may be held by layers in which a parameter gets no gradient, such as an expert without tokens.
             for arrived in list(self._open.values()):
                 if arrived.chunk.block is not block and arrived.chunk.block.size_class is SizeClass.LAYER:
                     self._submit_chunk(arrived)
@@ -114,8 +112,8 @@ class GradientArrivals:
         is_final = self._context.is_final and not has_more
         if not (is_final or pipeline.holds_gradients):
             raise RuntimeError(
-                "gradients are being accumulated, but the engine was prepared to apply them as they arrive and has no "
-                "room to keep them; set gradient_accumulation_steps when you make the Accelerator or the training "
+                "gradients are being accumulated, but the engine was prepared to apply them as they arrive, and has "
+                "no room to keep them; set gradient_accumulation_steps when you make the Accelerator or the training "
                 "arguments, or set max_grad_norm > 0"
             )
         borrowed, slots = None, self._context.slots
@@ -125,16 +123,16 @@ class GradientArrivals:
         pipeline.submit(arrived, is_final=is_final, borrowed=borrowed)
 
     def flush(self) -> None:
-        """Backward is over: submit the chunks in which some parameter got no gradient."""
+        """Submit the chunks in which some parameter got no gradient, after the backward."""
         for arrived in list(self._open.values()):
             self._submit_chunk(arrived)
 
     def note_zero_gradient(self, part: ParamSlice) -> None:
-        """A backward passed a slice whose gradient is zero: see `GradientPipeline.note_passed`."""
+        """Note that a backward passed a slice whose gradient is zero. See `GradientPipeline.note_passed`."""
         self._pipeline.note_passed(piece.chunk for piece in self._pieces[part])
 
     def abandon_backward(self) -> None:
-        """Backward was interrupted: release the buffers of incomplete chunks."""
+        """Release the buffers of incomplete chunks after an interrupted backward."""
         for arrived in self._open.values():
             arrived.wait()
             arrived.buffer.release()

@@ -1,7 +1,8 @@
-"""One chunk's optimizer step: read its states, update them, hand over the new weights, write everything back.
+"""Runs one chunk's optimizer step. It reads the states, updates them, hands over the new weights, and writes all
+records.
 
-A chunk is updated in as many parts as there are threads; each thread verifies, updates and hashes its own part. Smaller
-parts that fit a core's cache would make hashing cheaper, but their calls cost more than that saves.
+A chunk is divided into one part per thread. Each thread verifies, updates and hashes its part. Smaller parts that fit a
+core's cache would make hashing cheaper, but their calls cost more than that saves.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ class ChunkUpdate:
 
     gradient: ChunkGradient
     records: dict[str, Tensor]
-    """Views by kind into the buffers, of the chunk's elements."""
+    """Views of the chunk's elements in the buffers, by kind."""
     buffer_of: dict[str, Buffer]
-    """By kind; some kinds share one. Records that are updated in place in RAM have none."""
+    """Buffers by kind. Several kinds may share a buffer. Records that are updated in place in RAM have none."""
     private: list[Buffer]
-    """Scratch buffers, which are not written (see `MasterFormat.num_private_buffers`)."""
+    """Scratch buffers, which are not written to the store (see `MasterFormat.num_private_buffers`)."""
     reads: list[RecordRead]
     is_guess: bool
-    """The update may be undone: its gradient stays in its buffer, and no reader gets its result."""
+    """Whether the update may be undone. Its gradient then stays in its buffer, and no reader gets its result."""
 
 
 class ChunkUpdater:
-    """Issues the reads of a chunk's records, runs the optimizer on them and issues the writes. Used by one thread."""
+    """Issues the reads of a chunk's records, runs the optimizer on them, and issues the writes. Used by one thread."""
 
     def __init__(self, setup: UpdateSetup, handover: Handover, on_failure: Callable[[BaseException], None]) -> None:
         """``on_failure`` is called on I/O threads with the error of a write."""
@@ -63,11 +64,11 @@ class ChunkUpdater:
         self._threads = KernelThreads(torch.get_num_threads())
 
     def free_buffers(self, chunk: Chunk) -> list[Buffer] | None:
-        """The buffers for the chunk's update, if they are free now."""
+        """Return the buffers for the chunk's update if they are free now; None if not."""
         return self._states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)
 
     def borrowed_buffers(self, chunk: Chunk) -> list[Buffer] | None:
-        """As many buffers of the pool in which gradients arrive, if they are free now."""
+        """Return the same number of buffers from the pool of gradients if they are free now; None if not."""
         num_buffers = chunk.block.master.num_state_buffers_per_chunk
         return self._gradients.try_acquire(num_buffers, leave=self._num_arrival_buffers)
 
@@ -80,8 +81,8 @@ class ChunkUpdater:
         is_guess: bool,
         buffers: list[Buffer] | None,
     ) -> ChunkUpdate:
-        """Issue the reads. `reads` bring back a spilled gradient; weights come from the `borrowed` slot, if there is
-        one, unless missed steps were applied to them on their way there. Without `buffers`, wait for some."""
+        """Issue the reads. `reads` bring back a spilled gradient. Weights come from the `borrowed` slot if it is set,
+        unless missed steps were applied to them when they were loaded. Without `buffers`, wait for some."""
         chunk = gradient.chunk
         if self._missed.is_behind(chunk):
             give_back(borrowed)
@@ -115,8 +116,8 @@ class ChunkUpdater:
         return update
 
     def finish_update(self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float) -> list[IoRequest]:
-        """Wait for the reads, update, hand over the new parameters and issue the writes. Each buffer is released when
-        its contents have been written and copied."""
+        """Wait for the reads, update, hand over the new parameters, and issue the writes. Each buffer is released after
+        its contents are written and copied."""
         gradient, block = update.gradient, update.gradient.chunk.block.name
         form = gradient.chunk.block.master
         with self._timeline.task(UPDATES_WAIT, "reads", block=block):
@@ -141,7 +142,7 @@ class ChunkUpdater:
                 missed=self._missed.steps_before(gradient.chunk),
             )
         if not update.is_guess:
-            self._missed.catch_up(gradient.chunk)  # before a reader can find it in the store
+            self._missed.catch_up(gradient.chunk)  # must precede any read of the new records
         if gradient.buffer is not None and not update.is_guess:
             gradient.buffer.release()
         for buffer in update.private:
@@ -168,15 +169,15 @@ class ChunkUpdater:
         return writes
 
     def _on_written(self, buffer: HoldsParams, new: NewParams | None, request: IoRequest) -> None:
-        """On the I/O thread that finished the write."""
+        """Release a buffer. Called on the I/O thread that finished the write."""
         try:
             if request.error is not None:
                 self._on_failure(request.error)
             elif new is not None:
                 self._handover.note_written(new)
-        except BaseException as error:  # the request would log and forget it
+        except BaseException as error:  # the request would log the error and forget it
             self._on_failure(error)
-        finally:  # otherwise a thread that waits for the buffer would wait for ever
+        finally:  # a thread may wait for the buffer
             buffer.release()
 
 
@@ -197,14 +198,14 @@ def update_in_parts(
     aside: Aside = here,
     missed: Steps = (),
 ) -> dict[str, Checksums]:
-    """Update a chunk's ``records``, by kind, in place from its ``gradient`` [numel], scaled by ``clip_coefficient`` as
-    `update_records_` does. None is a gradient of zeros. ``reads`` filled the records; they have arrived, and are
+    """Update a chunk's ``records``, by kind, in place with its ``gradient`` [numel], scaled by ``clip_coefficient`` as
+    `update_records_` does. None is a gradient of zeros. ``reads`` filled the records. They have arrived, and are
     verified here. Returns checksums of the records' granules by kind, except for ``unhashed`` kinds.
 
-    ``position``: the chunk's offset in its block's records; ``private``: `MasterFormat.num_private_buffers` uint8
-    tensors of at least 4 * numel bytes; ``granule_numel``: parameters per granule; ``aside``: see `UpdateRule`;
-    ``missed``: the segments of each earlier step with gradients of zeros that the records lack. Raises CorruptionError;
-    the records are undefined then.
+    ``position``: the chunk's offset in its block's records. ``private``: `MasterFormat.num_private_buffers` uint8
+    tensors of at least 4 * numel bytes. ``granule_numel``: parameters per granule. ``aside``: see `UpdateRule`.
+    ``missed``: the segments of each earlier step with gradients of zeros that the records lack. Raises CorruptionError,
+    and then leaves the records undefined.
     """
     numel = records["param"].numel()
 
@@ -238,8 +239,8 @@ def update_in_parts(
 
     part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
     parts = list(ranges(numel, part_numel))
-    if form.rule.needs_whole:  # kernels large enough to share all threads
-        assert gradient is not None, "no part of a parameter that is updated whole is without a gradient"
+    if form.rule.needs_whole:  # its kernels are large enough for all threads
+        assert gradient is not None, "a parameter that is updated whole has no part without a gradient"
         threads.map(verify, parts)
         use_all_cores()
         update_records_(
@@ -260,8 +261,8 @@ def update_in_parts(
 
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:
-    """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
-    as torch's optimizers do: no weight decay, no decay of moments, no step."""
+    """Return runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are
+    left out, as in torch's optimizers, and get no weight decay, no decay of moments and no step."""
     if gradient.chunk.block.needs_whole:
         pieces = [piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices]
         return [_whole_segment(piece, group_of, step_counts) for piece in pieces]
@@ -274,5 +275,5 @@ def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: Step
 
 def _whole_segment(piece: ChunkPiece, group_of: GroupOf, step_counts: StepCounts) -> Segment:
     part = piece.param_slice
-    assert piece.numel == part.shape.numel(), f"{part.name} does not lie in one chunk"
+    assert piece.numel == part.shape.numel(), f"{part.name} is not in one chunk"
     return Segment(piece.start_in_chunk, piece.stop_in_chunk, group_of(part), step_counts[part] + 1, tuple(part.shape))

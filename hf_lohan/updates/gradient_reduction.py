@@ -1,4 +1,4 @@
-"""The mean of a chunk's gradient over several ranks, at the rank that updates the chunk."""
+"""Averages a chunk's gradient over several ranks, at the rank that updates the chunk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Apply = Callable[[ChunkGradient], object]
 
 
 class GradientReduction:
-    """Averages gradients over all ranks. Chunks come in any order. A chunk's gradient goes to its owner as it is, and
-    its buffer is free when the owner has added it up. Sums are float32, in the order of ranks: equal to the bit to as
-    many backwards in one process if the number of ranks is a power of two."""
+    """Averages gradients over all ranks. Chunks come in any order. A chunk's gradient goes to its owner unchanged, and
+    its buffer is free when the owner has added it. Sums are float32, in the order of ranks. They equal the sums of the
+    same backwards in one process to the bit if the number of ranks is a power of two."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class GradientReduction:
         chunks: Sequence[Chunk],
         coded: MeasuredCodec | None,
     ) -> None:
-        """``buffers``: arrival buffers of gradients, in ``memory``; ``chunks``: all, in one order on all ranks;
-        ``coded``: quantizes what nodes send each other."""
+        """``buffers``: arrival buffers of gradients, in ``memory``. ``chunks``: all chunks, in the same order on all
+        ranks. ``coded``: the codec between nodes."""
         self._links = links
         self._rank = links.ranks.rank
         self._device = device
@@ -46,18 +46,19 @@ class GradientReduction:
         self.published: set[Chunk] = set()
         """Chunks whose gradients were published in this step."""
         self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
-        """Chunks of this rank whose averaged gradients have not come."""
+        """Chunks of this rank whose averaged gradients have not arrived."""
         self._dropped_steps: set[int] = set()
-        """By the exchange's count."""
+        """The step in progress, by the exchange's count."""
         self._ended: int | None = None
-        """The step in progress, by the exchange's count, once nothing more is published in it."""
+        """The step in progress, by the exchange's count, if nothing more is published in it; otherwise None."""
         self._is_complete = False
 
     def start(
         self, put: Callable[[Command], None], on_failure: Callable[[BaseException], None], apply_unexpected: Apply
     ) -> None:
-        """``put`` runs a command on the worker's thread; ``on_failure`` is called if another rank fails;
-        ``apply_unexpected`` with an averaged gradient of this rank's chunk of which this rank published none."""
+        """Start to take messages. ``put`` runs a command on the worker's thread. ``on_failure`` is called if another
+        rank fails. ``apply_unexpected`` is called with an averaged gradient of a chunk for which this rank published
+        none."""
         self._put, self._on_failure, self._apply_unexpected = put, on_failure, apply_unexpected
         self._exchange = GradientExchange(
             self._links,
@@ -67,41 +68,43 @@ class GradientReduction:
             release=_release_buffer,
             coded=self._coded,
         )
-        this = weakref.ref(self)  # the links outlive it
+        this = weakref.ref(self)  # the links live longer
         self._links.add_failure_callback(lambda error: _note_failure(this(), error))
 
     def owns(self, chunk: Chunk) -> bool:
-        """Whether this rank updates the chunk."""
+        """Return whether this rank updates the chunk."""
         return chunk.owner == self._rank
 
     def check_while_waiting(self, since_s: float) -> None:
-        """Called while a gradient waits for a buffer since ``since_s`` (`time.monotonic`). Raises if a rank that holds
-        buffers is silent."""
+        """Raise if a rank that holds buffers is silent. Called while a gradient waits for a buffer, since ``since_s``
+        (`time.monotonic`)."""
         holders = {chunk.owner for chunk in list(self.published)} - {self._rank}
-        self._links.raise_if_silent("its gradients to be added up", holders, since_s)
+        self._links.raise_if_silent("its gradients to be added", holders, since_s)
 
     def publish_gradient(self, gradient: ChunkGradient, apply: Apply, on_unwanted: Callable[[], object]) -> None:
-        """Take over a gradient, once for each chunk and step. On the worker's thread, on which ``apply`` is then called
-        with the mean if this rank owns the chunk. Otherwise ``on_unwanted`` is called."""
+        """Publish a gradient, once for each chunk and step. Called on the worker's thread. If this rank owns the chunk,
+        ``apply`` is later called on the same thread with the mean. If the step is dropped, ``on_unwanted`` is
+        called."""
         chunk = gradient.chunk
         if chunk in self.published or self._ended is not None:
             raise RuntimeError(
-                f"a gradient of {chunk} came after this rank had sent its part of it to the others; announce which of "
-                "a step's backwards is the last: set gradient_accumulation_steps, or call announce_backward"
+                f"a gradient of {chunk} arrived after this rank had sent its part of it to the others; announce a "
+                "step's last backward by gradient_accumulation_steps or announce_backward"
             )
         for piece in chunk.pieces:
             if piece.param_slice not in gradient.slices:
-                gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # it was not initialized
+                gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # this part was not initialized
         self.published.add(chunk)
         sent_buffer = gradient.buffer
-        if self.owns(chunk):  # the mean will be written to that buffer
+        if self.owns(chunk):  # the mean will be written to this buffer
             self._waiting[chunk], sent_buffer = (gradient, apply, on_unwanted), None
         else:
             on_unwanted()
         self._exchange.publish(self._key_of[chunk], gradient.values, _slice_bits(gradient), sent_buffer)
 
     def _apply_mean(self, complete: CompleteGradient) -> None:
-        """All ranks have published their gradients of one of this rank's chunks. On the worker's thread."""
+        """Apply the mean of one of this rank's chunks after all ranks have published their gradients. Called on the
+        worker's thread."""
         if complete.numel == 0 or complete.step in self._dropped_steps:
             complete.release()
             return
@@ -110,7 +113,7 @@ class GradientReduction:
             gradient, apply, _ = self._waiting.pop(chunk)
         else:
             gradient, apply = ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected
-        use_all_cores()  # it is measured as torch would
+        use_all_cores()  # torch would measure it on all cores
         complete.sum_into(gradient.values)
         complete.release()
         bits = complete.slice_bits
@@ -120,16 +123,16 @@ class GradientReduction:
         apply(gradient)
 
     def _new_buffer(self, chunk: Chunk) -> Buffer:
-        """A buffer for a gradient that only other ranks have. It is not of the pool: that may have none free, and
-        whoever would free one may wait for this gradient."""
-        logger.info("this rank updates %s and has no gradient of it, but other ranks have", chunk)
+        """Allocate a buffer for a gradient that only other ranks have. It does not come from the pool, because all its
+        buffers may be held by work that waits for this gradient."""
+        logger.info("this rank updates %s and has no gradient of it, but other ranks have one", chunk)
         return BufferPool(
             self._device, name="gradients of others", num_buffers=1, buffer_bytes=self._buffer_bytes
         ).acquire()
 
     def wait_for_sums(self) -> None:
-        """End the step's gradients. Returns when the averages of all chunks of this rank are queued on the worker's
-        thread, or another rank has dropped the step. On the computing thread."""
+        """End the step's gradients. Waits until the averages of all chunks of this rank are queued on the worker's
+        thread, or another rank has dropped the step. Called on the computing thread."""
         if self._ended is None:
             self._ended = self._exchange.end_backward()
         if not self._is_complete:
@@ -137,7 +140,7 @@ class GradientReduction:
             self._is_complete = True
 
     def drop_step(self) -> None:
-        """Drop the step's gradients. On the computing thread."""
+        """Drop the step's gradients. Called on the computing thread."""
         if self._ended is not None:
             self._dropped_steps.add(self._ended)
         else:
@@ -146,7 +149,7 @@ class GradientReduction:
         self._put(self._forget_waiting)
 
     def _forget_waiting(self) -> None:
-        """No averages come for these gradients."""
+        """Forget the gradients for which no averages will come."""
         for gradient, _, on_unwanted in self._waiting.values():
             assert gradient.buffer is not None
             gradient.buffer.release()
@@ -154,16 +157,16 @@ class GradientReduction:
         self._waiting.clear()
 
     def end_step(self) -> None:
-        """Gradients that are published from now on are the next step's."""
+        """End the step. Gradients that are published later belong to the next step."""
         self.published.clear()
         self._ended, self._is_complete = None, False
 
     def fail(self, error: BaseException) -> None:
-        """Tell other ranks that this one cannot go on. From any thread."""
+        """Tell other ranks that this one cannot continue. Any thread may call this."""
         self._links.fail(error)
 
     def note_failure(self, error: BaseException) -> None:
-        """Another rank cannot go on."""
+        """Note that another rank cannot continue."""
         self._on_failure(error)
 
     def close(self) -> None:
@@ -182,6 +185,6 @@ def _release_buffer(buffer: object) -> None:
 
 
 def _slice_bits(gradient: ChunkGradient) -> int:
-    """A bit for each piece of the chunk: whether it has a gradient."""
+    """Return a bit for each piece of the chunk, which is set if the piece has a gradient."""
     pieces = enumerate(gradient.chunk.pieces)
     return sum(1 << index for index, piece in pieces if piece.param_slice in gradient.slices)

@@ -1,5 +1,5 @@
-"""The gradients of one step on the host: as they arrive, and as they wait for their update: summed over backwards,
-measured, in RAM or spilled to the SSD."""
+"""The gradients of one step on the host. They arrive, are summed over backwards and measured, and wait for their update
+in RAM or on the SSD."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _PIECE = np.dtype([("slice", np.int64), ("chunk", np.int64), ("norm", np.float64
 
 @dataclass(eq=False)
 class ArrivedChunk:
-    """A chunk's gradient of one backward. It is in a host buffer once `wait` has returned."""
+    """A chunk's gradient of one backward. It is in a host buffer after `wait` has returned."""
 
     chunk: Chunk
     buffer: Buffer
     dtype: torch.dtype
-    """As backward made it."""
+    """Dtype in which backward made the gradient."""
     pieces: list[ChunkPiece] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     keeps_dtype: bool = False
-    """It keeps this dtype, and its buffer may be half of one. Otherwise it is widened to float32."""
+    """Whether the gradient keeps this dtype, in a buffer that may be half of one. If not, it is widened to float32."""
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -48,13 +48,14 @@ class ArrivedChunk:
 
     @property
     def landing(self) -> Tensor:
-        """Where copies arrive: at the buffer's beginning, or in its second half if they are to be widened."""
+        """The memory to which copies go. It begins at the buffer's start, or is the second half if the gradient is
+        widened later."""
         start_byte = self.chunk.numel * (self.held_dtype.itemsize - self.dtype.itemsize)
         return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
 
     def wait(self) -> Tensor:
-        """Wait until all of it is in the buffer. Returns the gradient [chunk.numel] as `held_dtype`, with zeros in the
-        padding."""
+        """Wait until the whole gradient is in the buffer. Returns it as [chunk.numel] in `held_dtype`, with zeros in
+        the padding."""
         for event in self.events:
             event.synchronize()
         self.events.clear()
@@ -69,15 +70,15 @@ class ArrivedChunk:
 
 @dataclass(eq=False)
 class ChunkGradient:
-    """The gradient of one chunk, summed over a step's backwards: in RAM, or spilled to the SSD. One of zeros has no
-    memory."""
+    """The gradient of one chunk, summed over a step's backwards. It is in RAM, or spilled to the SSD. A gradient of
+    zeros has no memory."""
 
     chunk: Chunk
     buffer: Buffer | TopPlace | None
     slices: set[ParamSlice]
-    """Parameters that have a gradient in it."""
+    """Parameters of the chunk that have a gradient."""
     dtype: torch.dtype = torch.float32
-    """The gradient of a single backward may keep its dtype. Sums are float32."""
+    """Dtype. The gradient of a single backward may keep its dtype, and sums are float32."""
     summed: set[ParamSlice] = field(default_factory=set)
     """Parameters to which more than one backward contributed."""
     is_measured: bool = False
@@ -85,76 +86,76 @@ class ChunkGradient:
     spill_write: IoRequest | None = None
     spilled_to: RecordFiles | None = None
     is_zero: bool = False
-    """It needs no buffer and no measurement."""
+    """Whether the gradient is zeros, which need no buffer and no measurement."""
 
     @classmethod
     def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
-        """A gradient of zeros for all trained parameters of the chunk (an expert without tokens)."""
+        """Return a gradient of zeros for all trained parameters of the chunk, such as those of an expert without
+        tokens."""
         slices = {piece.param_slice for piece in chunk.pieces if piece.param_slice.parameter.requires_grad}
         return cls(chunk, None, slices, is_zero=True)
 
     @classmethod
     def of_nothing(cls, chunk: Chunk) -> ChunkGradient:
-        """No gradient: only apply the chunk's missed steps."""
+        """Return an empty gradient, whose update only applies the chunk's missed steps."""
         return cls(chunk, None, set(), is_zero=True)
 
     @property
     def values(self) -> Tensor:
-        """`dtype` [chunk.numel], a view into the buffer."""
+        """View [chunk.numel] of the buffer, in `dtype`."""
         assert self.buffer is not None
         return self.buffer.view(self.dtype, self.chunk.numel)
 
     def refuse_not_finite(self) -> None:
-        """Raises NonFiniteGradientError if an element is not finite: for updates that cannot be undone."""
+        """Raise NonFiniteGradientError if an element is not finite. This protects updates that cannot be undone."""
         if self.is_zero:
             return
         for piece in self.chunk.pieces:
-            has_gradient = piece.param_slice in self.slices  # otherwise the buffer is not initialized there
+            has_gradient = piece.param_slice in self.slices  # without one this part of the buffer has no values
             if has_gradient and not self.values[piece.start_in_chunk : piece.stop_in_chunk].isfinite().all():
                 raise NonFiniteGradientError(
-                    f"the gradient of {piece.param_slice.name} is not finite, and other blocks have been updated in "
-                    "place in this step already; resume from a checkpoint, with durability='step' or max_grad_norm > "
-                    "0, under which such steps are skipped"
+                    f"the gradient of {piece.param_slice.name} is not finite, and other blocks have already been "
+                    "updated in place in this step; resume from a checkpoint, with durability='step' or "
+                    "max_grad_norm > 0, with which such steps are skipped"
                 )
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients were NaN or infinite in too many steps. Names the first such parameter."""
+    """Gradients were NaN or infinite in too many steps. The message names the first such parameter."""
 
 
 class GradientNorms:
-    """Mirrors `torch.nn.utils.get_total_norm`, to the bit wherever a parameter's gradient lies in one piece.
-
-    A gradient is measured where it is whole: on the device when it is complete, or on the host after it was added to
-    gradients of earlier backwards. Norms on the device stay there until the total is needed. Then one copy brings all
-    of them to the host.
-    """
+    """Computes the same as `torch.nn.utils.get_total_norm`, to the bit if each parameter's gradient is in one piece. A
+    gradient is measured where it is whole. This is on the device when it is complete, or on the host after it was added
+    to gradients of earlier backwards. Norms on the device stay there until the total is needed. One copy then brings
+    all of them to the host."""
 
     def __init__(self, slices: Iterable[ParamSlice]) -> None:
-        """``slices``: in the model's order. With several ranks, each measures its part of the sums over all ranks, and
-        all exchange what they `measured`, so all have the same norms."""
+        """``slices``: all slices in the model's order. With several ranks, each measures its part of the sums over all
+        ranks, and all exchange what they `measured`, so all have the same norms."""
         self._order = list(slices)
         self._first: dict[ParamSlice, Tensor] = {}
         self._summed: dict[ParamSlice, dict[int, float]] = {}
         self._on_host: dict[ParamSlice, Tensor] | None = None
-        """Norms by parameter, once they were needed."""
+        """Norms by parameter; None before they are needed."""
 
     def set_first(self, part: ParamSlice, gradient: Tensor) -> None:
-        """Measure a gradient as backward made it."""
+        """Measure a gradient that backward made."""
         self._first[part] = torch.linalg.vector_norm(gradient, dtype=_dtype_of(part))
         self._on_host = None
 
     def set_summed(self, piece: ChunkPiece, gradient: Tensor) -> None:
-        """Measure a parameter's gradient, summed over backwards, within one chunk."""
+        """Measure the part of a parameter's gradient in one chunk, after it is summed over backwards."""
         norm = torch.linalg.vector_norm(gradient, dtype=_dtype_of(piece.param_slice))
         self._summed.setdefault(piece.param_slice, {})[piece.chunk.index] = float(norm)
         self._on_host = None
 
     def total(self) -> Tensor:
-        """The 2-norm over all gradients of the step: a float32 scalar on the host.
+        """Return the 2-norm over all gradients of the step, a float32 scalar on the host.
 
-        If a parameter lies in several blocks, the squares of its parts' norms are added in float64, in any order. Stock
-        measures it by one kernel, which on a CPU adds squares in float32 and is off by 2e-4 at 8M elements.
+        If a parameter is in several blocks, the squares of its parts' norms are added in float64, in any order. Stock
+        torch measures it with one kernel, which on a CPU adds squares in float32 and has an error of 2e-4 at 8M
+        elements.
         """
         norms: list[Tensor] = []
         in_parts: defaultdict[nn.Parameter, list[float]] = defaultdict(list)
@@ -167,7 +168,7 @@ class GradientNorms:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def first_not_finite(self) -> str | None:
-        """The name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
+        """Return the name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
         return next((part.name for part, norm in self._norms().items() if not math.isfinite(norm)), None)
 
     def _norms(self) -> dict[ParamSlice, Tensor]:
@@ -176,7 +177,8 @@ class GradientNorms:
             measured = [part for part in self._order if part in self._first]
             measured.sort(key=lambda part: not part.is_whole)
             if measured:
-                # In the wider of their dtypes, which changes no bit: two copies would wait twice.
+                # Copy all norms in the widest of their dtypes, which changes no bit, because two copies would wait
+                # twice.
                 dtype = _dtype_of(measured[-1])
                 on_host = torch.stack([self._first[part].to(dtype) for part in measured]).cpu()
                 norms.update((part, norm.to(_dtype_of(part))) for part, norm in zip(measured, on_host, strict=True))
@@ -188,8 +190,8 @@ class GradientNorms:
         return self._on_host
 
     def measured(self) -> bytes:
-        """This rank's norms, for all ranks: for each piece the slice's index in the model, the chunk's index, and the
-        norm as float64."""
+        """Return this rank's norms, to be sent to all ranks. Each piece has the slice's index in the model, the chunk's
+        index, and the norm as float64."""
         index_of = {part: index for index, part in enumerate(self._order)}
         norms = [
             (index_of[part], chunk, norm) for part, by_chunk in self._summed.items() for chunk, norm in by_chunk.items()
@@ -197,7 +199,7 @@ class GradientNorms:
         return np.array(norms, _PIECE).tobytes()
 
     def replace_with(self, measured: Iterable[bytes]) -> None:
-        """Take the norms that all ranks, this one included, have ``measured``."""
+        """Use the norms that all ranks, including this one, have ``measured``."""
         pieces = np.concatenate([np.frombuffer(norms, _PIECE) for norms in measured])
         pieces.sort(order=("slice", "chunk"))
         self._on_host = {}
@@ -208,7 +210,7 @@ class GradientNorms:
 
     @property
     def with_gradient(self) -> set[ParamSlice]:
-        """Parameters with a gradient in this step, on any rank."""
+        """The parameters with a gradient in this step, on any rank."""
         return set(self._norms())
 
     def clear(self) -> None:
@@ -218,16 +220,16 @@ class GradientNorms:
 
 
 def _dtype_of(part: ParamSlice) -> torch.dtype:
-    """The dtype of a norm: float32 for a whole parameter, as in stock."""
+    """Return the dtype of a norm. It is float32 for a whole parameter, as in stock torch."""
     return torch.float32 if part.is_whole else torch.float64
 
 
 _Key: TypeAlias = tuple[int, int]
-"""A chunk's position in the forward: its block's index, and its own within the block."""
+"""A chunk's position in the forward, which is its block's index and the chunk's index in the block."""
 
 
 class HeldGradients:
-    """A step's gradients that wait, by chunk, in forward order. Used by one thread."""
+    """A step's waiting gradients, by chunk, in forward order. Used by one thread."""
 
     def __init__(self, setup: UpdateSetup, norms: GradientNorms) -> None:
         self._spill = setup.spill
@@ -246,16 +248,17 @@ class HeldGradients:
         self._held: dict[_Key, ChunkGradient] = {}
         self._unmeasured: set[_Key] = set()
         self._in_buffers: set[_Key] = set()
-        """Gradients held in buffers, if there is other RAM for them."""
+        """Keys of gradients in buffers that may move to other RAM."""
         self._may_be_spilled: list[_Key] = []
-        """A heap of the negated keys of gradients in buffers that have room on the SSD. Some of them may be gone."""
+        """A heap of the negated keys of gradients in buffers that have room on the SSD. Some of these gradients may be
+        gone."""
 
     def add_arrived(self, arrived: ArrivedChunk) -> ChunkGradient:
-        """Add an arrived chunk to its held gradient, if there is one. Returns the sum, which is not held any more."""
+        """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is not held any more."""
         slices = {piece.param_slice for piece in arrived.pieces}
         gradient = self._pop(self._key(arrived.chunk))
         if gradient is not None or arrived.dtype != arrived.held_dtype:
-            use_all_cores()  # there are elements to widen or to add, and torch measures sums on all cores
+            use_all_cores()  # for widening and adding, and because torch measures sums on all cores
         values = arrived.wait()
         if gradient is None:
             return ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.held_dtype)
@@ -274,8 +277,8 @@ class HeldGradients:
         return gradient
 
     def _keep_one_buffer(self, gradient: ChunkGradient, arrived: ArrivedChunk, values: Tensor) -> None:
-        """Release the sum's buffer or the arrived one. Other ranks read sums in arrival buffers: recall buffers are
-        needed here before those ranks have read them."""
+        """Release one of the two buffers. With several ranks the sum must be in the arrival buffer, because other ranks
+        read it there, and this rank needs its recall buffers earlier."""
         assert gradient.buffer is not None
         is_recalled = isinstance(gradient.buffer, Buffer) and gradient.buffer.pool is self._recall
         if self._sums_stay_in_arrival_buffers and is_recalled:
@@ -286,14 +289,14 @@ class HeldGradients:
             arrived.buffer.release()
 
     def measure(self, gradient: ChunkGradient) -> None:
-        """Measure the summed parameters. The others were measured as they arrived."""
+        """Measure the summed parameters. All others were measured as they arrived."""
         gradient.is_measured = True
         for piece in gradient.chunk.pieces:
             if piece.param_slice in gradient.summed:
                 self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])
 
     def measure_rest(self) -> None:
-        """Measure gradients that no final backward announced (loops that do not say which backward is the last)."""
+        """Measure gradients that no final backward announced, for loops that do not say which backward is the last."""
         for key in sorted(self._unmeasured):
             gradient = self._pop(key)
             assert gradient is not None
@@ -302,8 +305,8 @@ class HeldGradients:
             self.hold(gradient)
 
     def hold(self, gradient: ChunkGradient, *, is_final: bool = False) -> None:
-        """Keep a gradient until it is needed. If it is spilled, its buffer is released when it is written. `is_final`:
-        it only waits for the step's end and its update, so it may use RAM that the next forward will want."""
+        """Hold a gradient until it is needed. If it is spilled, its buffer is released after the write. `is_final`: the
+        gradient only waits for the step's end and its update, so it may use RAM that the next forward will need."""
         key = self._key(gradient.chunk)
         self._held[key] = gradient
         if gradient.is_zero:
@@ -312,7 +315,7 @@ class HeldGradients:
             self._unmeasured.add(key)
         block = gradient.chunk.block
         if self._keeps_dtypes and gradient.dtype != block.master.working_dtype:
-            # Memory was planned for one backward a step, so a sum has no place in RAM.
+            # Memory was planned for one backward per step, so RAM has no place for a sum.
             self._write(gradient, self._opened_spill_of_sums(block.master.working_dtype))
         elif self._spilled_blocks and self._shared_ram is not None and self._shared_ram.num_bytes:
             self._hold_where_there_is_room(key, is_final=is_final)
@@ -320,14 +323,14 @@ class HeldGradients:
             self._write(gradient, self._spill)
 
     def _hold_where_there_is_room(self, key: _Key, *, is_final: bool) -> None:
-        """In a buffer, else in the RAM that activations leave, else the gradient that is needed last is spilled.
-        Activations leave more RAM the later it is, so buffers take the first gradients, and give them up for later
-        ones."""
+        """Hold the gradient in a buffer, or in the RAM that activations leave. If both are full, spill the gradient
+        that is needed last. Activations leave more RAM over time, so buffers take the first gradients, and give them up
+        for later ones."""
         gradient = self._held[key]
         if isinstance(gradient.buffer, TopPlace):
             return
         assert gradient.buffer is not None
-        may_stay = gradient.buffer.pool is self._gradients  # and not a recall buffer
+        may_stay = gradient.buffer.pool is self._gradients  # a recall buffer may not
         if may_stay and len(self._in_buffers) < self._num_held_chunks:
             self._stay_in_buffer(key)
         elif is_final and self._move_to_shared_ram(gradient):
@@ -347,8 +350,9 @@ class HeldGradients:
             heapq.heappush(self._may_be_spilled, (-key[0], -key[1]))
 
     def _last_in_buffers(self) -> _Key | None:
-        """The gradient that is needed last, of those in buffers that may be spilled. The buffers have room for all that
-        must not be spilled, so if they are full when one of those arrives, there is one to spill."""
+        """Return the gradient that is needed last among those in buffers that may be spilled. The buffers have room for
+        all gradients that must not be spilled. So if they are full when one of these arrives, another can be
+        spilled."""
         while self._may_be_spilled:
             position, index = self._may_be_spilled[0]
             if (-position, -index) in self._in_buffers:
@@ -357,9 +361,9 @@ class HeldGradients:
         return None
 
     def _move_to_shared_ram(self, gradient: ChunkGradient) -> bool:
-        """Move a gradient there if there is room that the next forward does not need before the gradient is applied:
-        until it reaches the block, it needs as much as the last forward did (`marks`). So it finds room whenever the
-        last one did."""
+        """Move a gradient to shared RAM if there is room that the next forward does not need before the gradient is
+        applied. Until that forward reaches the block, it needs as much RAM as the last forward (`marks`), so it always
+        finds the same room."""
         ram, values = self._shared_ram, gradient.values
         assert ram is not None and gradient.buffer is not None
         position = self._position[gradient.chunk.block]
@@ -383,8 +387,8 @@ class HeldGradients:
         if self._spill_of_sums is None:
             assert self._open_spill_of_sums is not None
             logger.warning(
-                "gradients of %s are summed over several backwards, but memory was taken for one backward a step, so "
-                "sums wait on the SSD; set gradient_accumulation_steps before the model is offloaded, if you can",
+                "gradients of %s are summed over several backwards, but memory was taken for one backward per step, "
+                "so sums wait on the SSD; set gradient_accumulation_steps before the model is offloaded, if you can",
                 dtype,
             )
             self._spill_of_sums = self._open_spill_of_sums()
@@ -397,11 +401,11 @@ class HeldGradients:
 
     @property
     def chunks(self) -> set[Chunk]:
-        """Chunks whose gradients are held."""
+        """The chunks whose gradients are held."""
         return {gradient.chunk for gradient in self._held.values()}
 
     def pop_gradient(self, chunk: Chunk) -> ChunkGradient:
-        """Remove and return a gradient, which is in its buffer. Raises RuntimeError if it is spilled."""
+        """Remove and return a gradient that is in its buffer. Raises RuntimeError if it is spilled."""
         key = self._key(chunk)
         if self._held[key].buffer is None:
             raise RuntimeError(
@@ -432,12 +436,12 @@ class HeldGradients:
     # Spilled gradients.
 
     def can_bring_back(self, gradient: ChunkGradient) -> bool:
-        """Whether `bring_back` finds a free buffer."""
+        """Return whether a buffer is free for `bring_back`."""
         return gradient.buffer is not None or gradient.is_zero or self._recall.num_free > 0
 
     def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
-        """Read a spilled gradient into a recall buffer. Returns reads that must be done, and verified, before its
-        values are there."""
+        """Read a spilled gradient into a recall buffer. Returns the reads, which must be done and verified before its
+        values are used."""
         if gradient.buffer is not None or gradient.is_zero:
             return []
         assert gradient.spilled_to is not None and gradient.spill_write is not None
@@ -447,8 +451,8 @@ class HeldGradients:
         return [gradient.spilled_to.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
 
     def _widen(self, gradient: ChunkGradient) -> None:
-        """Convert to float32: in place if there is room, otherwise in a recall buffer. It takes only one of these,
-        because a guess that is under way may keep the other."""
+        """Convert a gradient to float32, in place if there is room, or else in a recall buffer. It takes only one
+        recall buffer, because a guess in progress may hold the other."""
         if gradient.dtype == torch.float32:
             return
         values, buffer, numel = gradient.values, gradient.buffer, gradient.chunk.numel

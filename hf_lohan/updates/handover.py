@@ -1,5 +1,5 @@
-"""Weights that are not read from the SSD: updated weights go from RAM to whoever needs the block, and an update in
-backward borrows the old weights from the slot."""
+"""Passes weights without reading the SSD. Readers of a block get updated weights from RAM, and an update in backward
+borrows the old weights from the slot."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from hf_lohan.threads import raised_anew
 
 
 class DeliveryListener(ABC):
-    """Learns that a delivery has ended."""
+    """Interface of an object that is told the end of a delivery."""
 
     @abstractmethod
     def on_delivered(self, error: BaseException | None) -> None:
-        """All copies are enqueued on the device's H2D lane, or ``error`` made that impossible. Called once: at once, on
-        the thread that updates, or on the thread on which an update failed."""
+        """Handle the end of a delivery. All copies are enqueued on the device's H2D lane, or ``error`` is set. Called
+        once, immediately, on the updating thread, or on the thread on which an update failed."""
 
 
 class UpdatesDroppedError(RuntimeError):
-    """Weights were to come from a step's updates, and the step was dropped. The store has those of the step before."""
+    """Weights were due from a step's updates, but the step was dropped. The store has the previous step's weights."""
 
 
 class RamResidentBuffer:
-    """Takes the place of a buffer if parameters live in RAM: nothing else uses that memory before the block's next
-    update, which runs after every copy to a slot."""
+    """Stands for a buffer if parameters stay in RAM. Nothing else uses this memory before the block's next update,
+    which runs after every copy to a slot."""
 
     def retain(self) -> None:
-        """Nothing to count."""
+        """Do nothing."""
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 IN_RAM = RamResidentBuffer()
@@ -53,17 +53,17 @@ class NewParams:
 
     chunk: Chunk
     param: Tensor | None = None
-    """[chunk.numel], in RAM until it is written; None before the update."""
+    """Tensor [chunk.numel], in RAM until it is written; None before the update."""
     buffer: HoldsParams | None = None
-    """Holds `param`."""
+    """The buffer of `param`."""
 
 
 class Delivery:
-    """New parameters on their way from their updates into a slot."""
+    """A transfer of new parameters from their updates to a slot."""
 
     def __init__(self, weights: Tensor, chunks: Sequence[Chunk] = (), to_come: Collection[Chunk] = ()) -> None:
-        """``weights``: the slot's [block.numel]; ``chunks``: the delivered chunks, in order; ``to_come``: those of them
-        that are still to be updated."""
+        """``weights``: the slot's tensor [block.numel]. ``chunks``: the delivered chunks, in order. ``to_come``: the
+        chunks among these that are not updated yet."""
         self.weights = weights
         self.chunks = chunks
         self.to_come = set(to_come)
@@ -75,7 +75,7 @@ class Delivery:
         self._listener: DeliveryListener | None = None
 
     def ranges_to_read(self) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the block's elements that are not delivered: the store has them."""
+        """Yield [start, stop) of the block's elements that are not delivered. The store has these."""
         start = 0
         for chunk in self.chunks:
             if start < chunk.start:
@@ -85,7 +85,7 @@ class Delivery:
             yield start, self.weights.numel()
 
     def set_listener(self, listener: DeliveryListener) -> None:
-        """Tell ``listener`` when this has ended."""
+        """Call ``listener`` when the delivery has ended."""
         self._free_copied()
         with self._lock:
             if not self._has_ended:
@@ -94,7 +94,7 @@ class Delivery:
         listener.on_delivered(self._error)
 
     def wait(self) -> None:
-        """Return when it has ended. Raises the error that made it impossible."""
+        """Wait for the end of the delivery. Raises its error."""
         end = _DeliveryEnd()
         self.set_listener(end)
         error = end.errors.get()
@@ -108,7 +108,7 @@ class Delivery:
         self.copying.clear()
 
     def end_delivery(self, error: BaseException | None) -> None:
-        """Called by the updates: no more chunks will come."""
+        """End the delivery, because no more chunks will come. Called by the updates."""
         with self._lock:
             self._has_ended, self._error = True, error
             listener = self._listener
@@ -117,7 +117,7 @@ class Delivery:
 
 
 class _DeliveryEnd(DeliveryListener):
-    """For a thread that waits for it."""
+    """Listener for a thread that waits for the delivery."""
 
     def __init__(self) -> None:
         self.errors: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -128,36 +128,36 @@ class _DeliveryEnd(DeliveryListener):
 
 class Handover:
     """Knows which chunks are still to be updated, and which new parameters are in RAM until they are written. A reader
-    of a block asks here first, and reads only the rest from the store."""
+    of a block first gets its new parameters from here, and then reads only the rest from the store."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        # Entered itself, not through the condition: see `IoEngine`.
+        # Callers enter the lock and not the condition. `IoEngine` says why.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._new: dict[Block, dict[Chunk, NewParams]] = {}
         self._deliveries: dict[Block, Delivery] = {}
-        """Those that have not ended."""
+        """The deliveries that have not ended."""
         self._cause: BaseException | None = None
 
-    # For updates.
+    # Called by updates.
 
     def announce(self, chunks: Iterable[Chunk]) -> None:
-        """These chunks will be updated. From here on, their readers wait for that."""
+        """Announce updates of these chunks. Their readers then wait for these updates."""
         with self._lock:
             for chunk in chunks:
                 self._new.setdefault(chunk.block, {})[chunk] = NewParams(chunk)
 
     def hand_over(self, chunk: Chunk, param: Tensor, buffer: HoldsParams) -> tuple[NewParams, Event | None]:
-        """The chunk's new parameters are ``param`` [chunk.numel], in ``buffer``. They must not change before
-        `note_written`, nor before the returned event is reached, if there is one."""
+        """Hand over the chunk's new parameters ``param`` [chunk.numel], in ``buffer``. They must not change before
+        `note_written`, nor before the returned event, if it is not None."""
         new = NewParams(chunk, param, buffer)
         with self._lock:
             self._new.setdefault(chunk.block, {})[chunk] = new
             delivery = self._deliveries.get(chunk.block)
             if delivery is None or chunk not in delivery.to_come:
                 return new, None
-        # Nothing else writes to this part of the slot, and readers still wait.
+        # Nothing else writes to this part of the slot, and readers are still waiting.
         self._device.copy(Lane.H2D, delivery.weights[chunk.start : chunk.stop], param)
         copied = self._device.record(Lane.H2D)
         with self._lock:
@@ -169,38 +169,38 @@ class Handover:
         return new, copied
 
     def note_written(self, new: NewParams) -> None:
-        """Written to the store. May be called after the chunk's next update has begun."""
+        """Note that the parameters are written to the store. This may come after the chunk's next update has begun."""
         with self._lock:
             chunks = self._new.get(new.chunk.block, {})
             if chunks.get(new.chunk) is new:
                 del chunks[new.chunk]
 
     def forget_written(self) -> None:
-        """All new parameters are in the store, even if `note_written` was not called yet."""
+        """Forget all new parameters, because they are in the store, even if `note_written` was not called yet."""
         with self._lock:
             for chunks in self._new.values():
                 for chunk in [chunk for chunk, new in chunks.items() if new.param is not None]:
                     del chunks[chunk]
 
     def call_off(self) -> None:
-        """No chunk will be updated any more. On the thread that updates, which no interrupt ends half-way."""
+        """Cancel all announced updates. Called on the updating thread, which no interrupt ends half-way."""
         with self._lock:
             self._new.clear()
         self._end_all(
             lambda: UpdatesDroppedError(
-                "these weights were to come from the updates of a step that was dropped; read them again"
+                "these weights were due from the updates of a step that was dropped; read them again"
             )
         )
 
     def abort(self, cause: BaseException) -> None:
-        """The updates will never be finished."""
+        """End all deliveries with an error, because the updates will never be finished."""
         with self._lock:
             self._cause = cause
             self._new.clear()
         self._end_all(lambda: raised_anew(cause))
 
     def _is_outstanding(self, block: Block) -> bool:
-        """Whether a chunk of the block is still to be updated."""
+        """Return whether some chunk of the block is still to be updated."""
         with self._lock:
             return any(new.param is None for new in self._new.get(block, {}).values())
 
@@ -211,20 +211,20 @@ class Handover:
         for delivery in deliveries:
             delivery.end_delivery(error())
 
-    # For readers.
+    # Called by readers.
 
     def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
-        """Copy the block's new parameters to ``weights``: at once those that wait to be written, the others when they
-        are updated. No copy runs before ``free``, when compute has last read ``weights``. Later copies to them on the
-        device's H2D lane run after ``free``, too. Raises the error that made updates impossible."""
+        """Copy the block's new parameters to ``weights``. Parameters that wait to be written are copied now, and others
+        when they are updated. No copy runs before ``free``, which is compute's last read of ``weights``. Later copies
+        to ``weights`` on the device's H2D lane also run after ``free``. Raises the error of failed updates."""
         if free is not None:
             if self._is_outstanding(block):
-                # The lane must not wait for compute: that compute may wait for new weights, which use the same lane.
+                # The lane must not wait for compute, because compute may wait for new weights, which use the same lane.
                 free.synchronize()
             else:
                 self._device.wait(Lane.H2D, free)
         with self._lock:
-            # A delivery to a slot that was forgotten may still run. It ends first.
+            # A delivery to a forgotten slot may still run, and must end first.
             self._changed.wait_for(lambda: self._cause is not None or block not in self._deliveries)
             if self._cause is not None:
                 raise raised_anew(self._cause)
@@ -243,39 +243,39 @@ class Handover:
 
 
 class BorrowedSlot:
-    """The weights of a block for the optimizer, from the slot that backward uses. The slot is not overwritten until it
-    is given back, or until the copy from it has arrived."""
+    """A block's weights for the optimizer, from the slot that backward uses. The slot is not overwritten until it is
+    given back, or until the copy from it has arrived."""
 
     def __init__(self, device: Device, weights: Tensor, give_back: Callable[[], None]) -> None:
-        """``weights``: the block's [numel], on the device."""
+        """``weights``: the block's tensor [numel], on the device."""
         self._device = device
         self._weights = weights
         self._give_back: Callable[[], None] | None = give_back
 
     def start_read(self, start_numel: int, out: Tensor) -> RecordRead:
         """Fill ``out`` [numel], on the host, with the elements from ``start_numel`` on. May be called once, after a
-        gradient of the block has arrived: then the block's weights have arrived, too."""
+        gradient of the block has arrived, because then the block's weights have arrived too."""
         give_back, self._give_back = self._give_back, None
         assert give_back is not None, "the slot was given back"
         self._device.copy(Lane.D2H_ASIDE, out, self._weights[start_numel : start_numel + out.numel()])
         return _SlotRead(self._device.record(Lane.D2H_ASIDE), give_back)
 
     def give_back(self) -> None:
-        """The weights are not needed, or were read already."""
+        """Give the slot back, because the weights are not needed, or were already read."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
 
 
 class WeightSlots(Protocol):
-    """The weights on the device, as updates need them."""
+    """Interface to the weights on the device, for updates."""
 
     def borrow_slot(self, block: Block) -> BorrowedSlot | None:
-        """The slot with a block's weights that backward uses, so that the update need not read them again. None if
-        compute needs all slots."""
+        """Borrow the slot with the block's weights that backward uses, so that the update does not read them again.
+        Returns None if compute needs all slots."""
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """The weights of these blocks on the device differ from the store."""
+        """Forget the weights of these blocks on the device, because they differ from the store."""
 
 
 def give_back(borrowed: BorrowedSlot | None) -> None:

@@ -1,8 +1,8 @@
-"""Steps with a gradient of zeros that are taken later: which chunks are behind, by which steps, and with which
-hyperparameters these are to be taken.
+"""Postpones steps whose gradient is zero. Knows which chunks are behind, by which steps, and with which hyperparameters
+they will take these steps.
 
-A chunk catches up with its next update (`ChunkUpdater`), or in memory for a reader (`UpToDateRecords`). A late step
-gives the same bits as long as it uses the hyperparameters and step number of its own time.
+A chunk catches up at its next update (`ChunkUpdater`), or in memory for a reader (`UpToDateRecords`). A late step gives
+the same bits, because it uses the hyperparameters and the step number of its own time.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.store import RecordRead, Store, StoreLayout
 
 GroupOf: TypeAlias = Callable[[ParamSlice], Hashable]
-"""A parameter's hyperparameters, as its block's rule has them."""
+"""A function that returns a parameter's hyperparameters, as its block's rule has them."""
 StepCounts: TypeAlias = dict[ParamSlice, int]
-"""How many optimizer steps each parameter has taken: torch's `step`. One without a gradient skips a step."""
+"""Number of optimizer steps of each parameter, as torch's `step`. A parameter without a gradient skips a step."""
 StepSettings: TypeAlias = tuple[Hashable, int]
-"""Hyperparameters of one step, and its number."""
+"""Hyperparameters and number of one step."""
 
 MISSED_STEPS_NAME = "missed_steps.safetensors"
 """The file of a commit with `MissedSteps.packed`."""
 
 
 class MissedSteps:
-    """The missed steps of one store's chunks. Steps are counted from where the store was opened or went back to.
-
-    Changed by the worker's thread. Any thread may read.
-    """
+    """The missed steps of one store's chunks. Steps are counted from the state in which the store was opened, or to
+    which it returned. Only the worker's thread changes this. Any thread may read."""
 
     def __init__(
         self,
@@ -53,9 +51,9 @@ class MissedSteps:
         most: int = MOST_STEPS_BEHIND,
         from_share: float = 0.0,
     ) -> None:
-        """`blocks`: all, in one order for one store; `lazy`: blocks that may be at most `most` steps behind, while
-        steps leave out at least the fraction `from_share` of them. Chunks that were behind when the store was committed
-        may be so in any case."""
+        """`blocks`: all blocks, always in the same order for one store. `lazy`: blocks that may be at most `most` steps
+        behind, while steps leave out at least the fraction `from_share` of them. Chunks that were behind at the store's
+        commit may be behind in any case."""
         self._blocks = list(blocks)
         self._chunks: dict[Block, list[Chunk]] = {}
         for chunk in chunks:
@@ -65,40 +63,40 @@ class MissedSteps:
         self._most = most
         self._from_share = from_share
         self._left_out_share: float | None = None
-        """Fraction of lazy chunks without a gradient: a moving average in which each step counts half."""
+        """Moving average of the fraction of lazy chunks without a gradient. Each step counts half."""
         self._lock = Lock()
         self._now = 0
         """The last step that counts."""
         self._history: dict[int, dict[str, StepSettings]] = {}
-        """By step and name, for parameters of which some part missed the step."""
+        """Settings by step and name, for parameters of which some part missed the step."""
         self._applied: dict[Chunk, int] = {}
-        """For chunks that are behind: the last step in their records."""
+        """The last step in the records of each chunk that is behind."""
         self._caught_up: dict[Chunk, int] = {}
-        """Entries of `_applied` that updates of the step in progress removed."""
+        """Entries of `_applied` that were removed by updates of the step in progress."""
         self._added: list[Chunk] | None = None
-        """Chunks that the step in progress added to `_applied`, once it is decided."""
+        """Chunks that the step in progress added to `_applied`; None before it is decided."""
 
-    # What is missed.
+    # Missed steps.
 
     def is_behind(self, chunk: Chunk) -> bool:
-        """Whether the chunk's records lack finished steps."""
+        """Return whether the chunk's records lack finished steps."""
         return chunk in self._applied
 
     def is_block_behind(self, block: Block) -> bool:
-        """Whether some of a block's records lack finished steps."""
+        """Return whether a part of a block's records lacks finished steps."""
         return any(chunk in self._applied for chunk in self._chunks.get(block, ()))
 
     def chunks(self, block: Block) -> Sequence[Chunk]:
-        """A block's chunks that may be behind."""
+        """Return a block's chunks that may be behind."""
         return self._chunks.get(block, ())
 
     def steps(self, chunk: Chunk) -> list[list[Segment]]:
-        """The segments of each step that the chunk has missed."""
+        """Return the segments of each step that the chunk has missed."""
         with self._lock:
             return self._steps(chunk, self._now)
 
     def steps_before(self, chunk: Chunk) -> list[list[Segment]]:
-        """`steps` without the step in progress, also if that is decided."""
+        """Return `steps` without the step in progress, even if it is decided."""
         with self._lock:
             return self._steps(chunk, self._now - (self._added is not None))
 
@@ -108,14 +106,14 @@ class MissedSteps:
         steps = [segments_of(chunk, partial(_settings_in, by_name)) for by_name in settings]
         return [segments for segments in steps if segments]
 
-    # The step in progress, on the worker's thread.
+    # The step in progress. Called on the worker's thread.
 
     def decide_step(
         self, of_zeros: Iterable[Chunk], others: Set[Chunk], group_of: GroupOf, step_counts: StepCounts
     ) -> tuple[list[Chunk], list[Chunk], set[ParamSlice]]:
-        """The step counts. Chunks `of_zeros` have a gradient of zeros in it, `others` another one. Returns the chunks
-        of `of_zeros` that are updated now, further chunks that must catch up now, and the parameters that miss the
-        step."""
+        """Decide that the step counts. In it, chunks `of_zeros` have a gradient of zeros, and `others` another
+        gradient. Returns the chunks of `of_zeros` that are updated now, more chunks that must catch up now, and the
+        parameters that miss the step."""
         with self._lock:
             step, by_name, added = self._now + 1, dict[str, StepSettings](), list[Chunk]()
             eager: list[Chunk] = []
@@ -154,7 +152,8 @@ class MissedSteps:
     def _note_settings(
         self, chunk: Chunk, by_name: dict[str, StepSettings], group_of: GroupOf, step_counts: StepCounts
     ) -> bool:
-        """Returns whether the step has the same number in the chunk as in other parts of its parameters."""
+        """Note a step's settings. Returns whether the step has the same number in the chunk as in other parts of the
+        chunk's parameters."""
         for part in (piece.param_slice for piece in chunk.pieces if _is_trained(piece.param_slice)):
             number = step_counts[part] + 1
             if part.name not in by_name:
@@ -165,23 +164,23 @@ class MissedSteps:
 
     @property
     def added(self) -> set[Block]:
-        """The blocks that the decided step put behind."""
+        """The blocks that fell behind with the decided step."""
         return {chunk.block for chunk in self._added or ()}
 
     def catch_up(self, chunk: Chunk) -> None:
-        """The chunk's records have all missed steps, or will have them before anyone reads them."""
+        """Note that the chunk's records have all missed steps, or will have them before anyone reads them."""
         with self._lock:
             if chunk in self._applied:
                 self._caught_up[chunk] = self._applied.pop(chunk)
 
     def undo(self) -> None:
-        """Updates of the step in progress were undone."""
+        """Note that updates of the step in progress were undone."""
         with self._lock:
             self._applied.update(self._caught_up)
             self._caught_up.clear()
 
     def abandon_step(self) -> None:
-        """The step in progress does not count, also if it was decided. Its updates that were not undone stay."""
+        """Forget the step in progress, even if it was decided. Updates that were not undone stay."""
         with self._lock:
             if self._added is not None:
                 for chunk in self._added:
@@ -190,7 +189,7 @@ class MissedSteps:
                 self._now, self._added = self._now - 1, None
 
     def end_step(self) -> None:
-        """All updates of the step have been queued."""
+        """End the step after all its updates are queued."""
         with self._lock:
             self._caught_up.clear()
             self._added = None
@@ -201,8 +200,8 @@ class MissedSteps:
     # Commits.
 
     def packed(self) -> bytes | None:
-        """The file of a commit: for each block how many steps it is behind (int32), and these steps. None if no block
-        is behind."""
+        """Return the file of a commit; None if no block is behind. It has the number of steps that each block is behind
+        (int32), and these steps."""
         with self._lock:
             if not self._applied:
                 return None
@@ -226,7 +225,7 @@ class MissedSteps:
             return save(arrays, {"names": json.dumps(names)})
 
     def restore(self, packed: bytes | None) -> None:
-        """The inverse of `packed`."""
+        """Restore the missed steps from a result of `packed`."""
         with self._lock:
             self._now = 0
             self._added = None
@@ -247,7 +246,7 @@ class MissedSteps:
                     self._applied.update(dict.fromkeys(self._chunks[block], self._now - behind))
 
     def forget_block(self, block: Block) -> None:
-        """The block's records have all missed steps. No step is in progress."""
+        """Note that the block's records have all missed steps. No step may be in progress."""
         with self._lock:
             for chunk in self._chunks.get(block, ()):
                 self._applied.pop(chunk, None)
@@ -272,11 +271,9 @@ def _from_numbers(numbers: Sequence[float]) -> AdamWGroup:
 
 
 def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], StepSettings | None]) -> list[Segment]:
-    """Runs of neighbouring parameters with equal settings. Parameters without settings are left out.
-
-    A run ends after a parameter that is no whole number of vectors: torch's kernel updates its last elements as
-    scalars, which rounds them differently.
-    """
+    """Return runs of neighbouring parameters with equal settings. Parameters without settings are left out. A run ends
+    after a parameter that is not a whole number of vectors, because torch's kernel updates its last elements as
+    scalars, which rounds differently."""
     segments: list[Segment] = []
     joins = False
     for piece in chunk.pieces:
@@ -294,23 +291,20 @@ def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], StepSettings |
 
 
 _REPLAY_NUMEL = 1 << 16
-"""Elements that catch up at a time for a reader: they fit a core's cache. At least a granule."""
+"""Number of elements that catch up at once for a reader. They fit a core's cache, and are at least one granule."""
 
 
 class UpToDateRecords:
-    """Records as the last step left them. Reads like `Store`, and applies missed steps to what it read: in memory of
-    its own, because the owners of the pools' buffers may wait for the reader. It does not write to the store, so a step
-    that reads stays as easy to undo.
-
-    Any thread may read. Writing needs a wait for all updates before.
-    """
+    """Records with all steps applied. Reads like `Store`, and applies missed steps to the read values. It does so in
+    its own memory, because the owners of the pools' buffers may wait for the reader. It does not write to the store, so
+    a read does not keep a step from being undone. Any thread may read. Before a write, wait for all updates."""
 
     def __init__(self, store: Store, blocks: Sequence[Block], missed: MissedSteps) -> None:
         self._store = store
         self.missed = missed
         self._block = {block.name: block for block in blocks}
         self._lock = RLock()
-        """Guards the memory."""
+        """Lock of the memory."""
         self._rows: list[Tensor] = []
 
     @property
@@ -319,11 +313,11 @@ class UpToDateRecords:
         return self._store.layout
 
     def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
-        """See `RecordFiles.extents`. None also if the block is behind."""
+        """See `RecordFiles.extents`. Also returns None if the block is behind."""
         return None if self._is_behind(block) else self._store.extents(block, kind)
 
     def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
-        """See `RecordFiles.read`. If the block is behind, the values are there when this returns."""
+        """See `RecordFiles.read`. If the block is behind, this returns after the values have arrived."""
         if not self._is_behind(block):
             return self._store.read(block, kind, start_numel, out, is_urgent=is_urgent)
         self._fill(block, kind, start_numel, out, is_urgent=is_urgent)
@@ -337,8 +331,8 @@ class UpToDateRecords:
             self._store.read_unaligned(block, kind, start_numel, out, bounce)
 
     def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
-        """See `RecordFiles.write_unaligned`. A block that is behind first catches up in the store: its missed steps
-        apply to the old values."""
+        """See `RecordFiles.write_unaligned`. A block that is behind first catches up in the store, because its missed
+        steps apply to the old values."""
         if self._is_behind(block):
             self._catch_up(self._block[block])
         self._store.write_unaligned(block, kind, start_numel, source, bounce)
@@ -359,8 +353,8 @@ class UpToDateRecords:
                 out[(begin - first) // ratio : (end - first) // ratio].copy_(records[kind][source])
 
     def _pieces(self, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[Chunk | None, int, int]]:
-        """(chunk, start, stop) of whole granules that cover parameters [first, last) of the block. Parameters outside
-        of chunks have no states; the chunk is None there."""
+        """Yield (chunk, start, stop) of whole granules that cover parameters [first, last) of the block. Parameters
+        outside chunks have no states, and their chunk is None."""
         granule = block.granule_numel
         step = max(_REPLAY_NUMEL, granule) // granule * granule
         chunks = sorted(self.missed.chunks(block), key=lambda chunk: chunk.start)
@@ -378,8 +372,8 @@ class UpToDateRecords:
     def _caught_up(
         self, block: Block, chunk: Chunk | None, kinds: Sequence[str], start: int, stop: int, *, is_urgent: bool = False
     ) -> dict[str, Tensor]:
-        """Up-to-date records of the chunk's parameters [start, stop), by kind: ``kinds``, or more. Valid until the next
-        call."""
+        """Return up-to-date records of the chunk's parameters [start, stop), by kind. They include at least ``kinds``,
+        and are valid until the next call."""
         form = block.master
         missed = self.missed.steps(chunk) if chunk is not None else []
         wanted = ("param", *form.state_kinds) if missed else kinds
@@ -395,7 +389,7 @@ class UpToDateRecords:
             for read in reads:
                 read.wait()
         except BaseException:
-            for read in reads:  # the other reads still write to the memory
+            for read in reads:  # other reads may still write to the memory
                 with suppress(Exception):
                     read.wait_for_bytes()
             raise
@@ -405,7 +399,7 @@ class UpToDateRecords:
         return records
 
     def _memory(self, block: Block) -> list[Tensor]:
-        """A uint8 row for each kind and each private buffer."""
+        """Return a uint8 row for each kind and each private buffer."""
         form = block.master
         num_rows = 1 + len(form.state_kinds) + form.num_private_buffers
         num_bytes = torch.float32.itemsize * max(_REPLAY_NUMEL, block.granule_numel)

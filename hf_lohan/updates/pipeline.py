@@ -1,4 +1,4 @@
-"""Gradients in, updated records out, chunk by chunk, while backward goes on (LoHan's active gradient offloading)."""
+"""Updates records from gradients, chunk by chunk, while backward runs (LoHan's active gradient offloading)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from hf_lohan.updates.worker import Applied, SpeculativeBlocks, UpdateWorker
 
 
 class GradientPipeline:
-    """What the computing thread talks to. The work runs on a thread of its own, by `UpdateWorker`.
-    `deliver` and `undo_guesses` may be called on any thread.
+    """The computing thread's interface to updates. `UpdateWorker` does the work on its own thread. `deliver` and
+    `undo_guesses` may be called on any thread.
 
-    A step updates in backward where nothing has to be known first. Where the norm decides about clipping, gradients are
-    held. Updates are then deferred until the norm is known. Or they run in backward on a guess, into a draft; if the
-    norm clips, the draft is dropped and the updates run again from the held gradients. A store without drafts allows no
-    guess. Nobody ever reads a guess: a reader of a block that holds one (a second backward, an evaluation) first undoes
-    all guesses.
+    Without clipping, a step updates in backward. With clipping, gradients are held, and updates are deferred until the
+    norm is known. Or updates run in backward on a guess, into a draft. If the norm then clips, the draft is dropped,
+    and the updates run again from the held gradients. A store without drafts allows no guess. Nobody ever reads a
+    guess, because a reader of such a block (a second backward, an evaluation) first undoes all guesses.
     """
 
     def __init__(self, setup: UpdateSetup, exchange: GradientReduction | None = None) -> None:
         """`exchange`: sums each chunk's gradient over all ranks (see `RankGradientPipeline`)."""
         self.holds_gradients = setup.holds_gradients
         self._norms = GradientNorms(setup.slices)
-        """Of the step in progress."""
+        """The blocks of the step in progress."""
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
         self._waits_for_updates = setup.schedule != "optimized"
         self._has_groups = setup.has_groups
@@ -51,14 +50,14 @@ class GradientPipeline:
         self._thread.start(idle=self._worker.finish_pending)
 
     def _abort(self, error: BaseException) -> None:
-        """The step cannot be finished: wake everyone who waits for a buffer or a block."""
+        """Wake everyone who waits for a buffer or a block, because the step cannot be finished."""
         self._gradient_buffers.abort(error)
         self._handover.abort(error)
 
-    # In backward.
+    # Called in backward.
 
     def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
-        """Note the norm of a gradient as backward made it."""
+        """Measure a gradient that backward made."""
         self._norms.set_first(part, gradient)
 
     @property
@@ -67,12 +66,12 @@ class GradientPipeline:
         return not self.holds_gradients or self.speculates
 
     def updates_chunk(self, chunk: Chunk) -> bool:
-        """Whether this rank updates the chunk."""
+        """Return whether this rank updates the chunk."""
         return True
 
     def submit(self, arrived: ArrivedChunk, *, is_final: bool, borrowed: BorrowedSlot | None = None) -> None:
-        """Take over an arrived chunk. `is_final`: no later backward of this step adds to it; `borrowed`: the slot with
-        the block's weights, if the update is to copy them from the device."""
+        """Submit an arrived chunk. `is_final`: no later backward of this step adds to it. `borrowed`: the slot with the
+        block's weights, if the update copies them from the device."""
         self._announced.add(arrived.chunk)
         may_guess = is_final and self.speculates and self._can_guess
         accept = partial(self._worker.accept, arrived, is_final=is_final, may_guess=may_guess, borrowed=borrowed)
@@ -82,13 +81,13 @@ class GradientPipeline:
             self._thread.submit(accept)
 
     def note_passed(self, chunks: Iterable[Chunk]) -> None:
-        """A backward passed these chunks. Those that get no gradient in this step (experts without tokens) are updated
-        with zeros. Not with several ranks."""
+        """Note that a backward passed these chunks. Chunks that get no gradient in this step (experts without tokens)
+        are updated with zeros. Not supported with several ranks."""
         self._passed.update(dict.fromkeys(chunks))
 
     def check_while_waiting(self, since_s: float) -> None:
-        """Called now and then while a gradient waits for a buffer, with the time at which the wait began. Raises if the
-        wait is in vain."""
+        """Raise if no buffer can come for a waiting gradient. Called regularly during the wait. `since_s`: start of the
+        wait."""
 
     @property
     def has_gradients(self) -> bool:
@@ -101,37 +100,38 @@ class GradientPipeline:
         return self.has_gradients and not self.holds_gradients
 
     def has_begun_to_update(self, part: ParamSlice) -> bool:
-        """Whether backward has updated a parameter, or some of it, in a step that is not finished."""
+        """Return whether backward has updated a parameter, or a part of it, in a step that is not finished."""
         pieces = (piece for chunk in self._announced for piece in chunk.pieces)
         return self.has_begun_updates and any(piece.param_slice.parameter is part.parameter for piece in pieces)
 
     @property
     def is_past_undoing(self) -> bool:
-        """Whether the step in progress has updated blocks for good. Call `wait_for_norms` before."""
+        """Whether the step in progress has updates that cannot be undone. Call `wait_for_norms` first."""
         return self.has_begun_updates and self._worker.can_undo is False
 
-    # At the step's end.
+    # Called at the end of a step.
 
     def wait_for_norms(self) -> None:
-        """Wait until the norms of all gradients of the step so far are known. With several ranks, none adds to the
-        step's gradients from here on. Raises RanksDisagreeError if one drops them."""
+        """Wait until the norms of all the step's gradients are known. With several ranks, no rank adds to the step's
+        gradients afterwards. Raises RanksDisagreeError if a rank drops them."""
         self._thread.call(self._worker.measure_rest)
 
     def total_norm(self) -> Tensor:
-        """The 2-norm over all gradients of the step: a float32 scalar on the host. Call `wait_for_norms` before."""
+        """Return the 2-norm over all gradients of the step, a float32 scalar on the host. Call `wait_for_norms`
+        first."""
         return self._norms.total()
 
     def first_not_finite(self) -> str | None:
-        """The name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
+        """Return the name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
         return self._norms.first_not_finite()
 
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
         """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change, and how
         the step was applied.
 
-        Under the optimized schedule this does not wait for updates: held gradients are applied while the next forward
-        runs, in its order, and a reader of a block waits for that block (`deliver`). `group_of` must keep giving the
-        hyperparameters of this step. Call `wait_for_norms` before.
+        With the optimized schedule this does not wait for updates. Held gradients are applied while the next forward
+        runs, in its order, and a reader of a block waits for that block (`deliver`). `group_of` must continue to return
+        the hyperparameters of this step. Call `wait_for_norms` first.
         """
         of_zeros = [chunk for chunk in self._passed if chunk not in self._announced]
         of_others = self._updated_by_others()
@@ -140,26 +140,27 @@ class GradientPipeline:
         applied = self._thread.call(lambda: self._worker.decide_step(clip_coefficient, group_of, of_zeros))
         self._guesses.forget_guesses()
         self._thread.submit(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
-        # Only now: if an interrupt ends this method before, `abandon_step` still finds what there is to abandon.
+        # This comes last, so that `abandon_step` can still abandon the step if an interrupt ends this method earlier.
         self._begin_next()
         if self._waits_for_updates:
             self.wait_for_updates()
         return changed, applied
 
     def _updated_by_others(self) -> Set[ParamSlice]:
-        """Parameters that other ranks may update in this step."""
+        """Return the parameters that other ranks may update in this step."""
         return frozenset()
 
     def abandon_step(self) -> tuple[set[Block], bool]:
-        """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
-        touched, and whether updates remain in them."""
+        """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records changed,
+        and whether updates remain in them."""
         if not self._announced:
             self._begin_next()
-            return set(), False  # and do not wait for the last step's updates
+            return set(), False  # without a wait for the last step's updates
         self._drop_gradients()
         self._thread.call(self._worker.abandon_step)
         self._guesses.forget_guesses()
-        # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
+        # This comes last, because the method is called again if an interrupt ends it earlier, and then finds nothing
+        # held.
         self._begin_next()
         return self._worker.abandoned
 
@@ -170,24 +171,24 @@ class GradientPipeline:
         self._announced, self._passed = set(), {}
         self._norms.clear()
 
-    # For readers of weights and of the store.
+    # Called by readers of weights and of the store.
 
     def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
-        """Wait until the block's parameters can be read as the last finished step leaves them, except for those that
-        come from its updates: they are put into `weights` [block.numel], which is on the device, after `free`."""
+        """Wait until the block's parameters of the last finished step can be read from the store. Parameters that are
+        not written yet are copied from their updates to `weights` [block.numel] on the device, after `free`."""
         if block in self._guesses:
             self.undo_guesses()
         return self._handover.deliver(block, weights, free)
 
     def wait_for_updates(self) -> None:
-        """Wait until the store holds every update of the finished steps, and no guess about the one in progress."""
+        """Wait until the store has every update of the finished steps, and no guess of the step in progress."""
         self.undo_guesses()
         self._thread.call(self._worker.wait_for_writes)
 
     def run_when_written(self, action: Callable[[], None]) -> None:
-        """Run `action` on the worker's thread when all is as after `wait_for_updates`, without waiting here. If it
-        fails, the pipeline fails: the next wait raises. Raises RuntimeError if a step in progress has changed the
-        store."""
+        """Run `action` on the worker's thread in the state that `wait_for_updates` waits for, but without waiting here.
+        If it fails, the pipeline fails, and the next wait raises. Raises RuntimeError if a step in progress has changed
+        the store."""
         if self.has_begun_updates:
             raise RuntimeError(
                 "the step in progress has updated blocks in backward, so the store is between two steps; finish it "
@@ -198,24 +199,24 @@ class GradientPipeline:
         self._thread.submit(action)
 
     def run_between_updates(self, action: Callable[[], None]) -> None:
-        """Run `action` on the worker's thread: after the updates of all chunks submitted so far, before those of later
-        ones. Does not wait, and the writes of those updates may still run."""
+        """Run `action` on the worker's thread after the updates of all submitted chunks and before those of later
+        chunks. This does not wait, and the writes of those updates may still run."""
         self._thread.submit(action)
 
     # Guesses.
 
     @property
     def speculates(self) -> bool:
-        """Whether steps guess, if they can."""
+        """Whether steps guess if they can."""
         return self._guesses.are_wanted and self._has_groups()
 
     def set_speculation(self, is_wanted: bool) -> None:
-        """Whether the steps from now on are to guess. To be called between two steps."""
+        """Set whether later steps guess. Call this between two steps."""
         self._guesses.want_guesses(is_wanted)
 
     def undo_guesses(self) -> set[Block]:
-        """Undo what the step in progress has updated on a guess: its weights are needed as they were. Returns the
-        blocks whose records go back."""
+        """Undo the updates on a guess of the step in progress, because its old weights are needed. Returns the blocks
+        whose records change back."""
         return self._guesses.undo_guesses(self._worker.undo_guesses)
 
     @property
@@ -223,11 +224,11 @@ class GradientPipeline:
         """Seconds spent on updates that were undone."""
         return self._worker.undone_s
 
-    # The thread.
+    # The worker's thread.
 
     @property
     def failure(self) -> BaseException | None:
-        """What broke the pipeline."""
+        """The error that broke the pipeline."""
         return self._failure.error
 
     def close(self) -> None:
@@ -235,8 +236,8 @@ class GradientPipeline:
 
 
 class RankGradientPipeline(GradientPipeline):
-    """The pipeline of one of several ranks: each chunk is summed over all ranks and updated by its owner. All ranks
-    agree on each step's norms before they apply it."""
+    """The pipeline of one of several ranks. Each chunk is summed over all ranks and updated by its owner. All ranks
+    agree on each step's norms before they apply the step."""
 
     def __init__(self, setup: UpdateSetup, exchange: GradientReduction, agreement: StepAgreement) -> None:
         self._exchange = exchange
@@ -251,7 +252,7 @@ class RankGradientPipeline(GradientPipeline):
         self._exchange.fail(error)
 
     def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
-        """Nothing: norms are of the sums over all ranks."""
+        """Do nothing, because the sums over all ranks are measured instead."""
 
     def updates_chunk(self, chunk: Chunk) -> bool:
         return self._exchange.owns(chunk)
@@ -277,7 +278,7 @@ class RankGradientPipeline(GradientPipeline):
     def abandon_step(self) -> tuple[set[Block], bool]:
         had_gradients = self.has_gradients
         touched, remains = super().abandon_step()
-        if had_gradients:  # each rank has updated other chunks, and all must load the same blocks again
+        if had_gradients:  # ranks have updated different chunks, and all must load the same blocks again
             touched = {block for block in self._block_of.values() if block.state_numel}
         return touched, remains
 

@@ -1,4 +1,4 @@
-"""The parts that updates are built from: given once, when the engine is made."""
+"""The parts from which updates are built when the engine is made."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ from hf_lohan.updates.missed_steps import GroupOf, MissedSteps, StepCounts
 
 @dataclass(frozen=True)
 class UpdateSetup:
-    """The parts that gradients and updates pass through."""
+    """The parts through which gradients and updates pass."""
 
     device: Device
     blocks: Sequence[Block]
-    """In forward order."""
+    """All blocks, in forward order."""
     slices: Sequence[ParamSlice]
-    """In the model's order, in which torch adds norms up."""
+    """All slices, in the model's order, in which torch adds norms."""
     group_of: GroupOf
-    """Gives the present hyperparameters."""
+    """Returns the present hyperparameters of a parameter."""
     step_counts: StepCounts
-    """Of all `slices`. The worker's thread counts them up."""
+    """Step counts of all `slices`. The worker's thread increases them."""
     schedule: Schedule
     holds_gradients: bool
-    """Gradients wait until the norm is known, or guessed."""
+    """Whether gradients wait until the norm is known or guessed."""
     store: Store
-    """With two homes it keeps its last commit until the next one, so later writes can be undone."""
+    """With two homes the store keeps its last commit until the next one, so later writes can be undone."""
     states: BufferPool
-    """Where chunks are updated."""
+    """Buffers in which chunks are updated."""
     gradients: BufferPool
-    """Where gradients arrive, and are held. Updates after backward may borrow free ones."""
+    """Buffers in which gradients arrive and are held. Updates after backward may borrow free ones."""
     num_arrival_buffers: int
-    """So many of `gradients` are never borrowed."""
+    """Number of buffers of `gradients` that are never borrowed."""
     recall: BufferPool
     """Buffers for spilled gradients that are read back. The worker must never wait for a buffer of `gradients`, because
-    only the worker frees those."""
+    only the worker frees these."""
     has_groups: Callable[[], bool] = lambda: True
-    """Whether there are hyperparameters: before an optimizer is made nothing is guessed."""
+    """Returns whether hyperparameters exist. Before an optimizer is made nothing is guessed."""
     spilled_blocks: frozenset[str] = frozenset()
-    """Their held gradients wait on the SSD, in `spill`, unless there is room in `shared_ram`."""
+    """Blocks whose held gradients wait on the SSD, in `spill`, unless `shared_ram` has room."""
     num_held_chunks: int = 0
-    """Chunks of the other blocks. Never more are held in `gradients`."""
+    """Number of chunks of the other blocks. At most this number of gradients is held in `gradients`."""
     shared_ram: HostStack | None = None
-    """Activations use the bottom, held gradients the rest. None with several ranks, which read each other's gradients
-    in buffers."""
+    """RAM of which activations use the bottom, and held gradients the rest. None with several ranks, because these read
+    each other's gradients in buffers."""
     spill: RecordFiles | None = None
     keeps_gradient_dtypes: bool = False
-    """One backward a step is expected. Its gradients of 2 bytes an element are kept as they are, in half a buffer. If
-    they are summed after all, sums are float32 and wait in what `open_spill_of_sums` opens."""
+    """Whether one backward per step is expected. Gradients of 2 bytes per element then keep their dtype, in half a
+    buffer. If they are summed nevertheless, sums are float32 and wait in the files of `open_spill_of_sums`."""
     open_spill_of_sums: Callable[[], RecordFiles] | None = None
     copies_new_weights: Device | None = None
-    """Copies new weights to the slot that waits for them: `device`, if None. Host memory gets them at once."""
+    """Device that copies new weights to the slot that waits for them. None is `device`. Copies to host memory run at
+    once."""
     missed: MissedSteps = field(default_factory=lambda: MissedSteps((), ()))
-    """Steps with gradients of zeros that chunks of the store take later. By default none does."""
+    """Steps with gradients of zeros that chunks of the store take later. By default no chunk does."""
     sums_stay_in_arrival_buffers: bool = False
-    """Other ranks read sums there."""
+    """Whether sums stay in arrival buffers, because other ranks read them there."""

@@ -1,4 +1,4 @@
-"""One optimizer step: its hyperparameters, its gradient norm, its clipping, and whether it counts."""
+"""One optimizer step, with its hyperparameters, its gradient norm, its clipping, and the decision whether it counts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from hf_lohan.updates.worker import Applied
 logger = logging.getLogger(__name__)
 
 WINDOW_STEPS = 16
-"""Older steps say little about the present clip rate."""
+"""Number of last steps that count for the clip rate."""
 
 ClipWay = Literal["defer", "speculate"]
 
 
 class ClipHistory:
-    """How the next step clips, and the results of the last ones. Used by the computing thread."""
+    """How the next step clips, and the results of the last steps. Used by the computing thread."""
 
     def __init__(self, way: ClipWay, *, always: bool = False) -> None:
-        """`always`: guess however often the norm clips. Otherwise the first step waits for its norm, and so does each
+        """`always`: guess even if the norm clips often. Without it, the first step waits for its norm, and so does each
         step while more than `MOST_WRONG_GUESSES` of the last steps clipped."""
         self.way: ClipWay = "speculate" if always else way
-        """As planned. `speculates` says whether the next step guesses."""
+        """The planned way. `speculates` says whether the next step guesses."""
         self._always = always
         self._may_guess = True
         self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
@@ -58,27 +58,28 @@ class ClipHistory:
         return bool(self._clipped) and self.clip_rate <= MOST_WRONG_GUESSES
 
     def clip_by(self, way: ClipWay) -> None:
-        """From the next step on."""
+        """Clip in this way from the next step on."""
         self.way = way
 
     def never_speculate(self) -> None:
-        """The loop does something between backward and step that undoes guesses every time."""
+        """Never guess again, because the loop undoes every guess between backward and step."""
         self._may_guess = False
 
     def note_step(self, applied: str | None, *, clipped: bool) -> None:
-        """Count a step; `applied`: see `StepResult`."""
+        """Count a step. `applied`: see `StepResult`."""
         self._clipped.append(clipped)
         self.num_speculated += applied in ("accepted", "redone")
         if applied == "redone":
             self.num_redone += 1
             if not clipped:
-                self.never_speculate()  # the loop changes hyperparameters between backward and step
+                self.never_speculate()  # the loop changed hyperparameters between backward and step
 
 
 _SECOND_CLIP_RATIO = 1.01
-"""A second clip changes nothing, however the first was rounded, if its `max_norm` is larger by at least this factor."""
+"""A second clip has no effect if its `max_norm` is larger than the first by at least this factor, for any rounding of
+the first."""
 _CLIP_EPS = 1e-6
-"""torch.nn.utils.clip_grad_norm_ adds this to the norm."""
+"""The number that torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +89,15 @@ class StepResult:
     changed: set[Block]
     """Blocks whose records have changed."""
     applied: Applied | None
-    """None if it was skipped."""
+    """How the step was applied; None if it was skipped."""
     clipped: bool
     not_finite: str | None = None
     """The parameter whose gradient caused the skip."""
 
 
 class StepTransaction:
-    """The step in progress, from its first gradient to the end of `finish_step`. It counts as a whole or not at all.
-
-    Used by the computing thread. An interrupt may end any method: `recover` then starts clean.
-    """
+    """The step in progress, from its first gradient to the end of `finish_step`. It counts whole or not at all. Used by
+    the computing thread. An interrupt may end any method. `recover` then abandons the step."""
 
     def __init__(
         self,
@@ -113,10 +112,10 @@ class StepTransaction:
         self._slots = slots
         self._clip_coefficient = 1.0
         self._max_norm: float | None = None
-        """The norm to which the step's gradients have been clipped."""
+        """The `max_norm` to which the step's gradients were clipped."""
         self._has_taken_gradients = False
-        """Whether the last step took the gradients, and zero_grad() was not called since: torch would still have
-        them."""
+        """Whether the last step took the gradients, and zero_grad() was not called afterwards. Torch would still have
+        these gradients."""
         self._is_ending = False
         self._leaves_updates = False
         self.last: StepResult | None = None
@@ -125,29 +124,29 @@ class StepTransaction:
 
     @property
     def is_half_applied(self) -> bool:
-        """Whether the store holds, or may hold, updates of a step that does not count."""
+        """Whether the store has, or may have, updates of a step that does not count."""
         return self._is_ending or self._leaves_updates or self._pipeline.has_begun_updates
 
     def clip_by(self, way: ClipWay) -> None:
-        """From the next step on, or from this one if none of its gradients has arrived."""
+        """Clip in this way from the next step on, or from this one if none of its gradients has arrived."""
         self._clip_history.clip_by(way)
         if not self._pipeline.has_gradients:
             self._pipeline.set_speculation(self._clip_history.speculates)
 
     def refuse_between_updates(self) -> None:
-        """Raises RuntimeError if some of the step's updates have run, so no forward can follow."""
+        """Raise RuntimeError if some of the step's updates have run, because then no forward may follow."""
         if self._pipeline.has_begun_updates:
             raise RuntimeError(
-                "the model was called between backward and step() of a step whose updates run in backward, so its "
-                "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
+                "the model was called between backward and step() of a step whose updates run in backward, so some of "
+                "its weights are already updated; set max_grad_norm > 0 to keep gradients until step()"
             )
 
     def refuse_new_weight(self, part: ParamSlice) -> None:
-        """Raises RuntimeError if an unfinished step has updated the weight."""
+        """Raise RuntimeError if an unfinished step has updated the weight."""
         if self._pipeline.has_begun_to_update(part):
             raise RuntimeError(
-                f"{part.name} is needed once more in a step whose updates run in backward, and it is new already; read "
-                "it after step(), or set max_grad_norm > 0 to keep gradients until then"
+                f"{part.name} is needed again in a step whose updates run in backward, and has already been updated; "
+                "read it after step(), or set max_grad_norm > 0 to keep gradients until step()"
             )
 
     @property
@@ -161,13 +160,13 @@ class StepTransaction:
         return self._pipeline.updates_in_backward
 
     def begin_backward(self) -> None:
-        """Raises RuntimeError if torch would add the gradients to gradients of this step that have been clipped, or to
-        those of the last step, which are gone."""
+        """Raise RuntimeError if torch would add the gradients to this step's clipped gradients, or to those of the last
+        step, which are gone."""
         if self._max_norm is not None:
             raise RuntimeError(
-                f"backward() was called after clip_grad_norm_ to {self._max_norm:g} in the same step, so the gradients "
-                "of both would be clipped together; clip once a step, after its last backward: under `if "
-                "accelerator.sync_gradients:` where gradients are accumulated"
+                f"backward() was called after clip_grad_norm_ to {self._max_norm:g} in the same step, so the "
+                "gradients of both would be clipped together; clip once per step, after its last backward (with "
+                "accumulated gradients, under `if accelerator.sync_gradients:`)"
             )
         if self._has_taken_gradients:
             raise RuntimeError(
@@ -176,31 +175,32 @@ class StepTransaction:
             )
 
     def undo_guesses(self) -> None:
-        """The step needs its old weights once more. Later steps probably will, too, so none guesses any more."""
+        """Undo guesses, because the step needs its old weights again. Later steps probably will too, so no step guesses
+        any more."""
         if undone := self._pipeline.undo_guesses():
             self._clip_history.never_speculate()
             self._slots.forget(undone)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the step's gradients so that their norm is at most `max_norm`. Returns the norm before.
+        """Scale the step's gradients so that their norm is at most `max_norm`. Returns the norm before scaling.
 
-        An infinite `max_norm` only measures. After a clip the norm is the measured norm times the clip's coefficient;
-        gradients are not measured twice. Raises ValueError for a norm other than the 2-norm, for updates in backward,
-        which cannot be scaled any more, and for a second clip that may scale, too; RuntimeError if the last step took
-        the gradients.
+        An infinite `max_norm` only measures. After a clip the norm is the measured norm times the clip's coefficient,
+        because gradients are not measured twice. Raises ValueError for norms other than the 2-norm, for updates that
+        have already run in backward, and for a second clip that may scale again. Raises RuntimeError if the last step
+        took the gradients.
         """
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported under offload; use the 2-norm")
         if self._has_taken_gradients:
             raise RuntimeError(
-                "clip_grad_norm_ was called after step(), which has taken the gradients; call it between backward() "
-                "and step()"
+                "clip_grad_norm_ was called after step(), which has already used the gradients; call it between "
+                "backward() and step()"
             )
         clips = max_norm != float("inf")
         if clips and self._max_norm is not None and not max_norm >= self._max_norm * _SECOND_CLIP_RATIO:
             raise ValueError(
                 f"the gradients of this step were clipped to {self._max_norm:g} before, and clipping them to "
-                f"{max_norm:g} would scale them twice; call clip_grad_norm_ once a step, with the smallest max_norm"
+                f"{max_norm:g} would scale them twice; call clip_grad_norm_ once per step, with the smallest max_norm"
             )
         self._pipeline.wait_for_norms()
         norm = self._pipeline.total_norm()
@@ -210,8 +210,9 @@ class StepTransaction:
             return norm
         if not self._pipeline.holds_gradients:
             raise ValueError(
-                f"clipping to {max_norm} was asked for, but the engine was prepared for max_grad_norm=0 and has "
-                "applied the updates in backward already; set max_grad_norm before training starts"
+                f"clip_grad_norm_ was called with max_norm={max_norm}, but the engine was prepared for "
+                "max_grad_norm=0 and has already applied the updates in backward; set max_grad_norm before training "
+                "starts"
             )
         self._max_norm = max_norm
         self._clip_coefficient = float(torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0))
@@ -220,16 +221,16 @@ class StepTransaction:
     def finish_step(self, group_of: GroupOf) -> StepResult:
         """Apply the held gradients with this step's hyperparameters, and make the step count. If a gradient is not
         finite, undo the step's updates and forget its gradients instead. (Updates that cannot be undone had finite
-        gradients.) Raises RuntimeError if there are no gradients since the last step, and torch would apply those of
-        that step again."""
+        gradients.) Raises RuntimeError if no gradient arrived after the last step, and torch would apply that step's
+        gradients again."""
         if self._has_taken_gradients:
             raise RuntimeError(
-                "step() was called a second time with the same gradients, which the first one has taken; call it once "
-                "for each backward(), or zero_grad() before it if nothing is to be applied"
+                "step() was called a second time with the same gradients, which the first call has used; call it once "
+                "for each backward(), or call zero_grad() before it if nothing is to be applied"
             )
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
-        self._pipeline.wait_for_norms()  # no gradient of this step may be on its way when its norms are forgotten
+        self._pipeline.wait_for_norms()  # no gradient may still arrive when the step's norms are forgotten
         if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
             changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)
             result = StepResult(changed, applied, self._clip_coefficient != 1.0)
@@ -247,9 +248,9 @@ class StepTransaction:
         return result
 
     def recover(self) -> None:
-        """If an exception ended a method here, abandon what is left of the step."""
+        """Abandon the rest of the step if an exception ended a method."""
         if self._is_ending:
-            # The pipeline takes a step as a whole or not at all, but it may or may not have taken this one.
+            # The pipeline takes a step whole or not at all. It may have taken this one.
             self._pipeline.wait_for_updates()
             self._abandon()
             self._is_ending = True
@@ -260,18 +261,18 @@ class StepTransaction:
         """Forget the step's gradients, and undo its updates if the store can."""
         touched, remains = self._abandon()
         if remains:
-            logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
+            logger.warning("gradients were dropped, but backward had already updated %d blocks with them", len(touched))
 
     def abandon_broken(self) -> None:
-        """The step's backward ended with an exception."""
+        """Abandon the step after an exception in its backward."""
         touched, remains = self._abandon()
         logger.warning(
-            "the last backward did not finish; its step's gradients are dropped%s",
-            f", but {len(touched)} blocks had been updated in it already" if remains else "",
+            "the last backward did not finish, so the gradients of its step are dropped%s",
+            f", but the step had already updated {len(touched)} blocks" if remains else "",
         )
 
     def _abandon(self) -> tuple[set[Block], bool]:
-        """Returns the blocks that the step touched, and whether updates remain in them."""
+        """Abandon the step. Returns the blocks that it changed, and whether updates remain in them."""
         self._is_ending = True
         touched, remains = self._pipeline.abandon_step()
         self._begin_next()
@@ -304,45 +305,45 @@ class SkippedSteps:
         logger.warning("skipped a step: the gradient of %s is not finite (%d in a row)", name, in_a_row)
         if in_a_row >= self._max_in_a_row:
             raise NonFiniteGradientError(
-                f"the gradient of {name} is not finite, for the {in_a_row}. step in a row "
-                f"(max_skipped_steps={self._max_in_a_row}); lower the learning rate or look at the data. The store "
+                f"the gradient of {name} is not finite, and {in_a_row} steps in a row were skipped "
+                f"(max_skipped_steps={self._max_in_a_row}); lower the learning rate or check the data. The store "
                 "holds the last good step"
             )
 
 
 class HasGroups(Protocol):
-    """An optimizer. Its groups may change at any time."""
+    """Interface of an optimizer. Its groups may change at any time."""
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 class ParamGroups:
-    """The hyperparameters of each parameter, from an optimizer's param groups. There is no optimizer at first, and
-    another one may take over later. The groups may change between steps."""
+    """The hyperparameters of each parameter, from an optimizer's param groups. An optimizer is bound later, and may be
+    replaced. The groups may change between steps."""
 
     def __init__(self, rules: Mapping[ParamSlice, UpdateRule]) -> None:
-        """``rules``: of all slices, as their states were laid out."""
+        """``rules``: the rule of each slice, by which its states were laid out."""
         self._rules = rules
         self._parts: dict[nn.Parameter, list[ParamSlice]] = {}
         for part in rules:
             self._parts.setdefault(part.parameter, []).append(part)
         self._frozen = {parameter: parts for parameter, parts in self._parts.items() if not parts[0].trainable}
-        """Parameters without states."""
+        """Slices of parameters without states."""
         self._optimizer: HasGroups | None = None
         self._taken: tuple[tuple[Mapping[str, Any], ...], dict[ParamSlice, int]] = (), {}
-        """The groups, and the index of each slice's group: updates in backward read them while the loop changes its
-        list."""
+        """The groups, and the index of each slice's group. Updates in backward read these while the loop may change its
+        own list."""
         self._members: list[list[int]] = []
         self._pairs: set[tuple[int, UpdateRule]] = set()
-        """Each group with the rules of its parameters."""
+        """The hyperparameters of each group, for each rule of its parameters."""
         self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
         self._at_backward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
 
     def bind_optimizer(self, optimizer: HasGroups) -> None:
-        """Take the groups of an optimizer, in which schedulers change the values. Raises ValueError unless they fit the
-        store: every parameter that requires a gradient is in a group, and every parameter in a group has the states
-        that the group's rule needs."""
+        """Use the groups of an optimizer, whose values schedulers change. Raises ValueError if they do not fit the
+        store. Every parameter that requires a gradient must be in a group, and every parameter in a group must have the
+        states that the group's rule needs."""
         index, in_no_group = self._placed_in(optimizer.param_groups)
         self._refuse_thawed()
         _refuse_without_group(in_no_group)
@@ -350,8 +351,8 @@ class ParamGroups:
         self._set_groups(index, in_no_group)
 
     def follow_optimizer(self, *, may_be_without_group: bool = False) -> None:
-        """Take what has changed since: parameters may have been frozen, thawed, or moved to another group. Raises like
-        `bind_optimizer`, unless parameters ``may_be_without_group``, as long as no step follows."""
+        """Read the groups again, because parameters may have been frozen, thawed, or moved to another group. Raises as
+        `bind_optimizer` does. ``may_be_without_group``: parameters may be in no group, because no step follows."""
         self._refuse_thawed()
         if self._optimizer is not None and self._members != _members(self._bound()):
             self._set_groups(*self._placed_in(self._bound()))
@@ -367,7 +368,7 @@ class ParamGroups:
     def _placed_in(
         self, param_groups: Sequence[Mapping[str, Any]]
     ) -> tuple[dict[ParamSlice, int], dict[nn.Parameter, list[ParamSlice]]]:
-        """The index of each slice's group, for slices with states, and the parameters in no group."""
+        """Return the index of each slice's group, for slices with states, and the parameters in no group."""
         index: dict[ParamSlice, int] = {}
         in_no_group = {parameter: parts for parameter, parts in self._parts.items() if parts[0].trainable}
         for number, group in enumerate(param_groups):
@@ -385,31 +386,31 @@ class ParamGroups:
         return index, in_no_group
 
     def note_settings(self) -> None:
-        """A backward begins: note the values that its updates use."""
+        """Note the values for the updates of a backward that begins."""
         self._at_backward = (self._taken[1], self._settings()) if self._optimizer is not None else None
 
     def at_step(self, *, has_updates: bool) -> GroupOf:
-        """`follow_optimizer`, and `group_of` with fixed copies of the present values: a scheduler may change them
-        before the last update has run. Raises ValueError if the step ``has_updates`` from backward with other
-        values."""
+        """Call `follow_optimizer`, and return a `group_of` with copies of the present values, because a scheduler may
+        change them before the last update has run. Raises ValueError if the step ``has_updates`` from backward with
+        other values."""
         self._bound()
         self.follow_optimizer()
         index, settings = self._taken[1], self._settings()
         if has_updates and self._at_backward is not None and self._at_backward != (index, settings):
             raise ValueError(
                 "a param group was changed between backward and step() of a step whose updates run in backward, so "
-                "they had the values before; change it before backward(), or set max_grad_norm > 0 to keep gradients "
-                "until step()"
+                "the updates used the old values; change it before backward(), or set max_grad_norm > 0 to keep "
+                "gradients until step()"
             )
         return lambda part: settings[_index_in(index, part), self._rules[part]]
 
     def has_any(self) -> bool:
-        """Whether there is an optimizer."""
+        """Return whether an optimizer is bound."""
         return self._optimizer is not None
 
     def group_of(self, part: ParamSlice) -> Hashable:
-        """A parameter's present hyperparameters. Raises ValueError if it is in no group, RuntimeError if there is no
-        optimizer."""
+        """Return a parameter's present hyperparameters. Raises ValueError if it is in no group, and RuntimeError
+        without an optimizer."""
         self._bound()
         groups, index = self._taken
         return self._rules[part].settings_of(groups[_index_in(index, part)])
@@ -426,9 +427,9 @@ class ParamGroups:
         for parameter, parts in self._frozen.items():
             if parameter.requires_grad:
                 raise ValueError(
-                    f"{parts[0].name} was frozen when the model was offloaded and has no optimizer state; let every "
-                    "parameter that is ever trained require a gradient when the model is offloaded, and freeze it "
-                    "afterwards by requires_grad_(False), which can be undone between any two steps"
+                    f"{parts[0].name} was frozen when the model was offloaded and has no optimizer state; set "
+                    "requires_grad=True on every parameter that is ever trained before the model is offloaded, and "
+                    "freeze it afterwards with requires_grad_(False), which can be undone between any two steps"
                 )
 
 
@@ -437,12 +438,12 @@ def _refuse_without_group(parameters: Mapping[nn.Parameter, Sequence[ParamSlice]
         if parameter.requires_grad:
             raise ValueError(
                 f"{parts[0].name} requires a gradient but is in no param group of the optimizer; add it with "
-                "optimizer.add_param_group, or freeze it by requires_grad_(False)"
+                "optimizer.add_param_group, or freeze it with requires_grad_(False)"
             )
 
 
 def _members(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The parameters of each group, by identity."""
+    """Return the `id`s of each group's parameters."""
     return [[id(group), *map(id, group["params"])] for group in param_groups]
 
 

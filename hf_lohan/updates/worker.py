@@ -1,8 +1,8 @@
-"""What the worker's thread does with a step's gradients: hold them, apply them at once, or apply them on a guess; and
-the queue of updates, in which reads, updates and writes of successive chunks overlap.
+"""The worker, whose thread holds a step's gradients, applies them at once, or applies them on a guess. In its queue of
+updates, the reads, updates and writes of successive chunks overlap.
 
-A step may guess that the norm does not clip (speculate): its updates run in backward, into a draft, and are undone and
-run again if the norm clips. `Guess` is what one step guesses, `SpeculativeBlocks` keeps readers from seeing a guess.
+A step may guess that the norm does not clip (speculate). Its updates then run in backward, into a draft, and are undone
+and repeated if the norm clips. `Guess` is the guess of one step. `SpeculativeBlocks` keeps readers from seeing a guess.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from hf_lohan.updates.missed_steps import GroupOf
 from hf_lohan.updates.setup import UpdateSetup
 
 Applied = Literal["in_backward", "deferred", "accepted", "redone"]
-"""How a step was applied: its updates ran in backward; or waited for the norm; or ran in backward on the guess that the
-norm does not clip and that the hyperparameters stay, which was right (accepted) or wrong (redone)."""
+"""How a step was applied. Its updates ran in backward, or waited for the norm (deferred), or ran in backward on the
+guess that the norm does not clip and the hyperparameters do not change. This guess was right (accepted) or wrong
+(redone)."""
 
 
 class UpdateWorker:
-    """Its methods run on one thread, in the order in which the pipeline submits them. Other threads read what is
-    public."""
+    """The methods run on one thread, in the order in which the pipeline submits them. Other threads may read public
+    attributes."""
 
     def __init__(
         self,
@@ -44,12 +45,12 @@ class UpdateWorker:
         on_failure: Callable[[BaseException], None],
         exchange: GradientReduction | None = None,
     ) -> None:
-        """`on_failure` is called on I/O threads; `exchange` averages a chunk's gradient over all ranks."""
+        """`on_failure` is called on I/O threads. `exchange` averages a chunk's gradient over all ranks."""
         self.undone_s = 0.0
         """Seconds spent on updates that were undone."""
         self.abandoned: tuple[set[Block], bool] = (set(), False)
-        """The blocks updated by steps that were abandoned since the last gradient arrived, and whether updates remain
-        in them. It may be several steps: a caller that was interrupted calls `abandon_step` again."""
+        """The blocks that were updated by steps abandoned after the last gradient arrived, and whether updates remain
+        in them. Several steps are possible, because an interrupted caller calls `abandon_step` again."""
         self._group_of = setup.group_of
         self._are_held = setup.holds_gradients
         self._is_optimized = setup.schedule == "optimized"
@@ -57,32 +58,32 @@ class UpdateWorker:
         self._missed = setup.missed
         self._step_counts = setup.step_counts
         self._missing: set[ParamSlice] = set()
-        """Parameters that take the step in progress later."""
+        """Parameters that take the step in progress at a later time."""
         self._handover = handover
         self._exchange = exchange
         self._held = HeldGradients(setup, norms)
         self._queue = UpdateQueue(setup, self._held, handover, on_failure)
         self._guess = Guess(setup.group_of)
         self.can_undo: bool | None = None
-        """Whether the updates of the step's backward can be undone; None before the first."""
+        """Whether the updates of the step's backward can be undone; None before the first update."""
 
     def finish_pending(self) -> bool:
-        """Finish the last update while no command waits. Returns whether there was one."""
+        """Finish the last update while no command waits. Returns False if no update was pending."""
         return self._queue.finish_pending()
 
     def wait_for_writes(self) -> None:
-        """Wait until all updates are written. The caller may change the store next, so from here on readers get
-        everything from it."""
+        """Wait until all updates are written. The caller may then change the store, so readers read everything from the
+        store afterwards."""
         self._queue.wait_for_writes()
         self._handover.forget_written()
 
-    # In backward.
+    # Called in backward.
 
     def accept(self, arrived: ArrivedChunk, *, is_final: bool, may_guess: bool, borrowed: BorrowedSlot | None) -> None:
-        """Hold or apply an arrived chunk. `is_final`: no later backward of this step adds to it; `may_guess`: apply it
-        on a guess, if the step does or may."""
+        """Hold or apply an arrived chunk. `is_final`: no later backward of this step adds to it. `may_guess`: apply it
+        on a guess if the step guesses or may guess."""
         self.abandoned = (set(), False)
-        if arrived.chunk in self._queue.chunks:  # a gradient of a chunk that has been updated
+        if arrived.chunk in self._queue.chunks:  # the chunk has already been updated
             if not self._are_held:
                 self._queue.refuse_second(arrived)
             self.undo_guesses()
@@ -97,11 +98,11 @@ class UpdateWorker:
             self._exchange.publish_gradient(gradient, apply, partial(give_back, borrowed))
 
     def apply_unexpected(self, gradient: ChunkGradient) -> None:
-        """Hold or apply an averaged gradient of which this rank has none."""
+        """Hold or apply an averaged gradient to which this rank contributed nothing."""
         self._apply_or_hold(gradient, may_guess=False, borrowed=None)
 
     def _apply_or_hold(self, gradient: ChunkGradient, *, may_guess: bool, borrowed: BorrowedSlot | None) -> None:
-        """The gradient is complete, on all ranks."""
+        """Hold or apply a gradient that is complete on all ranks."""
         try:
             self._held.measure(gradient)
             if not self._are_held:
@@ -117,14 +118,14 @@ class UpdateWorker:
             give_back(borrowed)
 
     def _begin_updates(self) -> bool:
-        """Called before each update in backward. Returns whether the step can be undone: the store has drafts, and none
-        from before."""
+        """Prepare the store before each update in backward. Returns whether the step can be undone, which needs a store
+        with drafts, and no drafts of an earlier step."""
         if self.can_undo is None:
             self.can_undo = self._store.num_homes > 1 and not self._store.has_drafts
         return self.can_undo
 
     def measure_rest(self) -> None:
-        """Measure all gradients that have arrived and are not measured."""
+        """Measure all arrived gradients that are not measured."""
         self._held.measure_rest()
 
     def publish_rest(self) -> None:
@@ -135,28 +136,27 @@ class UpdateWorker:
             self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
 
     def undo_guesses(self) -> None:
-        """Undo what the step has updated on a guess, and hold the rest of its gradients."""
+        """Undo the step's updates on a guess, and hold the rest of its gradients."""
         if self._guess.is_on:
             self._undo()
             self._guess.stop()
 
     def _undo(self) -> None:
-        """Back to the last commit. Gradients that were held again stay."""
+        """Return the store to the last commit. Held gradients stay."""
         self.wait_for_writes()
         self.undone_s += self._queue.forget_updates()
         self._store.drop_drafts()
         self._missed.undo()
 
-    # At the step's end.
+    # Called at the end of a step.
 
     def decide_step(self, clip_coefficient: float, group_of: GroupOf, of_zeros: Iterable[Chunk] = ()) -> Applied:
-        """Decide how the step is applied; `apply_held` must follow. From here on, readers of a block wait for the
-        update of its held gradients. `of_zeros`: chunks without a gradient in this step, which are updated with
-        zeros."""
+        """Decide how the step is applied. `apply_held` must follow. Readers of a block now wait for the update with its
+        held gradients. `of_zeros`: chunks without a gradient in this step, which are updated with zeros."""
         applied = self._judge(clip_coefficient, group_of)
         others = self._held.chunks | self._queue.chunks
         eager, late, self._missing = self._missed.decide_step(of_zeros, others, group_of, self._step_counts)
-        self._queue.wait_for_writes_of(self._missed.added)  # from here on, readers of these blocks read all records
+        self._queue.wait_for_writes_of(self._missed.added)  # readers of these blocks read all records afterwards
         for chunk in eager:
             self._held.hold(ChunkGradient.of_zeros(chunk))
         for chunk in late:
@@ -166,10 +166,10 @@ class UpdateWorker:
         return applied
 
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> Applied:
-        """Accept or undo guesses. Gradients that are still held are to be applied. After a right guess, these are the
-        ones without a contribution in the last backward."""
+        """Accept or undo guesses. Gradients that are then still held are to be applied. After a right guess, these are
+        the gradients to which the last backward added nothing."""
         if not self._are_held:
-            self._queue.finish_pending()  # before a scheduler changes its hyperparameters
+            self._queue.finish_pending()  # must precede a scheduler's change of hyperparameters
             return "in_backward"
         if not self._guess.is_on:
             return "deferred"
@@ -185,7 +185,7 @@ class UpdateWorker:
 
     def apply_held(self, clip_coefficient: float, group_of: GroupOf, of_others: Collection[ParamSlice] = ()) -> None:
         """Apply the held gradients, scaled, in forward order, because the next forward needs the first blocks first.
-        Ends the step, also for parameters `of_others`, which other ranks update."""
+        Then end the step, including the parameters `of_others`, which other ranks update."""
         for gradient in self._held.pop_all():
             if not self._are_held and self.can_undo is False:
                 gradient.refuse_not_finite()
@@ -193,13 +193,13 @@ class UpdateWorker:
         self._end_step({*of_others, *self._missing})
 
     def abandon_step(self) -> None:
-        """Forget the whole step, and undo its updates if the store can. `abandoned` says what was done."""
+        """Forget the whole step, and undo its updates if the store can. `abandoned` has the result."""
         updated = {chunk.block for chunk in self._queue.chunks}
         if updated and self.can_undo:
             self._undo()
         self._held.forget_gradients(self._held.chunks)
         self._missed.abandon_step()
-        if self._queue.chunks:  # these updates stay, so the rest of their blocks catches up
+        if self._queue.chunks:  # these updates stay, so the rest of their blocks must catch up
             rest = {chunk for block in updated for chunk in self._missed.chunks(block)} - self._queue.chunks
             for chunk in rest:
                 if self._missed.is_behind(chunk):
@@ -219,8 +219,8 @@ class UpdateWorker:
 
 
 class Guess:
-    """What a step guesses: that the norm does not clip, and that the hyperparameters stay as they are. Decided for the
-    whole step with its first gradient that can be applied. Used by the worker's thread."""
+    """A step's guess that the norm does not clip and the hyperparameters do not change. The first gradient that can be
+    applied fixes the guess for the whole step. Used by the worker's thread."""
 
     def __init__(self, group_of: GroupOf) -> None:
         self._present_group_of = group_of
@@ -229,25 +229,25 @@ class Guess:
 
     @property
     def is_on(self) -> bool:
-        """Whether the step's updates so far are guesses."""
+        """Whether the step guesses."""
         return self._is_on is True
 
     def decide(self, is_wanted: bool) -> bool:
-        """Whether the step guesses: as decided before, or else as is wanted."""
+        """Decide whether the step guesses, unless it is already decided, and return the decision."""
         if self._is_on is None:
             self._is_on = is_wanted
         return self._is_on
 
     def group_of(self, part: ParamSlice) -> Hashable:
-        """The present hyperparameters, noted as guessed."""
+        """Return a parameter's present hyperparameters, and note them as guessed."""
         return self._groups.setdefault(part, self._present_group_of(part))
 
     def was_right(self, clip_coefficient: float, group_of: GroupOf) -> bool:
-        """Whether the step is to be applied as it was guessed."""
+        """Return whether the step can be applied as it was guessed."""
         return clip_coefficient == 1.0 and all(group_of(part) == group for part, group in self._groups.items())
 
     def stop(self) -> None:
-        """The rest of the step is no guess."""
+        """End guessing for the rest of the step."""
         self._is_on = False
 
     def end_step(self) -> None:
@@ -256,12 +256,12 @@ class Guess:
 
 
 class SpeculativeBlocks:
-    """The blocks that the step in progress updates on a guess, from when that is ordered from the worker's thread. A
-    thread that finds a block here has the guess undone by an order that follows that one."""
+    """The blocks that the step in progress updates on a guess. A block is added when its update is submitted to the
+    worker's thread. A thread that finds its block here submits a command that undoes the guess."""
 
     def __init__(self, thread: WorkThread) -> None:
         self.are_wanted = False
-        """Whether the steps from the next one on are to guess, if they can."""
+        """Whether later steps guess, if they can."""
         self._thread = thread
         self._blocks: set[Block] = set()
         self._lock = Lock()
@@ -273,14 +273,14 @@ class SpeculativeBlocks:
         return block in self._blocks
 
     def order_guess(self, block: Block, command: Command) -> None:
-        """Have the thread run `command`, which may guess about the block."""
+        """Submit `command`, which may update the block on a guess."""
         with self._lock:
             self._blocks.add(block)
             self._thread.submit(command)
 
     def undo_guesses(self, command: Command) -> set[Block]:
-        """If there are guesses, have the thread run `command`, which undoes them all, and wait for it. Returns their
-        blocks. The step does not guess again."""
+        """If guesses exist, submit `command`, which undoes all of them, and wait for it. Returns their blocks. The step
+        does not guess again."""
         with self._lock:
             blocks = set(self._blocks)
             if not blocks:
@@ -288,28 +288,26 @@ class SpeculativeBlocks:
             self.are_wanted = False
             self._thread.submit(command)
         self._thread.barrier()
-        with self._lock:  # not before: other readers of these blocks have to wait as well
+        with self._lock:  # only now, because other readers of these blocks must wait too
             self._blocks -= blocks
         return blocks
 
     def forget_guesses(self) -> None:
-        """The step was decided: they are no guesses any more."""
+        """Forget the guesses after the step is decided."""
         with self._lock:
             self._blocks = set()
 
 
 class UpdateQueue:
-    """Applies gradients, and knows which chunks the present step has updated. Used by one thread.
-
-    Schedules (LoHan, Fig. 3): `optimized` issues the reads of chunk j+1 before it updates chunk j and issues its
-    writes, so SSD and CPU are both busy; with borrowed buffers it reads further ahead. `naive` reads, updates and
-    writes one chunk after another. `serial` does the same, but only after backward.
-    """
+    """Applies gradients, and knows which chunks the step in progress has updated. Used by one thread. Schedules (LoHan,
+    Fig. 3): `optimized` issues the reads of chunk j+1 before it updates chunk j and issues the writes of chunk j, so
+    SSD and CPU are both busy. With borrowed buffers it reads further ahead. `naive` reads, updates and writes one chunk
+    after another. `serial` does the same, but only after backward."""
 
     def __init__(
         self, setup: UpdateSetup, held: HeldGradients, handover: Handover, on_failure: Callable[[BaseException], None]
     ) -> None:
-        """`held`: where spilled gradients come back from, and where gradients of guesses are held again."""
+        """`held`: brings spilled gradients back, and holds the gradients of guesses."""
         self._updater = ChunkUpdater(setup, handover, on_failure)
         self._held = held
         self._is_optimized = setup.schedule == "optimized"
@@ -332,9 +330,9 @@ class UpdateQueue:
         is_guess: bool = False,
         may_borrow: bool = False,
     ) -> None:
-        """Apply a chunk's gradient, scaled. `borrowed`: the slot with the block's weights as they were in backward;
-        `is_guess`: the gradient is held again, and the result is handed to nobody; `may_borrow`: the step's backward is
-        over, so buffers of applied gradients may serve to read further ahead, and to wait in for the drive."""
+        """Apply a chunk's gradient, scaled. `borrowed`: the slot with the block's weights of the backward. `is_guess`:
+        hold the gradient again, and hand the result to nobody. `may_borrow`: the step's backward is over, so buffers of
+        applied gradients may be used to read further ahead and to wait for writes."""
         self.chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
         with self._timed():
@@ -351,8 +349,8 @@ class UpdateQueue:
                 self._wait_for_all_writes()
 
     def _make_room(self, gradient: ChunkGradient, may_borrow: bool) -> list[Buffer] | None:
-        """Buffers for one more update, if they are free now. The pool has enough for two updates at a time, so None
-        means that waiting for them helps. Further updates need borrowed buffers; without these the first one is
+        """Return buffers for one more update if they are free now. The pool has enough for two updates at a time, so
+        None means that waiting for buffers helps. More updates need borrowed buffers. Without these the first update is
         finished."""
         while len(self._pending) > 1:
             can_begin = may_borrow and self._held.can_bring_back(gradient)
@@ -364,14 +362,14 @@ class UpdateQueue:
         return self._updater.free_buffers(chunk) or (self._updater.borrowed_buffers(chunk) if may_borrow else None)
 
     def finish_pending(self) -> bool:
-        """Finish updates whose reads are issued. Returns whether there were any."""
+        """Finish updates whose reads are issued. Returns False if there were none."""
         had_one = bool(self._pending)
         with self._timed():
             self._finish_all()
         return had_one
 
     def wait_for_writes_of(self, blocks: Set[Block]) -> None:
-        """Wait until the updates of these blocks are written: from here on, reads find them."""
+        """Wait until the updates of these blocks are written, so that later reads find them."""
         for chunk, write in self._writes:
             if chunk.block in blocks:
                 write.wait()
@@ -383,16 +381,16 @@ class UpdateQueue:
             self._wait_for_all_writes()
 
     def refuse_second(self, arrived: ArrivedChunk) -> None:
-        """Raises RuntimeError if a gradient arrived for a parameter that has been updated in this step."""
+        """Raise RuntimeError if a gradient arrived for a parameter that has already been updated in this step."""
         for piece in arrived.pieces:
             if piece in self._pieces:
                 raise RuntimeError(
-                    f"a second gradient of {piece.param_slice.name} arrived after the first had been applied; "
-                    "backward runs more than once a step here, so set max_grad_norm > 0 or announce the accumulation"
+                    f"a second gradient of {piece.param_slice.name} arrived after the first had been applied, because "
+                    "backward runs more than once per step; set max_grad_norm > 0 or announce the accumulation"
                 )
 
     def forget_updates(self) -> float:
-        """The step's updates were undone. Returns how many seconds they had taken."""
+        """Forget the step's updates after they were undone. Returns the seconds that they had taken."""
         self._pieces.clear()
         self.chunks.clear()
         busy_s, self._busy_s = self._busy_s, 0.0
@@ -425,7 +423,7 @@ class UpdateQueue:
             self._writes.popleft()[1].wait()
 
     def _wait_for_writes_of(self, chunk: Chunk) -> None:
-        """Wait for the chunk's last update: reads overtake writes, and would find the records before that update."""
+        """Wait until the chunk's last update is written, because reads overtake writes and would find older records."""
         for written, write in self._writes:
             if written is chunk:
                 with self._timeline.task(UPDATES_WAIT, "writes", block=chunk.block.name):

@@ -1,9 +1,9 @@
-"""Weights on and off the device, a block at a time.
+"""Loads weights to the device one block at a time, and releases them.
 
-Follow one block: the `schedule` says when it is its turn; a `block_loader` has the `source` bring it ahead of use into
-a slot of the `slot_ring`, where its parameters become views; `blocks_in_use` keeps it there while a forward or a
-backward needs it. Knows no hooks and no gradients: whoever runs the model says what is needed, and `updates` says
-what has become new.
+The way of one block: `schedule` decides when to load it. A `block_loader` asks the `source` to load it into a slot of
+the `slot_ring` ahead of its use, and its parameters become views of the slot. `blocks_in_use` keeps it there while a
+forward or a backward needs it. This room knows no hooks and no gradients. `engine` tells it which blocks are needed,
+and `updates` which blocks have changed.
 """
 
 from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, WeightSource

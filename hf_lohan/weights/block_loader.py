@@ -1,4 +1,4 @@
-"""Bring blocks into slots ahead of their use, on a thread of the loader's own."""
+"""Loads blocks into slots ahead of their use, on the loader's thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
 class Loads(Protocol):
-    """Brings the blocks of a pass, from one loader or several. See `BlockLoader`."""
+    """Loads the blocks of a pass, with one or several loaders. See `BlockLoader`."""
 
     def begin_pass(self, *, is_training: bool) -> None: ...
 
@@ -35,7 +35,7 @@ class Loads(Protocol):
 
 
 class BlockLoader(ABC):
-    """One thread brings blocks into slots. A `PassSchedule` says which of them, and how far ahead of their use."""
+    """Loads blocks into slots on one thread. A `PassSchedule` decides which blocks, and how far ahead of their use."""
 
     def __init__(self, ring: SlotRing, schedule: PassSchedule[Any], *, thread_name: str = "lohan-prefetch") -> None:
         self._ring = ring
@@ -49,41 +49,43 @@ class BlockLoader(ABC):
         self._thread: threading.Thread | None = None
 
     def _start(self) -> None:
-        """Start the thread, once everything exists that it uses."""
+        """Start the thread. Call this after all that the thread uses exists."""
         self._thread = start_thread(self._run, self._thread_name, beside_kernels=self._ring.device.shares_cores)
 
-    # For the computing thread.
+    # Called by the computing thread.
 
     def begin_pass(self, *, is_training: bool) -> None:
-        """A forward begins, with its backward if training."""
+        """Begin a pass, which is a forward, and in training its backward too."""
         with self._ring.lock:
             self._schedule.begin_pass(is_training=is_training)
             self._reset_failure()
             self._order_loads()
 
     def foresee_pass(self, *, is_training: bool) -> None:
-        """Begin to load what the next pass of this kind needs first."""
+        """Begin to load the blocks that the next pass of this kind needs first."""
         with self._ring.lock:
             self._schedule.foresee_pass(is_training=is_training)
             self._order_loads()
 
     def end_pass(self) -> None:
-        """The pass is complete. The next one of its kind follows its order."""
+        """End a complete pass. The next pass of its kind follows its order."""
         with self._ring.lock:
             self._schedule.end_pass()
-            self._order_loads()  # the pass that it interrupted may go on
+            self._order_loads()  # an interrupted pass may continue
 
     def cancel_pass(self) -> None:
-        """The pass ended early."""
+        """End a pass early."""
         with self._ring.lock:
             self._schedule.cancel_pass()
             self._reset_failure()
 
     def acquire(self, block: Block, *, for_operation: bool = False) -> Slot:
-        """Pin a block, and wait until its load is enqueued. Compute enqueued from now on may use the slot.
-        ``for_operation``: an operation reads a weight of the block, not a module that owns it."""
+        """Pin a block, wait until its load is enqueued, and return its slot. Compute that is enqueued afterwards may
+        use the slot. ``for_operation``: a single operation, not a module that owns the block, reads a weight."""
         if not self._owner.is_here:
-            raise RuntimeError("backward runs in a forked child, where no thread brings weights; run it in its parent")
+            raise RuntimeError(
+                "backward runs in a forked process, in which no thread loads weights; run it in the parent process"
+            )
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name), self._ring.lock:
             (self._schedule.use_for_operation if for_operation else self._schedule.use)(block)
@@ -112,14 +114,14 @@ class BlockLoader(ABC):
     def _raise_failure(self) -> None:
         if self._thread_ended_by is not None:
             raise RuntimeError(
-                "the thread that loads weights ended with an error of its own, which is a bug of hf_lohan; nothing "
-                "that was committed is lost, and a new process resumes from it"
+                "the thread that loads weights ended with an internal error, which is a bug of hf_lohan; no committed "
+                "step is lost, and a new process can resume from the last one"
             ) from self._thread_ended_by
         if self._failure is not None:
             raise raised_anew(self._failure)
 
     def close(self) -> None:
-        assert self._thread is not None, "it was never started"
+        assert self._thread is not None, "the thread was never started"
         with self._ring.lock:
             self._is_closed = True
             self._ring.changed.notify_all()
@@ -127,22 +129,24 @@ class BlockLoader(ABC):
 
     @abstractmethod
     def _order_loads(self) -> None:
-        """Blocks are needed, or slots are free, that were not before. Caller holds the lock, as for the next two."""
+        """Order the loads that have become possible because a block is needed or a slot is free. The caller of this and
+        the next two methods holds the lock."""
 
     @abstractmethod
     def _order_urgent(self, block: Block) -> None:
-        """Return when a block has a slot whose use nobody foresaw. Raises the error that made it impossible."""
+        """Order the load of an unforeseen block, and return when the block has a slot. Raises the error that prevents
+        it."""
 
     def _reset_failure(self) -> None:
-        """Loads that failed may work in another pass."""
+        """Forget the failure, because a load that failed may succeed in the next pass."""
         self._failure = None
 
-    # For the loading thread.
+    # Called by the loading thread.
 
     def _run(self) -> None:
         try:
             self._load_until_closed()
-        except BaseException as error:  # else compute would wait for ever
+        except BaseException as error:  # the computing thread must not wait forever
             with self._ring.lock:
                 self._thread_ended_by = error
                 self._ring.changed.notify_all()
@@ -152,23 +156,21 @@ class BlockLoader(ABC):
 
 
 class WeightSource(Protocol):
-    """Brings weights of this process into slots. Only the source knows where they lie, and in how many parts."""
+    """Loads weights into slots. Only the source knows where the weights are, and in how many parts."""
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
-        """Order the reads of a block. ``listener`` is told once all copies are enqueued on the H2D lane, or with the
-        error that made it impossible: within this call, a later one, or on the thread that updates. Called by one
-        thread, in the order of loads. Raises the error that kept the load from beginning."""
+        """Order the reads of a block. ``listener`` is called when all copies are enqueued on the H2D lane, or with an
+        error. The call may come within this call, within a later one, or on the updating thread. One thread calls this,
+        in the order of loads. Raises the error if the load cannot begin."""
 
     def finish_loads(self) -> None:
-        """Return when all reads have ended, and their copies are enqueued."""
+        """Wait until all reads have ended and their copies are enqueued."""
 
 
 class LocalLoader(BlockLoader):
-    """Brings blocks of this process's store. Its thread chooses each load when it begins it (`NextLoad`), so an urgent
-    load is always the next one.
-
-    A block is loaded ahead only into a slot whose own block is needed later than the new one, or not at all.
-    """
+    """Loads blocks of this process's store. The thread chooses each load at its start (`NextLoad`), so an urgent load
+    is always the next one. A block is loaded ahead only into a slot whose present block is needed later than the new
+    one, or not at all."""
 
     def __init__(
         self,
@@ -180,8 +182,9 @@ class LocalLoader(BlockLoader):
         overlaps_loads: bool = False,
         thread_name: str = "lohan-prefetch",
     ) -> None:
-        """``overlaps_loads``: the reads of a load begin before those of the load before have ended. Copies then wait
-        for a slot that compute still reads; for layers this would delay the copies of the block that comes first."""
+        """``overlaps_loads``: the reads of a load begin before the reads of the previous load have ended. Copies then
+        wait for slots that compute still reads. With layers this would delay the copies of the block that is needed
+        first."""
         super().__init__(ring, schedule, thread_name=thread_name)
         self._source = source
         self._next_load = next_load
@@ -216,8 +219,8 @@ class LocalLoader(BlockLoader):
         self._source.finish_loads()
 
     def _claim_load(self, *, waits: bool) -> SlotLoad | None:
-        """The next load, its slot claimed. None if the loader is closed, or if there is none now and this does not
-        wait."""
+        """Return the next load, with its slot claimed; None if the loader is closed, or if nothing can be loaded now
+        and ``waits`` is False."""
         with self._ring.lock:
             while not self._is_closed:
                 load = self.find_load()
@@ -230,11 +233,11 @@ class LocalLoader(BlockLoader):
         return None
 
     def find_load(self) -> SlotLoad | None:
-        """What to load next. Caller holds the lock."""
+        """Return the next load. The caller holds the lock."""
         return self._next_load.find_load() if self._failure is None else None
 
     def _end_load(self, load: SlotLoad, error: BaseException | None) -> None:
-        """The next load does not wait for this: its block may be needed first."""
+        """Publish or abandon a load. The next load does not wait for this, because its block may be needed first."""
         slot = load.slot
         ready = self._ring.device.record(Lane.H2D)
         with self._ring.lock:
@@ -243,17 +246,17 @@ class LocalLoader(BlockLoader):
                 if slot.block is load.block:
                     self._note_arrival(load.block)
             else:
-                if slot.block is load.block:  # else it was forgotten, and nobody waits for it
+                if slot.block is load.block:  # if the block was forgotten, nobody waits for the load
                     self._failure = error
                 self._ring.abandon(slot)
             self._next_load.end_load(load)
 
     def _note_arrival(self, block: Block) -> None:
-        """The block's load is enqueued. Caller holds the lock."""
+        """Note that the block's load is enqueued. The caller holds the lock."""
 
 
 class LayerLoader(LocalLoader):
-    """Brings all blocks but experts, in the order of a `LoadSchedule`."""
+    """Loads all blocks except experts, in the order of a `LoadSchedule`."""
 
     def __init__(self, ring: SlotRing, source: WeightSource, forward_order: Sequence[Block]) -> None:
         schedule = LoadSchedule(forward_order, ring.num_slots, carries_on=True)

@@ -1,4 +1,4 @@
-"""The blocks that compute uses: pinned in their slots, with present parameters."""
+"""Keeps the blocks that compute uses pinned in their slots, with present parameters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
 class BlocksInUse:
-    """Forward reports when it has finished with a block. Backward does not: there, a block is finished when the next
-    one of its size class is requested, since autograd runs one node after another."""
+    """The blocks that compute uses. A forward reports when it has finished with a block. A backward does not. There a
+    block is finished when the next block of its size class is requested, because autograd runs one node after
+    another."""
 
     def __init__(self, ring: SlotRing, prefetcher: Loads) -> None:
         self._ring = ring
@@ -20,40 +21,40 @@ class BlocksInUse:
         self._blocks: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
 
     def enter(self, block: Block, *, for_operation: bool = False) -> None:
-        """A module that owns the block, or an operation that reads a weight of it, is about to run."""
+        """Acquire a block before a module that owns it runs, or an operation that reads one of its weights."""
         self._prefetcher.acquire(block, for_operation=for_operation)
         in_use = self._blocks[block.size_class]
-        if block not in in_use:  # otherwise an outer module uses it, too
+        if block not in in_use:  # an outer module does not use it already
             self._ring.show(block)
         in_use.append(block)
 
     def leave(self, block: Block) -> None:
-        """The module has run."""
+        """Release a block after its module has run."""
         in_use = self._blocks[block.size_class]
         in_use.remove(block)
-        if block not in in_use:  # otherwise an outer module still uses it
+        if block not in in_use:  # no outer module still uses it
             self._ring.hide(block)
         self._ring.unpin(block)
 
     def enter_for_many(self, block: Block, *, is_idle: Callable[[Block], bool]) -> Slot:
-        """A module that owns the block is about to run, perhaps not for the last time. The block stays until another
-        one of its size class is requested and it is idle."""
+        """Acquire a block before a module that owns it runs, perhaps several times. The block stays until it is idle
+        and another block of its size class is requested."""
         if block not in self._blocks[block.size_class]:
             self.leave_idle(block.size_class, is_idle)
             self.enter(block)
         return self._ring.slot_of(block)
 
     def leave_idle(self, size_class: SizeClass, is_idle: Callable[[Block], bool]) -> None:
-        """Release blocks of this class that stayed and are idle."""
+        """Release the idle blocks of this class."""
         for block in list(self._blocks[size_class]):
             if is_idle(block):
                 self.leave(block)
 
     def fetch_in_backward(self, block: Block, done_with: Callable[[Block], None] = lambda _block: None) -> Slot:
-        """Bring a block for its backward. ``done_with`` is called for each block that makes room for it."""
+        """Acquire a block for its backward. ``done_with`` is called for each block that is released to make room."""
         in_use = self._blocks[block.size_class]
         if block not in in_use:
-            # Resident blocks have slots of their own and make no room.
+            # Resident blocks have their own slots and make no room for others.
             for other in list(in_use) if block.size_class is not SizeClass.RESIDENT else ():
                 done_with(other)
                 self.leave(other)
@@ -61,7 +62,7 @@ class BlocksInUse:
         return self._ring.slot_of(block)
 
     def release_all(self) -> None:
-        """The pass has ended."""
+        """Release all blocks at the end of a pass."""
         for blocks in self._blocks.values():
             for block in blocks:
                 self._ring.hide(block)

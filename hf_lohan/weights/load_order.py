@@ -16,36 +16,36 @@ from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
 class SlotLoad(NamedTuple):
-    """A block, and the slot for it."""
+    """A load of a block to a slot."""
 
     block: Block
     slot: Slot
     is_hint: bool = False
-    """Whether the block may turn out not to be needed."""
+    """Whether it is uncertain that the block is needed."""
 
 
 class NextLoad(ABC):
-    """Chooses the next load: first an unforeseen block that compute waits for, then the schedule's next block, if there
-    is a slot whose block is needed later or never. Callers hold the slots' lock."""
+    """Chooses the next load. Unforeseen blocks for which compute waits come first. Then comes the schedule's next
+    block, if the block in some slot is needed later or never. Callers hold the slots' lock."""
 
     def __init__(self) -> None:
         self.urgent: list[Block] = []
-        """Unforeseen blocks that compute waits for."""
+        """Unforeseen blocks for which compute waits."""
 
     @abstractmethod
     def find_load(self) -> SlotLoad | None:
-        """The next load. None if no block can be loaded now."""
+        """Return the next load; None if no block can be loaded now."""
 
     @abstractmethod
     def claim_slot(self, load: SlotLoad) -> None:
-        """Take the slot of a load that begins."""
+        """Claim the slot of a load that begins."""
 
     def end_load(self, load: SlotLoad) -> None:  # noqa: B027
-        """The load was published or abandoned."""
+        """Note that the load was published or abandoned."""
 
 
 class NextLayer(NextLoad):
-    """Follows a `LoadSchedule`, in slots of all classes but EXPERT."""
+    """Follows a `LoadSchedule`, in slots of all classes except EXPERT."""
 
     def __init__(
         self,
@@ -76,8 +76,9 @@ class NextLayer(NextLoad):
         self._ring.claim(load.slot, load.block)
 
     def _find_slot(self, block: Block, place: int) -> Slot | None:
-        """The slot whose block is needed last. None if all are needed before ``place``. Among blocks that the pass no
-        longer needs, the one that it used first, because the next forward begins where a backward ends."""
+        """Return the slot whose block is needed last; None if all blocks are needed before ``place``. If the pass no
+        longer needs several of the blocks, choose the one that it used first, because the next forward begins where a
+        backward ends."""
         may_overwrite, urgent = self._may_overwrite, self.urgent
         slots = self._ring.slots[block.size_class]
         free = [slot for slot in slots if may_overwrite(slot) and slot.block not in urgent]
@@ -101,51 +102,49 @@ class OrderedLoad:
     block: Block
     slot: Slot
     weights: Tensor
-    """[block.numel] of the slot, which may belong to a later load when this one is carried out."""
+    """View [block.numel] of the slot. The slot may belong to a later load when this load is carried out."""
     free: Event | None
-    """Reached when compute has read the slot's last block for the last time."""
+    """Event after compute's last read of the slot's previous block."""
     version: int
-    """`SlotRing.version_of` the block when the load was ordered."""
+    """Value of `SlotRing.version_of(block)` when the load was ordered."""
 
 
 class DeterministicLoadOrder:
-    """Orders loads by the computing thread's passes alone, so ranks that run the same passes order the same loads.
-
-    A slot is free once compute unpins it. Loads in flight and copies by the optimizer are ignored, because their timing
-    differs between ranks; the thread that carries out a load waits for them. An unforeseen load comes after all loads
-    that were ordered before. Callers hold the slots' lock; only the computing thread forgets blocks.
-    """
+    """Orders loads only by the computing thread's passes, so ranks that run the same passes order the same loads. A
+    slot is free when compute unpins it. Loads in flight and copies by the optimizer are ignored here, because their
+    timing differs between ranks. The thread that carries out a load waits for them. An unforeseen load comes after all
+    loads that are already ordered. Callers hold the slots' lock. Only the computing thread forgets blocks."""
 
     def __init__(self, schedule: LoadSchedule, ring: SlotRing) -> None:
         self._ring = ring
         self._next_load = NextLayer(schedule, ring, lambda slot: slot.num_pins == 0)
         self.num_ordered = 0
-        """Loads so far, equal on all ranks at the same point of their passes."""
+        """Number of ordered loads. It is equal on all ranks at the same point of their passes."""
         self._latest: dict[Slot, OrderedLoad] = {}
 
     def order_loads(self) -> list[OrderedLoad]:
-        """The loads that have a slot now. Their blocks count as present from here on."""
+        """Order and return the loads that have a slot now. Their blocks then count as present."""
         loads = []
         while (load := self._next_load.find_load()) is not None:
             loads.append(self._order(load))
         return loads
 
     def order_urgent(self, block: Block) -> OrderedLoad:
-        """The load of an unforeseen block that compute needs now."""
+        """Order and return the load of an unforeseen block that compute needs now."""
         self._next_load.urgent.append(block)
         try:
             load = self._next_load.find_load()
-            assert load is not None, f"compute has all slots of the size of {block} in use, and needs one more"
+            assert load is not None, f"compute uses all slots of the size of {block}, and needs one more"
             return self._order(load)
         finally:
             self._next_load.urgent.remove(block)
 
     def is_latest(self, load: OrderedLoad) -> bool:
-        """Whether no later load goes to its slot."""
+        """Return whether the load is the last one to its slot."""
         return self._latest[load.slot] is load
 
     def is_wanted(self, load: OrderedLoad) -> bool:
-        """Whether its block was neither forgotten nor replaced since."""
+        """Return whether the load's block was neither forgotten nor replaced after the load was ordered."""
         return load.slot.block is load.block and self._latest[load.slot] is load
 
     def _order(self, load: SlotLoad) -> OrderedLoad:

@@ -1,4 +1,4 @@
-"""Loads blocks ahead of their use with several ranks, which carry out the same list of loads together."""
+"""Loads blocks ahead of their use with several ranks. All ranks carry out one list of loads together."""
 
 from __future__ import annotations
 
@@ -20,51 +20,50 @@ from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.slot_ring import SlotRing
 
 _MORE_AHEAD = 2
-"""Loads are ordered this many uses further ahead than there are slots for layers, and no further. Loads do not overtake
-one another, so a load that waits for its block's update delays all later ones. Updates run in forward order: the head
-has a slot of its own and is updated last, so it must not be ordered first."""
+"""Loads are ordered ahead of their uses, by at most the number of layer slots plus this number. Loads do not overtake
+each other, so a load that waits for its block's update delays all later loads. Updates run in forward order. The head
+has its own slot and is updated last, so it must not be ordered first."""
 
 
 class JointSource(Protocol):
-    """Brings blocks of which each rank stores a shard. One thread calls all methods except `notify` and `fail`. Only
-    `wait` waits for other ranks. A method raises the error that makes further loads impossible."""
+    """Loads blocks of which each rank stores a shard. One thread calls all methods except `notify` and `fail`. Only
+    `wait` waits for other ranks. Each method raises an error if no further loads are possible."""
 
     def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Begin to bring this rank's shard to the host memory that ranks share. Returns False if there is no room yet.
-        Loads begin in their order. ``version``: how often the block had changed when the load was ordered, equal on all
-        ranks. ``is_wanted``: returns False once no rank needs the data of the load."""
+        """Begin to load this rank's shard to the host memory that ranks share. Returns False if the memory has no room
+        yet. Loads begin in their order. ``version``: number of changes of the block before the load was ordered, equal
+        on all ranks. ``is_wanted``: returns False after no rank needs the load's data any more."""
 
     def advance_loads(self) -> bool:
-        """Carry on with loads that have begun. Returns whether any of them could go on."""
+        """Continue the loads that have begun. Returns whether any load advanced."""
 
     def is_whole(self, number: int) -> bool:
-        """Whether the shards of all ranks have arrived."""
+        """Return whether the shards of all ranks have arrived."""
 
     def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
         """Enqueue the copy of a whole block to device memory, after ``free``. Loads are finished in their order."""
 
     def wait(self) -> None:
-        """Wait until a load may go on, or `notify` was called since the last return."""
+        """Wait until a load can advance, or `notify` was called after the last return."""
 
     def notify(self) -> None:
-        """Wake `wait`. From any thread."""
+        """Wake `wait`. Any thread may call this."""
 
     def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """Keep the weights of other nodes in ``kept`` from load ``first_load`` on, which has not begun. With
-        ``changes``, which counts the traffic, only the changes of a step are sent."""
+        """Keep the weights of other nodes in ``kept``, from load ``first_load`` on. This load must not have begun. With
+        ``changes``, which counts the traffic, only the changes of each step are sent."""
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed. From any thread."""
+        """Tell the other ranks that this rank has failed. Any thread may call this."""
 
     def close(self) -> None: ...
 
 
 class LockstepLoader(BlockLoader):
-    """The computing thread orders loads (`DeterministicLoadOrder`); one thread carries them out, in that order.
-
-    Later loads begin while the first one runs, if the source has room. A load waits for its slot only when its copy is
-    next. An ordered load is never cancelled, because other ranks would wait for it. An error ends the run on all ranks.
-    """
+    """Carries out loads on one thread, in the order in which the computing thread orders them
+    (`DeterministicLoadOrder`). Later loads begin while the first load runs, if the source has room. A load waits for
+    its slot only when its copy is next. An ordered load is never cancelled, because other ranks would wait for it. An
+    error ends the run on all ranks."""
 
     def __init__(self, ring: SlotRing, source: JointSource, forward_order: Sequence[Block]) -> None:
         max_ahead = len(ring.slots[SizeClass.LAYER]) + _MORE_AHEAD
@@ -84,7 +83,7 @@ class LockstepLoader(BlockLoader):
         super().close()
         self._source.close()
 
-    # The compute thread's side.
+    # Called by the computing thread.
 
     def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
         """Call `JointSource.keep_weights` from the next ordered load on. All ranks call it at the same point of their
@@ -103,9 +102,9 @@ class LockstepLoader(BlockLoader):
             self._source.notify()
 
     def _reset_failure(self) -> None:
-        """A failure is final with several ranks."""
+        """Do nothing, because a failure is final with several ranks."""
 
-    # The thread's side.
+    # Called by the loading thread.
 
     def _load_until_closed(self) -> None:
         try:
@@ -118,12 +117,12 @@ class LockstepLoader(BlockLoader):
                     return
                 self._failure = error
                 self._ring.changed.notify_all()
-            # Another rank's failure is known to all; the thread that needs the load raises it.
+            # All ranks know another rank's failure. The thread that needs the load raises it.
             if not isinstance(error, RankFailedError):
                 self._source.fail(error)
 
     def _finish_first(self) -> bool:
-        """Copy the first block to its slot, if the block has arrived and no update borrows the slot."""
+        """Copy the first load's block to its slot, if the block has arrived and no update borrows the slot."""
         if not self._begun:
             return False
         load = self._begun[0]

@@ -1,8 +1,8 @@
-"""How a rank's shard of a block goes to other nodes, and which shards of other nodes this node keeps.
+"""Sends a rank's shards to other nodes, and keeps shards of other nodes on this node.
 
-A shard is sent unchanged, or rounded by a codec. Then all ranks compute with the rounded weights, also those of its own
-node, and only the store has the exact ones. One rank of each node receives a shard and may keep it, so that it need not
-be sent again until an update changes the block. Of a kept shard, only the changes of a step are sent.
+A shard is sent unchanged, or rounded by a codec. With a codec all ranks compute with the rounded weights, even those of
+the sending node, and only the store has the exact weights. One rank of each node receives a shard and may keep it. A
+kept shard is not sent again until an update changes the block. After that, only the changes of the step may be sent.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
 
 _CODED_PIECE_NUMEL = 256 * 1024
-"""Elements coded at a time: whole blocks of the codec."""
+"""Elements that are coded at once. This is a multiple of the codec's block."""
 _RAW, _CODED, _CHANGES = range(3)
-"""The forms of a shard's payload."""
+"""Forms of a shard's payload."""
 _DELTA = StepDelta()
 _DELTA_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -37,7 +37,7 @@ def part_of(block: Block, rank: int, entry: Tensor) -> Tensor:
 
 
 class NodeShards:
-    """The shards that one rank sends and receives. Loads begin on one thread, `receive_shard` is called on others."""
+    """The shards that one rank sends and receives. One thread begins loads, and others call `receive_shard`."""
 
     def __init__(
         self,
@@ -49,44 +49,44 @@ class NodeShards:
         kept: PeerWeightCache | None = None,
         version_of: Callable[[Block], int] = lambda block: 0,
     ) -> None:
-        """``coded``: the codec that rounds shards. ``changes``: send only what changed in a block that was sent before,
-        and count that traffic here. ``kept``: room for the shards of `kept_ranks`. ``version_of``: how often a block
-        was changed, equal on all ranks."""
-        assert changes is None or kept is not None, "changes need a kept shard"
+        """``coded``: the codec that rounds shards. ``changes``: counts the traffic. If it is set, only the changes of
+        blocks that were sent before are sent. ``kept``: memory for the shards of `kept_ranks`. ``version_of``: returns
+        the number of changes of a block, equal on all ranks."""
+        assert changes is None or kept is not None, "sending changes needs kept shards"
         self._ranks = ranks
         self._coded = coded
         self._changes = changes
         self._version_of = version_of
         self._versions: dict[Block, int] = {}
-        """The versions that are kept or being received."""
+        """For each block, the version that is kept or being received."""
         self._kept = kept
         self.keeps = kept is not None
-        """Whether an unchanged block need not be sent again."""
+        """Whether an unchanged block is not sent again."""
         self._first_kept_load = 0
         self._sent: set[Block] = set()
-        """Blocks of which other nodes have the same shard of this rank as `kept`."""
+        """Blocks whose shard of this rank is equal here and on the other nodes."""
 
     def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """From load ``first_load`` on, keep shards in ``kept``, and with ``changes`` send only what changed. All ranks
-        give the same number."""
+        """Keep shards in ``kept`` from load ``first_load`` on. With ``changes``, send only what changed. All ranks pass
+        the same ``first_load``."""
         self._kept, self._changes = kept, changes
         self._first_kept_load, self.keeps = first_load, True
 
     def keeps_load(self, number: int) -> bool:
-        """Whether the shards of this load are kept."""
+        """Return whether this load's shards are kept."""
         return self.keeps and number >= self._first_kept_load
 
     def senders(self, block: Block) -> set[int]:
-        """Ranks of other nodes that send their shards to this rank."""
+        """Return the ranks of other nodes that send their shards to this rank."""
         return {rank for rank in self._ranks.counterparts if has_part(block, rank)}
 
     def recipients(self, block: Block) -> list[int]:
-        """Ranks of other nodes that receive this rank's shard."""
+        """Return the ranks of other nodes that receive this rank's shard."""
         return self._ranks.counterparts if has_part(block, self._ranks.rank) else []
 
     def is_kept(self, block: Block, version: int, number: int = 0) -> bool:
-        """Whether this node keeps that version when load ``number`` begins; then all nodes do. If not, all ranks send
-        their shards, and it will be kept."""
+        """Return whether this node keeps the version when load ``number`` begins. The answer is the same on all nodes.
+        If it is False, all ranks send their shards, and the nodes then keep them."""
         if not self.keeps_load(number):
             return False
         is_kept = self._versions.get(block) == version
@@ -94,7 +94,7 @@ class NodeShards:
         return is_kept
 
     def begin_read(self, block: Block, entry: Tensor, piece_numel: int) -> list[RecordRead]:
-        """Begin to put the kept shards of other nodes into a whole block. Returns the reads."""
+        """Begin to copy the kept shards of other nodes into a whole block. Returns the reads."""
         reads: list[RecordRead] = []
         for rank in self.senders(block):
             assert self._kept is not None
@@ -102,14 +102,14 @@ class NodeShards:
         return reads
 
     def matters(self, block: Block, version: int) -> bool:
-        """Whether a later load may use what is received now of that version."""
+        """Return whether a later load may use data of this version that is received now."""
         return self.keeps and self._version_of(block) == version
 
     # This rank's shard.
 
     def make_own(self, block: Block, entry: Tensor, *, sends: bool, keeps: bool = True) -> tuple[int, Tensor]:
-        """Make this rank's shard in ``entry`` what all ranks compute with. Returns the form and the payload to send.
-        ``keeps``: see `keeps_load`."""
+        """Round this rank's shard in ``entry`` to the values with which all ranks compute. Returns the form and the
+        payload to send. ``keeps``: see `keeps_load`."""
         part = part_of(block, self._ranks.rank, entry)
         if self._coded is not None:
             return _CODED, self._round(part, self._coded)
@@ -125,14 +125,14 @@ class NodeShards:
         return form, message
 
     def count(self, block: Block, message: Tensor) -> None:
-        """The shard was sent to another node as ``message``."""
+        """Count a shard that was sent to another node as ``message``."""
         for counted in (self._coded, self._changes):
             if counted is not None:
                 counted.count(part_bytes(block, self._ranks.rank), message.nbytes)
 
     @staticmethod
     def _round(part: Tensor, coded: MeasuredCodec) -> Tensor:
-        """The coded payload of a shard. The shard becomes what the payload decodes to."""
+        """Return the coded payload of a shard, and replace the shard's values by the decoded payload."""
         message = torch.empty(coded.codec.message_bytes(part.numel()), dtype=torch.uint8)
         for piece, place in _pieces(part, coded):
             coded.codec.decode(coded.encode(piece, message[place]), piece)
@@ -166,7 +166,7 @@ class NodeShards:
 
 
 def _pieces(part: Tensor, coded: MeasuredCodec) -> Iterator[tuple[Tensor, slice]]:
-    """The pieces of a shard, each with its slice of the coded payload."""
+    """Iterate over the pieces of a shard, each with its slice of the coded payload."""
     end = 0
     for start, stop in ranges(part.numel(), _CODED_PIECE_NUMEL):
         begin, end = end, end + coded.codec.message_bytes(stop - start)

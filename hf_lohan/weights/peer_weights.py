@@ -1,4 +1,4 @@
-"""Where a rank keeps shards of blocks from other nodes: in RAM, or in a scratch file on the SSD."""
+"""Keeps shards of blocks from other nodes in RAM, or in a scratch file on the SSD."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class PeerWeightCache(Protocol):
     """Shards by block and rank. Calls for one shard never overlap."""
 
     def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
-        """Begin to fill ``out`` with a shard. Returns the reads, of ``piece_numel`` elements each; none if it is
-        filled."""
+        """Begin to fill ``out`` with a shard. Returns the reads, of ``piece_numel`` elements each; empty if ``out`` is
+        already filled."""
 
     def read(self, block: Block, rank: int, out: Tensor) -> None:
         """Fill ``out`` with a shard. Raises StorageError."""
 
     def values(self, block: Block, rank: int) -> Tensor:
-        """A shard, read-only. Raises StorageError."""
+        """Return a read-only shard. Raises StorageError."""
 
     def write(self, block: Block, rank: int, part: Tensor) -> None:
         """Replace a shard. Raises StorageError."""
 
 
 class RamPeerWeights:
-    """Shards in one piece of memory."""
+    """Keeps shards in one piece of memory."""
 
     def __init__(self, memory: Tensor, blocks: Sequence[Block], ranks: Ranks, *, keeps_own: bool) -> None:
-        """``memory``: uint8, of the size that `planning` computes."""
+        """``memory``: uint8 tensor with the number of bytes that `planning` computes."""
         names = [(block, rank) for block in blocks for rank in kept_ranks(ranks, keeps_own=keeps_own)]
         ends = accumulate((part_bytes(block, rank) for block, rank in names), initial=0)
         self._parts = {
@@ -59,7 +59,7 @@ class RamPeerWeights:
 
 
 class SsdPeerWeights:
-    """Shards in a scratch file, at the offsets that they have in whole blocks."""
+    """Keeps shards in a scratch file, at their offsets in whole blocks."""
 
     def __init__(self, files: RecordFiles) -> None:
         self._files = files

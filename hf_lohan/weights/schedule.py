@@ -1,4 +1,4 @@
-"""The order in which a pass needs its blocks, and the order of loads that follows, known before the pass begins."""
+"""Computes the order in which a pass needs its blocks, and from it the order of loads, before the pass begins."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
 
 NEVER = 1 << 60
-"""A place after every pass."""
+"""A place after the end of every pass."""
 
 
 class _PassOrder:
-    """The order of one kind of pass: its uses by place, and the places in the order in which blocks are loaded."""
+    """The order of one kind of pass. It has the uses by place, and the places in the order of their loads."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class _PassOrder:
         max_ahead: int,
         followed_by: Sequence[Block] = (),
     ) -> None:
-        """``followed_by``: uses of the next pass, whose loads may begin in this one."""
+        """``followed_by``: uses of the next pass. Their loads may begin in this pass."""
         self.own_uses = list(own_uses)
         self.uses = [*own_uses, *followed_by]
         self.places: dict[Block, list[int]] = defaultdict(list)
@@ -36,15 +36,15 @@ class _PassOrder:
         self.loads = self._order_loads(num_slots, max_ahead)
 
     def next_use(self, block: Block, place: int) -> int:
-        """The first use at ``place`` or after it."""
+        """Return the place of the block's first use at ``place`` or later."""
         places = self.places.get(block, ())
         index = bisect_left(places, place)
         return places[index] if index < len(places) else NEVER
 
     def _order_loads(self, num_slots: Mapping[SizeClass, int], max_ahead: int) -> list[int]:
-        """The places of all loads, in order. A load comes as soon as a slot of its class is not needed before it, but
-        at most ``max_ahead`` uses ahead of its own. Of several such slots, the one is overwritten whose block is needed
-        last (Belady's rule)."""
+        """Return the places of all loads, in order. A load begins as soon as a slot of its class is not needed before
+        its use, but at most ``max_ahead`` uses ahead. If several slots are possible, it overwrites the slot whose block
+        is needed last (Belady's rule)."""
         loads: list[tuple[int, int]] = []
         last_used: dict[SizeClass, dict[Block, int]] = defaultdict(dict)
         free_since: dict[SizeClass, int] = defaultdict(int)
@@ -62,13 +62,13 @@ class _PassOrder:
 
 @dataclass(eq=False)
 class PassState:
-    """A pass, and how far it has come."""
+    """A pass and its progress."""
 
     is_training: bool
     has_begun: bool = False
 
     def expect_backward(self) -> None:
-        """The pass turned out to have a backward."""
+        """Note that the pass has a backward."""
         self.is_training = True
 
 
@@ -76,7 +76,7 @@ PassT = TypeVar("PassT", bound=PassState)
 
 
 class PassSchedule(ABC, Generic[PassT]):
-    """Which pass runs, which one is foreseen, and which one is interrupted. Callers hold the slots' lock."""
+    """Tracks the running pass, the foreseen pass and the interrupted pass. Callers hold the slots' lock."""
 
     carries_on = False
     """Whether another evaluation is foreseen after each evaluation, as when a model generates."""
@@ -86,16 +86,16 @@ class PassSchedule(ABC, Generic[PassT]):
         self._interrupted: PassT | None = None
         """A training pass between its forward and its backward, while an evaluation runs."""
         self.version = 0
-        """Number of times that a pass began, ended or was foreseen."""
+        """Count of the begins, ends and foreseen passes."""
 
     def foresee_pass(self, *, is_training: bool) -> None:
-        """A training pass (forward and backward) or an evaluation comes next."""
+        """Expect a training pass (forward and backward) or an evaluation next."""
         self._pass = self._expect_pass(is_training=is_training)
         self.version += 1
 
     def begin_pass(self, *, is_training: bool) -> None:
-        """The pass begins. An evaluation may come between a training forward and its backward, if a loss runs the model
-        itself as its reference. The training pass goes on after it."""
+        """Begin the pass. An evaluation may come between a training forward and its backward, if a loss uses the model
+        as its own reference. The training pass continues afterwards."""
         running = self._pass
         if not is_training and running is not None and running.is_training and running.has_begun:
             self._interrupted = running
@@ -104,7 +104,7 @@ class PassSchedule(ABC, Generic[PassT]):
         self._pass.has_begun = True
 
     def end_pass(self) -> None:
-        """The pass is complete. The next one of its kind is expected to be like it."""
+        """End a complete pass. The next pass of its kind is expected to have the same order."""
         ended, self._pass, self._interrupted = self._pass, self._interrupted, None
         self.version += 1
         if ended is not None:
@@ -115,17 +115,17 @@ class PassSchedule(ABC, Generic[PassT]):
             self.foresee_pass(is_training=False)
 
     def cancel_pass(self) -> None:
-        """The pass ended early. Nothing is learned from it, and nothing is needed."""
+        """End the pass early. Its order is not learned, and its remaining blocks are not needed."""
         self._pass = self._interrupted = None
         self.version += 1
 
     @abstractmethod
     def use(self, block: Block) -> None:
-        """Compute needs the block now."""
+        """Note that compute needs the block now."""
 
     @abstractmethod
     def use_for_operation(self, block: Block) -> None:
-        """A single operation needs the block now."""
+        """Note that a single operation needs the block now."""
 
     @abstractmethod
     def _expect_pass(self, *, is_training: bool) -> PassT: ...
@@ -135,16 +135,16 @@ class PassSchedule(ABC, Generic[PassT]):
 
     @abstractmethod
     def _resume_pass(self, resumed: PassT) -> None:
-        """A pass goes on after an evaluation, which had the slots."""
+        """Continue a pass after an evaluation, which used the slots."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _LayerPass(PassState):
     order: _PassOrder
     place: int = 0
-    """Of the next use."""
+    """Place of the next use."""
     num_loads: int = 0
-    """Loads of the order that were made or skipped."""
+    """Number of loads of the order that were made or skipped."""
     again: list[int] = field(default_factory=list)
     """A heap of places whose blocks are loaded out of turn."""
     used: list[Block] = field(default_factory=list)
@@ -152,12 +152,9 @@ class _LayerPass(PassState):
 
 
 class LoadSchedule(PassSchedule[_LayerPass]):
-    """Which block a pass needs next, and which one to load next. If a pass uses blocks in another order than foreseen,
-    the next pass of its kind follows that order.
-
-    Loads follow from the order of uses and the number of slots alone, not from the timing of threads, so several ranks
-    load in one order. Only unforeseen blocks are loaded out of turn.
-    """
+    """Decides which block a pass needs next, and which block to load next. If a pass uses blocks in an unforeseen
+    order, the next pass of its kind follows that order. Loads depend only on the order of uses and the number of slots,
+    not on the timing of threads, so all ranks load in the same order. Only unforeseen blocks are loaded out of turn."""
 
     def __init__(
         self,
@@ -167,9 +164,9 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         max_ahead: int = NEVER,
         carries_on: bool = False,
     ) -> None:
-        """``max_ahead``: number of uses that a load may come ahead of its own, whatever slots are free.
-        ``carries_on``: see `PassSchedule.carries_on`; the last blocks compute while the first ones of the next pass
-        are loaded."""
+        """``max_ahead``: number of uses by which a load may precede its own use, even if more slots are free.
+        ``carries_on``: see `PassSchedule.carries_on`. The first blocks of the next pass are then loaded while the last
+        blocks of this pass compute."""
         super().__init__()
         self._num_slots = num_slots
         self._max_ahead = max_ahead
@@ -181,7 +178,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         self._nothing = self._order_of((), is_training=False)
         self._no_pass = _LayerPass(is_training=False, order=self._nothing)
         self.num_unforeseen = 0
-        """Uses that were not in the order foreseen for their pass."""
+        """Number of uses that differed from the foreseen order of their pass."""
 
     @property
     def _now(self) -> _LayerPass:
@@ -198,7 +195,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
             self.num_unforeseen += 1
 
     def use_for_operation(self, block: Block) -> None:
-        """Several operations in a row that read the same block are one use."""
+        """Note the use. Several operations in a row that read the same block are one use."""
         used = self._now.used
         if not used or used[-1] is not block:
             self.use(block)
@@ -216,7 +213,7 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         self._no_pass = _LayerPass(is_training=False, order=self._nothing)
 
     def _resume_pass(self, resumed: _LayerPass) -> None:
-        # All that it needs from here on, as if it were loaded for the first time.
+        # Order all loads that the pass still needs again, because the evaluation used the slots.
         resumed.num_loads = len(resumed.order.loads)
         resumed.again = list(range(resumed.place, len(resumed.order.uses)))
 
@@ -225,21 +222,21 @@ class LoadSchedule(PassSchedule[_LayerPass]):
         return _PassOrder(uses, self._num_slots, self._max_ahead, followed_by)
 
     def next_use(self, block: Block) -> int:
-        """Place in the pass; `NEVER` if the pass does not need the block any more."""
+        """Return the place of the block's next use; `NEVER` if the pass does not need the block any more."""
         return self._now.order.next_use(block, self._now.place)
 
     def last_use(self, block: Block) -> int:
-        """Place among the uses so far, or -1."""
+        """Return the place of the block's last use so far, or -1."""
         return self._now.last_use.get(block, -1)
 
     def note_displaced(self, block: Block) -> None:
-        """The block made room out of turn. If the pass needs it again, it is loaded again."""
+        """Note that the block was overwritten out of turn. If the pass needs the block again, it is loaded again."""
         place = self.next_use(block)
         if place != NEVER:
             heapq.heappush(self._now.again, place)
 
     def next_load(self, is_here: Callable[[Block], bool]) -> tuple[int, Block] | None:
-        """The block to load now, with the place that needs it."""
+        """Return the place and the block of the next load; None if nothing is to be loaded now."""
         now = self._now
         uses, loads = now.order.uses, now.order.loads
         while now.again and (now.again[0] < now.place or is_here(uses[now.again[0]])):

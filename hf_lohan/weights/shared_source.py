@@ -1,8 +1,8 @@
-"""Loads weights with several ranks. Each rank puts its shard of a block into host memory that the ranks of its node
-share, and copies the whole block from there to its own device.
+"""Loads weights with several ranks. Each rank reads its shard of a block into host memory that the ranks of its node
+share, and copies the whole block from there to its device.
 
-So a block is read once per node, and messages between ranks of one node carry no weights. Between nodes, each rank
-sends its shard to the rank with the same local rank on every other node.
+Each node therefore reads each shard only once, and messages between ranks of one node contain no weights. Between
+nodes, each rank sends its shard to the rank with the same local rank on every other node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PAGE_BYTES = 4096
 
 
 class SharedRegions:
-    """Divides the memory that a node's ranks share among blocks, in the order of loads, so all ranks choose the same
-    regions."""
+    """Divides the shared memory of a node's ranks among blocks. It follows the order of loads, so all ranks choose the
+    same regions."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -39,55 +39,57 @@ class SharedRegions:
         self._regions: dict[int, tuple[int, int]] = {}
 
     def find_start(self, num_bytes: int) -> int | None:
-        """Offset in bytes for the next block. None while other blocks occupy the region."""
+        """Return the offset in bytes for the next block; None while other blocks occupy the region."""
         start = self._next_start if self._next_start + num_bytes <= self._num_bytes else 0
         if any(first < start + num_bytes and start < last for first, last in self._regions.values()):
             return None
         return start
 
     def take_region(self, number: int, start: int, num_bytes: int) -> None:
-        """Load ``number`` has this region from here on."""
+        """Assign this region to load ``number``."""
         self._next_start = -(-(start + num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
         self._regions[number] = start, start + num_bytes
 
     def free_region(self, number: int) -> None:
-        """All ranks have copied the block."""
+        """Free the region after all ranks have copied the block."""
         del self._regions[number]
 
 
 @dataclass(eq=False)
 class _SharedLoad:
-    """A load that has begun and is not copied to the device yet."""
+    """A load that has begun, and whose block is not yet copied to the device."""
 
     number: int
     block: Block
     version: int
     entry: Tensor
-    """[block.numel] in shared host memory."""
+    """Tensor [block.numel] in shared host memory."""
     missing: set[int]
-    """Ranks of other nodes whose shards this rank receives and that have not arrived."""
+    """Ranks of other nodes whose shards this rank has not yet received."""
     is_wanted: Callable[[], bool]
     sends: bool
     """Whether this rank's shard is sent to other nodes."""
     has_ended: bool = False
     """Whether the delivery from updates has ended."""
     error: BaseException | None = None
-    """The error of a read or delivery of this rank's shard."""
+    """The error of a read or a delivery of this rank's shard."""
     has_retried: bool = False
     is_in_doubt: bool = False
-    """Whether this rank's shard has a wrong checksum, and the ranks of the node were asked for their block."""
+    """Whether this rank's shard has a wrong checksum, so that the ranks of the node were asked which block they
+    load."""
     reads: deque[RecordRead] = field(default_factory=deque)
     has_own: bool = False
     has_sent_filled: bool = False
 
     @property
     def cause(self) -> str:
-        """What this rank's shard waits for, as the timeline names it."""
+        """The reason for the wait for this rank's shard, as the timeline shows it."""
         return "for the SSD" if self.reads else "for updates to be written"
 
 
 class SharedWeights:
-    """A `JointSource`. Reads and weights that updates have in RAM go straight into the shared memory."""
+    """A `JointSource` with shared memory. Reads, and weights that updates have in RAM, go straight to the shared
+    memory."""
 
     def __init__(
         self,
@@ -102,14 +104,14 @@ class SharedWeights:
         parts: NodeShards | None = None,
     ) -> None:
         """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
-        ``memory``: uint8, page-aligned, shared by the ranks of the node. It must hold the largest block; if it holds
-        two, loads overlap. ``blocks``: all blocks, in one order on all ranks. ``read_bytes``: size of one read.
-        ``parts``: the shards of other nodes, by default sent unrounded."""
+        ``memory``: page-aligned uint8 tensor that the node's ranks share. It must have room for the largest block. With
+        room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
+        bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded."""
         largest = max(blocks, key=lambda block: block.param_bytes)
         if memory.numel() < largest.param_bytes:
             raise ValueError(
                 f"the memory that ranks share has {memory.numel()} bytes, and block {largest.name} needs "
-                f"{largest.param_bytes}; share at least that many"
+                f"{largest.param_bytes} bytes; share at least that much"
             )
         self._device = device
         self._store = store
@@ -123,15 +125,16 @@ class SharedWeights:
         self._parts = parts or NodeShards(links.ranks, blocks)
         self._regions = SharedRegions(memory.numel())
         self._loads: dict[int, _SharedLoad] = {}
-        """In their order. Guarded by the links' lock, as their progress is."""
+        """The loads in their order. The links' lock guards this dict and the progress of the loads."""
         self._announced: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By load: the ranks of this node that have announced which block it is, with the block's number."""
+        """By load, the ranks of this node that have announced which block it is, with the block's number."""
         self._filled: defaultdict[int, set[int]] = defaultdict(set)
-        """By load: the ranks of this node that have announced their shard."""
+        """By load, the ranks of this node that have announced their shard."""
         self._not_taken: dict[int, set[int]] = {}
-        """By load: the ranks of this node that have not copied it yet."""
+        """By load, the ranks of this node that have not yet copied it."""
         self._num_uses: dict[int, int] = {}
-        """By load: this rank's copy to its device, plus one for each node to which its shard is sent."""
+        """By load, the number of uses of the region: this rank's copy to its device, and one use for each node to which
+        its shard is sent."""
         self._has_news = False
         self._wants_room = False
         self._is_closed = False
@@ -140,29 +143,29 @@ class SharedWeights:
         self._sender = TaskThreads(1, "lohan-weights-sender")
 
     def _listen(self) -> None:
-        """Replace the handlers between two barriers, while no rank sends. So no message for an earlier source arrives
-        here, and no message for this one is lost."""
+        """Replace the handlers of messages between two barriers, while no rank sends. This source then gets no message
+        for an earlier source, and loses none of its own."""
         handlers = {
             Kind.FILLED: self._on_filled,
             Kind.LOAD_IN_DOUBT: self._on_block_announced,
             Kind.TAKEN: self._on_taken,
             Kind.WEIGHTS_PART: self._on_part,
         }
-        self._links.barrier("no weights are under way", sequence="weights")
+        self._links.barrier("the end of the transfers of weights", sequence="weights")
         for kind in handlers:
             self._links.remove_handler(kind)
-        self._links.barrier("weights may come", sequence="weights")
+        self._links.barrier("the start of the transfers of weights", sequence="weights")
         for kind, handler in handlers.items():
             self._links.set_handler(kind, handler)
 
-    # For the loading thread.
+    # Called by the loading thread.
 
     def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         self._free_taken()
         start = self._regions.find_start(block.param_bytes)
         is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
         self._wants_room = start is None
-        if start is None or is_coming:  # updates deliver a block to one place at a time
+        if start is None or is_coming:  # updates deliver a block to only one place at a time
             return False
         self._regions.take_region(number, start, block.param_bytes)
         entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
@@ -174,12 +177,12 @@ class SharedWeights:
             self._not_taken[number] = set(self._ranks.on_this_node)
             self._num_uses[number] = 1 + (len(self._parts.recipients(block)) if load.sends else 0)
             self._refuse_other_blocks(load)
-            self._links.notify()  # shards from other nodes may wait for it
+            self._links.notify()  # shards from other nodes may wait for the region
         self._begin_own_shard(load)
         return True
 
     def _is_over(self, load: _SharedLoad) -> bool:
-        """Whether another load of the block may begin."""
+        """Return whether another load of the block may begin."""
         return load.has_ended and (load.has_sent_filled or not self._parts.keeps)
 
     def advance_loads(self) -> bool:
@@ -240,7 +243,7 @@ class SharedWeights:
         self._links.fail(error)
 
     def close(self) -> None:
-        """Messages of other ranks are ignored from here on."""
+        """Stop listening. Later messages of other ranks are ignored."""
         with self._links.lock:
             self._is_closed = True
             self._links.notify()
@@ -267,7 +270,7 @@ class SharedWeights:
         delivery.set_listener(_OwnShardEnd(self, load))
 
     def _read_numel(self, block: Block) -> int:
-        """Elements of one read: whole granules."""
+        """Return the elements of one read, which are whole granules."""
         numel = self._read_bytes // block.master.working_dtype.itemsize
         return max(1, numel // block.granule_numel) * block.granule_numel
 
@@ -285,8 +288,8 @@ class SharedWeights:
                 load.error = load.error or error
 
     def _end_own_shard(self, load: _SharedLoad) -> None:
-        """Reads and deliveries of this rank's shard have ended. If the block was forgotten since the load began, the
-        data may be stale. The shard is sent anyway, because every receiver drops that load."""
+        """Handle the end of this rank's reads and deliveries. If the block was forgotten after the load began, the data
+        may be stale. The shard is sent anyway, because every receiver drops that load."""
         error = load.error
         if error is None or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
             keeps = self._parts.keeps_load(load.number)
@@ -297,15 +300,15 @@ class SharedWeights:
         elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
             self._begin_own_shard(load)
         elif isinstance(error, CorruptionError) and not load.is_in_doubt:
-            # Ranks that load different blocks overwrite each other's shards in the shared memory. The drive is to blame
-            # only if all ranks of the node load the same block.
+            # Ranks that load different blocks overwrite each other's shards in the shared memory. So the drive is at
+            # fault only if all ranks of the node load the same block.
             load.is_in_doubt = True
             self._announce(Kind.LOAD_IN_DOUBT, load)
         else:
             raise error
 
     def _is_undecided(self, load: _SharedLoad) -> bool:
-        """Whether a wrong checksum may still turn out to be another rank's work."""
+        """Return whether another rank may still turn out to be the cause of a wrong checksum."""
         if not load.is_in_doubt or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
             return False
         with self._links.lock:
@@ -313,7 +316,8 @@ class SharedWeights:
 
     @staticmethod
     def _may_retry(load: _SharedLoad) -> bool:
-        """Once: an update that makes the load unwanted may have overwritten the data during the read."""
+        """Return whether to repeat a failed load. An update that makes the load unwanted may have overwritten the data
+        during the read, so one repetition is allowed."""
         may_retry, load.has_retried = not load.has_retried, True
         return may_retry
 
@@ -361,7 +365,7 @@ class SharedWeights:
         self._end_one_use(number)
 
     def _end_one_use(self, number: int) -> None:
-        """This rank has copied the block, or sent its shard to another node."""
+        """Count one use less after this rank has copied the block, or has sent its shard to another node."""
         with self._links.lock:
             self._num_uses[number] -= 1
             if self._num_uses[number]:
@@ -372,7 +376,7 @@ class SharedWeights:
             for rank in self._ranks.on_this_node:
                 if rank != self._ranks.rank:
                     self._links.send(rank, Kind.TAKEN, number)
-        except Exception as error:  # else another rank would wait for ever
+        except Exception as error:  # another rank must not wait forever
             self._links.fail(error)
             return
         self.notify()
@@ -391,12 +395,13 @@ class SharedWeights:
                 self._regions.free_region(number)
 
     def _slow_to_copy(self) -> list[int]:
-        """Ranks that the next block waits for to copy an earlier one. Caller holds the links' lock."""
+        """Return the ranks that have not yet copied an earlier block whose region the next block needs. The caller
+        holds the links' lock."""
         return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
 
     def _awaited(self, load: _SharedLoad) -> list[int]:
-        """Ranks whose shards are missing, once this rank's is complete; if that is in doubt, ranks whose block is not
-        known. Caller holds the links' lock."""
+        """Return the ranks whose shards are missing, if this rank's shard is complete. If its checksum is in doubt,
+        return the ranks whose block is unknown. The caller holds the links' lock."""
         if load.is_in_doubt:
             return self._not_announced(load)
         if not load.has_own:
@@ -406,8 +411,8 @@ class SharedWeights:
         return [rank for rank in self._ranks.on_this_node if rank not in self._filled[load.number]]
 
     def _not_announced(self, load: _SharedLoad) -> list[int]:
-        """Ranks of this node that have not announced the block of this load, or of one before it. Caller holds the
-        links' lock."""
+        """Return the ranks of this node that have not announced the block of this load or of an earlier one. The caller
+        holds the links' lock."""
         numbers = [number for number in self._loads if number <= load.number]
         others = (rank for rank in self._ranks.on_this_node if rank != self._ranks.rank)
         return [rank for rank in others if any(rank not in self._announced[number] for number in numbers)]
@@ -420,7 +425,7 @@ class SharedWeights:
     # Other nodes.
 
     def _send_part(self, load: _SharedLoad, form: int, payload: Tensor) -> None:
-        """Send on a separate thread, so a node without room delays nothing else."""
+        """Send on a separate thread, so that a node without room delays nothing else."""
         for rank in self._parts.recipients(load.block):
             self._sender.submit(partial(self._send_part_to, rank, load, form, payload))
 
@@ -428,14 +433,14 @@ class SharedWeights:
         numbers = (load.number, self._number_of[load.block], form)
         try:
             self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=payload, channel=Channel.WEIGHTS)
-        except Exception as error:  # else another rank would wait for ever
+        except Exception as error:  # another rank must not wait forever
             self._links.fail(error)
             return
         self._parts.count(load.block, payload)
         self._end_one_use(load.number)
 
     def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """Waits for room. The sending rank waits meanwhile."""
+        """Receive a shard. Waits for room in the shared memory, and the sending rank waits meanwhile."""
         number, block_number, form = numbers
         assert payload is not None
         self._links.wait_for(lambda: self._is_closed or number in self._loads, "room for weights", peers=[])
@@ -461,7 +466,7 @@ class _OwnShardEnd(DeliveryListener):
 
 
 def _within(parts: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The ranges, cut to [first, last)."""
+    """Yield the ranges, cut to [first, last)."""
     for start, stop in parts:
         if max(start, first) < min(stop, last):
             yield max(start, first), min(stop, last)

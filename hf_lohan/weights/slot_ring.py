@@ -1,4 +1,4 @@
-"""Device slots: which blocks are on the device, which of them are in use, and which slots may be overwritten."""
+"""Device slots. Tracks which blocks are on the device and in use, and which slots may be overwritten."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from hf_lohan.updates import BorrowedSlot, WeightSlots
 
 @dataclass(eq=False)
 class Slot:
-    """A fixed device buffer. `weights` is its flat view [numel] in the dtype of its block."""
+    """A fixed device buffer. `weights` is a flat view [numel] in the dtype of the slot's block."""
 
     weights: Tensor
     size_class: SizeClass
     block: Block | None = None
     ready: Event | None = None
-    """Reached when `block` has arrived; None while its load is not enqueued yet."""
+    """Event of the arrival of `block`; None while its load is not enqueued."""
     is_loading: bool = False
-    """Whether a load writes to it. Its block may have been forgotten meanwhile."""
+    """Whether a load writes to the slot. The block may have been forgotten meanwhile."""
     last_use: Event | None = None
-    """Reached when the last compute that reads the slot is done."""
+    """Event after the last compute that reads the slot."""
     num_pins: int = 0
     num_borrows: int = 0
     """Number of updates that borrow the slot and copy its weights."""
     is_kept: bool = False
-    """Whether its block stays for good."""
+    """Whether the block stays permanently."""
 
     @property
     def is_claimable(self) -> bool:
-        """Whether it may be overwritten."""
+        """Whether the slot may be overwritten."""
         return not (self.num_pins or self.num_borrows or self.is_loading or self.is_kept)
 
 
 class SlotRing(WeightSlots):
-    """Puts a block's parameters on the device and takes them off.
+    """The slots of a device. Shows and hides the parameters of the blocks in them.
 
-    The `data` of a present parameter is a view of a slot. The `data` of an absent one is a NaN, expanded to its shape,
-    so code that bypasses `AbsentParameter` never gets a wrong finite number. A released slot keeps its block until it
-    is claimed for another one.
+    The `data` of a present parameter is a view of a slot. The `data` of an absent parameter is a NaN that is expanded
+    to its shape, so code that bypasses `AbsentParameter` never gets a wrong finite number. A released slot keeps its
+    block until a load claims the slot for another block.
 
-    The computing thread pins and releases, the loading thread claims and publishes. `lock` guards both; `changed` is
-    notified of every change.
+    The computing thread pins and releases slots. The loading thread claims and publishes them. `lock` guards both.
+    `changed` is notified of every change.
     """
 
     def __init__(self, device: Device, plan: PoolPlan, kept: Collection[str] = ()) -> None:
-        """``kept``: names of blocks that stay once they are loaded. At least two slots of their class must remain for
-        other blocks."""
+        """``kept``: names of blocks that stay on the device after their first load. At least two slots of their class
+        must remain for other blocks."""
         self.device = device
         self._kept = frozenset(kept)
-        # Callers enter the lock itself, not the condition: see `IoEngine`.
+        # Callers enter the lock itself and not the condition. `IoEngine` says why.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.slots: dict[SizeClass, list[Slot]] = {
@@ -76,7 +76,7 @@ class SlotRing(WeightSlots):
         self._held_bytes = 0
         self._high_water_bytes = 0
         self.num_forgets = 0
-        """How often slots were emptied because the store had newer weights."""
+        """Number of times that a slot was emptied because the store had newer weights."""
         self._return_callbacks: list[Callable[[], None]] = []
 
     def _all(self) -> list[Slot]:
@@ -89,27 +89,28 @@ class SlotRing(WeightSlots):
 
     @property
     def high_water_bytes(self) -> int:
-        """The most bytes of slots that ever held a block at once."""
+        """The largest number of bytes of slots that held a block at the same time."""
         return self._high_water_bytes
 
-    # For the computing thread.
+    # Called by the computing thread.
 
     def pin(self, block: Block) -> Slot | None:
-        """Keep a block from being overwritten, if it has a slot. Caller holds `lock`."""
+        """Prevent a block from being overwritten, and return its slot; None if the block has no slot. The caller holds
+        `lock`."""
         slot = self._holder.get(block)
         if slot is not None:
             slot.num_pins += 1
         return slot
 
     def pin_arrived(self, block: Block) -> Slot | None:
-        """Pin a block whose load is enqueued; None if it is not."""
+        """Pin a block whose load is enqueued, and return its slot; None if its load is not enqueued."""
         with self.lock:
             slot = self._holder.get(block)
             return self.pin(block) if slot is not None and slot.ready is not None else None
 
     def borrow_slot(self, block: Block) -> BorrowedSlot | None:
-        """The weights of a block that compute uses, for the optimizer. None if compute needs all slots: one block at a
-        time is borrowed, and two slots must remain."""
+        """Borrow the slot of a block that compute uses, for the optimizer. Returns None if compute needs all slots.
+        Only one block is borrowed at a time, and two slots must remain."""
         slots = self.slots[block.size_class]
         with self.lock:
             slot = self._holder.get(block)
@@ -132,34 +133,34 @@ class SlotRing(WeightSlots):
         self._return_callbacks.append(callback)
 
     def show(self, block: Block) -> None:
-        """Make the parameters views into the pinned slot."""
+        """Make the block's parameters views of its pinned slot."""
         for part in block.slices:
-            assert part.is_whole, f"{part.name} lies in several blocks, so no single one can show it"
+            assert part.is_whole, f"{part.name} is in several blocks, so no single block can show it"
             weights = self.slot_of(block).weights
             AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> None:
-        """Make the parameters absent. A parameter in several blocks is always absent."""
+        """Make the block's parameters absent. A parameter in several blocks is always absent."""
         for part in block.slices:
             if not part.first:
                 AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
 
     def has_room_for(self, block: Block) -> bool:
-        """Whether the block can be pinned without unpinning another one."""
+        """Return whether the block can be pinned while all pinned blocks stay pinned."""
         with self.lock:
             return block in self._holder or any(not slot.num_pins for slot in self.slots[block.size_class])
 
     def unpin(self, block: Block) -> None:
-        """No compute that is enqueued later reads the block, until it is pinned again."""
+        """Unpin a block. Compute that is enqueued later must not read the block until it is pinned again."""
         with self.lock:
             slot = self.slot_of(block)
             slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
             slot.num_pins -= 1
-            assert slot.num_pins >= 0, f"{block} unpinned more often than pinned"
+            assert slot.num_pins >= 0, f"{block} was unpinned more often than pinned"
             self.changed.notify_all()
 
     def unpin_all(self) -> None:
-        """After an exception: no block is in use any more."""
+        """Unpin all blocks, after an exception."""
         with self.lock:
             for slot in self._all():
                 if slot.num_pins:
@@ -168,24 +169,24 @@ class SlotRing(WeightSlots):
             self.changed.notify_all()
 
     def num_loads(self, block: Block) -> int:
-        """How often the block was loaded."""
+        """Return how many times the block was loaded."""
         return self._num_loads[block]
 
     def version_of(self, block: Block) -> int:
-        """How often the block was forgotten."""
+        """Return how many times the block was forgotten."""
         return self._num_forgotten[block]
 
     def slot_of(self, block: Block) -> Slot:
         return self._holder[block]
 
     def block_behind(self, tensor: Tensor) -> Block | None:
-        """The block in the slot that ``tensor`` is a view of. None if it is no view of a slot."""
+        """Return the block of the slot of which ``tensor`` is a view; None if it is not a view of a slot."""
         slot = self._by_storage.get(tensor.untyped_storage().data_ptr())
         assert slot is None or slot.block is not None, "a view of an empty slot"
         return slot.block if slot is not None else None
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """The store has newer parameters of these blocks. Empty their slots."""
+        """Empty the slots of these blocks, because the store has newer weights."""
         with self.lock:
             self.num_forgets += 1
             for block in blocks:
@@ -196,13 +197,13 @@ class SlotRing(WeightSlots):
                     self._empty(slot)
             self.changed.notify_all()
 
-    # For the loading thread. The caller holds `lock`.
+    # Called by the loading thread. The caller holds `lock`.
 
     def is_here(self, block: Block) -> bool:
         return block in self._holder
 
     def claim(self, slot: Slot, block: Block) -> None:
-        """Give ``slot`` to ``block``, which is loaded next."""
+        """Assign ``slot`` to ``block``, which is loaded next."""
         self._empty(slot)
         self._num_loads[block] += 1
         slot.block, slot.is_loading, slot.is_kept = block, True, block.name in self._kept
@@ -213,14 +214,14 @@ class SlotRing(WeightSlots):
         self.changed.notify_all()
 
     def publish(self, slot: Slot, ready: Event) -> None:
-        """The load of the claimed slot is enqueued. ``ready`` is reached when it is done."""
+        """Publish a claimed slot after its load is enqueued. ``ready`` is the event of the load's end."""
         slot.is_loading = False
-        if slot.block is not None:  # else it was forgotten meanwhile
+        if slot.block is not None:  # the block may have been forgotten meanwhile
             slot.ready = ready
         self.changed.notify_all()
 
     def abandon(self, slot: Slot) -> None:
-        """The load of the claimed slot failed."""
+        """Abandon a claimed slot after its load has failed."""
         self._empty(slot)
         slot.is_loading = False
         self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""Read one block's parameters into one slot, from this process's store and from updates in RAM."""
+"""Loads a block's parameters into a slot, from this process's store and from updates in RAM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Load:
     end: Callable[[BaseException | None], None]
     num_reading: int = 0
     is_whole: bool = False
-    """No more reads will be ordered."""
+    """Whether all reads are ordered."""
     error: BaseException | None = None
 
     def end_if_done(self) -> None:
@@ -52,7 +52,7 @@ class _SliceRead:
     load: _Load
     read: RecordRead
     buffer: Buffer | None
-    """None if the read goes straight into the slot."""
+    """The staging buffer; None if the read goes straight to the slot."""
     start: int
     stop: int
     kind: str = PARAM
@@ -91,12 +91,9 @@ class Decoder:
 
 
 class LocalWeights:
-    """A `WeightSource`: this process's store, and what updates still have in RAM. Reads go through staging buffers, or
-    into the slot itself where the device's memory is the host's.
-
-    The reads of a load may begin before those of the load before have ended. The drive then works while weights are
-    verified and copied.
-    """
+    """A `WeightSource` over this process's store and the updates that are still in RAM. Reads go through staging
+    buffers, or straight to the slot if the device's memory is host memory. The reads of a load may begin before the
+    reads of the previous load have ended, so the drive works while weights are verified and copied."""
 
     def __init__(
         self,
@@ -117,7 +114,7 @@ class LocalWeights:
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
-        """Returns once all reads of this load are ordered and those of earlier loads have ended."""
+        """Order all reads of this load. Returns after the reads of earlier loads have ended."""
         self.begin_rest(block, slot, self.deliver(block, slot), listener)
 
     def finish_loads(self) -> None:
@@ -125,13 +122,13 @@ class LocalWeights:
             self._complete_one()
 
     def deliver(self, block: Block, slot: Slot) -> Delivery:
-        """The first half of a load: updates deliver their part. Copies to the slot enqueued on the H2D lane from here
-        on run after its last use."""
+        """Do the first half of a load, in which updates deliver their part. Copies to the slot that are enqueued on the
+        H2D lane afterwards run after the slot's last use."""
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
             return self._deliver(block, slot.weights[: block.numel], slot.last_use)
 
     def begin_rest(self, block: Block, slot: Slot, delivery: Delivery, listener: DeliveryListener) -> None:
-        """The second half of `begin_load`: read and copy what is not delivered."""
+        """Do the second half of `begin_load`, which reads and copies the parts that updates do not deliver."""
 
         def end(error: BaseException | None) -> None:
             if error is None:
@@ -157,7 +154,7 @@ class LocalWeights:
                     read.wait()
                     self._device.copy(Lane.H2D, slot.weights[start:stop], memory[start:stop])
         except BaseException:
-            for read, _, _ in reads:  # the others still write into the memory
+            for read, _, _ in reads:  # other reads still write to the memory
                 with contextlib.suppress(Exception):
                     read.wait_for_bytes()
             raise
@@ -180,12 +177,12 @@ class LocalWeights:
     def _order(
         self, block: Block, slot: Slot, delivery: Delivery, end: Callable[[BaseException | None], None]
     ) -> _Load:
-        """Order the reads of a block. Earlier reads are completed if their buffers are needed. ``end`` gets an error
-        once nothing writes to the slot any more."""
+        """Order the reads of a block. Earlier reads are completed first if their buffers are needed. ``end`` gets an
+        error, but only after nothing writes to the slot any more."""
 
         def end_safely(error: BaseException | None) -> None:
             if error is not None:
-                with contextlib.suppress(Exception):  # the slot is not free while updates write to it
+                with contextlib.suppress(Exception):  # updates may still write to the slot
                     delivery.wait()
             end(error)
 

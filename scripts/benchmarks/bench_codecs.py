@@ -1,11 +1,12 @@
-"""The speed of the codecs for slow links, and the links on which they pay: blocks in 8 and 4 bits, step deltas.
+"""Measures the speed of the codecs for slow links (blocks in 8 and 4 bits, step deltas), and the links on which they
+pay.
 
     python scripts/benchmarks/bench_codecs.py
 
-One thread codes. On a CPU its time is CPU time, which other load does not change. Below `pays_below_gbit_s` coding,
-sending and decoding one after the other are faster than sending uncoded values. If they overlap, a codec pays up to
-`keeps_up_to_gbit_s`, 16 or 32 bits times the rate of the slower of encoding and decoding. The figures also have the
-time of a copy from bfloat16 to float32.
+One thread codes. On a CPU the times are CPU times, which other load does not change. On links below
+`pays_below_gbit_s`, coding, sending and decoding one after the other are faster than sending uncoded values. If the
+three overlap, a codec pays up to `keeps_up_to_gbit_s`, which is 16 or 32 bits times the slower rate of encoding and
+decoding. The figures also have the time of a copy from bfloat16 to float32.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ CODECS = {
     "gradients, int4": (GRADIENTS_INT4, torch.float32),
     "weights, int8": (WEIGHTS_INT8, torch.bfloat16),
 }
-"""Each with the dtype that would be sent without it."""
+"""Each codec has the dtype that would be sent without it."""
 CHANGED_FRACTIONS = {"5e-6": (0.015, 0.003), "2e-5": (0.045, 0.005), "1e-4": (0.155, 0.025)}
-"""By the learning rate of a fine-tune of SmolLM2-135M: the weights that a step changes, and by more than one ulp."""
+"""Fractions of weights that a step changes, and that it changes by more than one ulp, by the learning rate of a
+fine-tune of SmolLM2-135M."""
 NUM_PARTS = 4
 
 Work = Callable[[], object]
 
 
 def rate(device: str, numel: int, work: Work) -> float:
-    """Elements a second."""
+    """Return the rate in elements per second."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     work()
     synchronize(device)
@@ -61,7 +63,7 @@ def block_works(codec: BlockCodec, dtype: torch.dtype, numel: int, device: str) 
 
 
 def a_step(numel: int, changed: float, by_more: float) -> tuple[Tensor, Tensor]:
-    """Weights before and after it."""
+    """Return weights before and after a step."""
     old = (torch.randn(numel) * 0.03).bfloat16()
     chance = torch.rand(numel)
     size = torch.where(chance < by_more, 3, torch.where(chance < changed, 1, 0))
@@ -72,7 +74,7 @@ def a_step(numel: int, changed: float, by_more: float) -> tuple[Tensor, Tensor]:
 def delta_works(delta: StepDelta, old: Tensor, new: Tensor) -> tuple[dict[str, Work], int]:
     out = torch.empty(delta.max_bytes(old.numel()), dtype=torch.uint8)
     num_bytes = delta.encode(old, new, out)
-    applied = old.clone()  # adding the differences again and again takes as long each time
+    applied = old.clone()  # adding the differences repeatedly always takes the same time
     return {"encode": lambda: delta.encode(old, new, out), "decode": lambda: delta.apply_(applied, out[:num_bytes])}, (
         num_bytes
     )

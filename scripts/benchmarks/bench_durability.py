@@ -1,12 +1,12 @@
-"""The cost of checksums and commits: one offloaded model with and without them, in one interleaved run.
+"""Measures the cost of checksums and commits, with one offloaded model with and without them, in one interleaved run.
 
     python scripts/benchmarks/bench_durability.py  # Llama 151M, batch 2 x 256, float32, max_grad_norm 1.0
     python scripts/benchmarks/bench_durability.py --device cuda --hidden 4096 --layers 8 --bf16
 
-Two engines take turns of three steps (on, off, on, off, ...). "on" is the library as it is: each read is checked, each
-granule hashed when it is written, each step committed with a journal of the size that Trainer's has. "off" hashes
-nothing and makes nothing durable; it moves the same bytes between the same files. Medians and their ratio are quoted.
-Then each side runs alone in a process of its own, to compare peak memory.
+Two engines take turns of three steps (on, off, on, off, ...). "on" is the unchanged library. It checks each read,
+hashes each written granule, and commits each step with a journal of the same size as Trainer's. "off" hashes nothing
+and makes nothing durable, but moves the same bytes between the same files. The results are medians and their ratio.
+Then each side runs in a separate process, to compare peak memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ JOURNAL = Journal(facts={"global_step": 1}, files={"rng_state.pth": bytes(15_000
 
 
 class Hashing:
-    """The hashing function, timed."""
+    """The hashing function, with its time."""
 
     def __init__(self) -> None:
         self.hashed_bytes = 0
@@ -69,7 +69,7 @@ class Hashing:
 
 
 def no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
-    """Replaces the hashing: zeros for every granule."""
+    """Replaces the hashing, and returns zeros for every granule."""
     return np.zeros(-(-source.nbytes // granule_bytes), np.uint64)
 
 
@@ -95,7 +95,7 @@ class Contender:
         return init
 
     def stepping(self, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], float]:
-        """Return a function that takes a turn of committed steps and returns seconds a step."""
+        """Return a function that takes a turn of committed steps, and returns the seconds per step."""
         step = offloaded_step(self.engine, batch, max_grad_norm)
 
         def committed_step() -> None:
@@ -105,7 +105,7 @@ class Contender:
         return lambda: turn(committed_step, self.engine.wait_for_updates, device=str(self.engine.device.torch_device))
 
     def _only_turn_over(self, *what: object) -> None:
-        """A commit without durability: the next step writes to the other home."""
+        """Commit without durability, so that the next step writes to the other home."""
         versions = self.engine.tiers.store.versions
         versions.commit(*versions.draft())
 
@@ -153,7 +153,7 @@ def measure(
 def peak_bytes(
     side: Side, shape: Shape, settings: dict[str, Any], folder: Path, device: str, max_grad_norm: float
 ) -> int:
-    """Peak anonymous memory of a turn of one side. Needs a process of its own."""
+    """Return the peak anonymous memory of a turn of one side. Needs a separate process."""
     contender = Contender(side, shape, settings, folder, device)
     one_turn = contender.stepping(shape.batch(device), max_grad_norm)
     peak = AnonymousMemoryPeak()
@@ -196,7 +196,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def alone(side: Side, shape: Shape) -> int:
-    """`peak_bytes` in a process of its own."""
+    """Run `peak_bytes` in a separate process."""
     batch = f"{shape.batch_size}x{shape.sequence_length}"
     command = [sys.executable, *sys.argv, "--only-peak", side, "--peak-batch", batch]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

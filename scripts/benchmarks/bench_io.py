@@ -1,10 +1,10 @@
-"""The I/O engine against a raw loop of preadv and pwritev: the same bytes, the same files, one interleaved run.
+"""Compares the I/O engine with a raw loop of preadv and pwritev on the same bytes and files, in one interleaved run.
 
     python scripts/benchmarks/bench_io.py --store /mnt/nvme --file-bytes 2GiB
 
-The raw loop is what fio would do: one thread, one call at a time, O_DIRECT, and as many threads as the engine has. The
-engine moves records of a store, chunk by chunk, as a run does, its checksums off and on. "mixed" reads and writes in
-turn, at different places, as an optimizer's step does.
+The raw loop works like fio, with O_DIRECT and one call at a time, on one thread and on the engine's number of threads.
+The engine moves records of a store chunk by chunk, as a run does, with and without checksums. "mixed" reads and writes
+in turn at different offsets, like an optimizer's step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_BUFFERS = 6
 
 
 def moves(pattern: Pattern, num_chunks: int) -> list[tuple[str, int]]:
-    """(verb, chunk) for all chunks, in order."""
+    """Return (verb, chunk) for all chunks, in order."""
     if pattern != "mixed":
         return [(pattern, chunk) for chunk in range(num_chunks)]
     half = num_chunks // 2
@@ -78,7 +78,7 @@ def no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
 
 
 class Engine:
-    """Records through an `IoEngine`, as many requests under way as there are buffers."""
+    """Moves records with an `IoEngine`. Each buffer has one request in progress."""
 
     def __init__(self, folder: Path, file_bytes: int, piece_bytes: int, num_threads: int, *, hashes: bool) -> None:
         folder.mkdir()
@@ -131,7 +131,7 @@ def measure(folder: Path, file_bytes: int, piece_bytes: int, num_threads: int, n
     }
     try:
         for contender in contenders.values():
-            contender.run("write")  # the first write to a place costs a file system more
+            contender.run("write")  # the first write to an offset costs a file system more
         rates = in_turns(
             {
                 f"{name}: {pattern}": partial(bytes_per_s, contender.run, pattern)

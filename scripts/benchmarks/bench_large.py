@@ -1,11 +1,12 @@
-"""A model larger than memory: loading, training, saving, and the share of the drive that a step uses.
+"""Measures a model larger than memory: loading, training, saving, and the share of the drive's rate that a step
+reaches.
 
     python scripts/benchmarks/bench_large.py  # 1.1B parameters, 1 x 32 tokens
     python scripts/benchmarks/bench_large.py --hidden 3072 --layers 25 --intermediate 8192 --cpu-memory 4GiB  # 3B
 
-A checkpoint of random weights is written layer by layer and loaded by `from_pretrained`. Turns of steps and of the I/O
-engine alone are interleaved. Alone it moves the same records in the run's chunks, with the step's share of reads and
-all buffers in use, and writes back what it reads, so that training can continue.
+A checkpoint of random weights is written layer by layer, and loaded with `from_pretrained`. Turns of steps and of the
+I/O engine alone are interleaved. Alone, the I/O engine moves the same records in the run's chunks, with the step's
+share of reads and all buffers in use. It writes back the data that it reads, so that training can continue.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hf_lohan.hardware import AnonymousMemoryPeak
 
 
 def write_checkpoint(shape: Shape, folder: Path) -> int:
-    """Write random weights as transformers would save them, one file a layer. Returns their bytes."""
+    """Write random weights as transformers would save them, with one file per layer. Returns their bytes."""
     with torch.device("meta"):
         model = shape.model()
     model.config.save_pretrained(folder)

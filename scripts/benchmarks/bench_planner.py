@@ -1,10 +1,10 @@
-"""Predicted against measured step times, and a sweep over the swapped bytes.
+"""Compares predicted and measured step times, also in a sweep over the swapped bytes.
 
     python scripts/benchmarks/bench_planner.py  # three batches: bound by the SSD, in between, bound by compute
     python scripts/benchmarks/bench_planner.py --device cuda --hidden 4096 --layers 8 --bf16
 
-For each batch an engine runs under `activations: auto`: it measures unknown hardware, plans at its first forward and
-corrects the plan after its fourth step. Then the same engine follows the chosen plan and other ones, from recomputing
+For each batch an engine runs with `activations: auto`. It measures unknown hardware, plans at its first forward, and
+corrects the plan after its fourth step. Then the same engine follows the chosen plan and other plans, from recomputing
 everything to swapping everything, in turns (A B C A B C ...). Medians are compared with both predictions.
 """
 
@@ -44,7 +44,7 @@ class Contender:
 
 
 def contenders_of(engine: OffloadEngine, num_points: int) -> list[Contender]:
-    """The planner's choice and the forced plans."""
+    """Return the planner's choice and the forced plans."""
     run = run_plan_of(engine)
     assert run is not None and run.now is not None
     profile, hardware, setup = run.now.profile, run.now.hardware, replace(run.now.setup, activations="auto")

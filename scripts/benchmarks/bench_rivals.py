@@ -1,10 +1,10 @@
-"""Offloaded, in memory, and under DeepSpeed ZeRO-3 with NVMe optimizer offload: step time and memory, interleaved.
+"""Compares step time and memory of hf_lohan, training in memory, and DeepSpeed ZeRO-3 with NVMe optimizer offload.
 
     python scripts/benchmarks/bench_rivals.py  # against the model in memory
     python scripts/benchmarks/bench_rivals.py --deepspeed-python ds/bin/python  # and DeepSpeed
     python scripts/benchmarks/bench_rivals.py --num-experts 16 --set experts=streamed  # a mixture, two experts a token
 
-Each contender has a process, so that its memory can be measured; they take turns of three steps. DeepSpeed needs an
+Each contender has a process, so that its memory can be measured. They take turns of three steps. DeepSpeed needs an
 environment (`pip install deepspeed transformers`, libaio's headers, a compiler). It runs with `DS_ACCELERATOR=cpu` in
 float32, with parameters in RAM, optimizer states on the drive, and pipelined reads and writes.
 """
@@ -36,11 +36,12 @@ READY = "ready"
 WORKER = "--worker"
 
 
-# In a contender's process.
+# Functions in a contender's process.
 
 
 def model_of(shape: dict[str, Any], num_experts: int) -> Any:
-    """A Llama, or a Mixtral with ``num_experts``. Does not use our library, which DeepSpeed's environment lacks."""
+    """Return a Llama, or a Mixtral with ``num_experts``. Does not use our library, which DeepSpeed's environment does
+    not have."""
     from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     heads = max(1, shape["hidden"] // 64)
@@ -115,7 +116,7 @@ def _nothing_left() -> None:
 
 
 def turn_s(step: Callable[[], None], settle: Callable[[], None]) -> float:
-    """As `benchmarking.turn`, without our library."""
+    """Same as `benchmarking.turn`, but without our library."""
     step()
     began_s = time.perf_counter()
     for _ in range(STEPS_PER_TURN):
@@ -126,21 +127,21 @@ def turn_s(step: Callable[[], None], settle: Callable[[], None]) -> float:
 
 
 def anonymous_bytes() -> int:
-    """Current anonymous memory of this process."""
+    """Return the current anonymous memory of this process."""
     with open("/proc/self/status", encoding="ascii") as status:
         fields = dict(line.split(":", 1) for line in status)
     return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024
 
 
 def work(task: dict[str, Any]) -> None:
-    """Take a turn for each line of standard input, and print seconds a step and bytes."""
+    """Take a turn for each line of standard input, and print the seconds per step and the bytes."""
     shape = task["shape"]
     generator = torch.Generator().manual_seed(1)
     size = (shape["batch_size"], shape["sequence_length"])
     ids = torch.randint(0, shape["vocabulary"], size, generator=generator)
     batch = {"input_ids": ids, "labels": ids}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # keep output of libraries out of the answers
+    os.dup2(2, 1)  # keeps the output of libraries out of the answers
     settle = _nothing_left
     model = model_of(shape, task["num_experts"])
     if task["side"] == "deepspeed":
@@ -158,7 +159,7 @@ def work(task: dict[str, Any]) -> None:
         answers.write(json.dumps({"step_s": seconds, "anonymous_bytes": anonymous_bytes()}) + "\n")
 
 
-# In the process that asks.
+# Functions in the main process.
 
 
 class Contender:
@@ -246,7 +247,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def ask() -> None:
-    """The command. Imports our library, which DeepSpeed's environment lacks."""
+    """Run the command. Imports our library, which DeepSpeed's environment does not have."""
     from benchmarking import Options, benchmark, parsed_settings
 
     globals()["Options"] = Options  # for the annotations below

@@ -111,7 +111,7 @@ class Options:
         return Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
 
     def shapes(self, batches: list[str] | None) -> list[Shape]:
-        """Shapes with each of the batches, or with the default batch."""
+        """Return shapes with each of the batches, or with the default batch."""
         sizes = [map(int, batch.split("x")) for batch in batches or [f"{self.batch_size}x{self.sequence_length}"]]
         return [replace(self.shape, batch_size=rows, sequence_length=length) for rows, length in sizes]
 
@@ -132,7 +132,7 @@ def parsed_settings(given: list[str] | None) -> dict[str, Any]:
 
 
 def benchmark(name: str, **defaults: Any) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
-    """Make a command from a measuring function; `defaults` are for the shared options."""
+    """Make a command from a measuring function. `defaults` are defaults of the shared options."""
 
     def decorate(measure: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         shared, own = get_type_hints(Options, include_extras=True), get_type_hints(measure, include_extras=True)
@@ -179,7 +179,7 @@ def write_figures(options: Options, name: str, result: Mapping[str, Any]) -> Non
 
 
 def facts_of(device: str) -> dict[str, Any]:
-    """The command, the commit and the hardware."""
+    """Return the command, the commit and the hardware."""
     arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -194,13 +194,13 @@ def facts_of(device: str) -> dict[str, Any]:
 
 
 def slug(device: str) -> str:
-    """The hardware in a file name: "cpu_2cores", "nvidia_geforce_rtx_4090"."""
+    """Return the hardware for a file name, such as "cpu_2cores" or "nvidia_geforce_rtx_4090"."""
     if device == "cpu":
         return f"cpu_{usable_cpus()}cores"
     return re.sub(r"\W+", "_", device_name(device_for(torch.device(device))).lower()).strip("_")
 
 
-# Steps and how they are timed.
+# Steps and their times.
 
 
 def synchronize(device: str) -> None:
@@ -245,8 +245,8 @@ def offloaded_step(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_gr
 
 
 def turn(step: Callable[[], None], settle: Callable[[], None] = lambda: None, *, device: str = "cpu") -> float:
-    """Return seconds a step over a few steps. The first step is not timed, because no updates of an earlier step run
-    under it; nor is `settle`, which finishes the last step's updates."""
+    """Return the seconds per step of a few steps. The first step is not timed, because no updates of an earlier step
+    run during it. `settle`, which finishes the last step's updates, is not timed either."""
     step()
 
     def steps() -> None:
@@ -259,7 +259,7 @@ def turn(step: Callable[[], None], settle: Callable[[], None] = lambda: None, *,
 
 
 def in_turns(sides: Mapping[str, Callable[[], float]], num_turns: int) -> dict[str, list[float]]:
-    """The results of each side in turns: A B C A B C ..."""
+    """Return the results of each side, which run in turns (A B C A B C ...)."""
     values: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(num_turns):
         for side, take_turn in sides.items():
@@ -268,7 +268,7 @@ def in_turns(sides: Mapping[str, Callable[[], float]], num_turns: int) -> dict[s
 
 
 def spread(name: str, values: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Medians under `name`, with the lowest and highest, and all values."""
+    """Return the median of the values as `name`, their minimum and maximum, and all values."""
     return {
         name: {side: statistics.median(of) for side, of in values.items()},
         f"{name}_spread": {side: [min(of), max(of)] for side, of in values.items()},
@@ -277,13 +277,13 @@ def spread(name: str, values: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def pairs_ratio(values: Mapping[str, list[float]], over: str, under: str) -> float:
-    """The median of the turns' ratios, which other load of the machine affects less."""
+    """Return the median of the turns' ratios, which other load of the machine affects less."""
     return statistics.median(a / b for a, b in zip(values[over], values[under], strict=True))
 
 
 @contextmanager
 def folder_in(store: Path | None) -> Iterator[Path]:
-    """A new folder in `store` or the working directory, deleted afterwards."""
+    """Yield a new folder in `store` or the working directory. It is deleted afterwards."""
     if store is not None:
         store.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
@@ -294,7 +294,7 @@ def folder_in(store: Path | None) -> Iterator[Path]:
 
 
 def table_of(title: str, *headings: str) -> Table:
-    """An empty table with figures aligned to the right."""
+    """Return an empty table with figures aligned to the right."""
     table = Table(title=title)
     for heading in headings:
         table.add_column(heading, justify="right")

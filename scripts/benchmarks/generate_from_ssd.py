@@ -57,9 +57,9 @@ LINK_BYTES_PER_S = 20e9
 RING = 3
 EXPERTS_PER_TOKEN = 4
 ROWS_OF_ALL = 8
-"""Mean rows of an expert if all are to be used."""
+"""Mean number of rows of an expert if all experts are used."""
 NO_CACHE = KeysAndValues(num_sequences=1, num_tokens=1, num_bytes=0)
-"""A small cache, so that the slots' size is measured apart."""
+"""A small cache, so that only the size of the slots is measured."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Side:
 
     name: str
     num_slots: Callable[[int], int]
-    """Number of slots for a number of layers or experts."""
+    """Returns the number of slots for a number of layers or experts."""
     compute_over_drive: float
-    """A token's compute time over the drive's time for the missing bytes."""
+    """A token's compute time divided by the drive's time for the missing bytes."""
     carries_on: bool = True
     as_side: str = ""
-    """The side whose compute time it has, if not its own."""
+    """The side whose compute time this side has; empty for its own."""
     uses_all: bool = False
     """Whether all experts of a layer are used in each pass."""
 
@@ -148,7 +148,7 @@ class Task:
         return model
 
     def flops(self, skeleton: Any, side: Side) -> float:
-        """FLOPs of a pass."""
+        """Return the FLOPs of a pass."""
         rows = self.num_sequences(side)
         share = EXPERTS_PER_TOKEN / self.num_experts if self.num_experts else 0.0
         dense = [p for layer in skeleton.model.layers for p in layer.parameters() if p.dim() == 2]
@@ -166,12 +166,12 @@ class Turn:
 
 
 def slots_only(schedule: type[LoadSchedule]) -> Callable[..., LoadSchedule]:
-    """Schedules that expect no pass after an evaluation."""
+    """Return a maker of schedules that expect no pass after an evaluation."""
     return lambda *args, **options: schedule(*args, **(options | {"carries_on": False}))
 
 
 class SureLoads(ExpertSchedule):
-    """Loads experts only after their router has chosen."""
+    """Loads experts only after their router has chosen them."""
 
     def next_load(self, is_here: Callable[[Any], bool]) -> DueExpert | None:
         load = super().next_load(is_here)
@@ -179,7 +179,7 @@ class SureLoads(ExpertSchedule):
 
 
 def laid_out(model: Any, task: Task, side: Side, folder: Path) -> tuple[OffloadLayout, OffloadConfig]:
-    """A layout with the side's number of slots."""
+    """Return a layout with the side's number of slots."""
     config = OffloadConfig.load(
         gpu_memory="1TiB", cpu_memory=task.options.cpu_memory, ssd=str(folder / "store"), resident_records="none",
         activations="keep", durability="checkpoint", prefetch_blocks=RING - 1, expert_cache="off",
@@ -238,7 +238,7 @@ def generating(
 
 
 def run(task: Task, side: Side, folder: Path, num_tokens: int, **rates: Any) -> Turn:
-    """A turn of a side: ``num_tokens`` timed tokens after the prompt's and two more."""
+    """Take a turn of a side, with ``num_tokens`` timed tokens after the prompt and two more tokens."""
     with generating(task, side, folder, **rates) as (model, engine, device):
         clock, computed, loaded = PassClock(engine), [], []
 
@@ -271,7 +271,7 @@ def run(task: Task, side: Side, folder: Path, num_tokens: int, **rates: Any) -> 
 
 
 def drive_alone_bytes_per_s(task: Task, folder: Path) -> float:
-    """Rate at which the I/O engine alone reads the records of layers or experts, twice."""
+    """Return the rate at which the I/O engine alone reads the records of layers or experts, twice."""
     with generating(task, task.sides[0], folder, drive_bytes_per_s=None, flops_per_s=1e18) as (_, engine, _):
         blocks = [block for block in engine.layout.blocks if block.size_class is task.size_class]
         dtype = engine.layout.master.working_dtype

@@ -1,12 +1,12 @@
-"""A step of a Llama with the width of an 8B model on a GPU, offloaded, against the same step in memory.
+"""Compares an offloaded step of a Llama with the width of an 8B model on a GPU with the same step in memory.
 
     python scripts/benchmarks/gpu_step.py --device cuda --output docs/benchmarks
     python scripts/benchmarks/gpu_step.py --hidden 64 --layers 2 --intermediate 128 --vocabulary 128 --num-turns 1
 
-The model has random weights, few layers and bfloat16. `--device-gb` limits the GPU's memory. The model runs in memory
-(torch's fused AdamW on bfloat16, with less state than the offloaded side), then offloaded, in turns of three steps. The
-figures also have the waits of the host for the device in a step, whether host memory is pinned, and the peak of device
-memory. The first losses of both sides must be equal.
+The model has random bfloat16 weights and few layers. `--device-gb` limits the GPU's memory. The model runs first in
+memory (with torch's fused AdamW on bfloat16, which has less state than the offloaded side), and then offloaded, in
+turns of three steps. The figures also have the host's waits for the device in a step, whether host memory is pinned,
+and the peak of device memory. The first losses of both sides must be equal.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from hf_lohan.huggingface import offload_model
 from hf_lohan.wording import format_bytes
 
 IMPLICIT = "synchronizing CUDA operation"
-"""The warning of torch's debug mode for `.item()` and similar calls."""
+"""Text in the warning of torch's debug mode for `.item()` and similar calls."""
 
 
 def model_of(shape: Shape, device: str) -> Any:
-    """With heads as in Llama 3 8B."""
+    """Return a model with heads as in Llama 3 8B."""
     return shape.model(head_dim=min(128, shape.hidden // 4), heads_per_key=4).to(device)
 
 
 def hold_to(device: str, num_bytes: float) -> None:
-    """As if the GPU had no more memory."""
+    """Limit the GPU's memory to ``num_bytes``."""
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
@@ -59,7 +59,7 @@ def hold_to(device: str, num_bytes: float) -> None:
 
 @contextlib.contextmanager
 def counting_waits(device: str) -> Iterator[Counter[str]]:
-    """How often any thread waits for the device, by how it does. Empty on a CPU."""
+    """Count the waits of all threads for the device, by the kind of wait. Empty on a CPU."""
     waits: Counter[str] = Counter()
     if device != "cuda":
         yield waits
@@ -90,7 +90,7 @@ def counting_waits(device: str) -> Iterator[Counter[str]]:
 
 
 class DevicePeak:
-    """The most device memory in use while it is open; on a CPU, of the process."""
+    """Peak device memory in this context. On a CPU it is the peak memory of the process."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -1,6 +1,6 @@
-"""The rate of an engine's I/O alone, on the run's files, in its chunks, with its share of reads.
+"""Measures the rate of an engine's I/O alone, on the run's files, in its chunks, with its share of reads.
 
-What is read is written back, so training can continue.
+Data that is read is written back, so training can continue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def moments_of(engine: OffloadEngine) -> Iterator[tuple[str, str, int, int]]:
 def alone_bytes_per_s(
     engine: OffloadEngine, where: Iterator[tuple[str, str, int, int]], write_share: float, *, num_bytes: int
 ) -> float:
-    """The rate at which the I/O engine moves `num_bytes` and writes back `write_share` of its reads."""
+    """Return the rate at which the I/O engine moves `num_bytes`, and writes back `write_share` of its reads."""
     engine.wait_for_updates()
     store, pool = engine.tiers.store, engine.tiers.states
     reading: deque[tuple[Any, tuple[str, str, int], Any, torch.Tensor]] = deque()

@@ -1,4 +1,4 @@
-"""The GPU regime without a GPU: a step against the longest of compute, drive and the CPU's optimizer.
+"""Simulates a GPU without a GPU, and compares a step with the longest of compute, drive and the CPU's optimizer.
 
     python scripts/benchmarks/paced_step.py --regime all --store /mnt/nvme  # 537M parameters, minutes a turn
     python scripts/benchmarks/paced_step.py --regime bytes --max-grad-norm 1 --clip defer --clip speculate
@@ -54,8 +54,8 @@ from hf_lohan.wording import format_bytes
 
 COMPUTE_OVER_DRIVE = {"compute": 2.0, "bytes": 0.25, "balanced": 1.0}
 WARM_UP_STEPS = 9
-"""The plan is corrected after the fourth step, and another one may be tried until the eighth. The ninth runs beside the
-eighth's updates."""
+"""The plan is corrected after the fourth step, and another plan may be on trial until the eighth. The ninth step runs
+during the eighth's updates."""
 FIRST_RUN_STEPS = 4
 NO_WAIT_FLOPS_PER_S = 1e18
 HEAD_SCALE = 1e-2
@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def rows(self) -> list[dict[str, torch.Tensor]]:
-        """Sequences with themselves as labels."""
+        """Return sequences, which are also the labels."""
         batch = self.options.shape.batches(64, "cpu")
         return [{"input_ids": row, "labels": row} for one in batch for row in one["input_ids"]]
 
@@ -106,7 +106,7 @@ class Workload:
 
 
 class _ImplicitWaits(TorchFunctionMode):
-    """Counts calls of this thread that may wait for the device. Tensors on the host count as well."""
+    """Counts calls of this thread that may wait for the device. Calls on host tensors count too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Reading:
 
 
 class Meter(TrainerCallback):
-    """Reads the counters at the end of each step. A step lasts from the end of the one before to its own."""
+    """Reads the counters at the end of each step. A step lasts from the end of the previous step to its own end."""
 
     def __init__(self, engine: OffloadEngine, device: PacedDevice) -> None:
         self._engine = engine
@@ -137,7 +137,7 @@ class Meter(TrainerCallback):
         self.implicit_waits = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:  # in one untimed step only, because it costs time
+        if state.global_step == 1:  # only in one untimed step, because it costs time
             self._implicit.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -170,7 +170,7 @@ class Meter(TrainerCallback):
         )
 
     def per_step(self, num_steps: int) -> dict[str, Any]:
-        """Times of the last `num_steps` steps, and means of the other counters."""
+        """Return the times of the last `num_steps` steps, and the means of the other counters."""
         first, last = self.readings[-1 - num_steps], self.readings[-1]
         amounts = {name: (last.amounts[name] - first.amounts.get(name, 0.0)) / num_steps for name in last.amounts}
         times = [b.at_s - a.at_s for a, b in itertools.pairwise(self.readings[-1 - num_steps :])]
@@ -188,7 +188,7 @@ class Meter(TrainerCallback):
 def running(
     work: Workload, side: Side, folder: Path, *, flops_per_s: float, num_steps: int, hardware: HardwareProfile | None
 ) -> Iterator[tuple[hf_lohan.Trainer, OffloadEngine, Meter]]:
-    """A run after its steps. With `hardware` it plans for that, at the device's rate of FLOPs."""
+    """Yield a run after its steps. With `hardware` the run plans for this hardware, at the device's rate of FLOPs."""
     config = OffloadConfig.load({**work.settings, "clip": side.clip, "ssd": str(folder / "store")})
     timeline = Timeline(is_tracing=config.trace)
     device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=flops_per_s, timeline=timeline)
@@ -249,7 +249,7 @@ def keep_for_planner(
 
 
 def measured_hardware(work: Workload, folder: Path) -> HardwareProfile:
-    """Measure drive, link and cores. The rate of FLOPs is set for each run; elementwise operations are not paced."""
+    """Measure drive, link and cores. The rate of FLOPs is set for each run. Elementwise operations are not paced."""
     device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=NO_WAIT_FLOPS_PER_S)
     options = work.options
     config = resolved_here(OffloadConfig.load({**work.settings, "ssd": str(folder / "store")}), device, folder)
@@ -265,7 +265,7 @@ def measured_hardware(work: Workload, folder: Path) -> HardwareProfile:
 
 
 def drive_alone_s(engine: OffloadEngine, figures: Mapping[str, float]) -> float:
-    """Seconds that the I/O engine alone needs for a step's bytes."""
+    """Return the seconds that the I/O engine alone needs for a step's bytes."""
     num_bytes = int(figures["read_bytes"] + figures["write_bytes"])
     if not num_bytes:
         return 0.0
@@ -306,7 +306,7 @@ def take_turn(
 
 
 def first_run(work: Workload, side: Side, folder: Path) -> dict[str, float]:
-    """FLOPs of a step, and seconds that the drive needs for its bytes."""
+    """Return the FLOPs of a step, and the seconds that the drive needs for its bytes."""
     with running(work, side, folder, flops_per_s=NO_WAIT_FLOPS_PER_S, num_steps=FIRST_RUN_STEPS, hardware=None) as (
         _,
         engine,
@@ -317,14 +317,14 @@ def first_run(work: Workload, side: Side, folder: Path) -> dict[str, float]:
 
 
 def wanted_compute_s(regime: str, drive_s: float) -> float:
-    """Compute seconds of a step in a regime. Raises BadParameter if a step does not use the drive."""
+    """Return the compute seconds of a step in a regime. Raises BadParameter if a step does not use the drive."""
     if not drive_s:
         raise typer.BadParameter("a step moves nothing from or to the drive: lower --cpu-memory, or give --compute-s")
     return COMPUTE_OVER_DRIVE[regime] * drive_s
 
 
 def summarize(side: Side, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the turns, and the turns."""
+    """Return the medians over the turns, and the turns."""
     numbers = [name for name, value in turns[0].items() if isinstance(value, int | float)]
     medians = {name: statistics.median(turn[name] for turn in turns) for name in numbers}
     lanes = turns[0]["lanes_s"]
@@ -387,7 +387,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def sides_of(regimes: list[str], norms: list[float], clips: list[str]) -> list[Side]:
     every = [Side(*parts) for parts in itertools.product(regimes, norms, clips)]
-    # Without clipping the way to clip does not matter.
+    # Without clipping, `clip` has no effect.
     return [side for side in every if side.max_grad_norm or side.clip == clips[0]]
 
 

@@ -1,8 +1,8 @@
-"""Steps of several nodes over slow links, against plain ZeRO-3 over gloo on the same links.
+"""Compares steps of several nodes over slow links with plain ZeRO-3 over gloo on the same links.
 
-A node is a network namespace whose link is shaped both ways, which needs root. ZeRO-3 here is two all-gathers and a
-reduce-scatter of each unit by torch.distributed, with AdamW in memory. Ours is a whole step with records on the drive.
-The model is small, so that the links decide.
+A node is a network namespace whose link is limited in both directions, which needs root. ZeRO-3 means two all-gathers
+and a reduce-scatter of each unit by torch.distributed, with AdamW in memory. The hf_lohan side is a whole step with
+records on the drive. The model is small, so that the links are the limit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Step = Callable[[], object]
 
 
 class Unit:
-    """A module that ZeRO-3 gathers at once. Each rank keeps a flat shard of its weights."""
+    """A module that ZeRO-3 gathers at once. Each rank keeps a flat shard of the module's weights."""
 
     def __init__(self, module: nn.Module, rank: int, num_ranks: int) -> None:
         self._parameters = list(module.parameters())
@@ -60,7 +60,7 @@ class Unit:
         dist.all_gather_into_tensor(self._whole, self.part.detach())
 
     def reduce(self) -> None:
-        """Average all ranks' gradients into this rank's shard."""
+        """Average all ranks' gradients to this rank's shard."""
         summed, gradients = torch.empty_like(self.part), torch.zeros_like(self._whole)
         for parameter, values in zip(self._parameters, self._views(gradients), strict=True):
             values.copy_(parameter.grad)
@@ -122,7 +122,7 @@ def our_step(options: Options, ranks: Ranks, batch: dict[str, Tensor], store: An
 def be_rank(
     ranks: Ranks, node: NetworkBox, options: Options, modes: list[str], folder: Path, result: Connection
 ) -> None:
-    """Take steps of each side in turn; rank 0 sends the seconds and bytes of each."""
+    """Take steps of each side in turn. Rank 0 sends the seconds and bytes of each side."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills this process
     node.enter()
     os.environ.update(LOHAN_SOCKET_IFNAME=node.interface, GLOO_SOCKET_IFNAME=node.interface)
@@ -152,7 +152,7 @@ def be_rank(
 
 
 def node_bytes(node: NetworkBox) -> int:
-    """Bytes that this node has sent."""
+    """Return the bytes that this node has sent."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counts = line.strip().partition(":")
         if name == node.interface:
@@ -165,7 +165,7 @@ def _setting(mode: str) -> Any:
 
 
 def run(options: Options, rate: str, num_nodes: int, num_local: int, modes: list[str], folder: Path) -> Any:
-    """Start all ranks; return rank 0's measurements."""
+    """Start all ranks, and return rank 0's measurements."""
     context = multiprocessing.get_context("spawn")
     processes, ours = [], None
     with network_boxes(num_nodes, rate) as nodes:
@@ -205,7 +205,7 @@ def main(
     ranks_a_node: int = 2,
     mode: Annotated[list[str] | None, typer.Option(help="of `collectives`, or JSON; repeatable")] = None,
 ) -> dict[str, Any]:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the namespaces, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also removes the namespaces
     rates, modes = rate or ["50mbit", "200mbit"], mode or ["exact"]
     figures: dict[str, Any] = {"nodes": nodes, "ranks_a_node": ranks_a_node, "links": {}}
     table = table_of(f"a step, {nodes} nodes of {ranks_a_node} ranks", "link", "side", "seconds", "MB sent", "speed-up")

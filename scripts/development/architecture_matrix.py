@@ -74,7 +74,7 @@ class Outcome:
     """The reason, if the model is not exact."""
 
 
-# One class, in a child.
+# Training of one class, in a child process.
 
 
 def try_class(
@@ -146,7 +146,7 @@ Trained = tuple[list[Any], list[Any], dict[str, Any]]
 
 
 def batches_of(model: Any) -> Batches:
-    """Make batches of token ids with themselves as labels, and the class's further inputs."""
+    """Return a maker of batches of token ids, which are also the labels, with the class's further inputs."""
     import torch
     from tiny_configs import VOCAB_SIZE, more_inputs
 
@@ -192,7 +192,7 @@ def train_offloaded(
     max_norm: float = MAX_NORM,
     num_steps: int = NUM_STEPS,
 ) -> tuple[bool, Trained]:
-    """Train offloaded; returns whether activations were kept, and the results."""
+    """Train offloaded. Returns whether activations were kept, and the results."""
     import torch
     from accelerate.state import AcceleratorState, GradientState
 
@@ -244,7 +244,7 @@ def first_difference(expected: Any, found: Any, relative_tolerance: float = 0.0)
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether the library refused the model with its own error, rather than failed."""
+    """Return whether the library refused the model with its own error."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -274,7 +274,7 @@ def run_child(task: Task, activations: str, experts: str, names: list[str]) -> N
         print(json.dumps(asdict(outcome)), flush=True)
 
 
-# All of them.
+# All classes.
 
 
 def class_names(task: Task = Task.TEXT) -> list[str]:
@@ -391,7 +391,7 @@ def main(
     experts: Annotated[str, typer.Option(help="the page is of `with_layer`; `streamed`: not clipped")] = "with_layer",
     page: Annotated[Path, typer.Option(help="the page to write, if all classes are known")] = PAGE,
 ) -> None:
-    """Try classes, print what comes out, and write the page once every class is known."""
+    """Try classes, print the outcomes, and write the page if all classes are known."""
     before = json.loads(results.read_text()) if results and results.exists() else []
     known = {one["model_class"]: Outcome(**one) for one in before}
     names = class_names(task)

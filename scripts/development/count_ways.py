@@ -54,14 +54,14 @@ GRADIENT_ROOTS = {
     ("updates/step.py", "clip_gradients"),
     ("updates/step.py", "finish_step"),
 }
-"""On the computing thread."""
+"""Functions on the computing thread."""
 NO_STOPS = ("threads", "timeline")
 CALLBACKS = ("files/io_engine.py",)
 """Runs the callbacks of requests."""
 
 
 def read_floors() -> dict[str, int]:
-    """The floor of each room."""
+    """Return the floor of each room."""
     for node in ast.parse((ROOT / "tests/test_house.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
             floors: dict[str, int] = eval(compile(ast.Expression(node.value), "FLOORS", "eval"))
@@ -73,7 +73,7 @@ FLOORS = read_floors()
 
 
 def file_of(frame: FrameType) -> str:
-    """Relative to the package; empty for files outside of it."""
+    """Return the file relative to the package; empty for files outside it."""
     name = frame.f_code.co_filename
     return name[len(PACKAGE) :] if name.startswith(PACKAGE) else ""
 
@@ -83,7 +83,7 @@ def room_of(file: str) -> str:
 
 
 def chain_of(frame: FrameType) -> list[tuple[str, str, FrameType]]:
-    """(file, function, frame) of the package's frames, from the innermost outwards."""
+    """Return (file, function, frame) of the package's frames, innermost first."""
     chain = []
     current: FrameType | None = frame
     while current is not None:
@@ -103,7 +103,8 @@ def is_attribute(frame: FrameType) -> bool:
 
 
 def is_inherited(frame: FrameType, floor: int) -> bool:
-    """Whether a method implements an interface of another library, or one on a floor not above ``floor``."""
+    """Return whether a method implements an interface of another library, or one on a floor that is not above
+    ``floor``."""
     for base in type(frame.f_locals.get("self")).__mro__[1:-1]:
         package, _, module = base.__module__.partition(".")
         is_below = package != "hf_lohan" or FLOORS[module.partition(".")[0]] <= floor
@@ -113,7 +114,7 @@ def is_inherited(frame: FrameType, floor: int) -> bool:
 
 
 class Trace:
-    """Files on both ways, and climbs, while it is on."""
+    """Records the files on both ways, and climbs, while it is on."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -121,7 +122,7 @@ class Trace:
         self.commit: dict[str, None] = {}
         self.weight: dict[str, None] = {}
         self.io: dict[str, None] = {}
-        """On I/O threads."""
+        """Files on I/O threads."""
         self.climbs: set[str] = set()
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
@@ -139,7 +140,7 @@ class Trace:
             way[chain[0][0]] = None
 
     def _way_of(self, stops: list[tuple[str, str]]) -> dict[str, None] | None:
-        """By the calls that this one is made in, from the innermost outwards."""
+        """Return the way of a call, by the calls that contain it, innermost first."""
         if threading.current_thread() is threading.main_thread():
             return self.gradient if GRADIENT_ROOTS.intersection(stops) else None
         outermost = room_of(stops[-1][0])
@@ -198,7 +199,7 @@ def run_step(engine: OffloadEngine, optimizer: OffloadAdamW, max_norm: float | N
 
 
 def trace_run(run: Callable[[OffloadEngine, OffloadAdamW, Trace], None], **settings: Any) -> Trace:
-    """Trace what ``run`` does with an engine, while it has the trace on."""
+    """Trace what ``run`` does with an engine while it has switched the trace on."""
     trace = Trace()
     threading.setprofile(trace)
     sys.setprofile(trace)

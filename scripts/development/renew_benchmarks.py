@@ -1,12 +1,12 @@
-"""Measure the twelve rows of `docs/benchmarks/README.md` again and write their figures and the table.
+"""Measure the twelve rows of `docs/benchmarks/README.md` again, and write their figures and the table.
 
     python scripts/development/renew_benchmarks.py                # about a quarter of an hour on two quiet cores
     python scripts/development/renew_benchmarks.py --only paced   # the benchmarks whose names contain this
     python scripts/development/renew_benchmarks.py --table-only   # measure nothing; write the table
 
-Run it on a committed tree: each file of figures names its commit. A benchmark that fails keeps its earlier figures, and
-the exit status is 1. The comparison with DeepSpeed needs an environment that has it: `--deepspeed-python`. The links
-between two nodes are network namespaces, which need root.
+Run it on a committed tree, because each file of figures names its commit. If a benchmark fails, its earlier figures
+stay, and the exit status is 1. The comparison with DeepSpeed needs an environment with DeepSpeed
+(`--deepspeed-python`). The links between two nodes are network namespaces, which need root.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A command and the rows that its figures give."""
+    """A command and the rows that are made from its figures."""
 
     name: str
-    """Its figures are in the files that begin with it."""
+    """The names of the files with the figures begin with this name."""
     script: str
     arguments: Sequence[str]
     rows: Sequence[Row]
@@ -235,7 +235,7 @@ BENCHMARKS = (
 
 
 def measure(benchmark: Benchmark, deepspeed_python: str | None) -> bool:
-    """Run one benchmark; its new figures replace the earlier ones. Returns whether it succeeded."""
+    """Run one benchmark, and replace its earlier figures. Returns whether it succeeded."""
     earlier = {path: path.read_bytes() for path in benchmark.files}
     extra = ["--deepspeed-python", deepspeed_python] if deepspeed_python and benchmark.name == "rivals" else []
     for path in earlier:
@@ -251,7 +251,7 @@ def measure(benchmark: Benchmark, deepspeed_python: str | None) -> bool:
 
 
 def table() -> str:
-    """The Markdown between the page's two markers."""
+    """Return the Markdown between the page's two markers."""
     commits: dict[str, None] = {}
     hardware: dict[str, None] = {}
     lines = ["| subject | aim | median | spread | command |", "|---|---|---|---|---|"]
@@ -270,7 +270,7 @@ def table() -> str:
 
 
 def result_in(row: Row, all_figures: list[Figures]) -> tuple[str, str]:
-    """The row's cells from the first figures that have them."""
+    """Return the row's cells from the first figures that have them."""
     for figures in all_figures:
         try:
             return row.result(figures)

@@ -1,4 +1,5 @@
-"""Renew the parts of the documents that the program writes: answers of `lohan plan`, README's table and the settings.
+"""Renew the parts of the documents that come from the program: answers of `lohan plan`, README's table and the
+settings.
 
     python scripts/development/renew_docs.py
 A quoted answer follows its command, `$ lohan plan ...`, in a code block. It is shortened by `shortened`, or by
@@ -44,7 +45,7 @@ FITS = (
     ("Qwen3-32B", "qwen3-32b", "--lora-rank 16"),
     ("Llama-3.1-70B", "llama-3.1-70b", "--lora-rank 16"),
 )
-"""(name, folder in `configs/models`, further options) of the README's rows."""
+"""(name, folder in `configs/models`, more options) of the README's rows."""
 
 SETTINGS_HEAD = """# Settings, one by one
 
@@ -64,13 +65,13 @@ def invoke(command: str) -> Any:
 
 
 def quoted_plans(text: str) -> Iterator[tuple[str, str]]:
-    """(command, quoted answer) of each plan in a document."""
+    """Return (command, quoted answer) of each plan in a document."""
     for match in QUOTED.finditer(text):
         yield match[1], match[2]
 
 
 def answer(command: str) -> str:
-    """The part of the answer to `lohan ...` that a document quotes."""
+    """Return the part of the answer to `lohan ...` that a document quotes."""
     result = invoke(command)
     if result.exit_code == 0:
         return beginning(result.stdout) if command.endswith(_BEGINS) else shortened(result.stdout)
@@ -80,7 +81,8 @@ def answer(command: str) -> str:
 
 
 def shortened(printed: str) -> str:
-    """Model and machine, the step, the bytes that a node sends and that lie on each tier, the wear, and what hides."""
+    """Return the lines with model and machine, the step, the bytes that a node sends, the bytes on each tier, the wear,
+    and T*."""
     lines = [line.rstrip() for line in printed.splitlines()]
     tiers = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
     start = next((number for number, line in enumerate(lines) if "sends in a step" in line), tiers)
@@ -91,14 +93,14 @@ def shortened(printed: str) -> str:
 
 
 def beginning(printed: str) -> str:
-    """Model and machine, the step, and how long each resource is busy."""
+    """Return the lines with model and machine, the step, and the busy times of resources."""
     lines = [line.rstrip() for line in printed.splitlines()]
     tiers = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
     return "\n".join(lines[:tiers]).rstrip() + "\n"
 
 
 def with_answers(text: str) -> str:
-    """A document with all plans renewed."""
+    """Return a document with all plans renewed."""
     return QUOTED.sub(lambda match: f"```\n$ {match[1]}\n{answer(match[1])}```", text)
 
 
@@ -106,7 +108,7 @@ def with_answers(text: str) -> str:
 
 
 def fits_table() -> str:
-    """One row for each of `FITS`."""
+    """Return a table with one row for each entry of `FITS`."""
     lines = ["| model | training | RAM | SSD | a step | tokens a second |", "|---|---|---|---|---|---|"]
     for name, folder, options in FITS:
         result = invoke(f"{FITS_COMMAND.format(model=folder)} {options} --json")
@@ -126,7 +128,7 @@ def with_table(text: str) -> str:
 
 
 def settings_page() -> str:
-    """`docs/settings.md`: each field of `OffloadConfig` with its type, default and docstring."""
+    """Return `docs/settings.md`, with each field of `OffloadConfig`, its type, default and docstring."""
     fields = explained_fields()
     defaults = OffloadConfig().to_dict()
     rows = [f"| [`{name}`](#{name}) | {_type(fields[name][0])} | `{value}` |" for name, value in defaults.items()]
@@ -135,7 +137,7 @@ def settings_page() -> str:
 
 
 def explained_fields() -> dict[str, tuple[str, str]]:
-    """(annotation, docstring) by field, in order."""
+    """Return (annotation, docstring) by field, in order."""
     body = ast.parse(textwrap.dedent(inspect.getsource(OffloadConfig))).body[0]
     assert isinstance(body, ast.ClassDef)
     fields = {}
@@ -149,7 +151,7 @@ def explained_fields() -> dict[str, tuple[str, str]]:
 
 
 def _type(annotation: str) -> str:
-    """A field's type as the user of a YAML file writes it."""
+    """Return a field's type as the user of a YAML file writes it."""
     choices = getattr(settings_module, annotation, None)
     if choices is not None and hasattr(choices, "__args__"):
         return " \\| ".join(f"`{choice}`" for choice in choices.__args__)

@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
-"""Sizes by their names in configs. A config gets those that it has."""
+"""Sizes by their names in configs. A config gets the sizes that it has."""
 
 TOWER_SIZES: dict[str, Any] = {
     **SIZES,
@@ -304,7 +304,7 @@ OF_CLASS: dict[str, dict[str, Any]] = {
     "Zamba2ForCausalLM": {**_HYBRID, "kv_channels": 8, "num_query_groups": 4, "mamba_headdim": 8, "adapter_rank": 4},
     "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
-"""Further sizes by model class, where those above do not fit."""
+"""Sizes by model class, if the sizes above do not fit."""
 _OR_NONE = frozenset(("head_dim", "num_key_value_heads"))
 """Sizes that may be None in a config."""
 _KINDS = ("layer_types", "mlp_layer_types")
@@ -322,7 +322,7 @@ def model_class_of(name: str) -> Any:
 
 
 def tiny_config(model_class: Any) -> PretrainedConfig:
-    """A small config of the class; sub-configs are made small alike."""
+    """Return a small config of the class, with small sub-configs."""
     return _tiny(model_class.config_class, OF_CLASS.get(model_class.__name__, {}))
 
 
@@ -332,7 +332,7 @@ def _tiny(config_class: type[PretrainedConfig], own: dict[str, Any], sizes: dict
     if any(isinstance(value, PretrainedConfig) for value in settings.values()):
         chosen.update({name: 32 for name in _PROJECTORS if _is_size(name, settings)})
     if "qk_rope_head_dim" in settings:
-        chosen.pop("head_dim", None)  # it follows
+        chosen.pop("head_dim", None)  # derived from the other sizes
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]
     chosen.update({name: value for name, value in SPECIAL_TOKENS.items() if name in settings})
     for name in _KINDS:
@@ -371,7 +371,7 @@ def _is_size(name: str, settings: dict[str, Any]) -> bool:
 
 
 def tiny_model_of(name: str, *, seed: int = 0) -> Any:
-    """A randomly initialised model of the class in float32, in training; equal seeds give equal weights."""
+    """Return a randomly initialised float32 model of the class in training mode. Equal seeds give equal weights."""
     import torch
 
     model_class = model_class_of(name)
@@ -383,7 +383,7 @@ def tiny_model_of(name: str, *, seed: int = 0) -> Any:
 
 
 def more_inputs(name: str, model: Any, batch: dict[str, Any], generator: Any) -> dict[str, Any]:
-    """The batch with the class's further inputs, or its inputs in place of token ids."""
+    """Return the batch with the class's further inputs, or with its inputs instead of token ids."""
     import torch
 
     size, length = batch["input_ids"].shape

@@ -252,7 +252,7 @@ def test_a_read_in_an_evaluation_is_exact(build_engine: EngineFactory) -> None:
 def test_a_read_between_an_updating_backward_and_its_step_is_refused(build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: inner, hold_gradients=False)
     twins.backward(0)
-    with pytest.raises(RuntimeError, match=r"is new already.*max_grad_norm"):
+    with pytest.raises(RuntimeError, match=r"has already been updated.*max_grad_norm"):
         _weight(twins.model, LAYER).norm()
     twins.step()
     assert torch.equal(_weight(twins.model, LAYER).norm(), _weight(twins.stock, LAYER).norm())
@@ -261,7 +261,7 @@ def test_a_read_between_an_updating_backward_and_its_step_is_refused(build_engin
 def test_reading_a_weight_already_updated_in_the_backward_is_refused(build_engine: EngineFactory) -> None:
     wrap = lambda inner: _ReadsMore(inner, IN_FORWARD["detached, in turns"])  # noqa: E731
     twins = _make_twins(build_engine, wrap, hold_gradients=False, gpu_memory="412KiB")  # both blocks share one slot
-    with pytest.raises(RuntimeError, match=r"is new already.*max_grad_norm"):
+    with pytest.raises(RuntimeError, match=r"has already been updated.*max_grad_norm"):
         twins.backward(0)
 
 

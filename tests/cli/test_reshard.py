@@ -157,8 +157,8 @@ def test_an_interrupted_reshard_keeps_the_old_stores(run: Path) -> None:
     with pytest.raises(ValueError, match="holds stores of runs with 1 and 2 ranks") as refused:
         hf_lohan.last_step(run)
     files = "the files manifest.json, commit.safetensors, log.jsonl"
-    assert f"that of 1 rank is complete, with step 2, and consists of {files}" in str(refused.value)
-    assert "that of 2 ranks is incomplete (nothing is committed in" in str(refused.value)
+    assert f"the run of 1 rank is complete, with step 2, and consists of {files}" in str(refused.value)
+    assert "the run of 2 ranks is incomplete (nothing is committed in" in str(refused.value)
     for folder in (run / STORE).glob("rank-*"):
         shutil.rmtree(folder)
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
@@ -189,7 +189,7 @@ def test_bad_input_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
     paths = tmp_path / "empty", tmp_path / "other"
     assert "has neither a store nor stores of ranks" in refused(*paths, "--ranks", 2)
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
-    assert "stores of runs with 1 and 2 ranks, and only one of them can go on" in refused(run, "--ranks", 3)
+    assert "stores of runs with 1 and 2 ranks, and only one of these runs can continue" in refused(run, "--ranks", 3)
     remove_store(run / STORE)
     shutil.rmtree(run / STORE / "rank-1-of-2")
     assert "the store of rank 1 of 2 is not under" in refused(run, "--ranks", 3)

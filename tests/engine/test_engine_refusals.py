@@ -82,7 +82,7 @@ def test_a_parameter_that_was_frozen_when_offloaded_cannot_be_thawed(build_engin
     engine = build_engine(model)
     optimizer = OffloadAdamW(model.parameters(), engine=engine)
     model.lm_head.requires_grad_(True)
-    thawed = r"lm_head\.weight was frozen .* freeze it afterwards by requires_grad_\(False\)"
+    thawed = r"lm_head\.weight was frozen .* freeze it afterwards with requires_grad_\(False\)"
     with pytest.raises(ValueError, match=thawed):
         model(**tiny_batch())
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_a_backward_after_clipping_is_refused(make_twins: TwinsFactory) -> None:
     twins.clip(float("inf"))  # only measures the norm
     twins.backward(2)
     twins.clip(0.5)
-    with pytest.raises(RuntimeError, match=r"after clip_grad_norm_ to 0\.5 .* `if accelerator\.sync_gradients:`"):
+    with pytest.raises(RuntimeError, match=r"after clip_grad_norm_ to 0\.5 .* `if accelerator\.sync_gradients:`\)"):
         twins.model(**tiny_batch(seed=3)).loss.backward()
     twins.step()
     twins.train(1, max_norm=0.5)
@@ -244,7 +244,7 @@ def test_clipping_again_is_refused_for_a_smaller_norm_and_ignored_for_a_larger_o
 def test_clipping_after_updates_in_backward_is_refused(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", hold_gradients=False)
     twins.backward(1)
-    with pytest.raises(ValueError, match=r"clipping to 0\.5 .*max_grad_norm=0"):
+    with pytest.raises(ValueError, match=r"max_norm=0\.5, .*max_grad_norm=0"):
         twins.engine.clip_grad_norm(0.5)
 
 

@@ -114,7 +114,7 @@ def test_a_failed_backward_drops_its_step(
     with caplog.at_level(logging.WARNING):
         twins.train(2, first_seed=300, max_norm=0.5)
     if place != "head":  # no gradient arrives before the head's
-        assert "gradients are dropped" in caplog.text
+        assert "the gradients of its step are dropped" in caplog.text
     twins.assert_equal()
 
 
@@ -149,7 +149,7 @@ def test_updates_in_backward_that_cannot_be_undone_are_logged(
         twins.model(**tiny_batch(seed=77)).loss.backward()
     with caplog.at_level(logging.WARNING):
         loss = twins.model(**tiny_batch(seed=78)).loss
-    assert "had been updated in it already" in caplog.text
+    assert "the step had already updated" in caplog.text
     loss.backward()
     twins.optimizer.step()
     twins.engine.wait_for_updates()
@@ -173,8 +173,8 @@ def test_updates_in_backward_are_undone_with_their_step(
             twins.model(**tiny_batch(seed=77)).loss.backward()
     with caplog.at_level(logging.WARNING), torch.no_grad():
         twins.losses(8)  # the evaluation uses the weights from before the failed step
-    assert "gradients are dropped" in caplog.text
-    assert "updated in it already" not in caplog.text
+    assert "the gradients of its step are dropped" in caplog.text
+    assert "the step had already updated" not in caplog.text
     assert twins.engine.undone_update_s > 0
     twins.assert_equal()
     twins.train(2, first_seed=300)

@@ -130,7 +130,7 @@ def test_resuming_from_a_checkpoint_elsewhere_changes_no_bit(
 def test_states_of_another_dtype_are_refused(saved: str, wanted: str, tmp_path: Path) -> None:
     run_with(tmp_path / "run", saved, max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(
-        ForeignStoreError, match=f"with optimizer_state_dtype={saved}, this run has {wanted}; set it to"
+        ForeignStoreError, match=f"with optimizer_state_dtype={saved}, and this run has {wanted}; set it to"
     ):
         trainer_with(tmp_path / "run", wanted).train(resume_from_checkpoint="last_step")
     trainer = trainer_with(tmp_path / "elsewhere", wanted)

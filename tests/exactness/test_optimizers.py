@@ -55,7 +55,7 @@ def test_an_8_bit_adamw_stores_moments_in_int8(optim: str, tmp_path: Path, caplo
     named = train_offloaded("llama", tmp_path / optim, {}, **settings, optim=optim)
     assert_same_bits(named, expected)
     (line,) = [record.getMessage() for record in caplog.records if "optim=" in record.getMessage()]
-    assert line.startswith(f"optim='{optim}' means optimizer_state_dtype: int8, whose rounding is not that of bits")
+    assert line.startswith(f"optim='{optim}' means optimizer_state_dtype: int8, which rounds differently from bits")
 
 
 def test_the_paged_adamw_is_exact(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_resuming_changes_no_bit(layout: str, tmp_path: Path) -> None:
 def test_a_store_or_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     sgd = {**BY_ARGUMENTS["sgd"], "save_strategy": "steps", "save_steps": 2}
     weights_after(trainer_over(tmp_path / "run", **sgd))
-    with pytest.raises(ForeignStoreError, match=r"states of SGD\(momentum_buffer\), this run has AdamW.*set that"):
+    with pytest.raises(ForeignStoreError, match=r"states of SGD\(momentum_buffer\), and this run has AdamW.*set that"):
         trainer_over(tmp_path / "run").train(resume_from_checkpoint="last_step")
     other = trainer_over(tmp_path / "other")
     with pytest.raises(ValueError, match=r"are for SGD\(momentum_buffer\), and this run uses AdamW\(exp_avg,"):
@@ -244,5 +244,5 @@ def test_muon_resumes_from_its_checkpoint_and_is_exported(tmp_path: Path) -> Non
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
     for name, weight in undisturbed.items():
         assert torch.equal(resumed[name], weight) and torch.equal(exported[name], weight), name
-    with pytest.raises(ForeignStoreError, match=r"of AdamW\(.*\) \+ Muon\(momentum_buffer\), this run has AdamW"):
+    with pytest.raises(ForeignStoreError, match=r"of AdamW\(.*\) \+ Muon\(momentum_buffer\), and this run has AdamW"):
         trainer_over(tmp_path / "run").train()

@@ -266,10 +266,10 @@ def test_functional_operators_equal_those_with_out_tensors() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((5, 64, torch.float32), "num_bits=5: codes have 8 bits or 4"),
-        ((8, 96, torch.float32), "block_numel=96: take a power of two from 16 to 4096"),
-        ((8, 8, torch.float32), "block_numel=8: take a power of two"),
-        ((8, 64, torch.float16), "scale_dtype=torch.float16: scales are torch.float32 or torch.bfloat16"),
+        ((5, 64, torch.float32), "num_bits=5 is not supported; choose 8 or 4"),
+        ((8, 96, torch.float32), "block_numel=96 is not supported; choose a power of two from 16 to 4096"),
+        ((8, 8, torch.float32), "block_numel=8 is not supported; choose a power of two"),
+        ((8, 64, torch.float16), "scale_dtype=torch.float16 is not supported; choose torch.float32 or torch.bfloat16"),
     ],
 )
 def test_unsupported_formats_are_refused(arguments: tuple[int, int, torch.dtype], sentence: str) -> None:

@@ -254,4 +254,4 @@ def test_a_gradient_that_the_owner_cannot_read_is_refused() -> None:
         exchange.wait_until_complete(exchange.end_backward())
 
     outcomes = rank_outcomes(2, run)
-    assert "chunk 7 does not lie in the memory that the ranks of this node share" in str(outcomes[1].error)
+    assert "chunk 7 is not in the memory that the ranks of this node share" in str(outcomes[1].error)

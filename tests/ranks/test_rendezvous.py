@@ -98,7 +98,7 @@ def test_the_error_names_a_rank_that_never_connects() -> None:
 
 def test_the_error_of_an_unknown_interface_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=eth77: no such network interface.*'lo'"):
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=eth77 is not a network interface.*'lo'"):
         outgoing_address()
     monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
     assert outgoing_address() == (socket.AF_INET, "127.0.0.1")
@@ -150,9 +150,9 @@ def test_a_secret_of_only_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -
     store = dist.HashStore()
     store.set("lohan/1/secret", "for all to read")
     monkeypatch.setenv("LOHAN_RANKS_SECRET", "of rank 1")
-    with pytest.raises(ValueError, match="LOHAN_RANKS_SECRET is set for rank 1 and not for rank 0: set it to the same"):
+    with pytest.raises(ValueError, match="LOHAN_RANKS_SECRET is set for rank 1 but not for rank 0; set it to the same"):
         connect(Ranks(1, 2, 1, 2), store, 5.0)
     store.set("lohan/2/secret", "environment")
     monkeypatch.delenv("LOHAN_RANKS_SECRET")
-    with pytest.raises(ValueError, match="LOHAN_RANKS_SECRET is set for rank 0 and not for rank 1"):
+    with pytest.raises(ValueError, match="LOHAN_RANKS_SECRET is set for rank 0 but not for rank 1"):
         connect(Ranks(1, 2, 1, 2), store, 5.0)

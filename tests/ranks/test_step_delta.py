@@ -132,9 +132,9 @@ def test_the_message_may_begin_at_any_byte() -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda message: message[:-1], "by its table"),
-        (lambda message: torch.cat([message, message[:1]]), "by its table"),
-        (lambda message: message[:11], "its table alone 12"),
+        (lambda message: message[:-1], "its table says"),
+        (lambda message: torch.cat([message, message[:1]]), "its table says"),
+        (lambda message: message[:11], "its table alone has 12"),
         (lambda message: message.clone().index_fill_(0, torch.tensor(3), 0x7F), "changes among 1000 weights"),
         (lambda message: message.clone().index_fill_(0, torch.tensor(7), 0x80), "changes among 1000 weights"),
         (lambda message: message.clone().index_fill_(0, torch.arange(12, 20), 0xFF), "contradicts its table"),
@@ -153,11 +153,11 @@ def test_unsupported_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"not for torch\.float32 \[10\] on cpu; send other weights as they are"):
         delta.encode(weights.float(), weights.float(), out)
     with pytest.raises(
-        ValueError, match=r"weights are torch\.bfloat16 \[10\] before the step, torch\.bfloat16 \[9\] after it"
+        ValueError, match=r"weights are torch\.bfloat16 \[10\] before the step and torch\.bfloat16 \[9\] after it"
     ):
         delta.encode(weights, weights[:9], out)
     with pytest.raises(
-        ValueError, match=r"31 bytes are too few for the changes of 10 weights; allocate max_bytes\(10\), 32"
+        ValueError, match=r"31 bytes are too few for the changes of 10 weights; allocate max_bytes\(10\) = 32"
     ):
         delta.encode(weights, weights, out[:31])
     with pytest.raises(ValueError, match=r"a payload is contiguous torch\.uint8 .* not torch\.int8 \[99\]"):

@@ -23,7 +23,7 @@ def test_one_rank_is_alone() -> None:
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        ((0, 8, 0, 3), "8 ranks cannot be spread over nodes of 3"),
+        ((0, 8, 0, 3), "8 ranks cannot be divided into nodes of 3"),
         ((4, 4, 0, 4), "rank 4 is not below 4"),
         ((-1, 2, 1, 2), "rank -1 is not below 2"),
         ((3, 4, 0, 2), "rank 3 has local rank 0, but on nodes of 2 ranks it has 1"),

@@ -233,7 +233,7 @@ def test_all_files_are_private(paths: list[StorePath], content: Content, engine:
 def test_foreign_files_are_kept(tmp_path: Path, engine: IoEngine, name: str) -> None:
     for make in (lambda: (tmp_path / name).write_text("precious"), lambda: (tmp_path / name).symlink_to("nowhere")):
         make()
-        with pytest.raises(ForeignStoreError, match=f"holds {name} but no store: choose another"):
+        with pytest.raises(ForeignStoreError, match=f"holds {name} but no store; choose another"):
             Store.create([StorePath(str(tmp_path))], RECORDS, model=MODEL, engine=engine)
         assert [entry.name for entry in tmp_path.iterdir()] == [name]
         (tmp_path / name).unlink()
@@ -310,9 +310,9 @@ def test_an_unmounted_path_is_named(tmp_path: Path, engine: IoEngine) -> None:
         folder = Path(missing.path)
         folder.rename(tmp_path / "away")
         folder.mkdir()
-        with pytest.raises(StorageError, match=rf"no store in .*/{folder.name}: its other part .* mounted"):
+        with pytest.raises(StorageError, match=rf"no store in .*/{folder.name}: the other part .* mounted"):
             last_commit([path.path for path in paths])
-        with pytest.raises(StorageError, match=rf"no store in .*/{folder.name}: its other part .* mounted"):
+        with pytest.raises(StorageError, match=rf"no store in .*/{folder.name}: the other part .* mounted"):
             Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability="checkpoint")
         folder.rmdir()
         (tmp_path / "away").rename(folder)

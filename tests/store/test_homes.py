@@ -102,7 +102,7 @@ def test_parts_of_two_stores_are_not_mixed(tmp_path: Path, engine: IoEngine) -> 
         Store.open([mine[0], theirs[1]], model=MODEL, engine=engine)
     shutil.copy(Path(theirs[0].path) / "commit.safetensors", mine[0].path)
     for look in (lambda: Store.open(mine, model=MODEL, engine=engine), lambda: last_commit([p.path for p in mine])):
-        with pytest.raises(ForeignStoreError, match="belongs to another store than its manifest"):
+        with pytest.raises(ForeignStoreError, match="belongs to another store than the manifest there"):
             look()
 
 
@@ -145,7 +145,7 @@ def test_durability_decides_the_number_of_homes(
     with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine) as store:
         assert store.num_homes == num_homes
     other: Any = "step" if num_homes == 1 else "checkpoint"
-    with pytest.raises(ForeignStoreError, match=f"not '{other}': keep that setting"):
+    with pytest.raises(ForeignStoreError, match=f"not '{other}'; keep that setting"):
         Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability=other)
 
 

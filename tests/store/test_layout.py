@@ -123,9 +123,9 @@ def test_bad_records_are_refused() -> None:
         RecordSpec("layers.0", "param", "complex64", 2048)
     with pytest.raises(ValueError, match="numel 2047"):
         RecordSpec("layers.0", "param", "float32", 2047)
-    with pytest.raises(ValueError, match="numel 2048: pad it to 4096s"):
+    with pytest.raises(ValueError, match="numel 2048; pad it to a multiple of 4096"):
         RecordSpec("layers.0", "exp_avg", "int8", 2048)
-    with pytest.raises(ValueError, match="numel 512: pad it to 1024s"):
+    with pytest.raises(ValueError, match="numel 512; pad it to a multiple of 1024"):
         RecordSpec("layers.0", "moment_scales", "float32", 512)
     twice = RecordSpec("layers.0", "param", "float32", 2048)
     with pytest.raises(ValueError, match="same block and kind"):

@@ -63,7 +63,7 @@ def test_another_format_is_refused(
         lambda: Store.open_or_create(paths, records, model=model, engine=engine),
     )
     for attempt in attempts:
-        with pytest.raises(ForeignStoreError, match=f"format version {version}, this hf_lohan knows 4: {advice}"):
+        with pytest.raises(ForeignStoreError, match=f"format version {version}, and this hf_lohan reads 4; {advice}"):
             attempt()
     assert manifests[1].read_text() == before
 
@@ -141,7 +141,7 @@ def test_a_manifest_of_other_records_is_refused(
         file.write_text(text)
         write_as_older_version(file, layout=changed_records(file, **change))
     (manifests[0].parent / "commit.safetensors").unlink()
-    with pytest.raises(ForeignStoreError, match="with other records than this run has, the first of them elements"):
+    with pytest.raises(ForeignStoreError, match="whose records differ from those of this run, first in elements"):
         Store.open_or_create(paths, records, model=model, engine=engine)
 
 
@@ -172,7 +172,7 @@ def test_an_index_out_of_range_or_given_twice_is_refused(
     with pytest.raises(ForeignStoreError, match="path_index 2 is out of range"):
         Store.open(paths, model=model, engine=engine)
     edit(manifests[1], path_index=0)
-    with pytest.raises(ForeignStoreError, match="over 2 paths, and 2 of them are given"):
+    with pytest.raises(ForeignStoreError, match="over 2 paths, and 2 of them were passed"):
         Store.open(paths, model=model, engine=engine)
 
 

@@ -128,7 +128,7 @@ def test_edges_are_read_only_where_they_are_partial(
 def test_wrong_dtypes_and_alignments_are_refused(tmp_path: Path, engine: IoEngine, records: Records) -> None:
     with new_files(tmp_path, records, engine) as files:
         sector = mapped_empty(4096)
-        with pytest.raises(AssertionError, match=r"param of layers\.0 is bfloat16, the tensor float16"):
+        with pytest.raises(AssertionError, match=r"param of layers\.0 is bfloat16, but the tensor is float16"):
             files.read("layers.0", "param", 0, sector.view(torch.float16))
         with pytest.raises(AssertionError, match=r"element 1 of param of layers\.0 is not the start of a granule"):
             files.read("layers.0", "param", 1, sector.view(torch.bfloat16))

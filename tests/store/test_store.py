@@ -85,7 +85,7 @@ def test_a_store_of_the_same_model_is_replaced_by_zeros(
         assert not read_all(store).any()
         assert store.committed is None and store.log == b"" and "log.jsonl" not in names(paths[0])
         assert data_file_bytes(paths) == store.size_bytes == 32768
-    assert "replacing the store of the same model" in caplog.text
+    assert "replaces the store of the same model" in caplog.text
 
 
 def test_creating_a_store_reserves_and_syncs_all_files(

@@ -24,13 +24,13 @@ def test_the_store_of_another_model_is_refused_and_survives(
         store.commit()
         written = read_all(store)
     other = replace(model, fingerprint="other")
-    describes_the_store = r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; give this run another"
+    describes_the_store = r"another model \(LlamaForCausalLM with 12,345 parameters, created 2.*\); give this run"
     with pytest.raises(ForeignStoreError, match=describes_the_store):
         Store.create(paths, records, model=other, engine=engine)
     with pytest.raises(ForeignStoreError, match=describes_the_store):
         Store.open(paths, model=other, engine=engine)
     with pytest.raises(
-        ForeignStoreError, match=r"a holds a store with optimizer_state_dtype=float32, this run has int8; set it to"
+        ForeignStoreError, match=r"a holds a store with optimizer_state_dtype=float32, and this run has int8; set it to"
     ):
         Store.open(paths, model=replace(other, optimizer_state_dtype="int8"), engine=engine)
     with Store.open(paths, model=model, engine=engine) as store:
@@ -147,7 +147,7 @@ def test_open_names_missing_or_damaged_files(
         Store.open(paths, model=model, engine=engine)
     assert not os.path.exists(paths[0].path)
     Store.create(paths, records, model=model, engine=engine).close()
-    with pytest.raises(ForeignStoreError, match="part of a store over 2 paths, and 1 of them are given"):
+    with pytest.raises(ForeignStoreError, match="part of a store over 2 paths, and 1 of them were passed"):
         Store.open(paths[:1], model=model, engine=engine)
     other = StorePath(str(tmp_path / "other"))
     Store.create([other], records, model=model, engine=engine).close()

@@ -140,7 +140,7 @@ class Transactions(RuleBasedStateMachine):
         paths = self.paths[::-1] if in_reverse else self.paths
         if self.is_torn:
             assert found is not None and found.is_torn and found.facts == {"last_checkpoint": CHECKPOINT}
-            with pytest.raises(TornStoreError, match=rf"its state is incomplete: resume from {CHECKPOINT}"):
+            with pytest.raises(TornStoreError, match=rf"its state is incomplete; resume from {CHECKPOINT}"):
                 Store.open(paths, model=MODEL, engine=self.engine)
             self._reopen_torn(paths)
             return
@@ -153,7 +153,7 @@ class Transactions(RuleBasedStateMachine):
         self.store = Store.open(paths, model=MODEL, engine=self.engine, allow_torn=True)
         with pytest.raises(TornStoreError):
             self.store.drop_drafts()
-        with pytest.raises(StorageError, match="was not written whole"):
+        with pytest.raises(StorageError, match="is incomplete from element"):
             self.store.commit()
         self.committed.log, self.committed.journal = b"", {}
         self.store.clear_records()

@@ -178,7 +178,7 @@ def test_versions_of_other_records_are_refused() -> None:
 
 def test_a_partly_versioned_granule_is_refused() -> None:
     record = RecordSpec("a", "param", "float32", 3 * GRANULE, versioned_numel=GRANULE, granule_numel=2 * GRANULE)
-    with pytest.raises(ValueError, match="versioned_numel 2048 of 6144: round it to a multiple of 4096"):
+    with pytest.raises(ValueError, match="versioned_numel 2048 of 6144; round it to a multiple of 4096"):
         Versions([record], num_homes=2)
     Versions([record], num_homes=1)
     Versions([RecordSpec("a", "param", "float32", 3 * GRANULE, granule_numel=2 * GRANULE)], num_homes=2)

@@ -458,7 +458,7 @@ def test_blocks_use_shared_memory_one_after_the_other() -> None:
 
 
 def test_too_little_shared_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"block embedding needs 589824; share at least that many"):
+    with pytest.raises(ValueError, match=r"block embedding needs 589824 bytes; share at least that much"):
         SharedWeights(
             CpuDevice(),
             None,  # type: ignore[arg-type]

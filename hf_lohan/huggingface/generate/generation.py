@@ -213,7 +213,7 @@ def _is_in_store(store: Store, fingerprint: str) -> bool:
 
 def _take_buffers(skeleton: nn.Module, store: Store) -> bool:
     """Connect a model on meta to its weights in the store, and load its buffers. Returns False, and changes nothing, if
-    the model's class makes tensors when it loads, which the store does not have."""
+    the model's class makes tensors during loading that the store does not have."""
     assert store.committed is not None
     values = load(store.committed.journal[_BUFFERS])
     modules = dict(skeleton.named_modules())

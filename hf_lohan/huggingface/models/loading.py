@@ -223,7 +223,7 @@ def from_pretrained(
         ranks=links_to_other_ranks().ranks,
     )
     layout = lay_out_for_this(skeleton)
-    # With bf16=True a float16 checkpoint is saved in as many bytes as it has.
+    # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
@@ -289,10 +289,8 @@ def stream_model(
 
 
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
-    """Overwrite the weights in the store with those of a checkpoint, to resume or to load the best model.
-
-    Calls `from_pretrained`, because it fuses experts that are saved one by one.
-    """
+    """Overwrite the weights in the store with those of a checkpoint, to resume or to load the best model. Calls
+    `from_pretrained`, because it fuses experts that are saved one by one."""
     if not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained")):
         reload_state_dict(engine, model, path)
         return

@@ -162,12 +162,10 @@ def save_pretrained_from_store(
 def save_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
-    """Call the stock `save_pretrained` with the stored weights in place of placeholders.
-
-    Weights are written piece by piece, and experts one by one. If transformers makes a tensor from several weights, or
-    reorders a weight's rows, those weights are in RAM meanwhile. A `state_dict` argument is ignored with a warning,
-    because scripts pass the result of `accelerator.get_state_dict`, which has the same weights.
-    """
+    """Call the stock `save_pretrained` with the stored weights in place of placeholders. Weights are written piece by
+    piece, and experts one by one. If transformers makes a tensor from several weights, or reorders a weight's rows,
+    those weights are in RAM meanwhile. A `state_dict` argument is ignored with a warning, because scripts pass the
+    result of `accelerator.get_state_dict`, which has the same weights."""
     model = stored_model.model
     if kwargs.pop("state_dict", None) is not None:
         logger.warning("save_pretrained saves the weights of the store and ignores its state_dict argument")

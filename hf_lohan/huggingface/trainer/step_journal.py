@@ -45,12 +45,9 @@ _END = b"end"
 
 class Termination:
     """A context in which the first SIGTERM ends the run after the step in progress, and a second SIGTERM ends the
-    process.
-
-    An error after the first SIGTERM is logged and not raised, because a signal to the process group also ends the data
-    loader's workers, and the step in progress then fails. Does nothing if another handler is installed, or outside the
-    main thread, where Python cannot handle signals.
-    """
+    process. An error after the first SIGTERM is logged and not raised, because a signal to the process group also ends
+    the data loader's workers, and the step in progress then fails. Does nothing if another handler is installed, or
+    outside the main thread, where Python cannot handle signals."""
 
     def __init__(self, links: Links | None = None) -> None:
         self.is_requested = False
@@ -103,11 +100,9 @@ class Termination:
 
 
 class StepJournal(TrainerCallback):
-    """Commits every step of one `train()` with its journal.
-
-    The journal is captured after logging, evaluating and saving (also after those at the end of an epoch), so a resumed
-    run repeats and omits none of them. A run that resumes from a checkpoint commits that step when training begins.
-    """
+    """Commits every step of one `train()` with its journal. The journal is captured after logging, evaluating and
+    saving (also after those at the end of an epoch), so a resumed run repeats and omits none of them. A run that
+    resumes from a checkpoint commits that step when training begins."""
 
     def __init__(
         self,

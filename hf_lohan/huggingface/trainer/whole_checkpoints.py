@@ -31,10 +31,8 @@ CARD_HEADING = "### Offloading"
 
 class CompleteCheckpointsMixin(_TrainerBase):
     """Mixed into a Trainer. A checkpoint appears when it is complete, and only then old checkpoints are removed.
-
     Upstream's `_save_checkpoint` writes to another folder, which is then renamed. The best checkpoint's path, a push to
-    the Hub and the removal of old checkpoints need the final name, so they are repeated or run after the renaming.
-    """
+    the Hub and the removal of old checkpoints need the final name, so they are repeated or run after the renaming."""
 
     _offload_config: OffloadConfig | None
     """With None everything works as in upstream."""
@@ -104,7 +102,7 @@ class CompleteCheckpointsMixin(_TrainerBase):
             return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream. The card of an offloaded run also gets our tag and lines about the run, unless `hub_model_card`
+        """Same as upstream, but add our tag and lines about the run to an offloaded run's card, unless `hub_model_card`
         is false."""
         super().create_model_card(*args, **kwargs)
         config = self._offload_config

@@ -1,1 +1,1 @@
-"""What a step takes: of one rank, of several, and of experts that stream one by one."""
+"""The costs of a step with one rank, with several ranks, and with streamed experts."""

@@ -10,13 +10,13 @@ from hf_lohan.planner.offload_plan import ExpertPrediction, TrainingSetup
 from hf_lohan.planner.pool_plan import MIN_SLOTS_TO_LEND, SizeClass
 
 ROUTER_SYNC_S = 50e-6
-"""Seconds until the host knows the choice of a router on the device."""
+"""Seconds until the host knows the choices of a router on the device."""
 MOST_STEPS_BEHIND = 5
-"""A missed step takes a core 0.75 ns for each parameter. This many take about as long as a drive of 3 GB/s takes to
-read the 12 bytes of the parameter, which a load of the expert waits for anyway."""
+"""A core makes up a missed step in 0.75 ns per parameter. This number of steps takes about as long as a drive of 3 GB/s
+takes to read the parameter's 12 bytes, for which a load of the expert waits anyway."""
 LAZY_FROM_SHARE = 0.2
-"""The least share of experts without tokens. With fewer, reading moments with weights in a forward costs as much as it
-saves."""
+"""The least share of experts without tokens for lazy updates. With a smaller share, reading moments with weights in a
+forward costs as much as it saves."""
 
 
 class ExpertCosts:
@@ -31,11 +31,11 @@ class ExpertCosts:
         slot_bytes = _slot_bytes(setup)
         self._slot_bytes = slot_bytes
         self.forward_bytes = math.fsum(experts.hit_bytes for experts in layers)
-        """Weights that a forward of one micro-batch needs."""
+        """Bytes of weights that a forward of one micro-batch needs."""
         self.backward_bytes = max(0.0, self.forward_bytes - slot_bytes)
-        """Weights that its backward needs and no slot holds."""
+        """Bytes of weights that the backward needs and that are in no slot."""
         share = self.forward_bytes / all_bytes if all_bytes else 0.0
-        # A later micro-batch reuses the experts of the end of the backward before it, if it needs them.
+        # A later micro-batch reuses the experts that the previous backward used last, if it needs them.
         later = 1 - 1 / setup.num_micro_batches
         self.forward_bytes -= later * share * min(slot_bytes, self.forward_bytes)
         self.from_ssd = 1 - resident_bytes / all_bytes if all_bytes else 0.0
@@ -43,25 +43,26 @@ class ExpertCosts:
         self.resident_bytes = resident_bytes
         hit_params = math.fsum(experts.hits() * experts.num_trainable_params for experts in layers)
         self.gradient_bytes = hit_params * model.param_itemsize
-        """Gradients of experts with tokens. Others are updated with zeros."""
+        """Bytes of gradients of experts with tokens. Other experts are updated with zeros."""
         self.lent_bytes = self.gradient_bytes if _lends(setup) else 0.0
-        """Weights that an update in backward gets from slots."""
+        """Bytes of weights that an update in backward gets from slots."""
         self.wait_s = math.fsum(_wait_s(experts.param_bytes, hardware, self.from_ssd) for experts in layers)
-        """Seconds of a forward without computing: waits for routers and for the first expert of each layer."""
+        """Seconds in which a forward does not compute, because it waits for routers and for the first expert of each
+        layer."""
         self.updates_left_out = 0.0
-        """Parameters of experts whose updates wait for a later step."""
+        """Number of parameters of experts whose updates wait for a later step."""
         self.catch_up_bytes = 0.0
-        """States that a forward reads with weights that missed steps."""
+        """Bytes of states that a forward reads together with weights that missed steps."""
         if setup.lazy_experts is True or (setup.lazy_experts and self._left_out_share(setup) >= LAZY_FROM_SHARE):
             self._count_lazy_updates(model, setup)
 
     def reload_bytes(self, layer: BlockProfile) -> float:
-        """Bytes that a layer's backward loads again to recompute the experts' output. Slots keep the last experts until
-        the experts' own backward."""
+        """Return the bytes that a layer's backward loads again to recompute the experts' output. Slots keep the last
+        experts until the experts' own backward."""
         return max(0.0, layer.experts.hit_bytes - self._slot_bytes) if layer.experts is not None else 0.0
 
     def predict(self, reloaded_bytes: float) -> ExpertPrediction | None:
-        """The prediction for a step whose backwards load this many bytes again."""
+        """Return the prediction for a step. ``reloaded_bytes``: bytes that its backwards load again."""
         model = self._model
         if not (layers := model.experts):
             return None
@@ -82,7 +83,7 @@ class ExpertCosts:
         )
 
     def _left_out_share(self, setup: TrainingSetup) -> float:
-        """The share of all experts that a step leaves out."""
+        """Return the share of all experts whose update a step postpones."""
         layers = [experts for experts in self._model.experts if experts.num_tokens]
         hits = math.fsum(experts.hits(setup.num_micro_batches) for experts in layers)
         return 1 - hits / sum(experts.num_experts for experts in layers) if layers else 0.0
@@ -93,13 +94,13 @@ class ExpertCosts:
             for (chance, number), (of_forward, _) in zip(of_step, experts.chances_of_hit(), strict=True):
                 num_trained = number * experts.num_trainable_params
                 self.updates_left_out += num_trained * left_out_share(1 - chance)
-                # It is behind where the step before missed it, and read so by each forward until its update.
+                # If an expert missed the previous step, each forward until its update also reads its moments.
                 self.catch_up_bytes += num_trained * of_forward * (1 - chance) * setup.state_bytes_per_param
 
 
 def left_out_share(miss_chance: float) -> float:
-    """The share of steps that an expert takes later, if each step misses it with this chance. It takes a step at once
-    when it has tokens, or when it would be too many steps behind."""
+    """Return the share of steps that an expert takes later, if each step misses it with ``miss_chance``. An expert
+    takes a step at once if it has tokens, or if it would be too many steps behind."""
     if miss_chance >= 1:
         return 1 - 1 / (MOST_STEPS_BEHIND + 1)
     in_a_row = miss_chance**MOST_STEPS_BEHIND
@@ -112,7 +113,7 @@ def _lends(setup: TrainingSetup) -> bool:
 
 
 def _slot_bytes(setup: TrainingSetup) -> int:
-    """Bytes of all slots for experts."""
+    """Return the bytes of all slots for experts."""
     if setup.pools is None:
         return 0
     return setup.pools.num_slots.get(SizeClass.EXPERT, 0) * setup.pools.slot_bytes.get(SizeClass.EXPERT, 0)

@@ -1,8 +1,8 @@
-"""Costs of a step of several ranks: `StepCosts` for one rank, with the resources that it shares with others.
+"""Costs of a step with several ranks. This is `StepCosts` for one rank, with the resources that it shares with others.
 
-All ranks do the same at the same time. Each has a device and a link to it. The ranks of a node share drives, CPU, RAM,
-through which they pass weights and gradients, and the network to other nodes. Each of Y nodes owns a Y-th of the
-records: its ranks read, update and write them. All weights go to every device.
+All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,
+CPU, RAM and the network to other nodes. They pass weights and gradients through RAM. Each of Y nodes owns 1/Y of the
+records, and its ranks read, update and write these. All weights go to every device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import ClipMode, RankPrediction, TrainingSetup
 
 SOCKET_PASSES = 6
-"""RAM accesses for a byte that is sent and one that is received: the kernel copies each (reads and writes), and the
-network card reads or writes it."""
+"""RAM accesses for one byte that is sent and one byte that is received. For each, the kernel's copy reads and writes
+it, and the network card reads or writes it."""
 
 
 def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> StepCosts:
-    """The cost model for one rank, or for one of several."""
+    """Return the cost model for a single rank, or for one of several."""
     kind = RankStepCosts if setup.cluster.num_ranks > 1 else StepCosts
     return kind(model, hardware, setup)
 
@@ -38,9 +38,9 @@ class RankStepCosts(StepCosts):
         num_nodes, num_local = cluster.num_nodes, cluster.num_local
         in_ram_bytes = sum(record.update_read_bytes for record in setup.resident_records)
         unwritten_bytes = int(in_ram_bytes * (1 - setup.committed_fraction))
-        # Of a node: its part of the records, and the copies in RAM of all its ranks.
+        # These count a node's part of the records, and the copies in RAM of all its ranks.
         self._update_write_bytes += unwritten_bytes
-        # Parts are not all equal, so the sum is limited to the whole.
+        # Parts differ in size, so the sum is limited to the whole.
         self._update_write_bytes = max(0, self._update_write_bytes / num_nodes - num_local * unwritten_bytes)
         self._update_read_bytes /= num_nodes
         self._updated_bytes /= num_nodes
@@ -60,7 +60,7 @@ class RankStepCosts(StepCosts):
 
     def lanes(self, load: ResourceUse, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
         hardware, num_local = self._hardware, self._num_local
-        if hardware.device.shares_cpu:  # the same cores for all ranks of the node
+        if hardware.device.shares_cpu:  # all ranks of the node use the same cores
             of_all = ("compute_s", "h2d_bytes", "d2h_bytes")
             load = replace(load, **{name: num_local * getattr(load, name) for name in of_all})
         lanes = super().lanes(load, efficiency=efficiency)
@@ -73,7 +73,7 @@ class RankStepCosts(StepCosts):
     def _forward_read_bytes(self) -> float:
         ways = self._cluster.collectives
         own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
-        # A change is applied to the weights of the step before. Those of other nodes are in the copy.
+        # A change is applied to the previous step's weights. The copy has those of other nodes.
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:
@@ -100,7 +100,7 @@ class RankStepCosts(StepCosts):
 
     def _backward(self, choice: Choice) -> ResourceUse:
         load = super()._backward(choice)
-        # Every rank's gradients are read and their sum written; then all nodes' sums of the node's own part are read.
+        # Every rank's gradients are read, and their sum is written. Then all nodes' sums of this node's part are read.
         num_nodes = self._cluster.num_nodes
         sums = num_nodes + (num_nodes + 1 if num_nodes > 1 else 0)
         sum_bytes = SUM_BYTES * self._num_updated_params * sums
@@ -119,7 +119,7 @@ class RankStepCosts(StepCosts):
         return self._passing_ram(replace(load, host_bytes=load.host_bytes + worked_bytes))
 
     def _lent(self) -> ResourceUse:
-        """Each rank's update borrows the rank's own part."""
+        """Return the use that is saved because each rank's update borrows the rank's own part."""
         load = super()._lent()
         lent_bytes = min(self._setup.lent_bytes / self._cluster.num_nodes, self._own_param_bytes)
         lent_bytes = max(0.0, lent_bytes - self._resident_param_bytes)
@@ -127,7 +127,7 @@ class RankStepCosts(StepCosts):
         return self._passing_ram(replace(load, **moved))
 
     def _passing_ram(self, load: ResourceUse) -> ResourceUse:
-        """The load with the RAM accesses of drives, links and network."""
+        """Return the load with the RAM accesses of drives, links and network."""
         drives = load.ssd_read_bytes + load.ssd_write_bytes
         links = self._num_local * (load.h2d_bytes + load.d2h_bytes)
         return replace(load, host_bytes=load.host_bytes + drives + links + SOCKET_PASSES * load.net_bytes)
@@ -140,7 +140,7 @@ class RankStepCosts(StepCosts):
         )
 
     def _hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> dict[str, float | None]:
-        """T* of each resource (see `_ssd_hides_from`)."""
+        """Return T* of each resource (see `_ssd_hides_from`)."""
         costs = self._with(num_micro_batches=1)
         nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
 

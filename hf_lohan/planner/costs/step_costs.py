@@ -1,13 +1,14 @@
-"""The time of a step: LoHan's equations for T_f and T_b, with additions. Works on numbers and on arrays of candidates.
+"""Computes the time of a step by LoHan's equations for T_f and T_b, with additions, for numbers or arrays of
+candidates.
 
     T_f = max( FLOP_f/THP_G , A/BW_G , 2P/BW_G , 2P/BW_S2M + aA/BW_M2S )
     T_b = max( (2 FLOP_f + FLOP_r)/THP_G , 2P/BW_G , (2P + A)/BW_G , (14P + aA)/BW_S2M + 14P/BW_M2S )
 
-Beyond the paper: the CPU's time for the optimizer, links without full duplex, records in RAM, deferred updates during
-the next forward, several micro-batches a step, the CPU as the device, and work that does not overlap: the first block
-arrives before it computes, and the last block's traffic ends after it.
+The additions are the CPU's time for the optimizer, links without full duplex, records in RAM, deferred updates during
+the next forward, several micro-batches per step, the CPU as the device, and work that does not overlap. (The first
+block arrives before it computes, and the last block's traffic ends after its compute.)
 
-`StepCosts.predict` predicts the work of each resource for one choice, and the bottleneck. `rank_costs` has the costs of
+`StepCosts.predict` predicts each resource's work and the bottleneck for one choice. `rank_costs` adds the costs of
 several ranks.
 """
 
@@ -28,11 +29,11 @@ from hf_lohan.planner.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER
 from hf_lohan.planner.record_traffic import FETCHED_KINDS, PARAM
 
 Values: TypeAlias = npt.NDArray[np.float64]
-"""One number, or one for each candidate. They broadcast."""
+"""One number, or one for each candidate. Both broadcast together."""
 
 SHARED_CORES_EFFICIENCY = 0.87
-"""Efficiency of cores that compute and do everything else: if another thread takes a core, the computing threads on the
-other cores wait. Measured on two cores: busy for 6.1 of 7.0 core-seconds."""
+"""Efficiency of cores that compute and also do all other work. If another thread takes a core, the computing threads on
+the other cores wait. Measured on two cores, which were busy for 6.1 of 7.0 core-seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """The work of each resource in one forward or backward. With several ranks: one rank's device, and its node's
-    drives, CPU, RAM and network."""
+    """The work of each resource in one forward or backward. With several ranks, these are one rank's device, and its
+    node's drives, CPU, RAM and network."""
 
     compute_s: Values
     h2d_bytes: Values
@@ -65,7 +66,7 @@ class ResourceUse:
     net_bytes: Values
     host_bytes: Values
     wait_s: Values
-    """Seconds in which none of this work can be done."""
+    """Seconds in which no resource can work."""
 
     def __add__(self, other: ResourceUse) -> ResourceUse:
         return ResourceUse(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
@@ -79,7 +80,7 @@ _SSD_AMOUNTS = ("ssd_read_bytes", "ssd_write_bytes")
 
 
 def _load(**amounts: float | Values) -> ResourceUse:
-    """Amounts that are not named are 0."""
+    """Return a `ResourceUse` with 0 for all amounts that are not passed."""
     return ResourceUse(*(np.atleast_1d(np.asarray(amounts.get(name, 0.0), dtype=np.float64)) for name in _AMOUNTS))
 
 
@@ -93,8 +94,8 @@ class StepPhase:
 
 
 def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
-    """Seconds of the drives, for bytes or arrays of bytes. Reads and writes share a drive's time (simplex), unless
-    their mix was measured."""
+    """Return the seconds of the drives for bytes or arrays of bytes. Reads and writes share a drive's time (simplex),
+    unless their mix was measured."""
     read_s = read_bytes / hardware.ssd_read_bytes_per_s
     write_s = write_bytes / hardware.ssd_write_bytes_per_s
     if not hardware.ssd_mixed_bytes_per_s:
@@ -107,21 +108,22 @@ def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
 
 
 def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
-    """Seconds to run one product or attention once."""
+    """Return the seconds of one product or attention."""
     if operation.forward_s is not None:
         return operation.forward_s
     return operation.flops / hardware.device.flops_per_s
 
 
 def block_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """To run a block's forward once."""
+    """Return the seconds of a block's forward."""
     if block.forward_s is not None:
         return block.forward_s
     return block.flops / hardware.device.flops_per_s + _elementwise_s(block, hardware)
 
 
 def cheap_recompute_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """For what is always made again in a layer's backward: all but products and attention."""
+    """Return the seconds of the operations that a layer's backward always recomputes, which are all except products and
+    attention."""
     operations_s = [operation.forward_s for operation in block.operations]
     if block.forward_s is None or None in operations_s:
         return _elementwise_s(block, hardware)
@@ -136,12 +138,12 @@ def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
 
 
 def experts_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """Of what in a block's forward loads experts one by one."""
+    """Return the seconds of the operations in a block's forward that load experts one by one."""
     return sum(operation_s(operation, hardware) for operation in block.operations if operation.loads_experts)
 
 
 class StepCosts:
-    """The cost model of one model on one machine under one setup."""
+    """The cost model of one model on one machine with one setup."""
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
         self._model = model
@@ -149,16 +151,16 @@ class StepCosts:
         self._setup = setup
         forward_s = [(block_forward_s(block, hardware), block.trained_fraction) for block in model.blocks]
         self._forward_s = sum(seconds for seconds, _ in forward_s)
-        # A frozen weight needs no gradient: of the two products of its backward, one remains.
+        # A frozen weight needs no gradient, so its backward has one product instead of two.
         self._backward_s = sum(seconds * (1 + fraction) for seconds, fraction in forward_s)
-        # What experts make within is not put away.
+        # Intermediate results of experts are not swapped.
         self._backward_s += sum(experts_forward_s(block, hardware) for block in model.layers)
         if setup.activations != "keep":
             self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
         self._num_blocks = max(1, len(model.blocks))
         self._param_bytes = model.dense_param_bytes
         self._experts = ExpertCosts(model, hardware, setup)
-        # Where the device's memory is the host's, what is read is where it is wanted.
+        # If the device's memory is host memory, reads go straight to their destination.
         self._is_copied = not hardware.device.shares_cpu
         self._copied_param_bytes = model.dense_param_bytes if self._is_copied else 0
         self._codes_bytes, self._codes_share = model.codes_bytes, model.codes_share_of_experts
@@ -171,7 +173,7 @@ class StepCosts:
         self._num_local = setup.cluster.num_local
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
         self._update_write_bytes = state_bytes + trainable_bytes
-        self._num_updated_params: float = model.num_trainable_params  # one that waits is made up for later
+        self._num_updated_params: float = model.num_trainable_params  # updates that wait are made later
         self._spilled_gradient_bytes = setup.spilled_gradient_bytes
         resident = setup.resident_records
         self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind in FETCHED_KINDS)
@@ -179,12 +181,12 @@ class StepCosts:
         self._resident_update_read_bytes: float = sum(
             record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
         )
-        # An update writes what it has read. Between commits what lives in RAM stays there.
+        # An update writes what it has read. Between commits, records in RAM stay there.
         unwritten_bytes = sum(record.update_read_bytes for record in resident) * (1 - setup.committed_fraction)
         self._update_write_bytes = max(0, self._update_write_bytes - int(unwritten_bytes))
 
     def phases(self, choice: Choice, clip: ClipMode) -> list[StepPhase]:
-        """The step's forwards and backwards, and which of them the updates run under."""
+        """Return the step's forwards and backwards. Updates run during some of them."""
         forward, backward = self._forward(choice), self._backward(choice)
         last = self._last_backward(choice)
         count = self._setup.num_micro_batches
@@ -193,32 +195,33 @@ class StepCosts:
             loads = [(1, True, updating), (count - 1, True, forward), (count - 1, False, backward), (1, False, last)]
         else:
             update = self._update(choice) + self._lent()
-            if clip == "speculate":  # what is spilled is for a wrong guess
+            if clip == "speculate":  # spilled gradients are for a wrong guess
                 unread_bytes = self._num_local * choice.spilled_gradient_bytes
                 update = replace(update, ssd_read_bytes=update.ssd_read_bytes - unread_bytes)
             loads = [(count, True, forward), (count - 1, False, backward), (1, False, last + update)]
         return [StepPhase(*load) for load in loads if load[0]]
 
     def _forward_under_update(self, choice: Choice) -> ResourceUse:
-        """The updates' reads and writes beside the forward's, which gets from them what they have just made."""
+        """Return the use of a forward with updates. The forward gets new weights from the updates."""
         load = self._forward(choice) + self._update(choice)
         if not self._setup.hands_over:
             return load
         handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
         handed_over += self._experts.from_ssd * self._experts.gradient_bytes
-        # Copied they are in any case: here by the update, else by the forward, which counts it already.
+        # New weights are copied to the device in any case. Without the updates the forward copies them, and its costs
+        # count that.
         copied_bytes = self._gradient_bytes if not self._is_copied else 0
         return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes)
 
     def _lent(self) -> ResourceUse:
-        """What an update in backward gets from the slots instead of the SSDs."""
+        """Return the use that is saved because an update in backward gets weights from slots instead of SSDs."""
         lent_bytes: float = max(0, self._setup.lent_bytes - self._resident_param_bytes)
         lent_bytes = lent_bytes + self._experts.from_ssd * self._experts.lent_bytes
         return _load(d2h_bytes=lent_bytes, ssd_read_bytes=-lent_bytes)
 
     def step_s(self, choice: Choice, clip: ClipMode) -> tuple[Values, Values]:
-        """Forward (T_f) and backward (T_b) of a step, all micro-batches. Where some steps are committed and others not:
-        their mean."""
+        """Return the seconds of forward (T_f) and backward (T_b) of all micro-batches of a step. If only some steps are
+        committed, this is the mean over steps."""
         committed = self._setup.committed_fraction
         if 0 < committed < 1:
             with_s, without_s = (self._with(commit_every_steps=steps).step_s(choice, clip) for steps in (1, 0))
@@ -233,15 +236,15 @@ class StepCosts:
             else:
                 backward_s = backward_s + phase.count * self.phase_s(phase.load)
         if clip == "speculate":
-            # A wrong guess is done over under the next forward.
+            # After a wrong guess, updates are repeated during the next forward.
             forward = self._forward(choice)
             done_over_s = self.phase_s(self._forward_under_update(choice)) - self.phase_s(forward)
             forward_s = forward_s + self._setup.clip_rate * done_over_s
         return forward_s, backward_s
 
     def lanes(self, load: ResourceUse, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
-        """Seconds each resource is busy. They all work at once, so a phase is about as long as the longest.
-        ``efficiency``: of cores that do several of these things."""
+        """Return the busy seconds of each resource. All resources work at the same time, so a phase takes about as long
+        as the longest. ``efficiency``: efficiency of cores that do several kinds of work."""
         hardware = self._hardware
         lanes = {
             "compute": load.compute_s,
@@ -254,7 +257,7 @@ class StepCosts:
             hashed_bytes = load.ssd_read_bytes + load.ssd_write_bytes
             lanes["cpu"] = lanes["cpu"] + hashed_bytes / hardware.cpu.checksum_bytes_per_s
         if hardware.device.shares_cpu:
-            # The same cores compute, copy, update and hash, so these times add.
+            # The same cores compute, copy, update and hash, so these times are added.
             busy = lanes["compute"] + lanes["h2d"] + lanes["d2h"] + lanes["cpu"]
             return {"compute": busy / efficiency, "ssd": lanes["ssd"]}
         if hardware.duplex_bytes_per_s:
@@ -262,18 +265,19 @@ class StepCosts:
         return lanes
 
     def phase_s(self, load: ResourceUse) -> Values:
-        """The longest lane, and of each other lane the share of one block, in which the pipeline fills or drains."""
+        """Return the seconds of the longest lane, plus one block's share of each other lane, in which the pipeline
+        fills or drains."""
         longest: Values = np.zeros(1)
         total: Values = np.zeros(1)
         for name, seconds in self.lanes(load).items():
             longest = np.maximum(longest, seconds)
-            total = total if name == "link" else total + seconds  # the link is counted as its two directions
+            total = total if name == "link" else total + seconds  # the link's two directions are already counted
         if not self._setup.counts_fill:
             return longest
         return longest + np.maximum(0.0, total - longest) / self._num_blocks + load.wait_s
 
     def busy_s(self, choice: Choice, clip: ClipMode) -> Values:
-        """Of all resources together."""
+        """Return the busy seconds of all resources together."""
         busy_s: Values = np.zeros(1)
         for phase in self.phases(choice, clip):
             for seconds in self.lanes(phase.load).values():
@@ -281,7 +285,8 @@ class StepCosts:
         return busy_s
 
     def predict(self, choice: Choice, clip: ClipMode, **decided: Any) -> StepPrediction:
-        """What one choice (arrays of one element) takes; ``decided`` are the fields that cost no time."""
+        """Predict the step of one choice (arrays of one element). ``decided``: the prediction's fields that cost no
+        time."""
         phases = self.phases(choice, clip)
         forwards = [phase for phase in phases if phase.is_forward]
         backwards = [phase for phase in phases if not phase.is_forward]
@@ -309,9 +314,9 @@ class StepCosts:
         )
 
     def _ssd_hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> float | None:
-        """T* = S / (c - a), for weights that move once a step: S seconds of the drives for weights, states and
-        gradients; a token takes c of computing and a of the drives for activations. With B bytes a parameter and no
-        activations on the drives it is B F / (8 BW), whatever the model's size."""
+        """Return T* = S / (c - a), for weights that move once per step. The drives take S seconds for weights, states
+        and gradients. Each token takes c seconds of computing, and a seconds of the drives for activations. With B
+        bytes per parameter and no activations on the drives, this is B F / (8 BW) for every size of model."""
         nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
         costs = self._with(num_micro_batches=1)
         loads = [phase.load for phase in costs.phases(nothing, clip)]
@@ -324,7 +329,7 @@ class StepCosts:
         return fixed_s * tokens_at_once / spare_s if spare_s > 0 else None
 
     def _of_ranks(self, choice: Choice, clip: ClipMode, num_tokens: int) -> RankPrediction | None:
-        """What there is to say of several ranks."""
+        """Return the part of the prediction for several ranks; None for one rank."""
         return None
 
     def _ssd_hidden_step_s(self, choice: Choice, clip: ClipMode) -> float:
@@ -362,7 +367,7 @@ class StepCosts:
         )
 
     def _bottleneck(self, phases: list[StepPhase]) -> str:
-        """The resource that is the longest for most of the time."""
+        """Return the resource that is the longest lane for most of the time."""
         waited_s: dict[str, float] = {}
         for phase in phases:
             seconds, resource = max((seconds.item(), name) for name, seconds in self.lanes(phase.load).items())
@@ -371,7 +376,7 @@ class StepCosts:
 
     def _floors_s(self, whole: ResourceUse) -> dict[str, float]:
         floors = {name: float(seconds.item()) for name, seconds in self.lanes(whole, efficiency=1.0).items()}
-        # Where reading and writing at once is slower than in turn, a step may do it in turn.
+        # If reading and writing at the same time is slower than in turn, a step may do them in turn.
         in_turn_s = (
             whole.ssd_read_bytes / self._hardware.ssd_read_bytes_per_s
             + whole.ssd_write_bytes / self._hardware.ssd_write_bytes_per_s
@@ -404,7 +409,7 @@ class StepCosts:
 
     def _backward(self, choice: Choice) -> ResourceUse:
         turnaround_bytes = self._setup.turnaround_bytes
-        # Each backward after the first adds to what was spilled before, so brings it back.
+        # Each backward after the first adds to the gradients that were spilled before, so it reads these back.
         brought_back = self._spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
         expert_bytes = self._experts.backward_bytes + choice.reloaded_bytes
         copied_bytes = max(0, self._copied_param_bytes - turnaround_bytes) + self._is_copied * expert_bytes
@@ -419,14 +424,15 @@ class StepCosts:
         )
 
     def _forward_read_bytes(self) -> float:
-        """Of weights. Copies are whole records, which padding makes a little larger than their weights."""
+        """Return the bytes of weights. Copies are whole records, whose padding makes them a little larger than the
+        weights."""
         return max(0, self._param_bytes - self._resident_param_bytes)
 
     def _backward_read_bytes(self) -> float:
         return max(0, self._param_bytes - self._resident_param_bytes - self._setup.turnaround_bytes)
 
     def _last_backward(self, choice: Choice) -> ResourceUse:
-        """Its gradients may wait where activations have been."""
+        """Return the use of the last backward. Its gradients may wait in the memory of swapped activations."""
         load, spilled_bytes = self._backward(choice), self._num_local * choice.spilled_gradient_bytes
         return replace(load, ssd_write_bytes=load.ssd_write_bytes - self._spilled_gradient_bytes + spilled_bytes)
 

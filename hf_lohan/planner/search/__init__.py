@@ -1,1 +1,1 @@
-"""The search for the fastest plan, and what other hardware would make of it."""
+"""The search for the fastest plan, and plans for other hardware."""

@@ -1,8 +1,9 @@
-"""The ways to keep, swap and recompute the activations of one model.
+"""Lists the ways to keep, swap and recompute the activations of one model.
 
-Layers are alike, so operations are grouped into *kinds* that cost the same and take the same bytes; a candidate says
-how many of each kind are swapped. They are swapped from the first layer on (those have most time to come back) and kept
-from the last layer back (those are needed first).
+Layers are alike, so operations are grouped into *kinds* with equal costs and equal bytes. A candidate has the number of
+swapped operations of each kind. Operations are swapped from the first layer on, because the first layers' outputs have
+the most time to come back. They are kept from the last layer back, because backward needs the last layers' outputs
+first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, Operation
 from hf_lohan.planner.offload_plan import Activations
 
 MAX_MIXTURES = 4096
-"""Below this number of ways to mix the kinds all are tried; with more the ranked ones come as close as one output."""
+"""Up to this number of mixtures of kinds, all are tried. With more, the ranked candidates come within one output of the
+best."""
 
 Counts = npt.NDArray[np.int64]
 
@@ -32,18 +34,19 @@ class OperationKind:
     flops: float
     output_bytes: int
     reloaded_bytes: float = 0.0
-    """Of experts, which to make it again loads once more."""
+    """Bytes of experts that are loaded again to recompute the operation."""
     places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def benefit(self) -> float:
-        """LoHan's OB, in seconds a byte."""
+        """LoHan's OB, in seconds per byte."""
         return self.seconds / self.output_bytes if self.output_bytes else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class KeptActivations:
-    """What stays on the device: the inputs of the last layers, and the last ones of each kind."""
+    """Activations that stay on the device. These are the inputs of the last layers, and the last operations of each
+    kind."""
 
     num_inputs: int
     num_of_kind: Counts
@@ -52,7 +55,8 @@ class KeptActivations:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Sums [num_candidates] of the ways to swap beside what is kept; `swapped` are counts [num_candidates, kinds]."""
+    """The ways to swap what is not kept. Fields are sums [num_candidates]. `swapped` has counts [num_candidates,
+    kinds]."""
 
     kept: KeptActivations
     swapped: Counts
@@ -68,8 +72,8 @@ class Candidates:
 
 
 class ActivationChoices:
-    """All candidates for one model. They do not depend on budgets or bandwidths, so that more of either never takes a
-    good one away."""
+    """All candidates for one model. They do not depend on budgets or bandwidths, so a larger budget or bandwidth never
+    removes a good candidate."""
 
     def __init__(
         self,
@@ -86,15 +90,16 @@ class ActivationChoices:
         self.num_operations = int(self._num_of_kind.sum())
 
     def kept_choices(self, budget_bytes: int) -> list[KeptActivations]:
-        """What the device has room for, by several orders: whole layers from the last back, which are soonest free
-        again, or first what is dearest to make again in any layer, in FLOPs or because it loads experts again."""
+        """Return the activations that fit ``budget_bytes`` of the device, by several orders. One order is whole layers
+        from the last back, whose memory is free soonest. Others begin with the most expensive operations of all layers,
+        by FLOPs or because they load experts again."""
         orders = [self._last_layers_first(), self._dearest_first(range(len(self.kinds)))]
         if self._loads_first != list(range(len(self.kinds))):
             orders.append(self._dearest_first(self._loads_first))
         return [self._fill(order, budget_bytes) for order in orders]
 
     def candidates(self, kept: KeptActivations, activations: Activations = "auto") -> Candidates:
-        """The ways to swap beside `kept`; one way only unless `activations` is "auto"."""
+        """Return the ways to swap what is not in `kept`. Only one way exists unless `activations` is "auto"."""
         counts = self._counts
         if activations == "recompute":
             counts = np.zeros_like(counts[:1])
@@ -116,7 +121,7 @@ class ActivationChoices:
         )
 
     def _last_layers_first(self) -> Iterator[tuple[int | None, int]]:
-        """(kind or None for a layer's input, bytes), in the order in which they are kept."""
+        """Yield (kind, or None for a layer's input; bytes) in the order in which they are kept."""
         of_layer: list[list[int]] = [[] for _ in self.layers]
         for index, kind in enumerate(self.kinds):
             for layer, _ in kind.places:
@@ -163,8 +168,8 @@ def _group(
 
 
 def _count_candidates(num_of_kind: Counts, loads_first: Sequence[int]) -> Counts:
-    """[num_candidates, kinds]: the first 0, 1, 2, ... operations in falling order of benefit (Algorithm 1), the same
-    with those first that load experts, if there are any, and all mixtures of kinds where those are few."""
+    """Return counts [num_candidates, kinds]. They are the first 0, 1, 2, ... operations in falling order of benefit
+    (Algorithm 1), the same with operations that load experts first, and all mixtures of kinds if these are few."""
     ranked = _ranked(num_of_kind)
     found = [ranked]
     if list(loads_first) != list(range(len(num_of_kind))):

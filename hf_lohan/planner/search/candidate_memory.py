@@ -1,9 +1,9 @@
-"""Memory that candidates of the search need: on the device at its peak, and in RAM over the course of a step.
+"""Computes the memory that candidates of the search need, on the device at its peak and in RAM during a step.
 
 Swapped activations and held gradients share RAM. In backward, activations leave from the last layer on while gradients
-arrive. Under the next forward, gradients are applied from the first block on while activations arrive. Each is at its
-peak when the other is at its minimum, and whatever fits in backward fits in the next forward, which passes through the
-same states in reverse.
+arrive. During the next forward, gradients are applied from the first block on while activations arrive. Each is at its
+peak when the other is at its minimum. The next forward passes through the same states as backward in reverse, so what
+fits in backward also fits in it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from hf_lohan.planner.search.activation_choices import Candidates, Counts, Opera
 
 
 class FullestMoment:
-    """Of one model. The device is at its fullest in the backward of a layer or of the head, when
+    """The peak of one model's device memory. It is in the backward of a layer or of the head, when memory holds
 
-    * what the layers before it keep is there;
-    * the layer's own work is, with all that autograd saves of it: so outputs that it keeps are counted in that already,
-      but for one as wide as its input, which autograd need not save;
-    * what was swapped of the layer before comes back;
-    * the gradient of a head that is tied to the embeddings waits for theirs.
+    * what earlier layers keep;
+    * the layer's own work, with all that autograd saves of it (this already counts outputs that the layer keeps, except
+      one as wide as the layer's input, which autograd need not save);
+    * what was swapped of the previous layer and comes back;
+    * the gradient of a head that is tied to the embeddings, which waits for the embeddings' gradient.
 
-    Or in the forward of a layer, whose outputs are there with those of the two before that are on their way out.
+    Or it is in the forward of a layer. Memory then holds the layer's outputs, and those of the two previous layers,
+    which are being copied out.
     """
 
     def __init__(self, model: ModelProfile, kinds: Sequence[OperationKind], num_together: int = 1) -> None:
-        """``num_together``: micro-batches that the model counts as one. Of these one computes, and what another has put
-        away comes back or leaves."""
+        """``num_together``: micro-batches that the model counts as one. One of them computes while another's swapped
+        activations are copied."""
         self._num_together = num_together
         self._layers = model.layers
         self._kinds = kinds
@@ -49,8 +50,8 @@ class FullestMoment:
                 self._num_in_layer[index, layer] += 1
 
     def beside_kept(self, candidates: Candidates, *, keeps_all: bool = False) -> Values:
-        """Bytes [num_candidates] of the working set: what is held at the fullest moment beside what is kept.
-        ``keeps_all``: nothing is made again, so all that autograd saves stays."""
+        """Return the bytes [num_candidates] of the working set, which is what the device holds at the peak beside kept
+        activations. ``keeps_all``: nothing is recomputed, so all that autograd saves stays."""
         num_layers, kept = len(self._layers), candidates.kept
         if not num_layers:
             return np.full(len(candidates.swapped), float(self._outer_bytes))
@@ -66,7 +67,7 @@ class FullestMoment:
         two_before = np.concatenate([np.zeros((len(swapped), 1)), one_before[:, :-1]], axis=1)
         of_one = own / self._num_together
         counted_twice = of_one if keeps_all else np.maximum(0.0, of_one - self._inputs / self._num_together)
-        rest = np.maximum(0.0, self._needs - counted_twice)  # with `own`, all that the layer needs
+        rest = np.maximum(0.0, self._needs - counted_twice)  # `own` plus this is all that the layer needs
         backward = before + self._inputs + own + rest + self._gradient_bytes + one_before
         forward = before + 2 * self._inputs + own + swapped + one_before + two_before
         head = kept_bytes.sum() + self._outer_bytes + swapped[:, -1:]
@@ -75,7 +76,8 @@ class FullestMoment:
         return beside
 
     def _bytes_by_layer(self, counts: Counts, *, from_last: bool) -> Values:
-        """[num_candidates, num_layers]: of so many outputs of each kind, those of the first layers or of the last."""
+        """Return bytes [num_candidates, num_layers] of ``counts`` outputs of each kind, taken from the first layers or
+        the last."""
         found = np.zeros((len(counts), len(self._layers)))
         for index, kind in enumerate(self._kinds):
             in_layer = self._num_in_layer[index]
@@ -93,10 +95,10 @@ def put_away_through(
     num_inputs: int,
     spilled_bytes: Values,
 ) -> dict[str, Values]:
-    """What activations take of RAM when a forward is behind each layer, for each candidate. ``kinds``: the bytes of an
-    operation of each kind, and the layers that have one; ``swapped`` [candidates, kinds]: how many of them are swapped,
-    from the first layer on, as are the first ``num_inputs`` inputs; what is swapped first goes on to the SSD,
-    ``spilled_bytes`` in all."""
+    """Return the RAM that activations take after a forward has run each layer, for each candidate. ``kinds``: for each
+    kind, the bytes of an operation and the layers that have one. ``swapped`` [candidates, kinds]: number of swapped
+    operations, counted from the first layer. The first ``num_inputs`` layer inputs are swapped too. The activations
+    that are swapped first go on to the SSD, ``spilled_bytes`` in all."""
     output_bytes = np.array([num_bytes for num_bytes, _ in kinds], dtype=np.float64)
     put_away, input_bytes = {}, 0
     for index, layer in enumerate(layers):
@@ -114,13 +116,11 @@ def held_beside(
     num_held_chunks: int,
     ram_bytes: float,
 ) -> Values:
-    """Bytes of gradients that lie beside activations in ``ram_bytes`` when backward is over.
-
-    ``gradients``: in forward order; ``put_away``: by layer, in forward order, what activations take when the forward is
-    behind it. The first gradients that come, those of the last blocks, have ``num_held_chunks`` buffers.
-    """
+    """Return the bytes of gradients that fit beside activations in ``ram_bytes`` at the end of backward. ``gradients``:
+    in forward order. ``put_away``: by layer in forward order, what activations take after the forward has run the
+    layer. The first gradients that arrive, those of the last blocks, have ``num_held_chunks`` buffers."""
     behind_all = np.zeros(1)
-    stretches: list[tuple[Values, list[BlockGradient]]] = []  # of blocks behind which activations take as much
+    stretches: list[tuple[Values, list[BlockGradient]]] = []  # blocks after which activations take equal RAM
     for gradient in gradients:
         behind = put_away.get(gradient.block, behind_all)
         if not stretches or behind is not behind_all:

@@ -1,4 +1,4 @@
-"""The effect of other hardware on a plan, and the life of the drives."""
+"""Predicts the effect of other hardware on a plan, and the life of the drives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HardwareChange:
     description: str
     plan: OffloadPlan
     saved_s: float
-    """Speedup of a step; 0 if the present machine cannot run it."""
+    """Seconds that the change saves per step; 0 if the present machine cannot run the step."""
 
     @property
     def step_s(self) -> float:
@@ -33,7 +33,7 @@ class HardwareChange:
 
 
 def what_hardware_buys(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> list[HardwareChange]:
-    """Plans with one more drive, twice the RAM and so on, the fastest first."""
+    """Return plans with one more drive, twice the RAM and so on. The fastest plan comes first."""
     now = plan_offload(model, hardware, setup)
     changes: list[HardwareChange] = []
     for description, better, better_setup in _improvements(hardware, setup):
@@ -78,10 +78,10 @@ def _improvements(
 
 
 def one_more_ssd(hardware: HardwareProfile) -> HardwareProfile:
-    """The machine with another drive like its first."""
+    """Return the machine with one more drive, which equals its first drive."""
 
     def grown(rate: float) -> float:
-        """Rates of all drives at once are assumed to grow with their number."""
+        """Scale a rate of all drives together with the number of drives."""
         return rate * (1 + 1 / len(hardware.ssd))
 
     together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
@@ -102,7 +102,8 @@ class DriveLife:
 
 
 def drive_life(hardware: HardwareProfile, prediction: StepPrediction) -> DriveLife | None:
-    """None if no drive has a known endurance, or nothing is written. A store is striped in proportion to capacity."""
+    """Return the life of the drive that wears out first; None if no drive has a known endurance, or nothing is written.
+    A store is striped in proportion to capacity."""
     written_bytes = prediction.ssd_write_bytes_per_step
     capacity_bytes = hardware.ssd_capacity_bytes
     steps = [

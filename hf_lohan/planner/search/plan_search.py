@@ -1,4 +1,4 @@
-"""Algorithm 1: the search for the fastest way to keep, swap and recompute activations, and to clip."""
+"""Searches for the fastest way to keep, swap and recompute activations and to clip (LoHan's Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from hf_lohan.planner.search.activation_choices import ActivationChoices, Candid
 from hf_lohan.planner.search.candidate_memory import FullestMoment, held_beside, put_away_through
 
 COMMIT_FRACTION = 0.02
-"""Commits may make steps longer by this share, on average."""
+"""Commits may lengthen steps by this share, on average."""
 LITTLE_S = 0.25
-"""Every step is committed if that makes it longer by less than this."""
+"""Every step is committed if that lengthens it by less than this time."""
 EQUALLY_FAST = 1 + 1e-9
-"""Of plans within this factor of the fastest, the one with the least busy resources is chosen."""
+"""Among plans within this factor of the fastest, the search chooses the plan whose resources are least busy."""
 
 
 def plan_offload(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, *, swapped_bytes: int | None = None
 ) -> OffloadPlan:
-    """The fastest plan (LoHan's Algorithm 1, together with what stays on the device).
+    """Return the fastest plan (LoHan's Algorithm 1, extended by what stays on the device).
 
-    With `swapped_bytes` not the fastest, but the one in Algorithm 1's row that swaps most without swapping more than
-    that; the inputs of the layers that the device cannot keep are swapped in any case. What does not fit is planned all
-    the same, and `refusal` says why.
+    With `swapped_bytes`, return instead the plan in Algorithm 1's sequence that swaps the most, but at most this number
+    of bytes. Layer inputs that the device cannot keep are swapped in any case. If nothing fits, the plan's `refusal`
+    says why.
 
-    Where steps need not all be committed, they are if that costs next to nothing, and where a speculation was asked
-    for, which goes back to the commit before.
+    If not every step needs a commit, every step is committed nevertheless if that costs almost nothing, or if
+    speculation was requested, because speculation returns to the previous commit.
     """
 
     def planned(commit_every_steps: int) -> OffloadPlan:
@@ -83,7 +83,7 @@ def plan_offload(
 def sweep_swapped_bytes(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, num_points: int = 40
 ) -> list[OffloadPlan]:
-    """Plans from the fewest swapped bytes to the most (LoHan, Fig. 9b), without repetitions."""
+    """Return plans from the fewest swapped bytes to the most (LoHan, Fig. 9b), without repetitions."""
     search = _Search(model, hardware, setup)
     targets = np.linspace(0, model.activation_bytes, num_points)
     plans = {plan.prediction.swapped_bytes: plan for plan in (search.run(int(target)) for target in targets)}
@@ -133,15 +133,15 @@ class _Search:
         )
         refusal = explain(least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)))
         if refusal is not None:
-            all_ways = [(least, np.zeros_like(working))]  # a run that begins all the same comes nearest with it
+            all_ways = [(least, np.zeros_like(working))]  # this choice comes closest to fitting
         best = self._best_of(all_ways, ignores_drives=refusal is not None)
-        if math.isinf(best.step_s):  # what fits the device does not fit the drives
+        if math.isinf(best.step_s):  # nothing that fits the device also fits the drives
             refusal = explain(least_swapped_bytes=int(least.swapped_bytes[working.argmin()]))
             best = self._best_of([(least, np.zeros_like(working))], ignores_drives=True)
         return self._assemble(best, refusal)
 
     def _best_of(self, ways: list[tuple[Candidates, Values]], *, ignores_drives: bool) -> _Found:
-        """The best of all ``ways``. Each has its working memory on the device."""
+        """Return the best of all ``ways``. Each way has its working memory on the device."""
         found = [
             self._best(candidates, working, choice, clip, ignores_drives=ignores_drives)
             for candidates, working, choice in [(way[0], way[1], self._choice(way[0])) for way in ways]
@@ -154,12 +154,12 @@ class _Search:
         )
 
     def _working(self, candidates: Candidates) -> Values:
-        """[num_candidates] bytes on the device beside slots and kept activations."""
+        """Return the bytes [num_candidates] that candidates need on the device beside slots and kept activations."""
         return self._fullest.beside_kept(candidates, keeps_all=self._setup.activations == "keep")
 
     def _wear_factor(self, clip: ClipMode) -> float:
-        """Plans are compared by step time multiplied by this. A wrong guess writes twice, so speculation must save as
-        large a share of the time as it adds to the wear of the drives."""
+        """Return the factor by which step times are multiplied before they are compared. A wrong guess writes twice, so
+        speculation must save at least the share of the time that it adds to the drives' wear."""
         return 1 + self._setup.clip_rate if clip == "speculate" else 1.0
 
     def _kept(self) -> list[KeptActivations]:
@@ -178,8 +178,8 @@ class _Search:
                 return self._kept_in_room()
 
     def _kept_in_room(self) -> list[KeptActivations]:
-        """Kept activations that leave room for a step's working memory. It may include a layer's own outputs, or
-        swapped outputs of another layer: there is a choice for each case."""
+        """Return kept activations that leave room for a step's working memory. This memory may include a layer's own
+        outputs, or swapped outputs of another layer. Each case has its choice."""
         model, layers = self._model, self._model.layers
         allowed_bytes = max(0, self._setup.gpu_memory_bytes - self._setup.gpu_fixed_bytes)
         most = self._room_to_hold - outer_working_bytes(model)
@@ -285,7 +285,7 @@ class _Search:
             "buffers": setup.cpu_fixed_bytes,
             "records": self._resident_bytes,
             "activations": in_ram,
-            "gradients": max(0, gradients_in_ram - in_ram),  # beyond what activations leave them
+            "gradients": max(0, gradients_in_ram - in_ram),  # gradients for which activations leave no room
             **({"weights": copy_bytes} if copy_bytes else {}),
         }
         return {
@@ -307,8 +307,8 @@ class _Search:
         return allocator_bytes(self._hardware, self._setup, kept.num_bytes + working_bytes)
 
     def _place(self, candidates: Candidates, cpu_bytes: float) -> ActivationPlacements:
-        """The placements of one candidate. Swapped outputs go to RAM from the last layer back, as long as they fit
-        `cpu_bytes`. The rest, which backward needs last, goes to the SSDs."""
+        """Return the placements of one candidate. Swapped outputs go to RAM from the last layer back, while they fit
+        `cpu_bytes`. The others, which backward needs last, go to the SSDs."""
         layers = self._activations.layers
         kept = candidates.kept
         inputs = [Placement.CPU] * len(layers)
@@ -339,11 +339,11 @@ class _Search:
 
 
 _DECIDED = ("num_tokens", "model_flops", "case", "kept_bytes", "recomputed_flops", "tier_bytes", "fits")
-"""Figures that do not depend on the hardware."""
+"""Return the prediction's figures that do not depend on the hardware."""
 
 
 def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan) -> StepPrediction:
-    """The prediction for ``plan`` without a new search."""
+    """Return the prediction for ``plan`` without a new search."""
     before = plan.prediction
     recomputed = [
         (layer, operation)
@@ -367,18 +367,19 @@ def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetu
 
 
 def scaled_to(prediction: StepPrediction, step_s: float) -> StepPrediction:
-    """The prediction with its step time scaled to ``step_s``."""
+    """Return the prediction with its step time scaled to ``step_s`` seconds."""
     factor = step_s / prediction.step_s
     return replace(prediction, forward_s=factor * prediction.forward_s, backward_s=factor * prediction.backward_s)
 
 
 WORTH_ANOTHER_WAY = 0.99
-"""A way that rounds more or needs a copy must be faster by this factor."""
+"""A way that rounds more or needs a copy must take less than this share of the time."""
 
 
 def fastest_way(plans: Sequence[OffloadPlan]) -> tuple[int, tuple[TriedWay, ...]]:
-    """The index of the best of ``plans``, one for each way to exchange weights and gradients, and all ways if there are
-    several. An earlier way is better unless a later one is clearly faster. If none fits, the first is chosen."""
+    """Return the index of the best of ``plans``, and all compared ways if there are several. ``plans`` has one plan for
+    each way to exchange weights and gradients. An earlier way is better unless a later one is clearly faster. If none
+    fits, the first is chosen."""
     best = 0
     for index, plan in enumerate(plans):
         is_faster = plan.prediction.step_s < WORTH_ANOTHER_WAY * plans[best].prediction.step_s

@@ -1,4 +1,4 @@
-"""Experts that stream one by one in a trace: one operation, without weights and without knowing the routing."""
+"""Traces the streamed experts of a layer as one operation, without weights and without the routing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_lohan.model.experts import FusedExperts
 from hf_lohan.planner.model_profile import OperationProfile
 
 NAME = "lohan.experts"
-"""The operation's `anchor_name`."""
+"""The `anchor_name` of the operation."""
 _MOST_ROWS = 2
-"""The busiest expert is assumed to get so many times the average number of rows."""
+"""The busiest expert is assumed to get this number of times the average rows."""
 
 
 @dataclass
@@ -39,7 +39,8 @@ class ExpertsTrace:
 
 
 def forward_on_paper(experts: FusedExperts, on_call: Callable[[ExpertsTrace], None]) -> Callable[..., Tensor]:
-    """The forward of a module of experts on fake tensors. ``on_call`` is called before autograd saves anything."""
+    """Return a forward for a module of experts that runs on fake tensors. ``on_call`` is called before autograd saves
+    anything."""
     matrices = [tuple(parameter.shape[1:]) for parameter in experts.parameters.values() if parameter.dim() == 3]
     numel = sum(parameter.numel() for parameter in experts.parameters.values()) // experts.num_experts
 
@@ -68,7 +69,8 @@ def forward_on_paper(experts: FusedExperts, on_call: Callable[[ExpertsTrace], No
 
 
 class _Experts(torch.autograd.Function):
-    """Allocates what streamed experts do: three tensors of all rows, the tensors of one expert, gradients of two."""
+    """Allocates the same tensors as streamed experts, which are three tensors of all rows, one expert's tensors, and
+    gradients of two experts."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Counts the operations of a forward: names as at run time, FLOPs and bytes."""
+"""Counts the operations of a forward, with their FLOPs, their bytes and the names that they have in a run."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ aten = torch.ops.aten
 
 _MAX_REAL_NUMEL = 1 << 22
 _FACTORS_AT = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1}
-"""Index of the first factor; the next argument is the second."""
+"""Argument index of the first factor. The second factor is the next argument."""
 
 
 def _grouped_product_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Each row of `a` is multiplied by the matrix of its group only."""
+    """Return the FLOPs of a grouped product, in which each row of `a` is multiplied only by its group's matrix."""
     num_groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
     return 2 * a.numel() // num_groups * b.shape[-1]
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """As torch counts its other attentions: a causal mask saves no FLOPs."""
+    """Return the FLOPs of an attention. As in torch's own counts, a causal mask saves no FLOPs."""
     num_pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     return 2 * num_pairs * (query.shape[-1] + value.shape[-1])
 
@@ -56,7 +56,7 @@ _FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """FLOPs of one call; 0 except for products, attentions and convolutions."""
+    """Return the FLOPs of one call. They are 0 except for products, attentions and convolutions."""
     packet = getattr(func, "overloadpacket", func)
     if (formula := _FLOP_FORMULAS.get(packet)) is not None:
         return formula(*args, **kwargs)
@@ -66,7 +66,8 @@ def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
-    """The shape of a matrix product; None for other operations. Assumes that tokens spread evenly over groups."""
+    """Return the shape of a matrix product; None for other operations. Assumes that tokens are spread evenly over
+    groups."""
     at = _FACTORS_AT.get(operation_name(func)) if isinstance(func, OpOverload) and func.namespace == "aten" else None
     if at is None:
         return None
@@ -86,13 +87,13 @@ class BlockTrace:
     working_bytes: int = 0
     input_bytes: int = 0
     num_run_again: int = 0
-    """Operations of a recomputation, which stops at the last tensor that autograd saved."""
+    """Number of operations of a recomputation, which stops at the last tensor that autograd saved."""
     experts: ExpertsTrace | None = None
     """Experts that stream one by one."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
-        """Count one call of a layer's experts. Raises ValueError for a second one: a layer has one such module."""
+        """Count one call of a layer's experts. Raises ValueError for a second module of experts in the layer."""
         if self.experts is not None:
             raise ValueError(f"{module} is the second module of experts in its layer; set experts to with_layer")
         self.experts = experts
@@ -105,7 +106,7 @@ class BlockTrace:
     def add(
         self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, module: str = ""
     ) -> None:
-        """Count one call of `func`, made in the submodule of that name."""
+        """Count one call of `func` in the submodule ``module``."""
         flops = flops_of(func, args, kwargs, output)
         self.flops += flops
         kind = anchor_name(func)
@@ -125,12 +126,12 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def _held_bytes(tensor: Tensor) -> int:
-    """An expanded tensor has less memory than elements."""
+    """Return the bytes of memory of a tensor. An expanded tensor has less memory than elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Bytes that a call reads and writes in the device's memory; 0 for views."""
+    """Return the bytes that a call reads and writes in the device's memory; 0 for views."""
     read = list(tensors_in((args, kwargs)))
     written = list(tensors_in(output))
     known = {storage_id(tensor) for tensor in read}
@@ -148,7 +149,7 @@ class LiveBytes:
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add_output(self, args: Any, output: Any) -> None:
-        """An operation has returned ``output``. Memory of its ``args`` is not counted."""
+        """Count the memory of an operation's ``output``, but not of its ``args``."""
         inputs = {storage_id(tensor) for tensor in tensors_in(args)}
         for tensor in tensors_in(output):
             if (key := storage_id(tensor)) not in inputs:
@@ -160,8 +161,8 @@ class LiveBytes:
 
 
 class OperationTrace(TorchDispatchMode):
-    """Counts operations for the block that is `target`. It may be entered again inside `fake_mode`, to see operations
-    before that mode does."""
+    """Counts operations for the block `target`. It may be entered again inside `fake_mode`, to see operations before
+    that mode sees them."""
 
     supports_higher_order_operators = True
 
@@ -169,7 +170,7 @@ class OperationTrace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
         self.live = LiveBytes()
-        """Replaced when another block begins."""
+        """The block for which operations count. It is replaced when another block begins."""
         self.is_in_backward = False
         self.module = ""
         self._fake_mode = fake_mode
@@ -179,7 +180,7 @@ class OperationTrace(TorchDispatchMode):
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._inside:  # a fake operation's own operations do not count
+        if self._inside:  # operations inside a fake operation do not count
             return func(*args, **kwargs)
         self._inside = True
         try:
@@ -197,8 +198,8 @@ class OperationTrace(TorchDispatchMode):
 
     def _run(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.rand.default and len(args[0]) == 0:
-            # One random number decides whether a layer is skipped (OPT's layerdrop). 1 is never below a probability, so
-            # all layers are counted.
+            # A single random number decides whether a layer is skipped (OPT's layerdrop). 1 is never below a
+            # probability, so all layers are counted.
             return torch.ones([])
         if func is aten._grouped_mm.default and _has_unknown_output_shape(*args):
             a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
@@ -211,12 +212,13 @@ class OperationTrace(TorchDispatchMode):
 
 
 def _has_unknown_output_shape(a: Tensor, b: Tensor, *args: Any) -> bool:
-    """Torch infers the output shape of grouped products only for bfloat16."""
+    """Return whether torch cannot infer a grouped product's output shape, which it does only for bfloat16."""
     return isinstance(a, FakeTensor) and a.dtype != torch.bfloat16 and a.dim() == 2
 
 
 def _would_be_large(args: tuple[Any, ...]) -> bool:
-    """Real tensors whose values matter are small. A mask of all pairs of tokens is not computed."""
+    """Return whether a real tensor would be large. Real tensors with values that matter are small. A mask of all pairs
+    of tokens must not be computed."""
     shapes = [tensor.shape for tensor in tensors_in(args)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args)):
         return False

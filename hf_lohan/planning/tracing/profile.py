@@ -1,4 +1,4 @@
-"""Profiles a model's step by block: parameters, FLOPs and bytes, without weights and without computing."""
+"""Profiles parameters, FLOPs and bytes of a model's step by block, without weights and without computing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hf_lohan.planning.tracing.trace import ModelTrace
 class TracedModel:
     profile: ModelProfile
     matrix_shapes: tuple[MatrixShape, ...]
-    """All its matrix products, most FLOPs first, to measure a device with."""
+    """Shapes of all matrix products, most FLOPs first. A device is measured with them."""
 
 
 def trace_model(
@@ -45,14 +45,16 @@ def trace_model(
 ) -> TracedModel:
     """Trace one forward of a causal LM over `batch_size` sequences that fill `sequence_length`.
 
-    Runs on fake tensors, which have shapes only: any size takes seconds, and parameters may be on meta. Only the first
-    of equal layers is traced. Experts with blocks of their own are one operation of their layer. Call this before
-    hooks are registered on the model (by an engine, for example).
+    The trace runs on fake tensors, which have only shapes, so any size takes seconds, and parameters may be on meta.
+    Only the first of equal layers is traced. Experts that are separate blocks are one operation of their layer. Call
+    this before an engine registers hooks on the model.
 
     Args:
-        device: where the forward would run, because kernel names depend on it. This torch must support it.
-        chunked_loss: when the loss is computed in chunks.
-        fused_attention: use fused kernels for attention with dropout, as an accelerator does and the CPU does not.
+        device: the device on which the forward would run. Kernel names depend on it. The installed torch must support
+        it.
+        chunked_loss: the condition for computing the loss in chunks.
+        fused_attention: use fused kernels for attention with dropout. Accelerators have these kernels, and the CPU does
+        not.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
@@ -92,13 +94,14 @@ def _is_layer(block: Block) -> bool:
 
 
 def _modules_of(model_blocks: ModelBlocks) -> dict[Block, list[nn.Module]]:
-    """By block, the modules whose forwards count for it: its layers, or the modules outside that use its parameters."""
+    """Return, by block, the modules whose forwards count for it. These are its layer, or the modules outside the layers
+    that use its parameters."""
     modules: dict[Block, list[nn.Module]] = {
         block: [] for block in model_blocks.blocks if block.size_class is not SizeClass.EXPERT
     }
     for module, blocks in model_blocks.needs.items():
         if blocks:
-            # A layer may use shared weights, too. A tied head counts for the block that owns its weight.
+            # A layer may also use shared weights. A tied head counts for the block that owns its weight.
             matching = [block for block in blocks if _is_layer(block) == (module in model_blocks.layers)]
             modules[(matching or list(blocks))[0]].append(module)
     return modules
@@ -113,10 +116,11 @@ def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
 
 
 def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Fake parameters and buffers, by name."""
+    """Return fake parameters and buffers, by name."""
     fakes: dict[Tensor, Tensor] = {}
     named: dict[str, Tensor] = {}
-    # By owning module, each once: torch would leave fakes in modules that have several names.
+    # Names are by owning module, and each occurs once, because torch would leave fakes in modules that have several
+    # names.
     for prefix, module in model.named_modules():
         tensors = (*own_parameters(module), *module.named_buffers(recurse=False, remove_duplicate=False))
         for name, tensor in tensors:
@@ -130,7 +134,7 @@ def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode, because dropout is part of a step."""
+    """Set training mode in this context, because dropout is part of a step."""
     was_training = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -141,7 +145,8 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 class _AttentionWithoutDropout(TorchFunctionMode):
-    """Lets the CPU choose its fused kernel, which moves and keeps the bytes of an accelerator's kernel with dropout."""
+    """Lets the CPU choose its fused kernel, which moves and saves the same bytes as an accelerator's kernel with
+    dropout."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -162,7 +167,7 @@ def _block_profile(
 ) -> BlockProfile:
     is_layer, parameters = _is_layer(block), [part.parameter for part in block.slices]
     traced = trace.of_layer.get(modules[0]) if is_layer else trace.of_outer.get(block.name)
-    traced = traced or BlockTrace()  # its modules did not run
+    traced = traced or BlockTrace()  # the block's modules did not run
     return BlockProfile(
         name=block.name,
         size_class=block.size_class,
@@ -183,7 +188,8 @@ def _block_profile(
 def _experts_profile(
     modules: Sequence[nn.Module], traced: BlockTrace, experts: Mapping[nn.Module, Sequence[Block]]
 ) -> ExpertsProfile | None:
-    """The experts of one layer. If its forward did not reach them, each token is assumed to choose one."""
+    """Return the profile of one layer's experts. If the forward did not reach them, each token is assumed to choose
+    one."""
     of_layer = [experts[module] for layer in modules[:1] for module in layer.modules() if module in experts]
     if not of_layer:
         return None

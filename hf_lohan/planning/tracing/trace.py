@@ -27,16 +27,14 @@ logger = logging.getLogger(__name__)
 
 _SCALARS = (bool, int, float, str, type(None))
 _LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
-"""Attributes in which equal layers differ."""
+"""Attributes that differ between equal layers."""
 
 
 class ModelTrace:
-    """The traces of all blocks of one forward.
-
-    `layers` are traced one by one under `fake_mode`; `experts` in them are one operation. Operations outside the layers
-    count for the block of the module of `outer` that was called last, so the loss counts for the head. Outside the
-    layers token ids, positions and masks are real tensors, because models look at their values.
-    """
+    """The traces of all blocks of one forward. `layers` are traced one by one under `fake_mode`, and `experts` in them
+    are one operation. Operations outside the layers count for the block of the module in `outer` that was called last,
+    so the loss counts for the head. Outside the layers, token ids, positions and masks are real tensors, because models
+    read their values."""
 
     def __init__(
         self,
@@ -56,11 +54,12 @@ class ModelTrace:
         self._operations = OperationTrace(first, fake_mode)
         self._traced_layers: dict[Any, tuple[BlockTrace, Any]] = {}
         self._for_all_layers: list[Tensor] = []
-        """Masks and positions, which live until the backward is over."""
+        """Masks and positions, which exist until the backward ends."""
         self._last_output: list[Tensor] = []
         self._weights = weights
         self._not_saved: dict[int, StorageWeakRef] = {}
-        """Weights, layers' inputs and counted tensors. The references keep keys from being used again."""
+        """Weights, layers' inputs and tensors that are already counted. The references keep their keys from being used
+        again."""
         self._skip(weights)
 
     @contextlib.contextmanager
@@ -76,8 +75,8 @@ class ModelTrace:
                 )
             stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
             stack.enter_context(self._operations)
-            # Graphs refer to the hook `_save`: with their tensors this is a cycle that the garbage collector cannot
-            # see.
+            # Graphs refer to the hook `_save`. With the graphs' tensors this is a cycle that the garbage collector
+            # cannot see.
             stack.callback(self._not_saved.clear)
             stack.callback(self._traced_layers.clear)
             yield
@@ -124,13 +123,13 @@ class ModelTrace:
         """Trace the backward from the loss to the last layer's output."""
         self._trace_backward([loss], [*self._last_output, *self._weights])
         if self._operations.target.working_bytes:
-            # No layer counts it as its input.
+            # No layer counts the output as its input.
             input_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._last_output)
             self._operations.target.working_bytes += input_bytes
 
     def _trace_backward(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        """Record a block's peak memory in its forward and backward, with the gradients of all its weights. A backward
-        that cannot be traced counts nothing."""
+        """Record the peak memory of a block's forward and backward, with the gradients of all its weights. A backward
+        that cannot be traced counts no memory."""
         operations = self._operations
         operations.is_in_backward = True
         try:
@@ -186,13 +185,13 @@ class ModelTrace:
 
 
 def _cut_off(output: Tensor) -> Tensor:
-    """The tensor without its graph."""
+    """Return the tensor without its graph."""
     return output.detach().requires_grad_(output.requires_grad)
 
 
 @contextlib.contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    previous = vars(module).get("forward")  # set on the instance by a wrapper
+    previous = vars(module).get("forward")  # a wrapper may have set it on the instance
     module.forward = forward
     try:
         yield
@@ -204,7 +203,7 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 def signature_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that compute the same from the same inputs."""
+    """Return a key that is equal for layers that compute the same outputs from the same inputs."""
     modules = []
     for name, module in layer.named_modules():
         settings = {key: value for key, value in vars(module).items() if key not in _LAYER_NUMBERS}

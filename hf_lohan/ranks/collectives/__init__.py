@@ -1,1 +1,1 @@
-"""Gradients summed over all ranks in rank order, and the codecs for slow links."""
+"""Sums of gradients over all ranks in rank order, and codecs for slow links."""

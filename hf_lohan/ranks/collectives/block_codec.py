@@ -1,12 +1,12 @@
 """Quantizes values to 8 or 4 bits in blocks, for slow links between nodes. It is lossy, so it is never a default.
 
-A block is ``block_numel`` neighbouring values that share a scale. The scale is absmax / 127 (8 bits) or absmax / 7
-(4 bits), rounded to the scales' type. A code is value / scale, rounded half to even. A block of zeros has scale 1. A
-block with a value that is not finite has scale NaN and decodes to NaN, so that the step is skipped.
+A block is ``block_numel`` neighbouring values that share a scale. The scale is absmax / 127 (8 bits) or absmax / 7 (4
+bits), rounded to the scales' type. A code is value / scale, rounded half to even. A block of zeros has the scale 1. A
+block with a value that is not finite has the scale NaN and decodes to NaN, so that the step is skipped.
 
-Codes are int8. With 4 bits, a byte holds a code of each half of the block: 16 * second + first + 8. (Halves are
-contiguous vectors; pairs of neighbours are not.) The last block is padded with zeros. A *payload* is the codes of all
-blocks, then their scales, in one buffer.
+Codes are int8. With 4 bits, a byte contains a code of each half of the block, as 16 * second + first + 8. (Halves are
+contiguous vectors, and pairs of neighbours are not.) The last block is padded with zeros. A *payload* has the codes of
+all blocks and then their scales, in one buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CodingError:
     """The error of a codec on some values."""
 
     relative_rms: float
-    """Root mean square of the errors, divided by that of the values."""
+    """Root mean square of the errors divided by the root mean square of the values."""
     flushed_fraction: float
     """Fraction of nonzero values that decode to zero."""
 
@@ -34,9 +34,7 @@ class CodingError:
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
     """Encodes values [numel] of float32, bfloat16 or float16 to a payload, uint8 [message_bytes], and decodes them.
-
-    Inputs are not changed and must not share memory with outputs. A payload is aligned as its scales are.
-    """
+    Inputs are not changed, and must not share memory with outputs. A payload has the alignment of its scales."""
 
     num_bits: int = 8
     block_numel: int = 64
@@ -46,7 +44,7 @@ class BlockCodec:
         check_format(self.num_bits, self.block_numel, self.scale_dtype)
 
     def message_bytes(self, numel: int) -> int:
-        """Bytes of the payload of ``numel`` values."""
+        """Return the bytes of the payload of ``numel`` values."""
         scales_bytes = num_blocks_of(numel, self.block_numel) * self.scale_dtype.itemsize
         return codes_numel(numel, self.num_bits, self.block_numel) + scales_bytes
 
@@ -68,7 +66,8 @@ class BlockCodec:
         torch.ops.lohan.dequantize_sum.out(codes, scales, self.num_bits, self.block_numel, scale, values=out.detach())
 
     def decode_sum_encode(self, messages: Sequence[Tensor], out: Tensor, numel: int, scale: float = 1.0) -> None:
-        """Write to ``out`` the payload of that sum of ``numel`` values, without a float32 sum in memory."""
+        """Write the payload of the sum of `decode_sum_`, which has ``numel`` values, to ``out``, without a float32 sum
+        in memory."""
         codes, scales = self._parts_of_all(messages, numel)
         out_codes, out_scales = self._parts(out, numel)
         torch.ops.lohan.dequantize_sum_quantize.out(
@@ -93,7 +92,7 @@ class BlockCodec:
         return [codes for codes, _ in parts], [scales for _, scales in parts]
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The codes and scales of a payload."""
+        """Return the codes and scales of a payload."""
         num_bytes = self.message_bytes(numel)
         if message.dtype != torch.uint8 or message.shape != (num_bytes,) or not message.is_contiguous():
             raise ValueError(
@@ -102,8 +101,8 @@ class BlockCodec:
             )
         if past := message.data_ptr() % self.scale_dtype.itemsize:
             raise ValueError(
-                f"a payload begins {past} bytes past a multiple of {self.scale_dtype.itemsize}; align it to that, "
-                f"for its scales are {self.scale_dtype}"
+                f"a payload begins {past} bytes past a multiple of {self.scale_dtype.itemsize}; align it to this "
+                f"multiple, because its scales are {self.scale_dtype}"
             )
         code_bytes = codes_numel(numel, self.num_bits, self.block_numel)
         return message[:code_bytes].view(torch.int8), message[code_bytes:].view(self.scale_dtype)

@@ -1,8 +1,8 @@
-"""The computations of `block_codec` as operators of torch: `torch.ops.lohan.quantize_blocks`, `dequantize_blocks`,
-`dequantize_sum`, and `dequantize_sum_quantize` for a sum that goes on to other ranks.
+"""The computations of `block_codec` as torch operators. They are `torch.ops.lohan.quantize_blocks`,
+`dequantize_blocks`, `dequantize_sum`, and `dequantize_sum_quantize` for a sum that is sent to other ranks.
 
-Each has an ``out`` overload, which writes into given tensors. None has a derivative. `torch_codec` computes them, or
-`triton_codec` on CUDA if Triton is installed.
+Each operator has an ``out`` overload, which writes to the caller's tensors. No operator has a derivative. `torch_codec`
+computes them. On CUDA `triton_codec` does if Triton is installed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ def num_blocks_of(numel: int, block_numel: int) -> int:
 
 
 def codes_numel(numel: int, num_bits: int, block_numel: int) -> int:
-    """Bytes of the codes of ``numel`` values."""
+    """Return the bytes of the codes of ``numel`` values."""
     return num_blocks_of(numel, block_numel) * block_numel * num_bits // 8
 
 
 def check_format(num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> None:
-    """Raises ValueError for a format that is not supported."""
+    """Raise ValueError for a format that is not supported."""
     if num_bits not in HIGHEST_CODE:
-        raise ValueError(f"num_bits={num_bits}: codes have 8 bits or 4")
+        raise ValueError(f"num_bits={num_bits} is not supported; choose 8 or 4")
     if block_numel & (block_numel - 1) or not MIN_BLOCK_NUMEL <= block_numel <= MAX_BLOCK_NUMEL:
-        raise ValueError(f"block_numel={block_numel}: take a power of two from {MIN_BLOCK_NUMEL} to {MAX_BLOCK_NUMEL}")
+        raise ValueError(
+            f"block_numel={block_numel} is not supported; choose a power of two from {MIN_BLOCK_NUMEL} "
+            f"to {MAX_BLOCK_NUMEL}"
+        )
     if scale_dtype not in SCALE_DTYPES:
-        raise ValueError(f"scale_dtype={scale_dtype}: scales are torch.float32 or torch.bfloat16")
+        raise ValueError(f"scale_dtype={scale_dtype} is not supported; choose torch.float32 or torch.bfloat16")
 
 
 @cache
@@ -51,7 +54,7 @@ def _triton_codec() -> ModuleType | None:
     try:
         return import_module("hf_lohan.ranks.collectives.triton_codec")
     except ImportError as error:
-        logger.warning("quantizing with torch, which is slower on a GPU, as Triton cannot be imported: %s", error)
+        logger.warning("quantizing with torch, which is slower on a GPU, because Triton cannot be imported: %s", error)
         return None
 
 
@@ -62,9 +65,11 @@ def _kernels(tensor: Tensor) -> ModuleType:
 def _check(
     codes: Sequence[Tensor], scales: Sequence[Tensor], values: Sequence[Tensor], numel: int, bits: int, block: int
 ) -> None:
-    """Raises ValueError for tensors whose sizes do not fit together. Kernels do not check them again."""
+    """Raise ValueError for tensors whose sizes do not fit together. Kernels do not check them again."""
     if not codes or len(codes) != len(scales):
-        raise ValueError(f"{len(codes)} tensors of codes and {len(scales)} of scales: pass equally many, at least one")
+        raise ValueError(
+            f"got {len(codes)} tensors of codes and {len(scales)} of scales; pass the same number of both, at least one"
+        )
     check_format(bits, block, scales[0].dtype)
     wanted: list[tuple[Tensor, int, tuple[torch.dtype, ...]]]
     wanted = [(tensor, codes_numel(numel, bits, block), (torch.int8,)) for tensor in codes]
@@ -77,10 +82,12 @@ def _check(
                 f"[{length}] in one piece, got {tensor.dtype} {list(tensor.shape)}"
             )
         if tensor.device != codes[0].device:
-            raise ValueError(f"codes are on {codes[0].device}, another tensor is on {tensor.device}; move one of them")
+            raise ValueError(
+                f"codes are on {codes[0].device}, and another tensor is on {tensor.device}; move one of them"
+            )
 
 
-# Into given tensors. For fake tensors only the checks run.
+# Overloads that write to the caller's tensors. For fake tensors only the checks run.
 
 
 def _check_quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
@@ -128,7 +135,7 @@ def _check_sum_quantize(
     out_scales: Tensor,
 ) -> None:
     if not codes:
-        raise ValueError("nothing to sum: pass codes and scales of at least one rank")
+        raise ValueError("got no tensors to sum; pass codes and scales of at least one rank")
     _check([*codes, out_codes], [*scales, out_scales], [], numel, num_bits, block_numel)
 
 
@@ -149,7 +156,7 @@ def _sum_quantize_out(
     kernels.dequantize_sum_quantize_(codes, scales, num_bits, block_numel, numel, factor, out_codes, out_scales)
 
 
-# Into new tensors.
+# Overloads that return new tensors.
 
 
 def _quantize(values: Tensor, num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

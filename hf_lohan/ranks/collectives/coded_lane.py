@@ -11,10 +11,10 @@ from hf_lohan.ranks.collectives.block_codec import BlockCodec
 
 
 class CodedTraffic:
-    """Counts the bytes that one rank sends, with and without a codec. From any thread."""
+    """Counts the bytes that one rank sends, with and without a codec. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """``name``: of the values that are sent, for reports."""
+        """``name``: name of the values that are sent, for reports."""
         self.name = name
         self.exact_bytes = 0
         """Bytes before encoding."""
@@ -27,11 +27,12 @@ class CodedTraffic:
             self.sent_bytes += sent_bytes
 
     def stop_measuring(self) -> None:
-        """Stop measuring errors, which costs a second pass over the values."""
+        """Stop measuring errors, because it costs a second pass over the values."""
 
     @property
     def relative_rms(self) -> float | None:
-        """Root mean square of the errors, divided by that of the values; None if nothing was measured."""
+        """Root mean square of the errors divided by the root mean square of the values; None if nothing was
+        measured."""
         return None
 
     @property
@@ -76,7 +77,7 @@ class MeasuredCodec(CodedTraffic):
         squares = float(exact.double().square().sum())
         errors = float((decoded - exact).double().square().sum())
         num_flushed = int(((exact != 0) & (decoded == 0)).sum())
-        if errors != errors or squares == float("inf"):  # not finite: a step that is skipped
+        if errors != errors or squares == float("inf"):  # not finite, so the step is skipped
             return
         with self._lock:
             self._squares += squares

@@ -1,10 +1,10 @@
 """Averages each chunk's gradient over all ranks, for the rank that owns the chunk.
 
-A rank publishes a chunk's gradient as soon as it is complete, in any order. Each node has a *collector* of the chunk:
-the rank with the owner's local rank. The ranks of a node tell the collector the offset of their gradient in the memory
-that they share. A collector of another node sums these gradients and sends the sum when the owner asks for it
-(`node_sums`), so no rank needs memory for sums that arrive early. At the end of the backward, each rank announces the
-chunks of which it has no gradient.
+A rank publishes a chunk's gradient as soon as it is complete, in any order. On each node, the rank with the owner's
+local rank is the chunk's *collector*. The ranks of a node tell the collector the offset of their gradient in shared
+memory. A collector of another node sums these gradients, and sends the sum when the owner asks for it (`node_sums`), so
+no rank needs memory for sums that arrive early. At the end of the backward, each rank announces the chunks for which it
+has no gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_lohan.ranks.transport.shared_region import SharedRegion
 logger = logging.getLogger(__name__)
 
 _SMALL_BITS = 62
-"""As many slice bits fit into a number of a message."""
+"""Number of slice bits that fit a number of a message."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,29 @@ class GradientPart:
 
     rank: int
     values: Tensor | None
-    """[numel], in memory that this rank can read; None without a gradient."""
+    """Gradient [numel], in memory that this rank can read; None without a gradient."""
     slice_bits: int
-    """The parameters that have a gradient. `values` are zero for the others."""
+    """Bit mask of the parameters that have a gradient. `values` are zero for all others."""
 
 
 @dataclass(eq=False)
 class _ChunkParts:
-    """The gradients of one chunk that have arrived."""
+    """The arrived gradients of one chunk."""
 
     parts: dict[int, GradientPart] = field(default_factory=dict)
-    """By rank of this node."""
+    """Gradients by rank of this node."""
     nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """At the owner, by node: the number of elements (0 without a gradient) and the slice bits."""
+    """At the owner, the number of elements (0 without a gradient) and the slice bits, by node."""
     is_announced: bool = False
-    """At the owner: `on_complete` was called. Elsewhere: the owner knows that this node is complete."""
+    """At the owner, whether `on_complete` was called. On other ranks, whether the owner knows that this node is
+    complete."""
 
     def in_rank_order(self) -> list[GradientPart]:
         return [self.parts[rank] for rank in sorted(self.parts)]
 
 
 class CompleteGradient:
-    """A chunk's gradient that all ranks have published. Release it, whether it was summed or not."""
+    """A chunk's gradient that all ranks have published. It must be released, even if it was not summed."""
 
     def __init__(
         self,
@@ -76,27 +77,27 @@ class CompleteGradient:
         self.parts = parts
         """The gradients of this node's ranks, in rank order."""
         self.numel = max(numel for numel, _ in nodes.values())
-        """0 if no rank has a gradient of the chunk."""
+        """Elements of the gradient; 0 if no rank has one."""
         self.slice_bits = 0
-        """The parameters that have a gradient on any rank."""
+        """Bit mask of the parameters that have a gradient on any rank."""
         for _, bits in nodes.values():
             self.slice_bits |= bits
 
     def sum_into(self, out: Tensor) -> Tensor:
-        """The average over all ranks, float32 [numel]: each part is multiplied by float32(1 / number of ranks), parts
-        are summed in rank order in each node, and the sums in the order of nodes. `out` may share memory with one part
-        as `sum_in_rank_order_` allows; from the third node on, that part is copied first. Waits for other nodes, so do
-        not call it on a receiving thread."""
+        """Write the average over all ranks to `out`, float32 [numel]. Each part is multiplied by float32(1 / number of
+        ranks). Parts are summed in rank order in each node, and these sums in the order of nodes. `out` may share
+        memory with one part as `sum_in_rank_order_` allows. From the third node on, this part is copied first. This
+        waits for other nodes, so do not call it on a receiving thread."""
         exchange = self._exchange
         values = [part.values for part in self.parts if part.values is not None]
         if self._nodes == [exchange.ranks.node]:
             return sum_in_rank_order_(out, values, exchange.ranks.num_ranks)
         exchange.sums.sum_nodes((self.step, self.key), out, values, self._nodes)
-        self._nodes = []  # these released their gradients when they had sent the sum
+        self._nodes = []  # other nodes released their gradients after sending the sum
         return out
 
     def release(self) -> None:
-        """Give the ranks their buffers back."""
+        """Return the buffers to their ranks."""
         self._exchange._release(self.step, self.key, self.parts, self._nodes)
 
 
@@ -114,10 +115,10 @@ class GradientExchange:
         abandoned: Callable[[int, int], object] = lambda step, rank: None,
         coded: MeasuredCodec | None = None,
     ) -> None:
-        """`owners`: the owner of each chunk, by its key, equal on all ranks. `region`: shared memory with all gradients
-        that another rank of this node sums. The callbacks run on any thread and must not wait: `completed` gets a chunk
-        of this rank that all ranks have published; `release` gets a published buffer that may be used again;
-        `abandoned` gets the step and the rank that abandoned it. `coded`: the codec of sums between nodes."""
+        """`owners`: the owner of each chunk by its key, equal on all ranks. `region`: shared memory with all gradients
+        that another rank of this node sums. The callbacks run on any thread and must not wait. `completed` gets a chunk
+        of this rank that all ranks have published. `release` gets a published buffer that may be used again.
+        `abandoned` gets a step and the rank that abandoned it. `coded`: the codec of sums between nodes."""
         self.ranks = links.ranks
         self._links = links
         self._owners = dict(owners)
@@ -130,13 +131,13 @@ class GradientExchange:
         self._abandoned = abandoned
         self._step = 0
         self._published: set[int] = set()
-        """Keys of this step that were published."""
+        """Keys that were published in this step."""
         self._buffers: dict[ChunkName, object] = {}
-        """Buffers that are published and not released."""
+        """Published buffers that are not released."""
         self._chunks: dict[ChunkName, _ChunkParts] = defaultdict(_ChunkParts)
         self._abandoned_steps: set[int] = set()
         self._complete: dict[int, set[int]] = defaultdict(set)
-        """By step: keys of this rank's chunks that are complete."""
+        """By step, the keys of this rank's complete chunks."""
         self.sums = NodeSums(links, self._on_sum_sent, coded)
         links.set_handler(Kind.CHUNK, self._on_chunk)
         links.set_handler(Kind.NO_GRADIENT, self._on_no_gradient)
@@ -147,16 +148,16 @@ class GradientExchange:
 
     @property
     def step(self) -> int:
-        """Number of backwards that have ended or were abandoned. Equal on all ranks at the same point."""
+        """Number of backwards that have ended or were abandoned. It is equal on all ranks at the same point."""
         return self._step
 
     def publish(self, key: int, gradient: Tensor, slice_bits: int, buffer: object) -> None:
-        """Give a chunk's complete gradient to its collector. It is contiguous, on the host, and zero for parameters
-        that `slice_bits` excludes. It must not change until `release` was called with `buffer`."""
+        """Give a chunk's complete gradient to its collector. The gradient is contiguous, on the host, and zero for
+        parameters that `slice_bits` excludes. It must not change until `release` is called with `buffer`."""
         flat = gradient.view(-1)
         with self._links.lock:
             step = self._step
-            assert key not in self._published, f"chunk {key} was published in this step already"
+            assert key not in self._published, f"chunk {key} was already published in this step"
             self._published.add(key)
             is_dropped = step in self._abandoned_steps
             if not is_dropped:
@@ -171,17 +172,17 @@ class GradientExchange:
         offset = self._region.offset_of(flat) if self._region is not None else None
         if offset is None:
             raise ValueError(
-                f"the gradient of chunk {key} does not lie in the memory that the ranks of this node share, so rank "
-                f"{collector} cannot read it; take its buffer from there"
+                f"the gradient of chunk {key} is not in the memory that the ranks of this node share, so rank "
+                f"{collector} cannot read it; take its buffer from this memory"
             )
         small, large = _pack_bits(slice_bits)
         numbers = (step, key, offset, flat.numel(), DTYPES.index(flat.dtype), *small)
         self._links.send(collector, Kind.CHUNK, *numbers, payload=large)
 
     def end_backward(self) -> int:
-        """Tell the collectors of chunks that were not published that this rank has no gradient. Does not wait, so other
-        ranks soon have their buffers back. Returns the step, for `wait_until_complete`. Later calls of `publish` belong
-        to the next step."""
+        """Tell the collectors of unpublished chunks that this rank has no gradient. This does not wait, so other ranks
+        soon get their buffers back. Returns the step, for `wait_until_complete`. Later calls of `publish` belong to the
+        next step."""
         with self._links.lock:
             without = self._owners.keys() - self._published
         step = self._next_step()
@@ -196,8 +197,8 @@ class GradientExchange:
         return step
 
     def wait_until_complete(self, step: int, *, before: str = "") -> bool:
-        """Wait until `completed` was called for all chunks of this rank in a step. Returns False if the step was
-        abandoned. `before` and errors: see `Links.wait_for`."""
+        """Wait until `completed` has been called for all chunks of this rank in a step. Returns False if the step was
+        abandoned. For `before` and the errors see `Links.wait_for`."""
 
         def is_over() -> bool:
             return step in self._abandoned_steps or self._complete[step] == self._own
@@ -212,7 +213,7 @@ class GradientExchange:
             return step not in self._abandoned_steps
 
     def _missing(self, step: int) -> set[int]:
-        """Ranks of this node, and collectors of other nodes, for which the step waits."""
+        """Return the ranks of this node and the collectors of other nodes for which the step waits."""
         ranks, missing = self.ranks, set[int]()
         for key in self._own - self._complete[step]:
             chunk = self._chunks.get((step, key), _ChunkParts())
@@ -223,9 +224,9 @@ class GradientExchange:
         return missing - {ranks.rank}
 
     def abandon(self) -> None:
-        """The backward broke off: all ranks drop the chunks that not all have published, and get their buffers back by
-        `release`. If a rank has failed, buffers come back at once, as no rank continues. Later calls of `publish`
-        belong to the next step."""
+        """Abandon a backward that ended with an error. All ranks drop the chunks that some rank has not published, and
+        get their buffers back by `release`. If a rank has failed, buffers come back immediately, because no rank
+        continues. Later calls of `publish` belong to the next step."""
         step = self._next_step()
         with suppress(RankFailedError):
             self._links.send_all(Kind.BACKWARD_ABANDONED, step)
@@ -242,7 +243,7 @@ class GradientExchange:
             self._links.remove_handler(kind)
         self.sums.close()
 
-    # Messages from the ranks of this node
+    # Messages from the ranks of this node.
 
     def _on_chunk(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         step, key, offset, numel, dtype_index, *bits = numbers
@@ -257,7 +258,7 @@ class GradientExchange:
             self._record_part(numbers[0], key, GradientPart(peer, None, 0))
 
     def _record_part(self, step: int, key: int, part: GradientPart) -> None:
-        """Record one rank's gradient of a chunk. The rank is on this node."""
+        """Record the gradient of a chunk from one rank of this node."""
         ranks = self.ranks
         with self._links.lock:
             is_dropped = step in self._abandoned_steps
@@ -294,14 +295,14 @@ class GradientExchange:
                     f"{part.rank} has {theirs.numel()} of {theirs.dtype}; load the same model on all ranks"
                 )
 
-    # Messages from other nodes
+    # Messages from other nodes.
 
     def _on_node_ready(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         step, key, numel, *bits = numbers
         self._note_sum_of_node(step, key, self.ranks.of_rank(peer).node, numel, _unpack_bits(bits, payload))
 
     def _note_sum_of_node(self, step: int, key: int, node: int, numel: int, bits: int) -> None:
-        """At the owner: record that a node is complete."""
+        """Record, at the owner, that a node is complete."""
         with self._links.lock:
             is_dropped = step in self._abandoned_steps
             if not is_dropped:
@@ -319,7 +320,7 @@ class GradientExchange:
             self._links.notify()
 
     def _on_pull(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """The owner asks for the sum of this node."""
+        """Send this node's sum to the owner, which asks for it."""
         step, key = numbers
         values = [part.values for part in self._chunks[step, key].in_rank_order() if part.values is not None]
         self.sums.send((step, key), values, peer)
@@ -329,10 +330,10 @@ class GradientExchange:
             chunk = self._chunks.pop(name)
         self._give_back(*name, chunk.in_rank_order())
 
-    # Buffers that are returned
+    # Returned buffers.
 
     def _release(self, step: int, key: int, parts: list[GradientPart], nodes: list[int]) -> None:
-        """At the owner: release a chunk. `nodes` still hold their gradients of it."""
+        """Release a chunk at the owner. `nodes` still hold their gradients of the chunk."""
         with self._links.lock:
             self._chunks.pop((step, key), None)
         self._give_back(step, key, parts)
@@ -347,12 +348,12 @@ class GradientExchange:
             if part.rank == self.ranks.rank:
                 self._give_back_own(step, key)
             else:
-                with suppress(RankFailedError):  # no rank continues then
+                with suppress(RankFailedError):  # after a failure no rank continues
                     self._links.send(part.rank, Kind.RELEASE, step, key)
 
     def _give_back_own(self, step: int, key: int) -> None:
         with self._links.lock:
-            if (step, key) not in self._buffers:  # `abandon` released all after a failure
+            if (step, key) not in self._buffers:  # after a failure `abandon` has released all buffers
                 return
             buffer = self._buffers.pop((step, key))
         self._release_buffer(buffer)
@@ -364,10 +365,10 @@ class GradientExchange:
         else:  # the owner does not need this node's sum
             self._on_sum_sent((step, key))
 
-    # Ends of steps
+    # Ends of steps.
 
     def _next_step(self) -> int:
-        """Begin the next step. Returns the one that ends."""
+        """Begin the next step. Returns the step that ends."""
         with self._links.lock:
             self._step, self._published = self._step + 1, set()
             return self._step - 1
@@ -386,12 +387,12 @@ class GradientExchange:
         for (_, key), chunk in dropped.items():
             self._release(step, key, chunk.in_rank_order(), [node for node, (numel, _) in chunk.nodes.items() if numel])
         if rank != self.ranks.rank:
-            logger.info("rank %d broke off backward %d", rank, step)
+            logger.info("rank %d abandoned backward %d", rank, step)
             self._abandoned(step, rank)
 
 
 def _pack_bits(bits: int) -> tuple[tuple[int, ...], bytes]:
-    """The bits as a number of a message if they are few, else as its payload."""
+    """Pack a few bits as a number of a message, and more as its payload."""
     if bits < 1 << _SMALL_BITS:
         return (bits,), b""
     return (), bits.to_bytes(-(-bits.bit_length() // 8), "little")

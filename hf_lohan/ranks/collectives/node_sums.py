@@ -1,10 +1,10 @@
 """Sends one node's sum of a chunk's gradient to the rank of another node that owns the chunk.
 
-The owner asks all nodes at once and adds their sums in the order of nodes, piece by piece. A piece waits in its
-connection until the pieces of the nodes before it were added. So the order is fixed for each element, and needs memory
-for one piece of each node. A piece may be quantized; its head says how. A node answers owners in the order of their
-requests. There is no deadlock: the first node's pieces wait for no other node, the second node's only for the first's,
-and so on.
+The owner asks all nodes at once, and adds their sums in the order of nodes, piece by piece. A piece waits in its
+connection until the pieces of earlier nodes are added. This fixes the order for each element, and needs memory for one
+piece of each node. A piece may be quantized, and its head then names the codec. A node answers owners in the order of
+their requests. No deadlock is possible, because the first node's pieces wait for no other node, the second node's
+pieces wait only for the first node's, and so on.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from hf_lohan.ranks.transport.messages import Channel, Kind, PayloadReader
 from hf_lohan.threads import FirstFailure, WorkThread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of gradients. A message gives the index of one."""
+"""Types of gradients. A message has the index of one."""
 SUM_PIECE_NUMEL = 256 * 1024
 _CODECS = (GRADIENTS_INT8, GRADIENTS_INT4)
-"""A piece has one of `DTYPES`, or was encoded by one of these. Its head gives the index in both lists together."""
+"""A piece has one of `DTYPES`, or is encoded by one of these codecs. Its head has the index in the two lists joined."""
 ChunkName = tuple[int, int]
-"""Step and key of a chunk."""
+"""(step, key) of a chunk."""
 
 
 class NodeSums:
-    """Sends the sums of this node, and adds the sums of others."""
+    """Sends the sums of this node, and adds the sums of other nodes."""
 
     def __init__(self, links: Links, sent: Callable[[ChunkName], object], coded: MeasuredCodec | None = None) -> None:
-        """`sent` is called on the sending thread when a sum was sent. `coded`: the codec of sums."""
+        """`sent` is called on the sending thread after a sum is sent. `coded`: the codec of sums."""
         assert coded is None or coded.codec in _CODECS
         self._links = links
         self._coded = coded
@@ -57,7 +57,7 @@ class NodeSums:
         links, ranks = self._links, self._links.ranks
         under_way = _Sum(out, nodes, ranks.node)
         is_own_first = under_way.num_before_own < 2
-        if not is_own_first:  # at its turn, sums of other nodes are in `out`
+        if not is_own_first:  # when its turn comes, `out` has sums of other nodes
             values = [value.clone() if overlap(out, value) else value for value in values]
         with links.lock:
             self._under_way[name] = under_way
@@ -77,7 +77,7 @@ class NodeSums:
         return out
 
     def _add_own(self, under_way: _Sum, name: ChunkName, values: list[Tensor]) -> None:
-        """Add this node's sum at its turn, piece by piece."""
+        """Add this node's sum when its turn comes, piece by piece."""
         numel = values[0].numel()
         scratch = torch.empty(min(SUM_PIECE_NUMEL, numel))
         for start in range(0, numel, SUM_PIECE_NUMEL):
@@ -94,7 +94,7 @@ class NodeSums:
         self._links.notify()
 
     def _ranks_of(self, nodes: Iterable[int]) -> list[int]:
-        """The ranks there that send to this one."""
+        """Return the ranks on these nodes that send to this rank."""
         return [self._links.ranks.rank_at(node, self._links.ranks.local_rank) for node in nodes]
 
     def close(self) -> None:
@@ -103,7 +103,8 @@ class NodeSums:
             self._thread.close()
 
     def _send(self, name: ChunkName, values: list[Tensor], owner: int) -> None:
-        """The gradient of a single rank is scaled by the receiver: it may have fewer bytes than the scaled one."""
+        """Send a sum. The receiver scales the gradient of a single rank, because it may have fewer bytes than the
+        scaled gradient."""
         scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(SUM_PIECE_NUMEL, values[0].numel()))
         message_bytes = 0 if self._coded is None else self._coded.codec.message_bytes(SUM_PIECE_NUMEL)
         message = torch.empty(message_bytes, dtype=torch.uint8)
@@ -125,7 +126,7 @@ class NodeSums:
         return len(DTYPES) + _CODECS.index(self._coded.codec)
 
     def _add_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """Runs on the thread that receives from that node."""
+        """Add a received piece. This runs on the thread that receives from the piece's node."""
         step, key, start, numel, form, num_parts = numbers
         assert payload is not None
         dtype = DTYPES[form] if form < len(DTYPES) else torch.uint8
@@ -143,7 +144,7 @@ class NodeSums:
 
 
 class _Sum:
-    """The sum of a chunk's gradient over all nodes in `out`, in progress."""
+    """A sum in progress, of a chunk's gradient over all nodes, in `out`."""
 
     def __init__(self, out: Tensor, nodes: list[int], own: int) -> None:
         self.takes_pieces = False
@@ -152,29 +153,29 @@ class _Sum:
         self._nodes = nodes
         self._own = own
         self.num_before_own = sum(node < own for node in nodes) if own in nodes else 0
-        """If fewer than two, this node's sum goes into `out` first, which may share memory with one of its gradients. A
-        sum of two has the same bits in either order."""
+        """Number of nodes before this one. If it is below two, this node's sum is written to `out` first, because `out`
+        may share memory with one of its gradients. A sum of two has the same bits in either order."""
         self._num_added = dict.fromkeys(nodes, 0)
-        """By node: elements that were added."""
+        """Number of added elements, by node."""
         if own in nodes and self.num_before_own < 2:
             self._num_added[own] = out.numel()
 
     def nodes_before(self, node: int) -> list[int]:
-        """The nodes whose sums must be in `out` before the sum of `node`."""
+        """Return the nodes whose sums must be in `out` before the sum of `node`."""
         before = self._nodes[: self._nodes.index(node)]
         if self.num_before_own == 1 and node not in (self._own, self._nodes[0]):
-            before.remove(self._own)  # its sum is in `out` already
+            before.remove(self._own)  # its sum is already in `out`
         return before
 
     def missing_nodes(self) -> list[int]:
         return [node for node, num_added in self._num_added.items() if num_added < self._out.numel()]
 
     def is_turn_of(self, node: int, stop: int) -> bool:
-        """Whether a node's elements up to `stop` may be added."""
+        """Return whether a node's elements up to `stop` may be added."""
         return self.takes_pieces and all(self._num_added[before] >= stop for before in self.nodes_before(node)[-1:])
 
     def add(self, node: int, start: int, piece: Tensor) -> None:
-        """Add a piece of a node, at its turn."""
+        """Add a piece of a node whose turn has come."""
         goal = self._out[start : start + piece.numel()]
         is_first = node == self._nodes[0] and self.num_before_own != 1
         if is_first:

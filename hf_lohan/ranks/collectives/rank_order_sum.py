@@ -1,4 +1,4 @@
-"""Average the gradients of several ranks in a fixed order, so that the bits do not depend on which arrives first."""
+"""Averages the gradients of several ranks in a fixed order, so that the bits do not depend on the order of arrival."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 SUM_TILE_NUMEL = 64 * 1024
-"""Elements added at a time; they stay in a core's cache."""
+"""Number of elements that are added at once. They stay in a core's cache."""
 
 
 def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """Set `out` to the sum of `parts`, in their order and in float32, each first multiplied by float32(1 / num_ranks).
-
-    DDP computes the same with float32 gradients that are reduced in rank order. `out`: float32 [numel]; `parts`:
-    [numel], float32 or a smaller type. One part may share memory with `out`: it begins where `out` begins or, if its
-    type is smaller, ends where `out` ends. Raises ValueError if a part would be overwritten before it is read."""
+    """Set `out` to the float32 sum of `parts` in their order. Each part is first multiplied by float32(1 / num_ranks).
+    DDP computes the same with float32 gradients that are reduced in rank order. `out` is float32 [numel]. `parts` are
+    [numel], float32 or a smaller type. One part may share memory with `out` if it begins where `out` begins or, with a
+    smaller type, ends where `out` ends. Raises ValueError if a part would be overwritten before it is read."""
     if not parts:
-        raise ValueError("there are no gradients to sum; pass at least one")
+        raise ValueError("got no gradients to sum; pass at least one")
     overlaps = False
     for part in parts:
         if part.shape != out.shape:
@@ -36,7 +35,7 @@ def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> 
         tile = goal if total is None else total[: stop - start]
         tile.copy_(parts[0][start:stop]).mul_(scale)
         for part in parts[1:]:
-            # Multiply and add in two operations: a fused one rounds once where DDP rounds twice.
+            # Multiply and add in two operations, because a fused operation rounds once and DDP rounds twice.
             tile.add_(widened[: stop - start].copy_(part[start:stop]).mul_(scale))
         if tile is not goal:
             goal.copy_(tile)
@@ -44,12 +43,12 @@ def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> 
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
+    """Return whether two contiguous tensors share memory."""
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
 def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
-    """Raises ValueError if writing a tile of `out` overwrites later elements of `part`."""
+    """Raise ValueError if writing a tile of `out` overwrites later elements of `part`."""
     # Element i of `out` ends at byte 4 (i + 1). No element of `part` after i may begin before that.
     offset = part.data_ptr() - out.data_ptr()
     if offset < (out.itemsize - part.itemsize) * out.numel():

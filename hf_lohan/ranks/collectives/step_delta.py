@@ -1,15 +1,15 @@
-"""Encodes the changes of a step to 16-bit weights without loss, for receivers that have the weights before it.
+"""Encodes a step's changes to 16-bit weights without loss, for receivers that have the weights before the step.
 
-A step of fine-tuning changes a few percent of bfloat16 weights, nearly all by one ulp. So a payload has one bit for
-each weight (changed or not) and two bits for each change: up or down by one in the bit pattern, or by a difference that
-follows in 8 or 16 bits. Differences are of bit patterns, modulo 2^16, so NaN, infinities and signs need no special
-case.
+A step of fine-tuning changes a few percent of bfloat16 weights, and nearly all changes are one ulp. So a payload has
+one bit for each weight (changed or not), and two bits for each change. A change is up or down by one in the bit
+pattern, or by a difference that follows in 8 or 16 bits. Differences are between bit patterns, modulo 2^16, so NaN,
+infinities and signs need no special case.
 
 Weights are encoded in chunks. An unchanged chunk takes 12 bytes. A chunk whose code would be longer than its weights is
-sent as it is. A payload is a table [num_chunks, 3] int32 (number of changed weights, or `_RAW`; of 8-bit differences;
-of 16-bit differences), then for each changed chunk: a bit for each weight; a bit for each change, set if its difference
-follows; a bit for each change, set for "down" or "16 bits"; the int8 differences; the int16 differences. It runs on the
-CPU in numpy, which packs bits faster than a drive reads.
+sent uncoded. A payload begins with a table [num_chunks, 3] int32, with the numbers of changed weights (or `_RAW`), of
+8-bit differences, and of 16-bit differences. Then each changed chunk has a bit for each weight; a bit for each change,
+which is set if its difference follows; a bit for each change, which is set for "down" or "16 bits"; the int8
+differences; and the int16 differences. The code runs on the CPU in numpy, which packs bits faster than a drive reads.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class StepDelta:
-    """Encodes the difference of weights [numel] before and after a step, and applies it to the weights before."""
+    """Encodes the difference between weights [numel] before and after a step, and applies it to the weights before the
+    step."""
 
     chunk_numel: int = 64 * 1024
 
     def max_bytes(self, numel: int) -> int:
-        """Largest payload of ``numel`` weights in bytes."""
+        """Return the largest payload of ``numel`` weights, in bytes."""
         return self._table_bytes(numel) + 2 * numel
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
-        """Write the changes from ``old`` to ``new`` to ``out``, uint8 of at least `max_bytes`. Returns their bytes."""
+        """Write the changes from ``old`` to ``new`` to ``out``, uint8 of at least `max_bytes`. Returns the number of
+        bytes written."""
         before, after = _patterns_of(old), _patterns_of(new)
         if old.dtype != new.dtype or before.shape != after.shape:
             raise ValueError(
-                f"weights are {old.dtype} {list(old.shape)} before the step, {new.dtype} {list(new.shape)} after it; "
-                "pass the same weights"
+                f"weights are {old.dtype} {list(old.shape)} before the step and {new.dtype} {list(new.shape)} after "
+                "it; pass the same weights"
             )
         message, numel = _bytes_of(out), len(before)
         if len(message) < self.max_bytes(numel):
             raise ValueError(
-                f"{len(message)} bytes are too few for the changes of {numel} weights; allocate max_bytes({numel}), "
+                f"{len(message)} bytes are too few for the changes of {numel} weights; allocate max_bytes({numel}) = "
                 f"{self.max_bytes(numel)}"
             )
         table = self._table_of(message, numel)
@@ -62,12 +64,12 @@ class StepDelta:
         return end
 
     def apply_(self, old: Tensor, message: Tensor) -> None:
-        """Turn ``old`` into ``new``. Raises ValueError for a payload of other weights, before anything is changed
-        unless only its bits contradict one another."""
+        """Apply the changes in ``message`` to ``old``. Raises ValueError for a payload of other weights. Nothing is
+        changed then, unless the error is in the bits of a chunk."""
         weights, content = _patterns_of(old), _bytes_of(message)
         numel = len(weights)
         if len(content) < self._table_bytes(numel):
-            raise _damaged(numel, f"has {len(content)} bytes, its table alone {self._table_bytes(numel)}")
+            raise _damaged(numel, f"has {len(content)} bytes, but its table alone has {self._table_bytes(numel)}")
         table = self._table_of(content, numel).tolist()
         sizes = [min(self.chunk_numel, numel - start) for start in range(0, numel, self.chunk_numel)]
         ends = [self._table_bytes(numel)]
@@ -76,7 +78,7 @@ class StepDelta:
                 raise _damaged(numel, f"counts {changed}, {small} and {wide} changes among {size} weights")
             ends.append(ends[-1] + _chunk_bytes(size, changed, small, wide))
         if ends[-1] != len(content):
-            raise _damaged(numel, f"has {len(content)} bytes, by its table {ends[-1]}")
+            raise _damaged(numel, f"has {len(content)} bytes, but its table says {ends[-1]}")
         start = 0
         for size, row, begin, end in zip(sizes, table, ends[:-1], ends[1:], strict=True):
             if not _apply_chunk(weights[start : start + size], row, content[begin:end]):
@@ -130,7 +132,7 @@ def _apply_chunk(weights: _Patterns, row: list[int], content: _Bytes) -> bool:
         return True
     ends = np.cumsum([-(-len(weights) // 8), -(-changed // 8), -(-changed // 8), num_small])
     bits, follow_bits, second_bits, small, wide = np.split(content, ends)
-    places = np.flatnonzero(np.unpackbits(bits, count=len(weights)).view(np.bool_))  # slow on bytes
+    places = np.flatnonzero(np.unpackbits(bits, count=len(weights)).view(np.bool_))  # bytes would be slow
     follows = np.unpackbits(follow_bits, count=changed).view(np.bool_)
     second = np.unpackbits(second_bits, count=changed)
     is_wide = second[follows].view(np.bool_)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 HIGHEST_CODE = {8: 127, 4: 7}
-"""By the bits of a code. The lowest code is its negative."""
+"""The highest code, by the bits of a code. The lowest code is its negative."""
 _TILE_NUMEL = 64 * 1024
-"""Size of intermediate tensors, which stay in a core's cache."""
+"""Size of intermediate tensors, chosen so that they stay in a core's cache."""
 
 
 def quantize_(values: Tensor, num_bits: int, block_numel: int, codes: Tensor, scales: Tensor) -> None:
@@ -39,7 +39,8 @@ def dequantize_(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, 
 def dequantize_sum_(
     codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, values: Tensor
 ) -> None:
-    """Write the sum of the values of all codes, in their order, each times ``factor`` before it is added."""
+    """Write the sum of the values of all codes, in their order. Each value is multiplied by ``factor`` before it is
+    added."""
     total, part, upper = (_scratch(values, values.numel(), block_numel) for _ in range(3))
     for start, stop in _tiles(values, values.numel()):
         blocks = _blocks_of(total, stop - start, block_numel)
@@ -57,7 +58,7 @@ def dequantize_sum_quantize_(
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
-    """Write the codes and scales of that sum of ``numel`` values."""
+    """Write the codes and scales of the sum of `dequantize_sum_`, which has ``numel`` values."""
     total, part, upper = (_scratch(out_codes, numel, block_numel) for _ in range(3))
     for start, stop in _tiles(out_codes, numel):
         blocks = _blocks_of(total, stop - start, block_numel)
@@ -90,7 +91,7 @@ def _encode_(blocks: Tensor, scratch: Tensor, start: int, num_bits: int, codes: 
     largest = torch.abs(blocks, out=scratch[: blocks.numel()].view_as(blocks)).amax(1)
     first = start // block_numel
     stored = scales[first : first + num_blocks]
-    # Infinity minus itself is NaN; a finite number minus itself is 0.
+    # Infinity minus itself is NaN, and a finite number minus itself is 0.
     stored.copy_((largest / highest).add_(largest - largest))
     stored.masked_fill_(stored == 0, 1)
     levels = blocks.div_(stored.to(torch.float32, copy=False)[:, None]).round_().clamp_(-highest, highest)
@@ -119,7 +120,7 @@ def _decode_(codes: Tensor, scales: Tensor, start: int, num_bits: int, blocks: T
 
 
 def _tiles(like: Tensor, numel: int) -> Iterator[tuple[int, int]]:
-    """Ranges of a tile each; on a GPU one range."""
+    """Yield the range of each tile. On a GPU this is one range."""
     step = _TILE_NUMEL if like.device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
@@ -132,5 +133,5 @@ def _scratch(like: Tensor, numel: int, block_numel: int) -> Tensor:
 
 
 def _blocks_of(work: Tensor, numel: int, block_numel: int) -> Tensor:
-    """The blocks of the first ``numel`` elements of ``work``, with the padding of the last one."""
+    """Return the blocks of the first ``numel`` elements of ``work``, with the padding of the last block."""
     return work[: -(-numel // block_numel) * block_numel].view(-1, block_numel)

@@ -1,8 +1,8 @@
 """The operators of `block_operators` for CUDA in Triton, each in one pass. They compute the bits of `torch_codec`.
 
-This is imported only if Triton is installed. To have the same bits, divisions round to nearest, products are not fused
-with sums (`enable_fp_fusion`), and values are rounded half to even by adding and subtracting a number whose last digit
-is one. A program works on some whole blocks, each in two halves.
+This module is imported only if Triton is installed. To get the same bits, divisions round to nearest, products are not
+fused with sums (`enable_fp_fusion`), and values are rounded half to even by adding and subtracting a number whose last
+digit is one. A program works on several whole blocks, each in two halves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_lohan.ranks.collectives.torch_codec import HIGHEST_CODE
 
 _NUMEL_PER_PROGRAM = 2048
 _ROUNDER = tl.constexpr(12582912.0)
-"""1.5 * 2^23: float32 has no digits behind the point there."""
+"""1.5 * 2^23. A float32 of this size has no digits after the point."""
 
 
 def quantize_(values: Tensor, num_bits: int, block_numel: int, codes: Tensor, scales: Tensor) -> None:
@@ -165,8 +165,8 @@ def _levels(values, scale, HIGHEST: tl.constexpr):
     return tl.where(quotient == quotient, bounded, 0.0)
 
 
-# Convert between float32 and bfloat16 by their bits: Triton's interpreter, which the tests use, truncates instead of
-# rounding, and misreads subnormal bfloat16 numbers.
+# Convert between float32 and bfloat16 by their bits, because Triton's interpreter, which the tests use, truncates
+# instead of rounding, and misreads subnormal bfloat16 numbers.
 
 
 @triton.jit

@@ -1,1 +1,2 @@
-"""Connections between ranks: messages, rendezvous, memory shared on a node, failures, and what all ranks agree on."""
+"""Connections between ranks, with messages, rendezvous, shared memory of a node, failures, and agreements of all
+ranks."""

@@ -1,14 +1,14 @@
-"""Decisions of all ranks together: how a step ends, and which commits count.
+"""Decisions that all ranks make together on the end of a step, and on which commits count.
 
 *A step* ends with one small exchange after its last backward. Each rank sends what it measured of the gradients,
 whether it applies or drops them, whether the next step is to be committed, and whether it was asked to end the run.
-Every rank derives the rest alike: the norm, clipping, whether a guess was right, and whether the step is skipped.
+From these, every rank computes the norm, the clipping, whether a guess was right, and whether the step is skipped.
 
-*A commit* is made by each rank alone, and announced to the others when it is durable. The commit before it stays: no
-rank overwrites its records or its file before all ranks have the new one. The first write after a commit waits for
-that, a whole forward later, so it hardly ever waits. Hence, if some rank lacks commit k, no rank has begun to write
-k + 1, and commit k - 1 is whole on every rank. When ranks start again they take the newest commit that all of them
-hold. At most one commit is given up, and no rank coordinates.
+*A commit* is made by each rank separately, and announced to the others when it is durable. The previous commit stays,
+because no rank overwrites its records or its file before all ranks have the new commit. The first write after a commit
+waits for this. It comes a whole forward later, so it hardly ever waits. So if some rank lacks commit k, no rank has
+begun to write k + 1, and commit k - 1 is whole on every rank. When ranks start again, they use the newest commit that
+all of them have. At most one commit is lost, and no rank coordinates.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Kind, PayloadReader
 
 END_OF_STEP = "the end of the step"
-"""Tag of the exchange at the end of a step, for errors where ranks do different things."""
+"""Tag of the exchange at the end of a step, for errors of ranks that do different things."""
 _DROPS, _COMMITS_NEXT, _ENDS_RUN = 1, 2, 4
 _NO_COMMIT = ("", 0)
-"""Held by a rank that has no commit, or none before its first."""
+"""The commit of a rank that has none, and the commit before a rank's first."""
 
 
 class StepAgreement:
-    """One rank's side of the agreement on steps. `request_end` may be called anywhere, also in a signal handler; all
-    else on the computing thread."""
+    """One rank's side of the agreement on steps. `request_end` may be called anywhere, even in a signal handler. All
+    other methods are for the computing thread."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -39,33 +39,32 @@ class StepAgreement:
         self._requests_commit = False
         self._ends_run = False
         self.commits_next: bool | None = None
-        """Whether the step after the last applied one is committed: all ranks requested it. None before one was
-        applied."""
+        """Whether the step after the last applied one is committed, because all ranks requested it; None before the
+        first applied step."""
 
     def request_end(self) -> None:
-        """This rank was asked to end the run."""
+        """Request the end of the run."""
         self._requests_end = True
 
     def request_commit(self, is_wanted: bool) -> None:
-        """Whether this rank would commit the step after the one in progress."""
+        """Set whether this rank requests a commit of the step after the one in progress."""
         self._requests_commit = is_wanted
 
     @property
     def ends_run(self) -> bool:
-        """Whether all ranks end after the last step: one of them had requested it when that step ended. A single rank
-        decides alone."""
+        """Whether all ranks end after the last step, because a rank had requested it when that step ended."""
         return self._ends_run or (self._requests_end and not self._links.ranks.others)
 
     def apply_gradients(self, measured: bytes) -> list[bytes]:
-        """Apply the step's gradients, of which this rank measured ``measured``. Returns what each rank measured, in
-        rank order. Raises RanksDisagreeError where another rank drops them."""
+        """Agree to apply the step's gradients. ``measured``: what this rank measured of them. Returns what each rank
+        measured, in rank order. Raises RanksDisagreeError if another rank drops them."""
         votes = self._exchange(0, measured)
         self.commits_next = all(flags & _COMMITS_NEXT for flags, _ in votes)
         self._ends_run = any(flags & _ENDS_RUN for flags, _ in votes)
         return [others for _, others in votes]
 
     def drop_gradients(self) -> None:
-        """Drop the step's gradients. Raises RanksDisagreeError where another rank applies them."""
+        """Agree to drop the step's gradients. Raises RanksDisagreeError if another rank applies them."""
         self._exchange(_DROPS, b"")
 
     def _exchange(self, drops: int, measured: bytes) -> list[tuple[int, bytes]]:
@@ -76,14 +75,14 @@ class StepAgreement:
             if others_flags & _DROPS != drops:
                 raise RanksDisagreeError(
                     f"rank {self._links.ranks.rank} {'drops' if drops else 'applies'} the step's gradients, and rank "
-                    f"{rank} {'applies' if drops else 'drops'} them; all ranks have to do the same: look for code that "
+                    f"{rank} {'applies' if drops else 'drops'} them; all ranks must do the same; look for code that "
                     "only one of them runs"
                 )
         return votes
 
 
 class KeptCommit(Protocol):
-    """A commit that a rank can go back to."""
+    """A commit to which a rank can return."""
 
     @property
     def group_id(self) -> str: ...
@@ -96,7 +95,7 @@ _Commit = TypeVar("_Commit", bound=KeptCommit)
 
 
 class AgreeingStore(Protocol[_Commit]):
-    """What `CommitAgreement` uses of a rank's store."""
+    """The part of a rank's store that `CommitAgreement` uses."""
 
     @property
     def num_homes(self) -> int: ...
@@ -115,17 +114,17 @@ class CommitAgreement:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._durable = dict.fromkeys(links.ranks.others, 0)
-        """By rank, the number of its last durable commit."""
+        """The number of the last durable commit, by rank."""
         self.group_id = ""
         self.keeps_previous = True
 
     def restore_common_commit(self, store: AgreeingStore[_Commit]) -> _Commit | None:
-        """Take this rank's store to the newest commit that all ranks hold, and commit with the others from now on. All
-        ranks call this before any of them writes. Returns that commit; None where all begin without one, or keep one
-        version and cannot go back.
+        """Take this rank's store back to the newest commit that all ranks have, and commit with the others from now on.
+        All ranks call this before any rank writes. Returns this commit; None if all begin without a commit, or if they
+        keep one version and cannot go back.
 
-        Raises RanksDisagreeError where they have none in common, or keep different numbers of versions; then nothing
-        has changed. Also raises what the store raises.
+        Raises RanksDisagreeError if ranks have no common commit, or keep different numbers of versions. Nothing is
+        changed then. Also raises the store's errors.
         """
         kept = {(commit.group_id, commit.number): commit for commit in store.kept_commits}
         held = [*kept, *([] if any(number > 1 for _, number in kept) else [_NO_COMMIT])]
@@ -139,8 +138,8 @@ class CommitAgreement:
         group_id, number = newest_common_commit(commits_by_rank)
         chosen = kept.get((group_id, number))
         store.restore_commit(chosen)
-        # The commit that a rank goes back from must be gone everywhere, whenever the run is cut off, before another one
-        # gets its number.
+        # A commit that a rank gives up must be removed on every rank before another commit gets its number, even if the
+        # run is killed.
         self._links.barrier("all ranks are at the same commit")
         self.group_id = group_id or str(descriptions[0]["group_id"])
         self._durable = dict.fromkeys(self._links.ranks.others, number)
@@ -149,11 +148,11 @@ class CommitAgreement:
         return chosen
 
     def announce_commit(self, number: int) -> None:
-        """Tell the others that this rank's commit is durable."""
+        """Tell the other ranks that this rank's commit is durable."""
         self._links.send_all(Kind.PREPARED, number)
 
     def wait_for_commit(self, number: int) -> None:
-        """Return when the commit is durable on every rank. Raises RankFailedError or RankTimeoutError."""
+        """Wait until the commit is durable on every rank. Raises RankFailedError or RankTimeoutError."""
 
         def ranks_behind() -> list[int]:
             return [rank for rank, durable in self._durable.items() if durable < number]
@@ -167,7 +166,7 @@ class CommitAgreement:
 
 
 def newest_common_commit(commits_by_rank: Sequence[Sequence[tuple[str, int]]]) -> tuple[str, int]:
-    """The newest commit (group, number) that all ranks hold. Raises RanksDisagreeError if there is none."""
+    """Return the newest commit (group, number) that all ranks have. Raises RanksDisagreeError if none exists."""
     common = set(commits_by_rank[0]).intersection(*commits_by_rank[1:])
     if common:
         return max(common, key=lambda commit: commit[1])
@@ -188,6 +187,6 @@ def _check_num_homes(num_homes: Sequence[int]) -> None:
     for rank, number in enumerate(num_homes):
         if number != num_homes[0]:
             raise RanksDisagreeError(
-                f"rank 0 keeps {words[0]} of its records and rank {rank} {words[rank]}: set durability to step or "
-                "checkpoint for all of them, or give the one with less room a larger drive"
+                f"rank 0 keeps {words[0]} of its records, and rank {rank} keeps {words[rank]}; set durability to step "
+                "or checkpoint for all ranks, or give the rank with less room a larger drive"
             )

@@ -1,8 +1,9 @@
-"""A connection sends and receives whole messages of one channel over a socket to one other rank; and message handlers.
+"""Connections, which send and receive the messages of one channel over a socket to one other rank, and message
+handlers.
 
-Sending a small message never waits: what the socket does not accept at once, a thread sends later. So a handler may
-answer on the receiving thread, and two ranks whose sockets are full still read. A tensor is sent from its own memory,
-so its sender waits until the socket has accepted all of it."""
+Sending a small message never waits. If the socket does not accept all bytes at once, a thread sends the rest later. So
+a handler may answer on the receiving thread, and two ranks whose sockets are full still read. A tensor is sent from its
+own memory, so its sender waits until the socket has accepted all its bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from hf_lohan.ranks.transport.messages import HEAD_BYTES, Channel, DamagedHeadEr
 from hf_lohan.threads import close_object_in_children
 
 SLICE_S = 0.25
-"""Every wait checks for failures, signals and timeouts this often."""
+"""Seconds between two checks of a wait for failures, signals and timeouts."""
 _VIEWS_AT_ONCE = 16
 
 
@@ -44,7 +45,7 @@ class Socket(Protocol):
 
 
 class ConnectionBrokenError(ConnectionError):
-    """Nothing more can be sent here. The receiving thread knows why."""
+    """The connection can send nothing more. The receiving thread knows why."""
 
 
 class CutOffError(ConnectionError):
@@ -52,26 +53,26 @@ class CutOffError(ConnectionError):
 
 
 class Connection:
-    """Sends from any thread, receives on one."""
+    """A connection to one rank. Any thread may send, and one thread receives."""
 
     def __init__(self, sock: Socket, channel: Channel) -> None:
         self.channel = channel
         self.sent_bytes = 0
-        """Bytes of payloads; heads are not counted here or in `received_bytes`."""
+        """Bytes of payloads. Heads are not counted here or in `received_bytes`."""
         self.num_sent = 0
         self.received_bytes = 0
         self.num_received = 0
         self.last_heard_s = time.monotonic()
         self.last_accepted_s = self.last_heard_s
-        """When the socket last accepted bytes to send."""
+        """Time at which the socket last accepted bytes to send."""
         self._socket = sock
         close_object_in_children(sock)
         self._lock = threading.Lock()
         self._outgoing: deque[memoryview] = deque()
         self._queued_bytes = 0
-        """Heads and payloads put into the queue, since the beginning."""
+        """Bytes of all heads and payloads that were ever queued."""
         self._accepted_bytes = 0
-        """Of these, bytes that the socket accepted."""
+        """The part of `_queued_bytes` that the socket has accepted."""
         self._is_broken = False
         self._flusher: threading.Thread | None = None
 
@@ -102,13 +103,13 @@ class Connection:
                 with self._lock:
                     self._flush()
         except BaseException:
-            self.cut()  # half a message may have been sent, and its memory may change
+            self.cut()  # a part of the message may have been sent, and its memory may change
             raise
         if self._is_broken:
             raise ConnectionBrokenError(f"the connection of channel {self.channel} is broken")
 
     def receive(self) -> Head | None:
-        """The next head; None where the other end has closed. Read the payload before the next call."""
+        """Return the next head; None if the other end has closed. Read the payload before the next call."""
         packed = bytearray(HEAD_BYTES)
         num_bytes = self._receive(memoryview(packed))
         if num_bytes == 0:
@@ -118,7 +119,7 @@ class Connection:
         head = Head.unpack(packed)
         if head.channel != self.channel or head.sequence_number != self.num_received:
             raise DamagedHeadError(
-                f"message {head.sequence_number} of channel {head.channel} came in place of number "
+                f"message {head.sequence_number} of channel {head.channel} came instead of message "
                 f"{self.num_received} of channel {self.channel}"
             )
         self.num_received += 1
@@ -132,18 +133,18 @@ class Connection:
             raise CutOffError(f"after {num_bytes} of {len(view)} bytes of a payload")
 
     def wait_until_sent(self, until_s: float) -> None:
-        """Wait until the other end's system has received everything, or until ``until_s`` (`time.monotonic`)."""
+        """Wait until the other system has received all bytes, or until ``until_s`` (`time.monotonic`)."""
         while not self._is_broken and time.monotonic() < until_s and (self._outgoing or self._bytes_in_flight()):
             time.sleep(0.002)
 
     def cut(self) -> None:
-        """End sending and receiving, and wake the threads that wait for either."""
+        """End sending and receiving, and wake the threads that wait."""
         self._is_broken = True
-        with contextlib.suppress(OSError):  # the other end was first
+        with contextlib.suppress(OSError):  # the other end closed first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Call when no thread receives any more."""
+        """Close the socket. Call this after no thread receives any more."""
         self.cut()
         flusher = self._flusher
         if flusher is not None:
@@ -162,14 +163,14 @@ class Connection:
         self._queued_bytes += len(head) + len(payload)
 
     def _flush(self) -> None:
-        """Give the socket as much as it accepts now."""
+        """Send the bytes that the socket accepts now."""
         while self._outgoing and not self._is_broken:
             views = list(itertools.islice(self._outgoing, _VIEWS_AT_ONCE))
             try:
                 num_bytes = self._socket.sendmsg(views, [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
-            except OSError:  # the other end is gone; its last messages can still be read
+            except OSError:  # the other end is gone, but its last messages can still be read
                 self._is_broken = True
                 self._outgoing.clear()
                 return
@@ -197,12 +198,13 @@ class Connection:
             poll.poll(SLICE_S * 1e3)
 
     def _receive(self, view: memoryview) -> int:
-        """Fill `view`. Returns the number of bytes received, less than all only where the other end has closed."""
+        """Fill `view`. Returns the number of received bytes, which is smaller than the view only if the other end has
+        closed."""
         num_bytes = 0
         while num_bytes < len(view):
             try:
                 num_received = self._socket.recv_into(view[num_bytes:])
-            except OSError:  # reset: the other end closed before it read all of our messages
+            except OSError:  # reset, because the other end closed before it read all our messages
                 num_received = 0
             if num_received == 0:
                 break
@@ -211,7 +213,8 @@ class Connection:
         return num_bytes
 
     def _bytes_in_flight(self) -> int:
-        """Bytes that the other system (on the same machine: the other process) has not received; 0 if it is gone."""
+        """Return the bytes that the other system (or the other process on this machine) has not received; 0 if it is
+        gone."""
         poll = select.poll()
         poll.register(self._socket.fileno(), 0)
         if poll.poll(0):
@@ -224,11 +227,12 @@ class Connection:
 
 
 Handler = Callable[[int, tuple[int, ...], PayloadReader | None], object]
-"""Called with (peer, numbers, payload) on the thread that receives. On `Channel.CONTROL` it must not wait."""
+"""A function that is called with (peer, numbers, payload) on the receiving thread. On `Channel.CONTROL` it must not
+wait."""
 
 
 class MessageHandlers:
-    """One handler for each kind of message. Messages may arrive before their handler is set."""
+    """The handlers, one for each kind of message. Messages may arrive before their handler is set."""
 
     def __init__(self, changed: threading.Condition, lock: threading.RLock, is_over: Callable[[], bool]) -> None:
         """`lock`: the lock of `changed`. `is_over`: whether messages are no longer handled."""
@@ -237,7 +241,7 @@ class MessageHandlers:
         self._is_over = is_over
         self._by_kind: dict[int, Handler] = {}
         self._parked: dict[int, deque[tuple[int, tuple[int, ...], bytes]]] = {}
-        """Messages of the control channel that arrived before their handler."""
+        """Messages of the control channel that arrived before their handler was set."""
 
     def set_handler(self, kind: int, handler: Handler) -> None:
         while True:
@@ -255,8 +259,8 @@ class MessageHandlers:
             self._by_kind.pop(kind, None)
 
     def handle_message(self, peer: int, head: Head, reader: PayloadReader | None) -> None:
-        """Without a handler, a message of the control channel is kept for later; any other channel stops until there is
-        one."""
+        """Call the handler of a message. Without a handler, a message of the control channel is stored, and any other
+        channel waits for a handler."""
         with self._lock:
             if head.channel is Channel.CONTROL and head.kind not in self._by_kind:
                 message = (peer, head.numbers, reader.bytes() if reader is not None else b"")
@@ -271,7 +275,7 @@ class MessageHandlers:
 
 
 def _reader_of_bytes(payload: bytes) -> PayloadReader | None:
-    """A reader of a payload that was received already."""
+    """Return a reader of a payload that was already received."""
     if not payload:
         return None
     rest = memoryview(payload)

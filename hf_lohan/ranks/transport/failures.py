@@ -1,4 +1,4 @@
-"""The errors by which one rank ends because of another, and the first failure that a rank knows of."""
+"""The errors that end a rank because of another rank, and the first failure that a rank knows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_lohan.threads import raised_anew
 
 
 class RankFailedError(RuntimeError):
-    """A rank ended, failed or sent unreadable data, so the others cannot continue."""
+    """A rank ended, failed or sent unreadable data, so the other ranks cannot continue."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -19,24 +19,25 @@ class RankFailedError(RuntimeError):
 
 
 class RankTimeoutError(RankFailedError):
-    """A rank was silent for too long while another one waited for it."""
+    """A rank was silent for too long while another rank waited for it."""
 
 
 class RanksDisagreeError(RuntimeError):
-    """Two ranks do different things where all ranks must do the same, or hold different data."""
+    """Two ranks did different things or have different data, but all ranks must do and have the same."""
 
 
 @dataclass(frozen=True)
 class Failure:
     rank: int
-    """The rank where it began."""
+    """The rank where the failure began."""
     text: str
     error: BaseException | None = None
     """The exception, if this rank raised it."""
 
 
 class FirstRankFailure:
-    """The first failure of any rank, recorded once from any thread. Later failures follow from it and are ignored."""
+    """The first failure of any rank. It is recorded once, from any thread. Later failures follow from it and are
+    ignored."""
 
     def __init__(self, rank: int, changed: threading.Condition, lock: threading.RLock) -> None:
         """``rank``: this rank. ``lock``: the lock of ``changed``."""
@@ -53,7 +54,7 @@ class FirstRankFailure:
         return self._failure is not None
 
     def record_failure(self, failure: Failure) -> None:
-        """Does nothing if there was a failure before."""
+        """Record the first failure. Later failures are ignored."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -64,7 +65,7 @@ class FirstRankFailure:
             callback(RankFailedError(failure.text, failure.rank))
 
     def add_callback(self, callback: Callable[[RankFailedError], object]) -> None:
-        """Call ``callback`` once, on any thread, when a failure is recorded; at once if there is one already."""
+        """Call ``callback`` once, on any thread, when a failure is recorded, or now if one is already recorded."""
         with self._lock:
             self._callbacks.append(callback)
             failure = self._failure
@@ -72,7 +73,7 @@ class FirstRankFailure:
             callback(RankFailedError(failure.text, failure.rank))
 
     def to_announce(self) -> Failure | None:
-        """The failure that this rank still has to tell the others. Returned once."""
+        """Return the failure that this rank must still tell the others, and only once."""
         with self._lock:
             if self.is_announced or self._failure is None:
                 return None
@@ -80,7 +81,8 @@ class FirstRankFailure:
             return self._failure
 
     def raise_if_known(self, action: str) -> None:
-        """Raise RankFailedError, or this rank's own exception. ``action`` completes "while rank 0 ..."."""
+        """Raise RankFailedError, or this rank's own exception, if a failure is known. ``action`` completes "while rank
+        0 ..."."""
         failure = self._failure
         if failure is None:
             return

@@ -1,7 +1,7 @@
-"""One rank's connections to all others: messages with handlers, waits that end, and failures that name a rank.
+"""One rank's connections to all others, with message handlers, waits with timeouts, and failures that name a rank.
 
-A thread for each peer and channel receives, and calls the handler of each message. A rank that dies is detected by the
-end of its connections, a rank that fails tells the others first, and a rank that hangs is detected by a timeout.
+Each peer and channel has a thread that receives, and calls the handler of each message. A rank that dies is detected by
+the end of its connections. A rank that fails first tells the others. A rank that hangs is detected by a timeout.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from hf_lohan.threads import Owner, start_thread
 
 BROADCAST_PIECE_BYTES = 4 << 20
 _VERDICT_S = 0.5
-"""How long other channels wait until the control channel says why a rank is gone."""
+"""Seconds that other channels wait until the control channel says why a rank is gone."""
 _LAST_WORDS_S = 1.0
-"""How long `close` waits for the others to receive the last messages."""
+"""Seconds that `close` waits until the other ranks have received the last messages."""
 _HANDLER_ENDS_WITHIN_S = 5.0
 _MAX_TEXT_CHARS = 4000
 _LENGTHS = struct.Struct("<II")
@@ -65,12 +65,12 @@ class Peer:
 
     @property
     def has_left(self) -> bool:
-        """Whether it said goodbye, and all its messages were handled."""
+        """Whether the rank said goodbye, and all its messages were handled."""
         return len(self.channels_left) == len(self.connections)
 
     @property
     def last_heard_s(self) -> float:
-        """By `time.monotonic`."""
+        """Time of the last received bytes, by `time.monotonic`."""
         return max(connection.last_heard_s for connection in self.connections.values())
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Peer:
 
 
 class Links:
-    """The connections of one rank. All methods but `close` may be called from any thread."""
+    """The connections of one rank. All methods except `close` may be called from any thread."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Links:
         sockets_by_channel_and_peer: Mapping[tuple[Channel, int], Socket],
         timeout_s: float,
     ) -> None:
-        """`timeout_s`: how long a rank may be silent while it is waited for."""
+        """`timeout_s`: seconds that a rank may be silent while this rank waits for it."""
         self.ranks = ranks
         self.timeout_s = timeout_s
-        # Enter the lock itself, not the condition: see `IoEngine`.
+        # Enter the lock itself and not the condition. `IoEngine` says why.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         """Notified when a predicate of `wait_for` may have become true."""
@@ -98,11 +98,11 @@ class Links:
         self._handlers = MessageHandlers(self.changed, self.lock, lambda: self._failure.is_known or self._is_closing)
         self._is_closing = False
         self._num_gathers: dict[str, int] = defaultdict(int)
-        """By sequence, how often this rank has called `all_gather`."""
+        """Number of this rank's calls of `all_gather`, by sequence."""
         self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = defaultdict(dict)
-        """By sequence and number in it, and by rank: tag and payload."""
+        """(tag, payload) of each call, by sequence and number, and then by rank."""
         self._broadcasts: dict[int, tuple[Tensor, int]] = {}
-        """By owner: the tensor that receives its bytes, and how many have arrived."""
+        """By owner, the tensor that receives the owner's bytes, and the number of bytes that have arrived."""
         self._handlers.set_handler(Kind.GATHER, self._on_gather)
         self._handlers.set_handler(Kind.BROADCAST, self._on_broadcast)
         self._peers = {
@@ -116,7 +116,7 @@ class Links:
             start_thread(
                 partial(self._receive, peer, connection),
                 f"lohan-rank-{ranks.rank}-from-{peer.rank}-{channel}",
-                beside_kernels=channel is Channel.GRADIENTS,  # handlers there add
+                beside_kernels=channel is Channel.GRADIENTS,  # its handlers add gradients
             )
             for peer in self._peers.values()
             for channel, connection in peer.connections.items()
@@ -128,7 +128,7 @@ class Links:
 
     @classmethod
     def alone(cls) -> Links:
-        """Links of a single rank: every call works, and nothing is sent."""
+        """Return links of a single rank, on which every call works and nothing is sent."""
         return cls(SINGLE_RANK, {}, timeout_s=0.0)
 
     def __enter__(self) -> Links:
@@ -151,7 +151,7 @@ class Links:
         payload: Tensor | bytes | None = None,
         channel: Channel = Channel.CONTROL,
     ) -> None:
-        """Send a message. A tensor is sent from its own memory, and may be changed when this returns; without a tensor
+        """Send a message. A tensor is sent from its own memory, and may be changed after this returns. Without a tensor
         this does not wait. Nothing is sent to a rank that has left. Raises RankFailedError."""
         self._refuse_in_child()
         receiver = self._peers[peer]
@@ -184,12 +184,12 @@ class Links:
             self.send(peer, kind, *numbers, payload=payload, channel=channel)
 
     def set_handler(self, kind: Kind, handler: Handler) -> None:
-        """Call `handler` for every message of a kind, also for those that have arrived already. Replaces the handler
-        before it. An exception in it is this rank's failure."""
+        """Call `handler` for every message of a kind, including messages that have already arrived. This replaces the
+        previous handler. An exception of the handler is this rank's failure."""
         self._handlers.set_handler(kind, handler)
 
     def remove_handler(self, kind: Kind) -> None:
-        """Messages of this kind wait for the next handler."""
+        """Remove the handler. Messages of this kind then wait for the next handler."""
         self._handlers.remove_handler(kind)
 
     @property
@@ -204,14 +204,14 @@ class Links:
 
     @property
     def num_sent(self) -> dict[Channel, int]:
-        """Messages. Each adds a head of `HEAD_BYTES` to its payload."""
+        """Number of sent messages. Each adds a head of `HEAD_BYTES` to its payload."""
         return self._sum_by_channel(lambda connection: connection.num_sent)
 
-    # Collective calls
+    # Collective calls.
 
     def all_gather(self, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
-        """The payloads of all ranks, in rank order. `tag` names the call in a few words. All ranks make the calls of
-        one sequence in the same order, one at a time."""
+        """Return the payloads of all ranks, in rank order. `tag` names the call in a few words. All ranks make the
+        calls of one sequence in the same order, one at a time."""
         others = self.ranks.others
         self.raise_if_failed(f"waited for {tag}")
         with self.lock:
@@ -232,25 +232,25 @@ class Links:
         return [payload if rank == self.ranks.rank else received[rank][1] for rank in range(self.ranks.num_ranks)]
 
     def barrier(self, tag: str, *, sequence: str = "main") -> None:
-        """Return when all ranks have called this."""
+        """Wait until all ranks have called this."""
         self.all_gather(tag, sequence=sequence)
 
     def broadcast(self, tensor: Tensor, owner: int, tag: str, *, sequence: str = "main") -> None:
-        """Copy the bytes of the owner's tensor to the tensors of all other ranks. All are contiguous, on the CPU, and
-        have the same number of bytes."""
+        """Copy the bytes of the owner's tensor to the tensors of all other ranks. All tensors are contiguous, on the
+        CPU, and of the same number of bytes."""
         is_owner = owner == self.ranks.rank
         num_bytes = len(memory_of(tensor))
         content = tensor.detach().reshape(-1).view(torch.uint8)
         if not is_owner:
-            with self.lock:  # the owner sends only after the gather, which says that all are ready
+            with self.lock:  # the owner sends only after the gather, when all ranks are ready
                 self._broadcasts[owner] = (content, 0)
         shapes = self.all_gather(tag, _SHAPE.pack(owner, num_bytes), sequence=sequence)
         for rank, shape in enumerate(shapes):
             if shape != shapes[self.ranks.rank]:
                 others_owner, others_bytes = _SHAPE.unpack(shape)
                 raise RanksDisagreeError(
-                    f"for {tag}, rank {self.ranks.rank} has {num_bytes} bytes of rank {owner}, and rank {rank} "
-                    f"{others_bytes} bytes of rank {others_owner}; do the ranks load the same model?"
+                    f"for {tag}, rank {self.ranks.rank} has {num_bytes} bytes of rank {owner}, and rank {rank} has "
+                    f"{others_bytes} bytes of rank {others_owner}; load the same model on all ranks"
                 )
         if is_owner:
             for start in range(0, num_bytes, BROADCAST_PIECE_BYTES):
@@ -262,13 +262,13 @@ class Links:
                 del self._broadcasts[owner]
 
     def _check_order(self, tag: str, sequence: str, number: int) -> None:
-        """With the lock held. Raises RanksDisagreeError if another rank's call of this number has another tag."""
+        """Raise RanksDisagreeError if another rank's call of this number has another tag. The caller holds the lock."""
         for other, (others_tag, _) in self._gathered.get((sequence, number), {}).items():
             if others_tag != tag:
                 raise RanksDisagreeError(
-                    f"rank {self.ranks.rank} is at {tag!r} where rank {other} is at {others_tag!r} (number {number} of "
-                    f"{sequence!r}); all ranks have to do the same in the same order: look for a step, a callback or a "
-                    "save that only some of them run"
+                    f"rank {self.ranks.rank} is at {tag!r} where rank {other} is at {others_tag!r} (number {number} "
+                    f"of {sequence!r}); all ranks must do the same in the same order; look for a step, a callback or "
+                    "a save that only some of them run"
                 )
 
     def _on_gather(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
@@ -293,10 +293,10 @@ class Links:
             self._broadcasts[peer] = (content, stop)
             self.notify()
 
-    # Waiting and failing
+    # Waits and failures.
 
     def notify(self) -> None:
-        """Wake all waits, so that they test their predicates again."""
+        """Wake all waits, so that they evaluate their predicates again."""
         with self.lock:
             self.changed.notify_all()
 
@@ -308,9 +308,9 @@ class Links:
         *,
         before: str = "",
     ) -> None:
-        """Wait until `predicate`, called with `lock` held, is true. `what` completes "rank 0 waited for ...". `peers`:
-        the ranks that can still make it true; None for all. `before`: the tag of the next `all_gather`, made after this
-        wait. Raises RankFailedError or RankTimeoutError, and RanksDisagreeError where a rank is at another tag."""
+        """Wait until `predicate` is true. It is called with `lock` held. `what` completes "rank 0 waited for ...".
+        `peers`: the ranks that can still make it true; None for all. `before`: the tag of the next `all_gather` after
+        this wait. Raises RankFailedError or RankTimeoutError, and RanksDisagreeError if a rank is at another tag."""
         began_s = time.monotonic()
         with self.lock:
             while not predicate():
@@ -332,8 +332,8 @@ class Links:
                 self.changed.wait(SLICE_S)
 
     def raise_if_silent(self, what: str, peers: Collection[int], since_s: float) -> None:
-        """For waits without `wait_for`: raise RankFailedError or RankTimeoutError if these ranks have failed or been
-        silent since `since_s` (`time.monotonic`)."""
+        """Raise RankFailedError or RankTimeoutError if these ranks have failed, or were silent for too long after
+        `since_s` (`time.monotonic`). This is for waits that do not use `wait_for`."""
         with self.lock:
             self._failure.raise_if_known(f"waited for {what}")
             silent = self._silent_peers([self._peers[rank] for rank in peers], since_s)
@@ -341,8 +341,8 @@ class Links:
                 self._raise_silent(silent, what)
 
     def raise_cause(self, what: str) -> None:
-        """Called when something that depends on other ranks has failed here. If one of them is known as the cause, now
-        or within half a second, raise as `wait_for` does."""
+        """Raise as `wait_for` does if another rank is known as the cause of a failure, now or within half a second.
+        Call this if an operation that depends on other ranks has failed on this rank."""
         with self.lock:
             self.changed.wait_for(lambda: not self._peers or self._failure.is_known, _VERDICT_S)
         self.raise_if_silent(what, self._peers, since_s=0.0)
@@ -350,27 +350,27 @@ class Links:
             self._raise_left(peer, what)
 
     def raise_if_failed(self, what: str) -> None:
-        """Raise RankFailedError if another rank has failed, this rank's own exception if it has failed itself. `what`
-        completes "while rank 0 ..."."""
+        """Raise RankFailedError if another rank has failed, or this rank's own exception if this rank has failed.
+        `what` completes "while rank 0 ..."."""
         self._failure.raise_if_known(what)
 
     def add_failure_callback(self, callback: Callable[[RankFailedError], object]) -> None:
-        """Call `callback` once, on any thread, when a rank has failed; at once if one has failed already."""
+        """Call `callback` once, on any thread, when a rank has failed, or now if one has already failed."""
         self._failure.add_callback(callback)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """From now on, how long a rank may be silent while it is waited for."""
+        """Set the seconds that a rank may be silent while this rank waits for it."""
         with self.lock:
             self.timeout_s = timeout_s
 
     def send_heartbeat(self) -> None:
-        """Tell the others, who may wait for this rank, that it is at work. Call this before a long operation."""
+        """Tell the other ranks, which may wait for this rank, that it is working. Call this before a long operation."""
         if not self._failure.is_known:
             self.send_all(Kind.HELLO, self.ranks.rank, self.ranks.num_ranks, os.getpid())
 
     def fail(self, error: BaseException) -> None:
-        """Tell all others that this rank cannot continue. Every later send and wait raises. Does nothing in a forked
-        child."""
+        """Tell all other ranks that this rank cannot continue. Every later send and wait raises. Does nothing in a
+        forked process."""
         if not self._owner.is_here:
             return
         origin, text = (error.rank, str(error)) if isinstance(error, RankFailedError) else (self.ranks.rank, "")
@@ -378,14 +378,14 @@ class Links:
         self._announce_failure()
 
     def close(self) -> None:
-        """Say goodbye and end all threads. Without `fail` before, the other ranks may go on as long as they do not wait
-        for this one. Does nothing in a forked child."""
+        """Say goodbye, and end all threads. Unless `fail` was called, the other ranks may continue while they do not
+        wait for this rank. Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closing:
             return
         self._is_closing = True
         self._announce_failure()
         connections = [connection for peer in self._peers.values() for connection in peer.connections.values()]
-        if not self._failure.is_known:  # asked once: a rank may fail as soon as it is told
+        if not self._failure.is_known:  # checked once, because a rank may fail as soon as it is told
             for connection in connections:
                 connection.post(Kind.BYE, ())
         until_s = time.monotonic() + _LAST_WORDS_S
@@ -401,7 +401,7 @@ class Links:
         for connection in connections:
             connection.close()
 
-    # Receiving threads
+    # Receiving threads.
 
     def _receive(self, peer: Peer, connection: Connection) -> None:
         channel = connection.channel
@@ -440,13 +440,14 @@ class Links:
     def _on_hello(self, peer: Peer, numbers: tuple[int, ...], reader: PayloadReader | None) -> None:
         rank, num_ranks, pid = numbers
         if (rank, num_ranks) != (peer.rank, self.ranks.num_ranks):
-            text = f"rank {rank} of {num_ranks} answered in place of {peer} of {self.ranks.num_ranks}"
+            text = f"rank {rank} of {num_ranks} answered instead of {peer} of {self.ranks.num_ranks}"
             self._failure.record_failure(Failure(peer.rank, text))
         if reader is not None:
             peer.pid, peer.host = pid, reader.bytes().decode()
 
     def _on_lost(self, peer: Peer, channel: Channel, how: str) -> None:
-        """A connection ended without a goodbye. The control channel ends with all others, and knows best why."""
+        """Handle a connection that ended without a goodbye. The control channel ends together with the others, and its
+        thread knows the reason."""
         if self._is_closing or self._failure.is_announced:
             return
         if channel is not Channel.CONTROL:
@@ -454,15 +455,15 @@ class Links:
         self._failure.record_failure(Failure(peer.rank, f"{peer} {how}"))
 
     def _await_verdict(self, peer: Peer, channel: Channel) -> None:
-        """Give the thread that receives from the control channel time to learn why a connection broke."""
+        """Wait a moment, until the thread of the control channel may know why a connection broke."""
         until_s = time.monotonic() + _VERDICT_S
         with self.lock:
             while not (self._failure.is_known or peer.has_left or self._is_closing) and time.monotonic() < until_s:
                 self.changed.wait(until_s - time.monotonic())
         if not self._failure.is_known and not peer.has_left:
-            self._failure.record_failure(Failure(peer.rank, f"{peer} broke off channel {channel}"))
+            self._failure.record_failure(Failure(peer.rank, f"{peer} closed channel {channel} without a goodbye"))
 
-    # Failures
+    # Failures.
 
     def _announce_failure(self) -> None:
         """Tell the others of a failure, once."""
@@ -485,14 +486,14 @@ class Links:
     def _raise_silent(self, silent: Collection[Peer], what: str) -> NoReturn:
         names = " and ".join(str(peer) for peer in silent)
         raise RankTimeoutError(
-            f"{names} said nothing for {self.timeout_s:g} s while rank {self.ranks.rank} waited for {what}; see what "
-            "it does (py-spy dump), or raise net_timeout",
+            f"{names} said nothing for {self.timeout_s:g} s while rank {self.ranks.rank} waited for {what}; find out "
+            "what it does (py-spy dump), or raise net_timeout",
             next(iter(silent)).rank,
         )
 
     def _refuse_in_child(self) -> None:
         if not self._owner.is_here:
-            raise RuntimeError("this is a forked child of the process that trains; use the model in that process")
+            raise RuntimeError("this is a forked child of the training process; use the model in the training process")
 
     def _sum_by_channel(self, number: Callable[[Connection], int]) -> dict[Channel, int]:
         return {channel: sum(number(peer.connections[channel]) for peer in self._peers.values()) for channel in Channel}
@@ -500,8 +501,8 @@ class Links:
 
 @contextlib.contextmanager
 def one_rank_at_a_time(links: Links, tag: str) -> Iterator[None]:
-    """A context that all ranks enter. The ranks of a node run its body one after the other, in order, and all leave it
-    together, also where some fail in it."""
+    """A context that all ranks enter. The ranks of a node run its body one after the other, in order. All leave it
+    together, even if some fail in it."""
     ranks = links.ranks
     failure: BaseException | None = None
     for turn in range(ranks.num_local):

@@ -1,4 +1,4 @@
-"""A message: a head of fixed size, then the payload whose size the head gives."""
+"""Messages. A message is a head of fixed size and then a payload, whose size is in the head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CRC.size
 _MOST_PAYLOAD_BYTES = 1 << 50
 _MOST_BYTES_AT_ONCE = 1 << 28
-"""Limit of a payload that is received into new memory."""
+"""Limit in bytes for a payload that is received into new memory."""
 
 
 class Channel(enum.IntEnum):
@@ -35,20 +35,20 @@ class Channel(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """The kinds of messages. A rank has one handler for each."""
+    """The kinds of messages. A rank has one handler for each kind."""
 
     HELLO = 1
-    """The first message of each channel: who this is."""
+    """The first message of each channel, which names the sender."""
     BYE = 2
     """The last message of each channel, if the run ends well."""
     FAILED = 3
-    """Numbers: the rank where the failure began, whether that is the sender. Payload: a sentence."""
+    """Numbers: the rank where the failure began, and whether it is the sender. Payload: a sentence."""
     GATHER = 4
     BROADCAST = 5
     CHUNK = 10
     """A rank's gradient of a chunk is complete."""
     RELEASE = 11
-    """That gradient has been summed, so its buffer may be used again."""
+    """A gradient of a chunk has been summed, so its buffer may be used again."""
     NO_GRADIENT = 12
     """A rank has no gradient of some chunks in a backward."""
     BACKWARD_ABANDONED = 13
@@ -57,21 +57,21 @@ class Kind(enum.IntEnum):
     PULL = 15
     """The owner of a chunk asks a node for its sum."""
     PIECE = 16
-    """A piece of that sum."""
+    """A piece of a node's sum."""
     FILLED = 20
     """A rank's shard of a block's weights is in the memory that the node's ranks share."""
     TAKEN = 21
-    """A rank has copied a block from that memory."""
+    """A rank has copied a block from the shared memory."""
     WEIGHTS_PART = 22
     """A rank's shard of a block's weights, for another node."""
     LOAD_IN_DOUBT = 23
-    """A rank's shard of a load has a wrong checksum. Numbers: the load, its block."""
+    """A rank's shard of a load has a wrong checksum. Numbers: the load and its block."""
     PREPARED = 30
     """A commit is durable on a rank."""
 
 
 class DamagedHeadError(ValueError):
-    """The bytes that arrived are not the head of the next message."""
+    """Received bytes are not the head of the next message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Head:
     kind: int
     channel: Channel
     sequence_number: int
-    """Counts the channel's messages, so that a lost or repeated message is detected."""
+    """Number of the message in its channel, which detects lost and repeated messages."""
     numbers: tuple[int, ...] = ()
     payload_bytes: int = 0
 
@@ -96,26 +96,26 @@ class Head:
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray | memoryview) -> Head:
-        """Raises DamagedHeadError."""
+        """Return the head in these bytes. Raises DamagedHeadError."""
         sent_crc = _CRC.unpack_from(packed, _HEAD.size)[0]
         crc = zlib.crc32(packed[: _HEAD.size])
         magic, channel, num_numbers, kind, sequence_number, *numbers, payload_bytes = _HEAD.unpack_from(packed)
         if magic != _HEAD_MAGIC or crc != sent_crc:
             raise DamagedHeadError(
-                f"its head is damaged (begins with {bytes(magic)!r}, crc {crc:08x}, not {sent_crc:08x})"
+                f"its head is damaged (begins with {bytes(magic)!r}, and has crc {crc:08x}, not {sent_crc:08x})"
             )
         if payload_bytes > _MOST_PAYLOAD_BYTES:
-            raise DamagedHeadError(f"it announces {payload_bytes:,} bytes, more than any message has")
+            raise DamagedHeadError(f"it announces {payload_bytes:,} bytes, which is more than any message has")
         return cls(kind, Channel(channel), sequence_number, tuple(numbers[:num_numbers]), payload_bytes)
 
     @property
     def name(self) -> str:
-        """Name of its kind, for errors."""
+        """Name of the message's kind, for errors."""
         return Kind(self.kind).name if self.kind in Kind._value2member_map_ else f"kind {self.kind}"
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"cannot send a tensor on {tensor.device} (contiguous: {tensor.is_contiguous()}); copy it to host memory"
@@ -125,7 +125,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class PayloadReader:
-    """The payload of a message. Its handler reads it; bytes that the handler leaves are discarded."""
+    """The payload of a message, for the message's handler. Bytes that the handler does not read are discarded."""
 
     def __init__(self, num_bytes: int, receive_into: Callable[[memoryview], None]) -> None:
         self.num_bytes = num_bytes
@@ -137,10 +137,10 @@ class PayloadReader:
         self._read(memory_of(tensor))
 
     def bytes(self) -> bytes:
-        """All remaining bytes. Raises DamagedHeadError if they are more than such a message ever has."""
+        """Return all remaining bytes. Raises DamagedHeadError if their number is above the limit."""
         if self._num_left > _MOST_BYTES_AT_ONCE:
             raise DamagedHeadError(
-                f"it announces {self._num_left:,} bytes, but such a message has at most {_MOST_BYTES_AT_ONCE:,}"
+                f"it announces {self._num_left:,} bytes, but a message of its kind has at most {_MOST_BYTES_AT_ONCE:,}"
             )
         content = bytearray(self._num_left)
         self._read(memoryview(content))

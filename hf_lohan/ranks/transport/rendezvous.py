@@ -1,8 +1,9 @@
-"""Ranks exchange addresses through torch.distributed's store, then each pair connects.
+"""Connects ranks. They exchange addresses through torch.distributed's store, and then each pair connects.
 
-Ranks of one node connect by Unix sockets, others by TCP. Both sides prove that they know the secret of the run without
-sending it; a connection without this proof is closed. The secret comes from the launcher's environment. Without one
-there, rank 0 puts a secret into the store, where every client of the store can read it until all ranks have connected.
+Ranks of one node connect by Unix sockets, and others by TCP. Both sides prove that they know the run's secret without
+sending it. A connection without this proof is closed. The secret comes from the launcher's environment. If the
+environment has none, rank 0 writes a secret to the store, where every client of the store can read it until all ranks
+have connected.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ logger = logging.getLogger(__name__)
 INTERFACE_VARIABLES = ("LOHAN_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 SECRET_VARIABLE = "LOHAN_RANKS_SECRET"
 _OF_THE_ENVIRONMENT = "environment"
-"""Stands in the store in place of a secret that the environment has."""
+"""Value in the store if the secret is in the environment."""
 _LOOK_S = 0.01
 _MOST_GREETINGS = 64
-"""Limit of connections that are greeted at a time. More of them wait."""
+"""Limit of connections that are greeted at the same time. Other connections wait."""
 _HANDSHAKE_S = 5.0
-"""Timeout of the proof of a new connection."""
+"""Timeout in seconds for the proof of a new connection."""
 _GREETING = struct.Struct("<4sIB")
 _GREETING_MAGIC = b"LOH1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
-"""A node that lost power sends nothing: connections to it end after 20 s."""
+"""A node that lost power sends nothing. Connections to it end after 20 s."""
 
 
 class KeyValueStore(Protocol):
-    """The part of `torch.distributed.Store` that is used here."""
+    """The part of `torch.distributed.Store` that this module uses."""
 
     def set(self, key: str, value: str) -> object: ...
 
@@ -65,8 +66,8 @@ class KeyValueStore(Protocol):
 
 
 def connect(ranks: Ranks, store: KeyValueStore, timeout_s: float) -> Links:
-    """Connect with all other ranks. All ranks call this equally often. `timeout_s`: how long a rank may take to
-    connect, and later be silent while another waits for it. Raises RankTimeoutError."""
+    """Connect with all other ranks. All ranks call this the same number of times. `timeout_s`: seconds that a rank may
+    take to connect, and later may be silent while another waits for it. Raises RankTimeoutError."""
     if ranks.num_ranks == 1:
         return Links.alone()
     links = _Meeting(ranks, store, timeout_s).hold()
@@ -75,7 +76,7 @@ def connect(ranks: Ranks, store: KeyValueStore, timeout_s: float) -> Links:
 
 
 def _end(links_ref: weakref.ref[Links]) -> None:
-    """At the end of the program, tell the other ranks the exception that ended it, or that all is well."""
+    """Tell the other ranks at the end of the program that it ended well, or with which exception."""
     links = links_ref()
     if links is None:
         return
@@ -122,7 +123,7 @@ class _Meeting:
             self._is_over.set()
             for listener in listeners:
                 with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # ends a thread in accept()
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes a thread in accept()
             for thread in threads:
                 thread.join()
             for listener in listeners:
@@ -131,7 +132,7 @@ class _Meeting:
         try:
             links.barrier("all ranks to be connected")
             if ranks.rank == 0:
-                with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot delete
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # some stores cannot delete keys
                     self._store.delete_key(f"{self._prefix}/secret")
         except BaseException as error:
             links.fail(error)
@@ -140,7 +141,7 @@ class _Meeting:
         return links
 
     def _secret(self) -> bytes:
-        """The secret of this run. Raises ValueError if only some ranks have it in their environment."""
+        """Return the secret of this run. Raises ValueError if only some ranks have it in their environment."""
         own, rank = os.environ.get(SECRET_VARIABLE, ""), self._ranks.rank
         if rank == 0:
             self._store.set(f"{self._prefix}/secret", _OF_THE_ENVIRONMENT if own else secrets.token_hex(32))
@@ -148,17 +149,17 @@ class _Meeting:
         if bool(own) != (stored == _OF_THE_ENVIRONMENT):
             has, lacks = (rank, 0) if own else (0, rank)
             raise ValueError(
-                f"{SECRET_VARIABLE} is set for rank {has} and not for rank {lacks}: set it to the same secret for all "
+                f"{SECRET_VARIABLE} is set for rank {has} but not for rank {lacks}; set it to the same secret for all "
                 "ranks, or for none"
             )
         return (own or stored).encode()
 
-    # Ranks above this one connect to it.
+    # Ranks with higher numbers connect to this one.
 
     def _listen(self, listeners: list[socket.socket]) -> None:
         """Publish the address of this rank."""
         backlog = len(Channel) * self._ranks.num_ranks
-        address: dict[str, Any] = {"unix": f"\0lohan-{secrets.token_hex(16)}"}  # a name that is no file
+        address: dict[str, Any] = {"unix": f"\0lohan-{secrets.token_hex(16)}"}  # an abstract name, which is not a file
         listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listeners[0].bind(address["unix"])
         listeners[0].listen(backlog)
@@ -174,15 +175,15 @@ class _Meeting:
                 continue
             try:
                 sock, address = listener.accept()
-            except OSError:  # it was shut, or idle strangers use up all file descriptors
+            except OSError:  # it was closed, or idle strangers use all file descriptors
                 self._greetings.release()
                 self._is_over.wait(_LOOK_S)
                 continue
-            # On its own thread: a connection that sends nothing must not keep the others out.
+            # Each greeting has a thread, because a connection that sends nothing must not block the others.
             threading.Thread(target=self._greet, args=(sock, address, secret), daemon=True).start()
 
     def _greet(self, sock: socket.socket, address: object, secret: bytes) -> None:
-        """Accept a connection that proves to know the secret."""
+        """Accept a connection if it proves that it knows the secret."""
         try:
             until_s = time.monotonic() + _HANDSHAKE_S
             sock.settimeout(_HANDSHAKE_S)
@@ -197,7 +198,7 @@ class _Meeting:
             sock.sendall(_proof(secret, others_nonce, b"welcome"))
             with self._lock:
                 if not self._ranks.rank < rank < self._ranks.num_ranks or (Channel(channel), rank) in self._sockets:
-                    raise ConnectionError(f"rank {rank} has connected before, or to the wrong rank")
+                    raise ConnectionError(f"rank {rank} has already connected, or connected to the wrong rank")
                 self._sockets[Channel(channel), rank] = sock
         except (OSError, ValueError) as error:
             logger.warning("a connection from %s was refused: %s", address or "this node", error)
@@ -205,7 +206,7 @@ class _Meeting:
         finally:
             self._greetings.release()
 
-    # This rank connects to those below it.
+    # This rank connects to ranks with lower numbers.
 
     def _reach(self, peer: int, channel: Channel, address: dict[str, Any], secret: bytes) -> None:
         is_local = peer in self._ranks.on_this_node
@@ -227,7 +228,7 @@ class _Meeting:
             except OSError as error:
                 sock.close()
                 if isinstance(error, TimeoutError) and time.monotonic() < self._until_s:
-                    continue  # that rank has many others to greet
+                    continue  # the other rank has many others to greet
                 self._give_up(peer, f"its answer to a greeting ({error})")
             with self._lock:
                 self._sockets[channel, peer] = sock
@@ -244,7 +245,7 @@ class _Meeting:
         if not hmac.compare_digest(_receive(sock, _PROOF_BYTES, until_s), _proof(secret, own_nonce, b"welcome")):
             raise ConnectionError("it does not know the secret of this run")
 
-    # Waiting
+    # Waits.
 
     def _get(self, key: str, rank: int, what: str) -> str:
         key = f"{self._prefix}/{key}"
@@ -285,12 +286,12 @@ class _Meeting:
 
 
 def outgoing_address() -> tuple[socket.AddressFamily, str]:
-    """The address at which other nodes reach this one. Raises ValueError if there is none."""
+    """Return the address at which other nodes reach this one. Raises ValueError if none exists."""
     for variable in INTERFACE_VARIABLES:
         interface = os.environ.get(variable, "").split(",")[0]
         if interface:
             return _address_of(interface, variable)
-    for host in filter(None, (os.environ.get("MASTER_ADDR"), "192.0.2.1")):  # connecting UDP sends nothing
+    for host in filter(None, (os.environ.get("MASTER_ADDR"), "192.0.2.1")):  # connecting a UDP socket sends nothing
         with contextlib.suppress(OSError):
             family, _, _, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -299,8 +300,8 @@ def outgoing_address() -> tuple[socket.AddressFamily, str]:
             if not address.startswith("127.") and address != "::1":
                 return family, address
     raise ValueError(
-        f"other nodes cannot reach this one: it has no address of its own; set {INTERFACE_VARIABLES[0]} to the "
-        f"name of the network interface to them: {', '.join(sorted(psutil.net_if_addrs()))}"
+        f"other nodes cannot reach this one, because it has no network address; set {INTERFACE_VARIABLES[0]} to the "
+        f"network interface to them, one of {', '.join(sorted(psutil.net_if_addrs()))}"
     )
 
 
@@ -311,7 +312,7 @@ def _address_of(interface: str, variable: str) -> tuple[socket.AddressFamily, st
             if address.family == family and not address.address.startswith("fe80:"):
                 return family, address.address
     raise ValueError(
-        f"{variable}={interface}: no such network interface with an address; set one of {sorted(interfaces)}"
+        f"{variable}={interface} is not a network interface with an address; set one of {sorted(interfaces)}"
     )
 
 
@@ -320,7 +321,7 @@ def _proof(secret: bytes, nonce: bytes, message: bytes) -> bytes:
 
 
 def _receive(sock: socket.socket, num_bytes: int, until_s: float) -> bytes:
-    """Raises TimeoutError unless all bytes have arrived by ``until_s`` (`time.monotonic`)."""
+    """Receive ``num_bytes`` bytes. Raises TimeoutError if they have not arrived by ``until_s`` (`time.monotonic`)."""
     content = bytearray()
     while len(content) < num_bytes:
         sock.settimeout(max(0.001, until_s - time.monotonic()))

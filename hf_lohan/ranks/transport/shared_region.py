@@ -1,7 +1,7 @@
-"""Memory that the ranks of one node share. Messages between these ranks only give offsets in it.
+"""Memory that the ranks of one node share. Messages between these ranks contain only offsets in it.
 
-Its file has no name, so nothing is left behind however the processes end. The first rank of the node sends the file's
-descriptor to the others over a socket. Ranks that are threads of one process get the same tensor.
+The file of this memory has no name, so it disappears with the processes, even if they are killed. The first rank of the
+node sends the file's descriptor to the others over a socket. Ranks that are threads of one process get the same tensor.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from hf_lohan.wording import format_bytes
 FILES_IN_RAM = "/dev/shm"
 _TOKEN_BYTES = 32
 _of_this_process: dict[str, Tensor] = {}
-"""By token: regions that ranks in threads of this process may take."""
+"""By token, the regions for ranks that are threads of this process."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRegion:
-    """Memory that all ranks of this node have mapped."""
+    """A piece of memory that all ranks of this node map."""
 
     bytes: Tensor
-    """uint8 [num_bytes], page-aligned, zero at first, pinned if the device pins memory."""
+    """uint8 [num_bytes], page-aligned, initially zero, and pinned if the device pins memory."""
     name: str
 
     @classmethod
     def create(cls, links: Links, num_bytes: int, name: str, device: Device | None = None) -> SharedRegion:
-        """All ranks call this, those of one node with the same size. If it fails on one rank, all raise ValueError."""
+        """Share memory on each node. All ranks call this, and ranks of one node pass the same size. If it fails on one
+        rank, all raise ValueError."""
         if num_bytes <= 0:
-            raise ValueError(f"cannot share {num_bytes} bytes of memory ({name}); ask for at least 1 byte")
+            raise ValueError(f"cannot share {num_bytes} bytes of memory ({name}); request at least 1 byte")
         map_it = device.host_shared if device is not None else mapped_file
         if links.ranks.num_local == 1 and links.ranks.num_ranks == 1:
             with _file_in_ram(num_bytes, name, 1) as fd:
@@ -54,13 +55,13 @@ class SharedRegion:
         return cls(_accept(links, num_bytes, name, map_it), name)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Offset of a tensor in bytes; None if it is not in this memory."""
+        """Return the offset of a tensor in bytes; None if the tensor is not in this memory."""
         offset = tensor.data_ptr() - self.bytes.data_ptr()
         return offset if offset >= 0 and offset + tensor.nbytes <= self.bytes.nbytes else None
 
 
 def _offer(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int], Tensor]) -> Tensor:
-    """Make the memory of this node and send it to the node's other ranks."""
+    """Allocate the memory of this node, and send it to the node's other ranks."""
     ranks = links.ranks
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     offer: dict[str, Any] = {"pid": os.getpid(), "num_bytes": num_bytes, "token": token}
@@ -116,8 +117,8 @@ def _fetch(offered: dict[str, Any], num_bytes: int, timeout_s: float, map_it: Ca
 
 
 def _exchange(links: Links, tag: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Exchange what each rank offers or wants. Raises ValueError if one was refused, or ranks of a node want different
-    sizes."""
+    """Exchange what each rank offers or wants. Raises ValueError if a rank's request was refused, or if ranks of a node
+    want different sizes."""
     messages = [json.loads(packed) for packed in links.all_gather(tag, json.dumps(message).encode())]
     for message in messages:
         if "refused" in message:
@@ -126,7 +127,7 @@ def _exchange(links: Links, tag: str, message: dict[str, Any]) -> list[dict[str,
         first = messages[rank - rank % links.ranks.num_local]
         if message.get("num_bytes") != first.get("num_bytes"):
             raise ValueError(
-                f"rank {rank} wants {message['num_bytes']} bytes for {tag}, and the first rank of its node "
+                f"rank {rank} wants {message['num_bytes']} bytes for {tag}, and the first rank of its node wants "
                 f"{first['num_bytes']}; give all ranks of a node the same budgets"
             )
     return messages
@@ -140,8 +141,8 @@ def _serve(links: Links, listener: socket.socket, fd: int, token: str, num_other
         links.raise_if_failed(f"handed out the memory of {name}")
         if time.monotonic() > until_s:
             raise RankTimeoutError(
-                f"{num_others} ranks of this node did not take the memory of {name} within {links.timeout_s:g} s; are "
-                "all of them in one container?",
+                f"{num_others} ranks of this node did not take the memory of {name} within {links.timeout_s:g} s; "
+                "start the ranks of one node in one container",
                 links.ranks.rank,
             )
         with contextlib.suppress(TimeoutError, OSError):
@@ -155,7 +156,7 @@ def _serve(links: Links, listener: socket.socket, fd: int, token: str, num_other
 
 @contextlib.contextmanager
 def _file_in_ram(num_bytes: int, name: str, num_local: int) -> Iterator[int]:
-    """The descriptor of a file of ``num_bytes`` bytes without a name."""
+    """Yield the descriptor of a file of ``num_bytes`` bytes without a name."""
     sharing = f"{num_local} ranks of a node share" if num_local > 1 else "one rank wants"
     wanted = f"{sharing} {format_bytes(num_bytes)} of memory for {name}"
     available = available_host_memory_bytes()

@@ -1,4 +1,4 @@
-"""Which rank this is, of how many, and which others are on its node."""
+"""The number of this rank, the number of all ranks, and the ranks on this node."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank among all. Each node has equally many, numbered node by node."""
+    """One rank among all. Each node has the same number of ranks. They are numbered node by node."""
 
     rank: int = 0
     num_ranks: int = 1
     local_rank: int = 0
     num_local: int = 1
-    """Ranks on each node."""
+    """Number of ranks on each node."""
 
     def __post_init__(self) -> None:
         if self.num_local < 1 or self.num_ranks < 1 or self.num_ranks % self.num_local:
             raise ValueError(
-                f"{self.num_ranks} ranks cannot be spread over nodes of {self.num_local}; start as many on each"
+                f"{self.num_ranks} ranks cannot be divided into nodes of {self.num_local} ranks; start the same "
+                "number on each node"
             )
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank {self.rank} is not below {self.num_ranks}, the number of ranks; count ranks from 0")
@@ -39,7 +40,7 @@ class Ranks:
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one."""
+        """All ranks except this one."""
         return [rank for rank in range(self.num_ranks) if rank != self.rank]
 
     @property
@@ -54,14 +55,14 @@ class Ranks:
 
     @property
     def file_suffix(self) -> str:
-        """For the name of a file of which each rank writes its own; empty for a single rank."""
+        """Suffix for the name of a file that each rank writes; empty for a single rank."""
         return f"-{self.rank}of{self.num_ranks}" if self.num_ranks > 1 else ""
 
     def rank_at(self, node: int, local_rank: int) -> int:
         return node * self.num_local + local_rank
 
     def of_rank(self, rank: int) -> Ranks:
-        """The same ranks as `rank` sees them."""
+        """Return the same ranks from the view of `rank`."""
         return Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
 
 

@@ -96,7 +96,7 @@ def test_dtypes_that_cannot_be_trained_are_refused(dtype: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_more_tokens_than_positions_are_refused(family: str) -> None:
     model = weightless_model(tiny_config(family))
-    with pytest.raises(ValueError, match=r"fewer than the sequence length of 4000; give a shorter one"):
+    with pytest.raises(ValueError, match=r"fewer than the sequence length of 4000; use shorter sequences"):
         profile_of(model, sequence_length=4000)
 
 
