@@ -32,7 +32,11 @@ class Family:
 class ModelArguments:
     """The model and the location of its state."""
 
-    model_name_or_path: str = field(metadata={"help": "A checkpoint folder. Without --offload also a name in the Hub."})
+    model_name_or_path: str = field(metadata={"help": "A checkpoint folder, or the name of a model in the Hub."})
+    model_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of a model in the Hub; default: main."}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that the model has."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's tokenizer."})
     dtype: str = field(
         default="float32",

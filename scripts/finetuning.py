@@ -21,7 +21,6 @@ from finetune_arguments import (
     choose_block_size,
 )
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     HfArgumentParser,
@@ -32,6 +31,7 @@ import hf_lohan
 from hf_lohan.config import offload_of_environment
 from hf_lohan.device import default_torch_device
 from hf_lohan.huggingface.arguments import take_launched_precision
+from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import config_named_by_optim
 
@@ -68,11 +68,11 @@ def prepare(
     if offload is not None:
         take_launched_precision(args)
         offload = config_named_by_optim(args, offload)
-    path = model_args.model_name_or_path
-    config = AutoConfig.from_pretrained(path)
+    path, origin = model_args.model_name_or_path, origin_of(model_args)
+    config = read_model_config(path, origin)
     if config.model_type not in family.model_types:
         logger.warning("%s is a %r model; the defaults here suit %s", path, config.model_type, family.name)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer_name or path)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer_name or path, **origin)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     data = read_data(data_args, args, tokenizer, block_size=choose_block_size(data_args.block_size, config))
@@ -92,9 +92,10 @@ def prepare(
 
 def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_lohan.OffloadConfig | None) -> Any:
     """Load the model to memory, or stream it to the store with offload."""
-    path, dtype = model_args.model_name_or_path, DTYPES[model_args.dtype]
+    path, dtype, origin = model_args.model_name_or_path, DTYPES[model_args.dtype], origin_of(model_args)
     if offload is None:
-        return model_class_of(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=dtype)
+        model_class = model_class_of(read_model_config(path, origin), origin)
+        return model_class.from_pretrained(path, dtype=dtype, **origin)
     return hf_lohan.from_pretrained(
         path,
         offload=offload,
@@ -104,7 +105,13 @@ def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_
         default_ssd_path=Path(args.output_dir) / "_lohan" / "store",
         # Clipping needs the norm of all gradients first, and accumulation needs their sum.
         hold_gradients=args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1,
+        **origin,
     )
+
+
+def origin_of(model_args: ModelArguments) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that say where the model and its code come from."""
+    return {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
 
 
 def read_data(data_args: DataArguments, args: TrainingArguments, tokenizer: Any, *, block_size: int) -> DatasetDict:

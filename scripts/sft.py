@@ -63,6 +63,7 @@ def prepare(run_args: RunArguments, args: SFTConfig, model_args: ModelConfig) ->
     args.model_init_kwargs = {
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
+        "revision": model_args.model_revision,
         **(args.model_init_kwargs or {}),
     }
     held_out = text_data.read_documents(run_args.eval_file) if run_args.eval_file else None

@@ -63,6 +63,11 @@ _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
 ]
+_CHECKPOINT = "A checkpoint folder, a config.json, or the name of a model in the Hub."
+_Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a model in the Hub.")]
+_TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", "--trust_remote_code", help="Run the code that the model has.")
+]
 _Paper = Annotated[
     bool, typer.Option("--paper", help="Keep all state on the SSDs, as in LoHan's paper. A run also uses RAM.")
 ]
@@ -195,7 +200,7 @@ def doctor(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.")],
+    model: Annotated[str, typer.Option(metavar="PATH_OR_CONFIG", help=_CHECKPOINT)],
     batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")],
     seq_len: Annotated[int, typer.Option(metavar="S", help="Tokens in each sequence.")],
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
@@ -213,6 +218,8 @@ def plan(
     link: _Link = None,
     collectives: _Collectives = None,
     paper: _Paper = False,
+    revision: _Revision = None,
+    trust_remote_code: _TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw the plan (needs matplotlib).")] = None,
 ) -> None:
@@ -237,13 +244,15 @@ def plan(
             link=link,
             collectives=collectives,
             paper=paper,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
         )
         run_plan(request, as_json=as_json, plot=plot)
 
 
 @app.command()
 def estimate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a config.json.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_CHECKPOINT)],
     batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")] = 8,
     seq_len: Annotated[int | None, typer.Option(metavar="S", help="Default: 2048, or the model's maximum.")] = None,
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
@@ -258,6 +267,8 @@ def estimate(
     link: _Link = None,
     collectives: _Collectives = None,
     paper: _Paper = False,
+    revision: _Revision = None,
+    trust_remote_code: _TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Print in a few lines whether a model can be trained on a machine, how long a step takes and what it needs."""
@@ -278,13 +289,15 @@ def estimate(
             link=link,
             collectives=collectives,
             paper=paper,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
         )
         run_estimate(request, as_json=as_json)
 
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a name in the Hub.")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Beginning of the text.")],
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens.")] = 128,
     temperature: Annotated[float | None, typer.Option(metavar="T", help="Sample with this temperature.")] = None,
@@ -299,6 +312,8 @@ def generate(
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Maximum device memory for weights, keys and values.")
     ] = None,
+    revision: _Revision = None,
+    trust_remote_code: _TrustRemoteCode = False,
 ) -> None:
     """Generate text. Weights that fit neither the device nor RAM are read for each token."""
     with one_line_errors():
@@ -316,7 +331,15 @@ def generate(
         settings = {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
         loaded = OffloadConfig.load(offload, **{name: value for name, value in settings.items() if value is not None})
         default_ssd_path = _GENERATION_STORES / Path(model).resolve().name
-        figures = generate_text(model, request, loaded, write=_write, default_ssd_path=default_ssd_path)
+        figures = generate_text(
+            model,
+            request,
+            loaded,
+            write=_write,
+            default_ssd_path=default_ssd_path,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
         typer.echo()
         for line in generation_summary(figures):
             typer.echo(line, err=True)

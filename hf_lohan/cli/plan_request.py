@@ -12,7 +12,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
-from hf_lohan.huggingface.models.weightless_model import planning_dtype, read_model_config, weightless_model
+from hf_lohan.huggingface.models.hub import read_model_config
+from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
 from hf_lohan.planning import MicroBatches, PlannedStep, StepShape, check_together, lay_out, plan_step, why_not_together
@@ -29,6 +30,10 @@ class PlanRequest:
     """The options of `lohan plan`. Raises ValueError for numbers that are too small."""
 
     model: str
+    revision: str | None = None
+    """Of a model in the Hub."""
+    trust_remote_code: bool = False
+    """Run the code that the model has."""
     batch_size: int = 8
     sequence_length: int | None = None
     """Tokens in each sequence. None is 2048, or the model's maximum if that is less."""
@@ -130,9 +135,10 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         num_cpus=usable_cpus(),
         default_ssd_path=_DEFAULT_SSD_PATH,
     )
-    model_config = read_model_config(request.model)
+    code = {"trust_remote_code": request.trust_remote_code}
+    model_config = read_model_config(request.model, {"revision": request.revision, **code})
     dtype = planning_dtype(model_config, request.dtype)
-    model = weightless_model(model_config, dtype, request.lora_rank)
+    model = weightless_model(model_config, dtype, request.lora_rank, code=code)
     config = activations_kept_if_needed(model, config)
     micro_batches = MicroBatches.of_run(config, request.num_micro_batches)
     if micro_batches.run_together:
@@ -171,7 +177,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
 
 
 def _sequence_length_of(config: Any) -> int:
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(_DEFAULT_SEQUENCE_LENGTH, positions) if isinstance(positions, int) else _DEFAULT_SEQUENCE_LENGTH
 
 

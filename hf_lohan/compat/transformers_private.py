@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -118,9 +119,14 @@ def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]
 # Loading and saving.
 
 
-def build_from_config(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Make a model of a class. An auto class chooses the class by ``config``."""
-    return (getattr(model_class, "from_config", None) or model_class._from_config)(config, dtype=dtype)
+def build_from_config(
+    model_class: Any, config: Any, dtype: torch.dtype, code: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """Make a model of a class. An auto class chooses the class by ``config``. ``code``: `trust_remote_code` and
+    `code_revision`."""
+    if hasattr(model_class, "from_config"):
+        return model_class.from_config(config, dtype=dtype, **{"trust_remote_code": False, **code})
+    return model_class._from_config(config, dtype=dtype)
 
 
 @contextlib.contextmanager

@@ -52,8 +52,16 @@ def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> 
         )
     if isinstance(model, str | Path) and not is_offloaded and not makes_models:
         raise ValueError(
-            f'model={str(model)!r} is a path, and only an offloading Trainer loads a path; set offload="lohan", or '
-            "pass a model in memory"
+            f"model={str(model)!r} is the path or the name of a model, and only an offloading Trainer loads one; set "
+            'offload="lohan", or pass a model in memory'
+        )
+
+
+def check_model_init_kwargs(model_init_kwargs: Mapping[str, Any], model: Any) -> None:
+    """Raise ValueError if a Trainer cannot use `model_init_kwargs`, because it does not load the model itself."""
+    if model_init_kwargs and not isinstance(model, str | Path):
+        raise ValueError(
+            "model_init_kwargs= is for a model that is given by its path or name; leave it out, or pass model='...'"
         )
 
 

@@ -21,7 +21,7 @@ from hf_lohan.store.manifest import ModelIdentity
 from hf_lohan.store.record_files import RecordFiles, checksums
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
-from hf_lohan.store.store_folders import DATA_NAMES, committed_log, kept_commits, last_commit
+from hf_lohan.store.store_folders import DATA_NAMES, bytes_of_new_store, committed_log, kept_commits, last_commit
 from hf_lohan.store.versions import Checksums
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "RecordSpec",
     "Store",
     "StoreLayout",
+    "bytes_of_new_store",
     "checksums",
     "committed_log",
     "granules_of",

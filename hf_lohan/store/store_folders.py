@@ -140,6 +140,12 @@ def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names
     check_free_space(paths, _sum_over_files(layouts), names)
 
 
+def bytes_of_new_store(paths: Sequence[StorePath], records: Sequence[RecordSpec], num_homes: int) -> list[int]:
+    """Return the bytes on each path of a new store of ``records``."""
+    resolved = resolve_capacities(paths, DATA_NAMES)
+    return _sum_over_files(home_layouts(StoreLayout(tuple(records), resolved), num_homes))
+
+
 def fits(
     paths: Sequence[StorePath], records: Sequence[RecordSpec], num_homes: int, scratch: Sequence[RecordSpec]
 ) -> bool:

@@ -7,11 +7,13 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from finetune_arguments import Family, checkpoint_to_resume, choose_block_size
@@ -72,6 +74,24 @@ def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file:
     assert summary["num_steps"] == 4 and summary["ssd_write_bytes"] > 0
     model = AutoModelForCausalLM.from_pretrained(offloaded)
     assert model.dtype == torch.float32 and torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+@pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
+def test_a_name_in_the_hubs_cache(
+    offload: tuple[str, ...],
+    checkpoint: Checkpoints,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cached = tmp_path / "cache" / "models--owner--tiny"
+    shutil.copytree(checkpoint("llama"), cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "v2").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    more = ("--model_revision", "v2", "--max_steps", "1", *offload)
+    main(LLAMA, flags(Path("owner/tiny"), text_file, tmp_path / "out", *more))
+    assert weights(tmp_path / "out")
 
 
 @pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])

@@ -6,8 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,16 @@ from hf_lohan.compat.transformers_private import cache_among
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
+from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
 from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint
-from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
-from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
+from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, quantized_checkpoint
+from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
 from hf_lohan.huggingface.ranks import refuse_generation_of_ranks
 from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
+from hf_lohan.ranks import Links
 from hf_lohan.store import Store
 from hf_lohan.wording import format_bytes, times
 
@@ -51,11 +52,14 @@ def load_for_generation(
     dtype: torch.dtype | str = "auto",
     default_ssd_path: str | Path = "lohan_store",
     model_class: Any = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
-    """Load a model from a checkpoint folder for `generate`. Each token streams its weights from the store.
+    """Load a model for `generate`. Each token streams its weights from the store.
 
     Args:
-        path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
+        path: a checkpoint folder, or the name of a model in the Hub, which is downloaded to its cache.
         offload: anything that `OffloadConfig.load` takes.
         max_length: the largest number of tokens of a sequence, including its prompt. Required. `gpu_memory` keeps room
             for their keys and values. A call with more tokens raises RuntimeError.
@@ -63,7 +67,9 @@ def load_for_generation(
         torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
         dtype: dtype of the weights. "auto" is the checkpoint's dtype, or float32 for float16.
         default_ssd_path: the store's folder if the configuration has no path.
-        model_class: a class or an auto class of transformers; default is the class that the checkpoint's config names.
+        model_class: a class or an auto class of transformers. The default is the class that the config names.
+        revision, token: for a model in the Hub, as for `AutoModelForCausalLM.from_pretrained`.
+        trust_remote_code: run the code that the checkpoint has.
 
     The store has one copy of the weights, and no optimizer states. Later calls use it until the checkpoint's files
     change. Raises ValueError, before a weight is read, if the budgets have no room for two layers and the keys and
@@ -71,8 +77,6 @@ def load_for_generation(
     """
     from transformers import GenerationConfig
 
-    if not os.path.isdir(path):
-        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of a checkpoint folder")
     if max_length is None:
         raise ValueError(
             "max_length is required, because the device keeps room for the keys and values of each sequence; give the "
@@ -84,16 +88,20 @@ def load_for_generation(
     config = replace(
         resolved_here(config, device, default_ssd_path), activations="keep", durability="checkpoint", chunked_loss=False
     )
-    model_config = read_model_config(path)
-    model_class = model_class or model_class_of(model_config)
-    packed = packed_checkpoint(path, model_config)
-    quantized = quantized_checkpoint(path, model_config)
+    arguments = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+    checkpoint = Checkpoint.open(path, arguments)
+    model_config = checkpoint.read_config()
+    model_class = model_class or model_class_of(model_config, checkpoint.code)
+    if quantization_of(model_config) is not None:
+        checkpoint.fetch_weights(None, config, Links.alone())  # their files say how they are packed
+    packed = packed_checkpoint(checkpoint.folder, model_config)
+    quantized = quantized_checkpoint(checkpoint.folder, model_config)
     model_config = model_config if quantized is None else quantized.model_config
     wanted_dtype = load_dtype(path, model_config, dtype)
     if packed is not None:
         config = packed.settings(config, wanted_dtype)
     with torch.device("meta"):
-        skeleton = skeleton_of(model_class, model_config, wanted_dtype).requires_grad_(False)
+        skeleton = skeleton_of(model_class, model_config, wanted_dtype, checkpoint.code).requires_grad_(False)
     if not skeleton.can_generate():
         raise ValueError(
             f"{type(skeleton).__name__}, the class of {str(path)!r}, cannot generate; pass model_class=, such as "
@@ -103,24 +111,32 @@ def load_for_generation(
         lay_out_generation,
         config=config,
         working_dtype=None,
-        keys_and_values=keys_and_values(model_class, model_config, wanted_dtype, num_sequences, max_length),
+        keys_and_values=keys_and_values(
+            partial(weightless_model, model_config, torch.bfloat16, None, model_class, checkpoint.code),
+            wanted_dtype,
+            num_sequences,
+            max_length,
+        ),
         memory_is_host=device.memory_is_host,
         experts_per_token=getattr(model_config, "num_experts_per_tok", None),
     )
     layout = lay_out_for_this(skeleton)
-    fingerprint = _fingerprint(path, wanted_dtype)
+    checkpoint.fetch_weights(layout.records, config, Links.alone())
+    fingerprint = _fingerprint(checkpoint.folder, wanted_dtype)
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         if _is_in_store(tiers.store, fingerprint) and _take_buffers(skeleton, tiers.store):
             tiers.store.drop_drafts()  # drops the zeros with which a new store begins
             logger.info("the store in %s already has the weights of this checkpoint", tiers.store.paths[0].path)
             model = skeleton
-            if (Path(path) / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(path)
+            if (Path(checkpoint.folder) / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
         else:
             access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
             names = {name: name for name, _ in skeleton.named_parameters()}
-            model = stream_model(path, model_class, model_config, wanted_dtype, access, names, quantized, packed=packed)
+            model = stream_model(
+                checkpoint, model_class, model_config, wanted_dtype, access, names, quantized, packed=packed
+            )
             model.requires_grad_(False)
             store_the_rest(model, access, names)
             layout = lay_out_for_this(model)
@@ -144,14 +160,12 @@ def load_for_generation(
     return model
 
 
-def keys_and_values(
-    model_class: Any, config: Any, dtype: torch.dtype, num_sequences: int, num_tokens: int
-) -> KeysAndValues:
+def keys_and_values(build: Callable[[], Any], dtype: torch.dtype, num_sequences: int, num_tokens: int) -> KeysAndValues:
     """Return the size of a model's keys and values for ``num_tokens`` tokens, by a forward on meta. One layer counts
     twice, because its old and new tensors are in memory together when a token is added. Warns if the cache has no
     tensors to count."""
     with torch.device("meta"), torch.no_grad():
-        model = weightless_model(config, torch.bfloat16, model_class=model_class).eval()
+        model = build().eval()
         tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
         try:
             cache = cache_among(model(input_ids=tokens, use_cache=True))

@@ -19,6 +19,7 @@ from hf_lohan.hardware.measurement import store_paths
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
 from hf_lohan.huggingface.attachment import engine_of
 from hf_lohan.huggingface.generate.generation import load_for_generation
+from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.planning import bytes_per_token
 from hf_lohan.timeline import SSD_READ
 
@@ -120,11 +121,14 @@ def generate_text(
     write: Callable[[str], None],
     default_ssd_path: str | Path,
     torch_device: torch.device | str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> GenerationFigures:
     """Pass the text after the prompt to ``write``, piece by piece, or at the end with beams. Raises the errors of
     `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer."""
     began_s = time.perf_counter()
-    tokenizer = _tokenizer_of(path)
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = _tokenizer_of(Checkpoint.open(path, origin))
     inputs = tokenizer(request.prompt, return_tensors="pt")
     num_prompt_tokens = inputs["input_ids"].shape[1]
     if not num_prompt_tokens:
@@ -136,6 +140,7 @@ def generate_text(
         num_sequences=request.num_beams,
         torch_device=torch_device,
         default_ssd_path=default_ssd_path,
+        **origin,
     )
     engine = engine_of(model)
     assert engine is not None
@@ -170,17 +175,17 @@ def generate_text(
         engine.close()
 
 
-def _tokenizer_of(path: str | Path) -> Any:
-    """Return the folder's tokenizer. Raises ValueError if it has no readable one."""
-    if not Path(path).is_dir():
-        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of a checkpoint folder")
+def _tokenizer_of(checkpoint: Checkpoint) -> Any:
+    """Return the checkpoint's tokenizer. Raises ValueError if it has no readable one."""
+    folder = Path(checkpoint.folder)
+    checkpoint.read_config()  # its errors come first
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(folder, **{"trust_remote_code": False, **checkpoint.code})
     except (OSError, ValueError) as error:
-        has_files = any(Path(path).glob("tokenizer*")) or any(Path(path).glob("*.model"))
+        has_files = any(folder.glob("tokenizer*")) or any(folder.glob("*.model"))
         reason = " ".join(str(error).split()) if has_files else "there is no tokenizer.json or other tokenizer file"
         raise ValueError(
-            f"{str(path)!r} has no readable tokenizer ({reason}); save the model's tokenizer to that folder: "
+            f"{checkpoint.name!r} has no readable tokenizer ({reason}); save the model's tokenizer to that folder: "
             "tokenizer.save_pretrained(folder)"
         ) from None
 

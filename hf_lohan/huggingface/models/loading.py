@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,10 +33,12 @@ from hf_lohan.huggingface.attachment import (
     settings_given,
 )
 from hf_lohan.huggingface.models.adapters import adapted, adapted_skeleton, check_peft_config
+from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.models.packed_checkpoints import PackedCheckpoint, packed_checkpoint, quantized_as_asked
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     QuantizedCheckpoint,
     check_dequantizes,
+    quantization_of,
     quantized_checkpoint,
 )
 from hf_lohan.huggingface.models.saving import dtypes_to_save
@@ -153,7 +154,7 @@ def from_pretrained(
     """Load a model for training, and stream its weights to the store.
 
     Args:
-        path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
+        path: a checkpoint folder, or the name of a model in the Hub, which is downloaded to its cache.
         offload: anything that `OffloadConfig.load` takes.
         torch_device: the device that computes. None is the GPU, or the CPU if there is no GPU.
         dtype: dtype of the working weights. "auto" is the checkpoint's dtype, or float32 for float16. `bf16=True` means
@@ -170,27 +171,24 @@ def from_pretrained(
             configured optimizer, or AdamW.
         peft_config: a configuration of PEFT. With it this returns a `PeftModel`, and its base is streamed too.
         quantization_config: a `BitsAndBytesConfig` with ``load_in_4bit=True``, which means the setting `quantize`.
-        kwargs: passed to the model class's `from_pretrained`.
+        kwargs: passed to the model class's `from_pretrained`, such as `revision` and `trust_remote_code`.
 
-    Raises ValueError, before weights are read, for unknown keys, for budgets or capacities that are too small, for
-    another model's store, and for dtypes that cannot be trained.
+    Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
+    capacities that are too small, for another model's store, and for dtypes that cannot be trained.
     """
-    from transformers import AutoConfig
-
-    if not os.path.isdir(path):
-        raise ValueError(
-            f"{str(path)!r} is not a checkpoint folder; pass the path of a checkpoint folder, or a model in memory"
-        )
     if peft_config is not None:
         check_peft_config(peft_config)
     # A Trainer passes its own configuration, or a part of that configuration.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
-    model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
-    model_class = model_class or model_class_of(model_config)
-    packed = packed_checkpoint(path, model_config)
-    quantized = quantized_checkpoint(path, model_config)
+    checkpoint = Checkpoint.open(path, kwargs)
+    model_config = kwargs.pop("config", None) or checkpoint.read_config()
+    model_class = model_class or model_class_of(model_config, checkpoint.code)
+    if quantization_of(model_config) is not None:
+        checkpoint.fetch_weights(None, config, links_to_other_ranks())  # their files say how they are packed
+    packed = packed_checkpoint(checkpoint.folder, model_config)
+    quantized = quantized_checkpoint(checkpoint.folder, model_config)
     if quantized is not None:
         model_config = quantized.model_config
         check_dequantizes(quantization_config)
@@ -203,7 +201,7 @@ def from_pretrained(
         config = packed.settings(config, working_dtype or loaded_dtype)
 
     with torch.device("meta"):
-        skeleton = skeleton_of(model_class, model_config, loaded_dtype)
+        skeleton = skeleton_of(model_class, model_config, loaded_dtype, checkpoint.code)
         names = {name: name for name, _ in skeleton.named_parameters()}
         if peft_config is not None:
             skeleton, names = adapted_skeleton(skeleton, peft_config)
@@ -225,13 +223,23 @@ def from_pretrained(
     layout = lay_out_for_this(skeleton)
     # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
+    checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
         if quantized is not None and bf16 and dtype == "auto":
             loaded_dtype = torch.float32  # the masters are the products of codes and scales, before they are rounded
         model = stream_model(
-            path, model_class, model_config, loaded_dtype, access, names, quantized, casts=bf16, packed=packed, **kwargs
+            checkpoint,
+            model_class,
+            model_config,
+            loaded_dtype,
+            access,
+            names,
+            quantized,
+            casts=bf16,
+            packed=packed,
+            **kwargs,
         )
         if not is_trained:
             model.requires_grad_(False)
@@ -252,7 +260,7 @@ def from_pretrained(
 
 
 def stream_model(
-    path: str | Path,
+    checkpoint: Checkpoint,
     model_class: Any,
     model_config: Any,
     dtype: torch.dtype,
@@ -267,20 +275,23 @@ def stream_model(
     """Load a checkpoint's model on meta, and store its weights under ``names``. A ``quantized`` checkpoint is decoded.
     With ``casts`` the checkpoint's dtypes may differ from the store's."""
     sink = WeightSink(access, names, of_any_dtype=casts)
+    kwargs = checkpoint.loading_arguments(model_class, kwargs)
     decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if quantized is not None:
         decoded = tensors_replaced(quantized.replace_encoded)
     elif packed is not None:
         decoded = tensors_replaced(partial(packed.store_packed, sink.store_packed))
-    with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink) as unused, decoded:
-        model = model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
+    what = f"streaming {checkpoint.name}"
+    with long_work(what, _stored_bytes(access, names.values())), streamed_to(sink) as unused, decoded:
+        model = model_class.from_pretrained(checkpoint.folder, config=model_config, dtype=dtype, **kwargs)
+    checkpoint.name_model(model)
     if quantized is not None:
         quantized.check_loaded(model, unused)
     if unused:
         logger.warning(
             "%s of %s (%s) are no weights of %s and are not loaded, such as %s; saved models do not have them",
             times(len(unused), "tensor"),
-            path,
+            checkpoint.name,
             format_bytes(sum(unused.values())),
             type(model).__name__,
             min(unused),
@@ -396,10 +407,10 @@ def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
     return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
 
-def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
-    """Return the model without weights, in the dtypes in which it is loaded. Call this with meta as torch's default
-    device."""
-    skeleton = build_from_config(model_class, model_config, dtype)
+def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype, code: Mapping[str, Any]) -> Any:
+    """Return the model without weights, in the dtypes in which it is loaded. ``code``: as for `build_from_config`. Call
+    this with meta as torch's default device."""
+    skeleton = build_from_config(model_class, model_config, dtype, code)
     kept = kept_in_float32(skeleton) if dtype == torch.bfloat16 else set[str]()
     for name, parameter in skeleton.named_parameters():
         # Transformers makes all loaded weights trainable, even those that their class freezes.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-from pathlib import Path
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,18 +14,22 @@ from hf_lohan.huggingface.models.adapters import adapted_skeleton
 
 logger = logging.getLogger(__name__)
 
-_CONFIG_NAME = "config.json"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NO_CODE: Mapping[str, Any] = MappingProxyType({})
 
 
 def weightless_model(
-    config: Any, dtype: torch.dtype | str = "auto", lora_rank: int | None = None, model_class: Any = None
+    config: Any,
+    dtype: torch.dtype | str = "auto",
+    lora_rank: int | None = None,
+    model_class: Any = None,
+    code: Mapping[str, Any] = _NO_CODE,
 ) -> Any:
     """Build the model of a config on meta, with grouped experts as in training. With a `lora_rank` the model is
-    frozen, and has LoRA of that rank on all linear layers. The default of ``model_class`` is `model_class_of`. Raises
-    ValueError for a model that cannot be built or trained."""
+    frozen, and has LoRA of that rank on all linear layers. The default of ``model_class`` is `model_class_of`.
+    ``code``: `trust_remote_code` and `code_revision`. Raises ValueError for a model that cannot be built or trained."""
+    model_class = model_class or model_class_of(config, code)
     with torch.device("meta"):
-        model = build_from_config(model_class or model_class_of(config), config, planning_dtype(config, dtype))
+        model = build_from_config(model_class, config, planning_dtype(config, dtype), code)
     if groups_experts(model):
         model.set_experts_implementation("grouped_mm")  # other implementations need the values of the routing
     if lora_rank is None:
@@ -38,12 +41,17 @@ def weightless_model(
         return adapted_skeleton(model, lora)[0]
 
 
-def model_class_of(config: Any) -> Any:
+def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
     """Return the class that the config of a checkpoint names in `architectures`, or `AutoModelForCausalLM` if it names
-    none. Logs a warning if transformers does not have the class."""
+    none. With `trust_remote_code` in ``code`` a class in the checkpoint's own code has precedence, and the auto class
+    that loads it is returned. Logs a warning if the class does not exist."""
     import transformers
 
     name = next(iter(getattr(config, "architectures", None) or ()), "")
+    references = (getattr(config, "auto_map", None) or {}) if code.get("trust_remote_code") else {}
+    for auto_class, reference in references.items():
+        if str(reference).rpartition(".")[2] == name and hasattr(transformers, auto_class):
+            return getattr(transformers, auto_class)
     own = getattr(transformers, name, None)
     if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel):
         return own
@@ -56,33 +64,6 @@ def model_class_of(config: Any) -> Any:
             config.model_type,
         )
     return transformers.AutoModelForCausalLM
-
-
-def read_model_config(path_or_config: str | Path) -> Any:
-    """Return the transformers config of a folder with a `config.json`, of such a file, or of a model in the Hub. Raises
-    ValueError if it does not exist."""
-    from transformers import AutoConfig
-
-    path = Path(path_or_config)
-    if path.is_dir() and not (path / _CONFIG_NAME).is_file():
-        raise ValueError(
-            f"the folder {str(path)!r} has no {_CONFIG_NAME}; give a checkpoint folder or a {_CONFIG_NAME}"
-        )
-    if not path.exists() and not _HUB_NAME.fullmatch(str(path_or_config)):
-        raise ValueError(
-            f"{str(path)!r} does not exist; give a checkpoint folder, a {_CONFIG_NAME} or a model in the Hub"
-        )
-    try:
-        return AutoConfig.from_pretrained(os.fspath(path_or_config))
-    except (OSError, ValueError, KeyError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if not path.exists():
-            raise ValueError(
-                f"{str(path)!r} is not a folder here, and no model of this name is in the Hub or its cache "
-                f"({reason.rstrip('.')}); give the path of a checkpoint folder or of a {_CONFIG_NAME}, or the name of "
-                "a model in the Hub"
-            ) from None
-        raise ValueError(f"{str(path)!r} has no model config: {reason}") from None
 
 
 def planning_dtype(config: Any, dtype: torch.dtype | str = "auto") -> torch.dtype:

@@ -17,9 +17,10 @@ from hf_lohan.config import FITS_OR_NOT, ConfigError
 from hf_lohan.device import device_for
 from hf_lohan.huggingface.arguments import is_mixed
 from hf_lohan.huggingface.models.adapters import adapted_skeleton
+from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.models.loading import load_dtype
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
-from hf_lohan.huggingface.models.weightless_model import model_class_of, read_model_config, weightless_model
+from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
 from hf_lohan.huggingface.ranks import is_one_of_several
 from hf_lohan.planning import StepShape, stock_fit
 from hf_lohan.report.run_data import STORE_FOLDER
@@ -45,9 +46,11 @@ class TrainingPlace:
     sentence: str
 
 
-def choose_place(trainer_class: type, settings: Mapping[str, Any], *, makes_models: bool) -> TrainingPlace:
-    """Choose between the stock Trainer and offloading for ``settings``, the arguments of a Trainer by name. Raises
-    ConfigError for a trainer whose memory is not known."""
+def choose_place(
+    trainer_class: type, settings: Mapping[str, Any], loading: Mapping[str, Any], *, makes_models: bool
+) -> TrainingPlace:
+    """Choose between the stock Trainer and offloading for ``settings``, the arguments of a Trainer by name.
+    ``loading``: its `model_init_kwargs`. Raises ConfigError for a trainer whose memory is not known."""
     if makes_models and not is_supervised(trainer_class):
         raise ConfigError(
             f"offload={FITS_OR_NOT!r} does not know the memory of {trainer_class.__name__}, which has more than one "
@@ -57,7 +60,7 @@ def choose_place(trainer_class: type, settings: Mapping[str, Any], *, makes_mode
     reason = _why_offloaded(settings, args)
     if reason is None:
         try:
-            model = _model_to_plan(settings, args)
+            model = _model_to_plan(settings, args, loading)
             if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
                 reason = "the stock Trainer has no float32 masters for weights in bfloat16; load them in float32"
             else:
@@ -67,11 +70,14 @@ def choose_place(trainer_class: type, settings: Mapping[str, Any], *, makes_mode
     return TrainingPlace(False, f"offload={FITS_OR_NOT!r} offloads this run: {reason}")
 
 
-def load_in_memory(path: str | Path, args: TrainingArguments) -> Any:
-    """Load the model of a path for the stock Trainer. Under autocast its weights are float32."""
-    config = read_model_config(path)
-    dtype = torch.float32 if is_mixed(args) else load_dtype(path, config, "auto")
-    return model_class_of(config).from_pretrained(path, config=config, dtype=dtype)
+def load_in_memory(path: str | Path, args: TrainingArguments, loading: Mapping[str, Any]) -> Any:
+    """Load the model of a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
+    further arguments of `from_pretrained`."""
+    checkpoint, rest = Checkpoint.open(path, loading, weights=False), dict(loading)
+    config = rest.pop("config", None) or checkpoint.read_config()
+    model_class = rest.pop("model_class", None) or model_class_of(config, checkpoint.code)
+    asked = rest.pop("dtype", "float32" if is_mixed(args) else "auto")
+    return model_class.from_pretrained(path, config=config, dtype=load_dtype(path, config, asked), **rest)
 
 
 def _why_offloaded(settings: Mapping[str, Any], args: TrainingArguments) -> str | None:
@@ -86,7 +92,7 @@ def _why_offloaded(settings: Mapping[str, Any], args: TrainingArguments) -> str 
     return None
 
 
-def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments) -> nn.Module:
+def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading: Mapping[str, Any]) -> nn.Module:
     """Return the model that the stock Trainer would train, without weights if it is not in memory."""
     model, peft_config = settings["model"], settings.get("peft_config")
     if isinstance(model, nn.Module) and peft_config is None:
@@ -94,11 +100,14 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments) -> nn.M
     if isinstance(model, nn.Module):
         skeleton = weightless_model(model.config, getattr(model, "dtype", "auto"))
     else:
-        config, is_float32 = read_model_config(model), is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL's way
-        dtype = (getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32" if is_float32 else "auto")
+        loading = {**(getattr(args, "model_init_kwargs", None) or {}), **loading}
+        is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL's way
+        checkpoint = Checkpoint.open(model, loading, weights=False)
+        config = loading.get("config") or checkpoint.read_config()
         if quantization_of(config) is not None:
             raise ValueError("the checkpoint is quantized, and is dequantized while it streams")
-        skeleton = weightless_model(config, load_dtype(model, config, dtype))
+        dtype = load_dtype(model, config, loading.get("dtype", "float32" if is_float32 else "auto"))
+        skeleton = weightless_model(config, dtype, model_class=loading.get("model_class"), code=checkpoint.code)
     if peft_config is not None:
         with torch.device("meta"):
             skeleton = adapted_skeleton(skeleton, peft_config)[0]

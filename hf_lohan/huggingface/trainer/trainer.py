@@ -50,6 +50,7 @@ from hf_lohan.huggingface.guards import (
     check_arguments,
     check_given_model,
     check_model,
+    check_model_init_kwargs,
     check_optimizer,
     check_optimizers,
     check_runs_together,
@@ -213,10 +214,12 @@ class OffloadTrainerMixin(
         offload: None (the stock Trainer, untouched), "lohan" (everything automatic), a YAML path, a dict, or an
             `OffloadConfig`. "auto" is the stock Trainer for a run that fits the device, and "lohan" for any other. The
             default is `args.offload` of `LohanArguments`, or LOHAN_OFFLOAD in the environment, or None.
+        model_init_kwargs: keyword arguments of `hf_lohan.from_pretrained`, such as `revision`, `trust_remote_code` and
+            `model_class`. Trainers of TRL have them in their arguments.
 
-    With offload, `model` may be the path of a checkpoint, which is streamed to the store; then `peft_config` and
-    `quantization_config` mean the same as for `hf_lohan.from_pretrained`. Raises ValueError for arguments that
-    offloading does not support exactly.
+    With offload, `model` may be the path of a checkpoint, or the name of a model in the Hub. It is streamed to the
+    store, and `peft_config` and `quantization_config` mean the same as for `hf_lohan.from_pretrained`. Raises
+    ValueError for arguments that offloading does not support exactly.
     """
 
     default_offload: ClassVar[Any] = None
@@ -226,14 +229,17 @@ class OffloadTrainerMixin(
     """Whether `offload="auto"` chose the stock Trainer."""
     _loading: Mapping[str, Any] = MappingProxyType({})
     """Arguments for loading the model, by name."""
+    _model_init_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, model: Any = None, *rest: Any, offload: Any = NOT_GIVEN, **kwargs: Any) -> None:
         if not (self._is_initialized or self._makes_models):
             self._loading = {name: kwargs.pop(name) for name in _LOADING_ARGUMENTS if name in kwargs}
+            self._model_init_kwargs = kwargs.pop("model_init_kwargs", None) or {}
+            check_model_init_kwargs(self._model_init_kwargs, model)
         if self._is_initialized or not self._initialize_offload((model, *rest), kwargs, offload):
             if self._is_in_memory and isinstance(model, str | Path) and not self._makes_models:
                 args = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs).get("args")
-                model = load_in_memory(model, args or TrainingArguments("tmp_trainer"))
+                model = load_in_memory(model, args or TrainingArguments("tmp_trainer"), self._model_init_kwargs)
             super().__init__(model, *rest, **kwargs)
         else:
             self._construct(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
@@ -270,7 +276,7 @@ class OffloadTrainerMixin(
     def _choose_place(self, given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
         """Return `offload` for `offload="auto"`, and say why."""
         settings = named_arguments(type(self), OffloadTrainerMixin, given, named) if given else named
-        choice = choose_place(type(self), settings, makes_models=self._makes_models)
+        choice = choose_place(type(self), settings, self._model_init_kwargs, makes_models=self._makes_models)
         args = settings.get("args")
         (tqdm.write if args is None or args.should_log else logger.info)(choice.sentence)
         self._is_in_memory = choice.in_memory
@@ -295,7 +301,7 @@ class OffloadTrainerMixin(
         use_one_gpu(args)
         with self._replacing_models(settings):
             if isinstance(model, Path | str) and not self._makes_models:
-                settings["model"] = self._stream_model(model, args, **self._loading)
+                settings["model"] = self._stream_model(model, args, **self._model_init_kwargs, **self._loading)
             make(**settings)
         self._replace_jit_checkpoints()
 

@@ -33,6 +33,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import NOT_GIVEN
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.guards import check_trl
+from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, HUB_ARGUMENTS, Checkpoint
 from hf_lohan.huggingface.models.loading import from_pretrained
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
@@ -94,7 +95,7 @@ class TrlModelsMixin(_TrainerBase):
             loading = _loading(path, architecture, kwargs)
             if settings.get("peft_config") is None:
                 return self._stream_model(path, args, **loading)
-            skeleton = _skeleton(path, loading)
+            skeleton = _skeleton(loading)
             awaiting_adapters[id(skeleton)] = functools.partial(
                 self._stream_model_with_adapters, skeleton, path, args, loading
             )
@@ -236,24 +237,27 @@ def _has_adapters(settings: Mapping[str, Any]) -> bool:
 
 def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for the model that TRL would load. TRL's default dtype is float32."""
-    own = {name: value for name, value in kwargs.items() if name == "quantization_config"}
-    rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype", *own)}
+    asked = {name: value for name, value in kwargs.items() if name == "quantization_config"}
+    rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype", *asked)}
     dtype = kwargs.get("dtype", torch.float32)
-    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **rest)
-    if kwargs.get("trust_remote_code"):
-        rest["trust_remote_code"] = True
+    checkpoint = Checkpoint.open(path, rest)
+    checkpoint.read_config()  # its errors come first
+    own = {name: value for name, value in rest.items() if name not in (*HUB_ARGUMENTS, *CODE_ARGUMENTS)}
+    origin = {name: value for name, value in rest.items() if name not in own}
+    config, own = AutoConfig.from_pretrained(checkpoint.folder, return_unused_kwargs=True, **checkpoint.code, **own)
     if architecture is None:
-        architecture = model_class_of(config)
-    return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **own, **rest}
+        architecture = model_class_of(config, checkpoint.code)
+    return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **origin, **own, **asked}
 
 
-def _skeleton(path: str, loading: Mapping[str, Any]) -> Any:
+def _skeleton(loading: Mapping[str, Any]) -> Any:
     """Return the model without weights."""
     with torch.device("meta"):
-        skeleton = build_from_config(loading["model_class"], loading["config"], torch.float32)
+        code = {name: value for name, value in loading.items() if name in CODE_ARGUMENTS and value}
+        skeleton = build_from_config(loading["model_class"], loading["config"], torch.float32, code)
     if getattr(skeleton, "generation_config", None) is not None:
         with contextlib.suppress(OSError):  # a checkpoint may have no generation config
-            skeleton.generation_config = GenerationConfig.from_pretrained(path)
+            skeleton.generation_config = GenerationConfig.from_pretrained(loading["config"].name_or_path)
     return skeleton
 
 

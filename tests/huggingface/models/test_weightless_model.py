@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from hf_lohan.huggingface.models.weightless_model import planning_dtype, read_model_config, weightless_model
+from hf_lohan.huggingface.models.hub import read_model_config
+from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.model import discover_blocks
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import trace_blocks
@@ -129,9 +130,9 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "other.json").write_text("{}")
     for path, message in (
         (tmp_path / "empty", "has no config.json"),
-        (tmp_path / "missing", "does not exist"),
+        (tmp_path / "missing", "is not a checkpoint folder; give the path of one, or the name of a model in the Hub"),
         (tmp_path / "other.json", "has no model config"),
-        ("models/nope", r"'models/nope' is not a folder here, and no model of this name is in the Hub or its cache"),
+        ("models/nope", r"'models/nope' is not a folder here, .* run `hf download models/nope`"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             read_model_config(path)

@@ -45,7 +45,10 @@ def test_arguments_by_position_and_by_name_are_assigned_right(base: type, offloa
 @pytest.mark.parametrize("path", ["models/llama", Path("models/llama")], ids=["str", "Path"])
 def test_a_path_without_offload_is_refused(path: Any, tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(ValueError, match=r"model=.models/llama. is a path, and only an offloading Trainer loads"):
+    with pytest.raises(
+        ValueError,
+        match=r"model=.models/llama. is the path or the name of a model, and only an offloading Trainer loads",
+    ):
         hf_lohan.Trainer(model=path, args=args)
 
 

@@ -1,0 +1,321 @@
+"""Checkpoints by path or by name. A name is one of the Hub; its files are read from the cache, or downloaded to it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.files import CapacityError, StorePath
+from hf_lohan.files.directories import check_free_space
+from hf_lohan.ranks import Links
+from hf_lohan.store import DATA_NAMES, RecordSpec, bytes_of_new_store
+from hf_lohan.wording import format_bytes
+
+logger = logging.getLogger(__name__)
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+"""Arguments of `from_pretrained` that say where in the Hub a model is. They mean nothing for a folder."""
+CODE_ARGUMENTS = ("trust_remote_code", "code_revision")
+CONFIG_NAME = "config.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes")
+"""Configs, tokenizers, chat templates and processors."""
+_TEMPLATES = "additional_chat_templates/*.jinja"
+_CODE = "*.py"
+_FAILURES: tuple[type[Exception], ...] = (OSError, HfHubHTTPError.__bases__[0])
+"""Errors of huggingface_hub and of its HTTP client."""
+_HEARTBEAT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder, or a model of the Hub whose config, tokenizer and other small files are in the cache."""
+
+    name: str
+    """The path or the name that was given."""
+    folder: str
+    """The folder, or the snapshot in the cache."""
+    hub: Mapping[str, Any] | None = None
+    """The `HUB_ARGUMENTS` of a model of the Hub; None for a folder."""
+    code: Mapping[str, Any] = field(default_factory=dict)
+    """The `CODE_ARGUMENTS` that were given."""
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the files with weights that are not in the cache, by name."""
+
+    @classmethod
+    def open(cls, path: str | Path, arguments: Mapping[str, Any] | None = None, *, weights: bool = True) -> Checkpoint:
+        """Find a folder, or fetch the small files of a model of the Hub. A folder of that name has precedence.
+
+        ``arguments`` may have `HUB_ARGUMENTS` and `CODE_ARGUMENTS`. Without ``weights`` a model of the Hub needs no
+        weights, and only its config is fetched. Raises ValueError if there is no such checkpoint.
+        """
+        name, arguments = os.fspath(path), arguments or {}
+        code = {argument: arguments[argument] for argument in CODE_ARGUMENTS if arguments.get(argument)}
+        if os.path.isdir(name):
+            return cls(name, name, code=code)
+        try:
+            validate_repo_id(name)
+        except HFValidationError:
+            raise ValueError(
+                f"{name!r} is not a checkpoint folder; give the path of one, or the name of a model in the Hub"
+            ) from None
+        if os.path.exists(name):
+            raise ValueError(f"{name!r} is not a checkpoint folder, but a file; give the path of a folder")
+        hub = {argument: arguments[argument] for argument in HUB_ARGUMENTS if arguments.get(argument) is not None}
+        hub.pop("proxies", None)
+        other = next((argument for argument in ("subfolder", "variant") if arguments.get(argument)), None)
+        if other is not None:
+            raise ValueError(
+                f"{other}={arguments[other]!r} is not supported for {name!r}, a model in the Hub; run `hf download "
+                f"{name}`, and give the path of the folder"
+            )
+        folder, sizes, reason = _small_files(name, hub, with_code="trust_remote_code" in code, only_config=not weights)
+        if not weights:
+            return cls(name, folder, hub, code)
+        missing = [file for file in _weight_files(folder, sizes) if not _has(folder, file)]
+        if missing and reason is not None:
+            raise ValueError(
+                f"{name!r} is only in part in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
+                f"({reason}); run `hf download {name}` where it can"
+            )
+        return cls(name, folder, hub, code, {file: sizes.get(file, 0) for file in missing})
+
+    def read_config(self) -> Any:
+        """Return the transformers config. Raises ValueError if there is none, or if it needs code that is not
+        trusted."""
+        file = Path(self.folder) / CONFIG_NAME
+        if not file.is_file():
+            raise ValueError(f"{self.name!r} has no {CONFIG_NAME}; give a checkpoint with a config of transformers")
+        return _read_config(self.name, file, self.folder, self.code)
+
+    def loading_arguments(self, model_class: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments for `from_pretrained` of the folder."""
+        others = {name: value for name, value in arguments.items() if name not in (*HUB_ARGUMENTS, *CODE_ARGUMENTS)}
+        is_auto_class = hasattr(model_class, "from_config")
+        return {**others, "trust_remote_code": False, **self.code} if is_auto_class else others
+
+    def fetch_weights(self, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links) -> None:
+        """Download the weights that are not in the cache. Before that, log what download and store take on disk.
+
+        ``records``: those of the store, which ``config`` places; None if they are not known yet. One process of a
+        machine downloads, and the others wait. Raises ValueError if the disk is too small.
+        """
+        if not self.missing:
+            return
+        assert self.hub is not None
+        cache = os.fspath(self.hub.get("cache_dir") or constants.HF_HUB_CACHE)
+        with _telling_others(links), _lock(Path(cache) / ".locks" / f"lohan--{self.name.replace('/', '--')}.lock"):
+            missing = {file: size for file, size in self.missing.items() if not _has(self.folder, file)}
+            if missing:
+                self._check_room(sum(missing.values()), cache, records, config, links)
+                try:
+                    snapshot_download(self.name, allow_patterns=[_exactly(file) for file in missing], **self.hub)
+                except _FAILURES as error:
+                    raise ValueError(
+                        f"the download of {self.name!r} failed ({_reason(error)}); start again, and it continues"
+                    ) from error
+
+    def _check_room(
+        self, num_bytes: int, cache: str, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links
+    ) -> None:
+        assert config.ssd != "auto"
+        paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+        most_homes = 1 if config.durability == "checkpoint" else 2
+        least_homes = 2 if config.durability == "step" else 1
+        for num_homes in range(most_homes, least_homes - 1, -1):
+            takes, store = f"{format_bytes(num_bytes)} of weights to {cache}", [0] * len(paths)
+            if records is not None:
+                store = [links.ranks.num_local * size for size in bytes_of_new_store(paths, records, num_homes)]
+                places = " and ".join(path.path for path in paths)
+                takes += f", and its store takes {format_bytes(sum(store))} in {places}"
+            try:
+                check_free_space([StorePath(cache), *paths], [num_bytes, *store], DATA_NAMES)
+            except CapacityError as error:
+                if num_homes > least_homes:
+                    continue
+                raise ValueError(
+                    f"the disk is too small to download {self.name!r}: it downloads {takes}, but "
+                    f"{'; '.join(map(str, error.shortfalls))}; free space, or set HF_HUB_CACHE or ssd to another drive"
+                ) from None
+            logger.warning("downloading %s: %s", self.name, takes)  # a warning, to be seen without logging
+            return
+
+    def name_model(self, model: Any) -> None:
+        """Have a loaded model say the name in the Hub, as stock's does, and not the folder in the cache."""
+        if self.hub is not None:
+            model.config.name_or_path = model.name_or_path = self.name
+
+
+def read_model_config(path: str | Path, arguments: Mapping[str, Any] | None = None) -> Any:
+    """Return the transformers config of a folder with a `config.json`, of such a file, or of a model in the Hub.
+    ``arguments`` as for `Checkpoint.open`. Raises ValueError if there is none."""
+    if os.path.isfile(path):
+        return _read_config(os.fspath(path), Path(path), os.fspath(path), {})
+    return Checkpoint.open(path, arguments, weights=False).read_config()
+
+
+def _read_config(name: str, file: Path, source: str, code: Mapping[str, Any]) -> Any:
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        has_own = "AutoConfig" in (fields.get("auto_map") or {}) and fields.get("model_type") not in CONFIG_MAPPING
+        if has_own and not code.get("trust_remote_code"):
+            raise ValueError(
+                f"{name!r} is a model with code of its own, which would run on this machine; read that code, and give "
+                "trust_remote_code=True (--trust_remote_code) if you trust it"
+            )
+        return AutoConfig.from_pretrained(source, **{"trust_remote_code": False, **code})
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{name!r} has no model config: {reason}") from None
+
+
+def _small_files(
+    name: str, hub: Mapping[str, Any], *, with_code: bool, only_config: bool
+) -> tuple[str, dict[str, int], str | None]:
+    """Return the snapshot's folder, the bytes of all files of the model by name, and why the Hub could not be asked.
+    The bytes are not known without the Hub, and not asked for if only the config is needed."""
+    failure: BaseException | None = None
+    if not hub.get("local_files_only"):
+        try:
+            if only_config:
+                patterns = [CONFIG_NAME, *([_CODE] if with_code else [])]
+                return snapshot_download(name, allow_patterns=patterns, **hub), {}, None
+            where = {argument: hub[argument] for argument in ("revision",) if argument in hub}
+            info = HfApi(token=hub.get("token")).model_info(name, files_metadata=True, **where)
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+            _refuse_other_formats(name, sizes)
+            small = [_exactly(file) for file in sizes if _is_small(file, with_code=with_code)]
+            return snapshot_download(name, allow_patterns=small, **hub), sizes, None
+        except _FAILURES as error:
+            failure = error
+    try:
+        cached = {argument: value for argument, value in hub.items() if argument != "force_download"}
+        folder = snapshot_download(name, allow_patterns=[CONFIG_NAME], **{**cached, "local_files_only": True})
+    except OSError:
+        raise _not_found(name, hub, failure) from failure
+    if not _has(folder, CONFIG_NAME):
+        raise _not_found(name, hub, failure) from failure
+    reason = "local_files_only=True" if failure is None else _reason(failure)
+    logger.info("%s is read from the Hub's cache: %s", name, reason)
+    return folder, {}, reason
+
+
+def _is_small(file: str, *, with_code: bool) -> bool:
+    """Whether a file is a config, a tokenizer or the like, or code."""
+    if "/" in file and not (with_code and fnmatch(file, _CODE)):
+        return fnmatch(file, _TEMPLATES)
+    return any(fnmatch(file, pattern) for pattern in (*_SMALL_FILES, *([_CODE] if with_code else [])))
+
+
+def _weight_files(folder: str, sizes: Mapping[str, int]) -> list[str]:
+    """Names of the files with the model's weights. ``sizes``: those of all files, as far as they are known."""
+    config = json.loads((Path(folder) / CONFIG_NAME).read_text()) if _has(folder, CONFIG_NAME) else {}
+    file = config.get("transformers_weights")
+    if file is None:
+        is_single = _has(folder, _WEIGHTS) or _WEIGHTS in sizes
+        file = _INDEX if not is_single and _has(folder, _INDEX) else _WEIGHTS
+    if not str(file).endswith(".index.json") or not _has(folder, file):
+        return [file]
+    index = json.loads((Path(folder) / file).read_text(encoding="utf-8"))
+    return sorted(set(index["weight_map"].values()))
+
+
+def _refuse_other_formats(name: str, files: Mapping[str, int]) -> None:
+    if not any(file.endswith(".safetensors") and "/" not in file for file in files):
+        others = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]
+        raise ValueError(
+            f"{name!r} has no safetensors files ({min(others) if others else 'no weights at all'}); load it with "
+            "transformers, save_pretrained it to a folder, and give that folder"
+        )
+
+
+def _has(folder: str, file: str) -> bool:
+    return os.path.isfile(os.path.join(folder, file))
+
+
+def _exactly(file: str) -> str:
+    """A pattern that only this file matches."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in file)
+
+
+def _not_found(name: str, hub: Mapping[str, Any], failure: BaseException | None) -> ValueError:
+    """The error for a model that is not in the cache, and cannot be fetched because of ``failure``."""
+    causes = [failure, getattr(failure, "__cause__", None)]
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return ValueError(
+            f"{name!r} is given only to users who have accepted its terms; accept them at "
+            f"{constants.ENDPOINT}/{name}, then log in with `hf auth login` or give token="
+        )
+    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+        return ValueError(f"{name!r} has no revision {hub.get('revision')!r} in the Hub; give a branch, tag or commit")
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return ValueError(
+            f"{name!r} is not a folder here, and the Hub has no model of this name that you may read; check the name, "
+            "and if the model is private log in with `hf auth login`"
+        )
+    reason = "local_files_only=True" if failure is None else _reason(failure)
+    return ValueError(
+        f"{name!r} is not a folder here, the Hub's cache does not have it, and the Hub cannot be reached ({reason}); "
+        f"run `hf download {name}` where it can, or give the path of a checkpoint folder"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+    if isinstance(cause, OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    text = next(iter(str(cause).splitlines()), "").rstrip(".")
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+
+
+@contextlib.contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """Within, no other process has this lock."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _telling_others(links: Links) -> Iterator[None]:
+    """Within, tell ranks of other machines, whose downloads may be faster, that this one is at work."""
+    is_done = threading.Event()
+
+    def tell(send: Callable[[], None]) -> None:
+        while not is_done.wait(_HEARTBEAT_S):
+            send()
+
+    thread = threading.Thread(target=tell, args=(links.send_heartbeat,), name="lohan-download", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
