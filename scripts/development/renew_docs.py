@@ -44,6 +44,7 @@ FITS = (
     ("Qwen3-32B", "qwen3-32b", ""),
     ("Qwen3-32B", "qwen3-32b", "--lora-rank 16"),
     ("Llama-3.1-70B", "llama-3.1-70b", "--lora-rank 16"),
+    ("Llama-3.1-70B", "llama-3.1-70b", "--lora-rank 16 --quantize nf4"),
 )
 """(name, folder in `configs/models`, more options) of the README's rows."""
 
@@ -115,6 +116,7 @@ def fits_table() -> str:
         plan = json.loads(result.stdout)
         gib = {tier: sum(sizes.values()) / 2**30 for tier, sizes in plan["tier_bytes"].items()}
         training = "LoRA, rank 16" if options else "all weights"
+        training += " over NF4" if "nf4" in options else ""
         sizes = f"{gib['cpu']:.0f} GiB | {gib['ssd']:.0f} GiB"
         lines.append(f"| {name} | {training} | {sizes} | {plan['step_s']:.0f} s | {plan['tokens_per_s']:.0f} |")
     return "\n".join(lines) + "\n"
