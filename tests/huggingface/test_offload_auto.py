@@ -120,13 +120,13 @@ def test_adapters_need_less_memory(free: Any, tmp_path: Path) -> None:
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     free(1)
     whole, small = (
-        in_memory.choose_place(SFTTrainer, {**settings, **more}, makes_models=True).sentence
+        in_memory.choose_place(SFTTrainer, {**settings, **more}, {}, makes_models=True).sentence
         for more in ({}, {"peft_config": lora})
     )
     assert whole.endswith("for 1 x 16 tokens") and small.endswith("for 1 x 16 tokens")
     assert whole != small
     free(1 << 40)
-    assert in_memory.choose_place(SFTTrainer, settings, makes_models=True).in_memory
+    assert in_memory.choose_place(SFTTrainer, settings, {}, makes_models=True).in_memory
 
 
 def test_images_are_offloaded_and_text_for_a_model_with_a_tower_is_not(free: Any, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_images_are_offloaded_and_text_for_a_model_with_a_tower_is_not(free: Any
     free(1 << 40)
     images = [{**row, "pixel_values": [[0.0]]} for row in ROWS]
     text, with_images = (
-        in_memory.choose_place(hf_lohan.Trainer, {**settings, "train_dataset": rows}, makes_models=False)
+        in_memory.choose_place(hf_lohan.Trainer, {**settings, "train_dataset": rows}, {}, makes_models=False)
         for rows in (ROWS, images)
     )
     assert text.in_memory
@@ -145,7 +145,7 @@ def test_some_runs_are_offloaded_with_any_memory(tmp_path: Path, capsys: pytest.
     def sentence(folder: str, model: Any = None, rows: Any = None) -> str:
         settings = {"model": tiny_model("llama") if model is None else model, "train_dataset": rows or ROWS}
         settings["args"] = arguments(tmp_path / folder)
-        choice = in_memory.choose_place(hf_lohan.Trainer, settings, makes_models=False)
+        choice = in_memory.choose_place(hf_lohan.Trainer, settings, {}, makes_models=False)
         assert not choice.in_memory
         return choice.sentence
 
