@@ -43,9 +43,10 @@ def weightless_model(
 
 def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
     """Return the class that the config of a checkpoint names in `architectures`, or `AutoModelForCausalLM` if it names
-    none. With `trust_remote_code` in ``code`` a class in the checkpoint's own code has precedence, and the auto class
+    none, or one without a head. With `trust_remote_code` in ``code`` a class in the checkpoint's own code has precedence, and the auto class
     that loads it is returned. Logs a warning if the class does not exist."""
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     references = (getattr(config, "auto_map", None) or {}) if code.get("trust_remote_code") else {}
@@ -54,7 +55,9 @@ def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
             return getattr(transformers, auto_class)
     own = getattr(transformers, name, None)
     if isinstance(own, type) and issubclass(own, transformers.PreTrainedModel):
-        return own
+        auto_class = transformers.AutoModelForCausalLM
+        is_headless = name.endswith("Model") and name in MODEL_MAPPING_NAMES.values()
+        return auto_class if is_headless and type(config) in auto_class._model_mapping else own
     if name:
         logger.warning(
             "the checkpoint's config names the class %s, which transformers %s does not have; AutoModelForCausalLM "

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from hf_lohan.huggingface.models.hub import read_model_config
-from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
+from hf_lohan.huggingface.models.weightless_model import model_class_of, planning_dtype, weightless_model
 from hf_lohan.model import discover_blocks
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import trace_blocks
@@ -137,3 +137,17 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(ValueError, match=message) as caught:
             read_model_config(path)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "chosen"),
+    [
+        (transformers.LlamaConfig(), "LlamaModel", "AutoModelForCausalLM"),
+        (transformers.LlamaConfig(), "LlamaForCausalLM", "LlamaForCausalLM"),
+        (transformers.GPT2Config(), "GPT2LMHeadModel", "GPT2LMHeadModel"),
+        (transformers.Llama4Config(), "Llama4ForConditionalGeneration", "Llama4ForConditionalGeneration"),
+    ],
+)
+def test_a_class_without_a_head_gets_one(config: Any, name: str, chosen: str) -> None:
+    config.architectures = [name]
+    assert model_class_of(config).__name__ == chosen
