@@ -43,8 +43,8 @@ def weightless_model(
 
 def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:
     """Return the class that the config of a checkpoint names in `architectures`, or `AutoModelForCausalLM` if it names
-    none, or one without a head. With `trust_remote_code` in ``code`` a class in the checkpoint's own code has precedence, and the auto class
-    that loads it is returned. Logs a warning if the class does not exist."""
+    none, or one without a head. With `trust_remote_code` in ``code`` a class in the checkpoint's own code has
+    precedence, and the auto class that loads it is returned. Logs a warning if the class does not exist."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
