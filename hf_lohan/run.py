@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        asked = options.offload or offload_of_environment() or ALL_AUTO
+        asked = options.offload or offload_of_environment(may_fit=False) or ALL_AUTO
         config = OffloadConfig.load(asked, **({"trace": True} if options.trace else {}))
         _check_target(options.target, is_module=options.module)
     except ValueError as error:

@@ -63,7 +63,7 @@ def prepare(
         raise ValueError("nothing to do; give --do_train, --do_eval or both")
     checkpoint = checkpoint_to_resume(data_args.resume or args.resume_from_checkpoint, args.output_dir)
     # Cheap checks come first, and weights last.
-    asked = model_args.offload or offload_of_environment()
+    asked = model_args.offload or offload_of_environment(may_fit=False)
     offload = hf_lohan.OffloadConfig.load(asked) if asked else None
     if offload is not None:
         take_launched_precision(args)

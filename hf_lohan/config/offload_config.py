@@ -283,10 +283,11 @@ class OffloadConfig:
         return float(self.net_timeout)
 
 
-def offload_of_environment() -> str | None:
-    """Return the default of `offload` from the environment, or None. Raises ConfigError for a wrong value."""
+def offload_of_environment(*, may_fit: bool = True) -> str | None:
+    """Return the default of `offload` from the environment, or None. ``may_fit``: whether the caller can choose not to
+    offload. Raises ConfigError for a wrong value."""
     value = os.environ.get(OFFLOAD_VARIABLE)
-    if value and value != FITS_OR_NOT:
+    if value and (value != FITS_OR_NOT or not may_fit):
         try:
             OffloadConfig.load(value)
         except ConfigError as error:

@@ -38,6 +38,12 @@ _UNSUPPORTED_PRECISIONS = {
 }
 """Values of accelerate's `mixed_precision` that are refused, with the reason."""
 
+_SET_BY_TRAINER = {
+    *("bf16", "default_ssd_path", "hold_gradients", "is_trained", "offload", "optimizer", "peft_config"),
+    *("quantization_config", "sums_gradients", "torch_device"),
+}
+"""Arguments of `hf_lohan.from_pretrained` that a Trainer has from elsewhere."""
+
 _ONE_STEP_EACH = ("transformers", "hf_lohan")
 """Packages whose Trainer treats each micro-batch of a step independently."""
 
@@ -62,6 +68,11 @@ def check_model_init_kwargs(model_init_kwargs: Mapping[str, Any], model: Any) ->
     if model_init_kwargs and not isinstance(model, str | Path):
         raise ValueError(
             "model_init_kwargs= is for a model that is given by its path or name; leave it out, or pass model='...'"
+        )
+    if taken := model_init_kwargs.keys() & _SET_BY_TRAINER:
+        raise ValueError(
+            f"model_init_kwargs has {min(taken)!r}, which Trainer sets itself; give it to Trainer or to its "
+            "TrainingArguments"
         )
 
 

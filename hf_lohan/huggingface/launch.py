@@ -206,7 +206,7 @@ def _run_offloaded(options: Namespace) -> None:
     """Run the script through `hf_lohan.run`. Raises ValueError if the options do not allow it."""
     if not options.module and not Path(options.training_script).is_file():
         raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
-    options.offload = options.offload or offload_of_environment() or ALL_AUTO
+    options.offload = options.offload or offload_of_environment(may_fit=False) or ALL_AUTO
     OffloadConfig.load(options.offload)
     is_default = options.offload == "lohan"
     offload = "lohan" if is_default else os.path.abspath(os.path.expanduser(options.offload))

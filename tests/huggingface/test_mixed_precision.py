@@ -104,3 +104,11 @@ def test_fp8_is_refused_before_accelerate_asks_for_a_package(monkeypatch: pytest
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(ValueError, match=words):
         Accelerator(lohan_plugin=LohanPlugin())
+
+
+def test_a_model_that_was_offloaded_in_float32_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
+    model = hf_lohan.from_pretrained(tmp_path / "checkpoint", offload=offload(tmp_path))
+    args = TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="the model was offloaded in float32, and bfloat16 weights were asked for"):
+        hf_lohan.Trainer(model, args, offload=offload(tmp_path))

@@ -166,3 +166,32 @@ def test_trainers_with_several_forwards_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="does not know the memory of RewardTrainer"):
         RewardTrainer(tiny_model("llama"), train_dataset=Dataset.from_list(ROWS), offload="auto")
+
+
+def test_adapters_of_a_path_are_offloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
+    adapters = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained = hf_lohan.Trainer(
+        str(tmp_path / "checkpoint"), arguments(tmp_path / "run"), peft_config=adapters, offload="auto"
+    )
+    assert trained.offload_engine is not None and "because peft_config is for a path that streams" in caplog.text
+    trained.offload_engine.close()
+
+
+def test_arguments_of_a_trainer_below_stay_its_own(tmp_path: Path) -> None:
+    class Adapting(transformers.Trainer):
+        def __init__(self, model: Any, args: TrainingArguments, peft_config: Any = None, **more: Any) -> None:
+            super().__init__(model, args, **more)
+            self.peft_config = peft_config
+
+    class Mine(hf_lohan.OffloadTrainerMixin, Adapting):
+        pass
+
+    assert Mine(tiny_model("llama"), arguments(tmp_path), peft_config="mine").peft_config == "mine"
+
+
+def test_what_trainer_sets_itself_is_no_loading_argument(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model_init_kwargs has 'bf16', which Trainer sets itself"):
+        hf_lohan.Trainer("checkpoint", arguments(tmp_path), model_init_kwargs={"bf16": True}, offload="lohan")
+    with pytest.raises(ValueError, match="TrainingArguments were passed as the first argument"):
+        hf_lohan.Trainer(arguments(tmp_path), offload="auto")

@@ -176,6 +176,7 @@ def from_pretrained(
     Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
     capacities that are too small, for another model's store, and for dtypes that cannot be trained.
     """
+    dtype = take_torch_dtype(kwargs, dtype)
     if peft_config is not None:
         check_peft_config(peft_config)
     # A Trainer passes its own configuration, or a part of that configuration.
@@ -422,6 +423,17 @@ def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype, code: M
 
 def _has_float16(model_config: Any) -> bool:
     return str(getattr(model_config, "dtype", None)).removeprefix("torch.") == "float16"
+
+
+def take_torch_dtype(loading: dict[str, Any], dtype: Any) -> Any:
+    """Remove `torch_dtype`, the former name of `dtype`, from ``loading``, and return the dtype that is asked for.
+    Raises ValueError if both names are given and differ."""
+    former = loading.pop("torch_dtype", None)
+    if former is None or str(dtype).removeprefix("torch.") == str(former).removeprefix("torch."):
+        return dtype
+    if dtype != "auto":
+        raise ValueError(f"dtype={dtype!r} and torch_dtype={former!r} are both given and differ; leave torch_dtype out")
+    return former
 
 
 def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:

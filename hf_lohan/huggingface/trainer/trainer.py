@@ -58,7 +58,7 @@ from hf_lohan.huggingface.guards import (
     ids_within_vocabulary,
     why_trainer_runs_in_turn,
 )
-from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights
+from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights, take_torch_dtype
 from hf_lohan.huggingface.optimizers import StoreOptimizerMixin, config_named_by_optim
 from hf_lohan.huggingface.progress import begin_step, trainer_line
 from hf_lohan.huggingface.ranks import random_state_suffix
@@ -193,12 +193,15 @@ def log_to_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
 def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of the Trainer below ``mixin`` by name, because their order depends on the trainer. Raises
     TypeError as a call does."""
-    names: list[str] = []
+    return by_name(trainer_class.__name__, upstream_names(trainer_class, mixin), given, named)
+
+
+def upstream_names(trainer_class: type, mixin: type) -> list[str]:
+    """Return the names of the arguments that the Trainer below ``mixin`` takes by position."""
     for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
         if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
-            names = own
-            break
-    return by_name(trainer_class.__name__, names, given, named)
+            return own
+    return []
 
 
 _LOADING_ARGUMENTS = ("peft_config", "quantization_config")
@@ -233,9 +236,14 @@ class OffloadTrainerMixin(
 
     def __init__(self, model: Any = None, *rest: Any, offload: Any = NOT_GIVEN, **kwargs: Any) -> None:
         if not (self._is_initialized or self._makes_models):
-            self._loading = {name: kwargs.pop(name) for name in _LOADING_ARGUMENTS if name in kwargs}
-            self._model_init_kwargs = kwargs.pop("model_init_kwargs", None) or {}
-            check_model_init_kwargs(self._model_init_kwargs, model)
+            own = set(upstream_names(type(self), OffloadTrainerMixin))
+            self._loading = {name: kwargs.pop(name) for name in _LOADING_ARGUMENTS if name in kwargs.keys() - own}
+            if "model_init_kwargs" not in own:
+                loading = dict(kwargs.pop("model_init_kwargs", None) or {})
+                check_model_init_kwargs(loading, model)
+                if "torch_dtype" in loading:
+                    loading["dtype"] = take_torch_dtype(loading, loading.get("dtype", "auto"))
+                self._model_init_kwargs = loading
         if self._is_initialized or not self._initialize_offload((model, *rest), kwargs, offload):
             if self._is_in_memory and isinstance(model, str | Path) and not self._makes_models:
                 args = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs).get("args")
@@ -251,8 +259,13 @@ class OffloadTrainerMixin(
         model = given[0] if given and given[0] is not None else named.get("model")
         offload = choose_offload(offload, (*given, *named.values()), self.default_offload)
         has_engine = isinstance(model, nn.Module) and engine_of(model) is not None
+        check_given_model(model, is_offloaded=True, makes_models=self._makes_models)
         if offload == FITS_OR_NOT:
-            offload = ALL_AUTO if has_engine else self._choose_place(given, named)
+            if self._loading:
+                logger.warning(
+                    "offload='auto' offloads this run, because %s is for a path that streams", min(self._loading)
+                )
+            offload = ALL_AUTO if has_engine or self._loading else self._choose_place(given, named)
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
@@ -297,7 +310,9 @@ class OffloadTrainerMixin(
         if optimizers[0] is None and self.optimizer_cls_and_kwargs is None:
             self._offload_config = config_named_by_optim(args, self._offload_config)
         if isinstance(model, nn.Module) and (engine := engine_of(model)) is not None:
-            check_streamed(engine, bf16=is_launched_in_bf16, moment_dtype=self._offload_config.moment_dtype)
+            # TRL's arguments have bf16=True by default, so nobody may have asked for it.
+            is_asked = is_launched_in_bf16 or (args.bf16 and not self._makes_models)
+            check_streamed(engine, bf16=is_asked, moment_dtype=self._offload_config.moment_dtype)
         use_one_gpu(args)
         with self._replacing_models(settings):
             if isinstance(model, Path | str) and not self._makes_models:

@@ -279,3 +279,12 @@ def test_a_checkpoint_with_the_head_of_another_task_keeps_it(load_streamed: Load
     model = load_streamed(tmp_path / "checkpoint")
     assert type(model) is type(stock)
     assert_same(stored(model), stock)
+
+
+def test_the_former_name_of_dtype_is_taken(tmp_path: Path) -> None:
+    path = checkpoint_of("llama", tmp_path / "checkpoint")
+    model = hf_lohan.from_pretrained(path, offload={"ssd": str(tmp_path / "store")}, torch_dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    engine_of(model).close()
+    with pytest.raises(ValueError, match="torch_dtype='bfloat16' are both given and differ"):
+        hf_lohan.from_pretrained(path, offload={"ssd": str(tmp_path / "b")}, dtype="float32", torch_dtype="bfloat16")
