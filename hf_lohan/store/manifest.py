@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -153,10 +154,13 @@ class Manifest:
                     f"to {theirs} to continue from the store, choose another directory, or delete the store if its "
                     "state is no longer needed"
                 )
+            stored_class, continued = self.model.model_class, ""
+            if stored_class != model.model_class and hasattr(sys.modules.get("transformers"), stored_class):
+                continued = f"; to continue that run, load with model_class=transformers.{stored_class}"
             raise ForeignStoreError(
-                f"{directory} holds the store of another model ({self.model.model_class} with "
-                f"{self.model.num_parameters:,} parameters, created {self.created}); give this run another output_dir "
-                "or ssd path, or delete that store if its state is no longer needed"
+                f"{directory} holds the store of another model ({stored_class} with {self.model.num_parameters:,} "
+                f"parameters, created {self.created}); give this run another output_dir or ssd path, or delete that "
+                f"store if its state is no longer needed{continued}"
             )
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from store_contents import EngineFactory, Paths, Records, Values, names, read_all
 
 from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StoreInUseError, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store.manifest import read_manifest
 from hf_lohan.testing.storage_doubles import FaultyBackend
 
 
@@ -29,6 +31,13 @@ def test_the_store_of_another_model_is_refused_and_survives(
         Store.create(paths, records, model=other, engine=engine)
     with pytest.raises(ForeignStoreError, match=describes_the_store):
         Store.open(paths, model=other, engine=engine)
+    assert hasattr(transformers, "LlamaForCausalLM") and not hasattr(transformers, "OwnModel")
+    for stored, wanted, is_named in (("LlamaForCausalLM", "LlamaModel", True), ("OwnModel", "LlamaModel", False)):
+        manifest = replace(read_manifest(paths[0].path), model=replace(model, model_class=stored))  # type: ignore[type-var]
+        with pytest.raises(ForeignStoreError, match=r"no longer needed") as caught:
+            manifest.refuse_other(replace(other, model_class=wanted), paths[0].path)
+        advice = f"; to continue that run, load with model_class=transformers.{stored}"
+        assert str(caught.value).endswith(advice) == is_named and ("model_class=" in str(caught.value)) == is_named
     with pytest.raises(
         ForeignStoreError, match=r"a holds a store with optimizer_state_dtype=float32, and this run has int8; set it to"
     ):

@@ -96,7 +96,14 @@ class Checkpoint:
         folder, sizes, reason = _small_files(name, hub, with_code="trust_remote_code" in code, only_config=not weights)
         if not weights:
             return cls(name, folder, hub, code)
-        missing = [file for file in _weight_files(folder, sizes) if not _has(folder, file)]
+        wanted = _weight_files(folder, sizes)
+        absent = next((file for file in wanted if sizes and file not in sizes), None)
+        if absent is not None:
+            raise ValueError(
+                f"{name!r} has no safetensors files that are loaded by default ({absent} is missing); load it with "
+                "transformers, save_pretrained it to a folder, and give that folder"
+            )
+        missing = [file for file in wanted if not _has(folder, file)]
         if missing and reason is not None:
             raise ValueError(
                 f"{name!r} is only in part in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
@@ -119,7 +126,8 @@ class Checkpoint:
         return {**others, "trust_remote_code": False, **self.code} if is_auto_class else others
 
     def fetch_weights(self, records: Sequence[RecordSpec] | None, config: OffloadConfig, links: Links) -> None:
-        """Download the weights that are not in the cache. Before that, log what download and store take on disk.
+        """Download the weights that are not in the cache, of the commit of the small files. Before that, log what
+        download and store take on disk.
 
         ``records``: those of the store, which ``config`` places; None if they are not known yet. One process of a
         machine downloads, and the others wait. Raises ValueError if the disk is too small.
@@ -132,8 +140,11 @@ class Checkpoint:
             missing = {file: size for file, size in self.missing.items() if not _has(self.folder, file)}
             if missing:
                 self._check_room(sum(missing.values()), cache, records, config, links)
+                snapshot = Path(self.folder)
+                pinned = {"revision": snapshot.name} if snapshot.parent.name == "snapshots" else {}
+                patterns = [_exactly(file) for file in missing]
                 try:
-                    snapshot_download(self.name, allow_patterns=[_exactly(file) for file in missing], **self.hub)
+                    snapshot_download(self.name, allow_patterns=patterns, **{**self.hub, **pinned})
                 except _FAILURES as error:
                     raise ValueError(
                         f"the download of {self.name!r} failed ({_reason(error)}); start again, and it continues"

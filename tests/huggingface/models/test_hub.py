@@ -77,6 +77,7 @@ class Hub:
         self.files, self.cache = files, cache
         self.error: Exception | None = None
         self.downloaded: list[str] = []
+        self.revisions: dict[str, str] = {}
         monkeypatch.setattr(hub, "HfApi", lambda token=None: self)
         monkeypatch.setattr(hub, "snapshot_download", self.snapshot_download)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -100,6 +101,7 @@ class Hub:
         for pattern in allow_patterns:
             lay(self.cache, self.files, only=pattern)
         self.downloaded += allow_patterns
+        self.revisions |= dict.fromkeys(allow_patterns, where.get("revision", "main"))
         return str(self.cache / "models--owner--tiny" / "snapshots" / COMMIT)
 
 
@@ -169,6 +171,8 @@ def test_a_download_takes_what_is_needed_and_says_how_much(
     assert not {"README.md", "consolidated.safetensors", "pytorch_model.bin", "onnx/model.json"} & set(
         the_hub.downloaded
     )
+    assert the_hub.revisions["config.json"] == "main"
+    assert {the_hub.revisions[shard] for shard in shards} == {COMMIT}, "a push in between does not mix two models"
     assert "modeling_tiny.py" not in the_hub.downloaded and "tokenizer.json" in the_hub.downloaded
     (line,) = (message for message in caplog.messages if message.startswith("downloading"))
     sizes = [sum((published / shard).stat().st_size for shard in shards), engine_of(model).tiers.store_bytes]  # type: ignore[union-attr]
@@ -250,6 +254,16 @@ def test_a_model_without_safetensors_is_refused(load_streamed: Load, the_hub: Hu
     with pytest.raises(ValueError, match=r"'owner/tiny' has no safetensors files \(pytorch_model.bin\); load it with"):
         load_streamed(NAME)
     assert not the_hub.downloaded
+
+
+@pytest.mark.parametrize("other", ["consolidated.safetensors", "model.fp16.safetensors"])
+def test_safetensors_of_other_names_are_refused(other: str, load_streamed: Load, the_hub: Hub, published: Path) -> None:
+    for file in (*published.glob("*.safetensors"), published / "model.safetensors.index.json"):
+        file.unlink()
+    (published / other).write_bytes(b"0" * 1000)
+    with pytest.raises(ValueError, match=r"has no safetensors files .* \(model.safetensors is missing\); load it with"):
+        load_streamed(NAME)
+    assert not [name for name in the_hub.downloaded if name.endswith((".safetensors", ".bin"))]
 
 
 def test_a_plan_fetches_the_config_alone(the_hub: Hub) -> None:
