@@ -31,7 +31,7 @@ from hf_lohan.quantize.encoded_weights import (
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CHECKED_AT_ONCE_NUMEL = 1 << 22
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_OF_ACTIVATIONS = re.compile(r".*[._](activation_scale|qscale_act|(input|output)_(scale|zero_point|global_scale))")
+_OF_ACTIVATIONS = re.compile(r"(.+)([._])(activation_scale|qscale_act|(input|output)_(scale|zero_point|global_scale))")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
 Tensors = Mapping[str, UnreadTensor]
@@ -53,7 +53,9 @@ class QuantizedCheckpoint:
         encoded = self._find(tensors)
         used = {name for _, names in encoded.values() for name in names}
         plain = {
-            name: tensor for name, tensor in tensors.items() if name not in used and not _OF_ACTIVATIONS.fullmatch(name)
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in used and not _is_of_activations(name, encoded)
         }
         return plain | {name: weight for name, (weight, _) in encoded.items()}
 
@@ -195,6 +197,13 @@ def _matrices(name: str, tensor: UnreadTensor) -> list[int]:
     return shape
 
 
+def _is_of_activations(name: str, encoded: Collection[str]) -> bool:
+    """Whether a tensor has the scales of the inputs or outputs of an encoded weight, which decoding does not need.
+    Parameters of a model may have such a name, too."""
+    match = _OF_ACTIVATIONS.fullmatch(name)
+    return match is not None and (f"{match[1]}.weight" if match[2] == "." else match[1]) in encoded
+
+
 def _grid(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
     return -(-rows // block[0]), -(-columns // block[1])
 
@@ -265,12 +274,33 @@ def _find_compressed(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
             if size == (rows, columns):
                 allowed |= dict.fromkeys(((), (1,)), size)
         size = _check_scales(codes, scales, tensors, allowed)
+        is_reordered = any(
+            group.get("actorder") in ("group", True) and _compressed_block(group, rows, columns) == size
+            for group in groups
+        )
+        _check_order(name, columns, size[1], tensors, is_reordered=is_reordered)
         zero_points = tensors.get(f"{name}_zero_point")
         if zero_points is not None and size[0] != 1:
             raise ValueError(f"{name} has zero points for more than one row, which are not dequantized")
         weight = EncodedWeight(torch.Size((rows, columns)), tensor, tensors[scales], decode, size, zero_points)
-        encoded[name] = weight, (codes, scales, f"{name}_shape", f"{name}_zero_point")
+        encoded[name] = weight, (codes, scales, *(name + end for end in ("_shape", "_zero_point", "_g_idx")))
     return encoded
+
+
+def _check_order(name: str, columns: int, group_size: int, tensors: Tensors, *, is_reordered: bool) -> None:
+    """Raises ValueError unless each group of a weight has columns that follow each other. ``is_reordered``: whether the
+    settings say that groups have other columns."""
+    groups = tensors.get(f"{name}_g_idx")
+    if groups is None and is_reordered:
+        raise ValueError(
+            f"{name} is quantized with actorder 'group', and the checkpoint has no {name}_g_idx with the group of each "
+            "column; download the checkpoint again, or use the model's original in bfloat16"
+        )
+    if groups is not None and groups[...].flatten().tolist() != [column // group_size for column in range(columns)]:
+        raise ValueError(
+            f"{name}_g_idx assigns the columns of {name} to groups in another order (actorder 'group'), which is not "
+            "dequantized while it streams; use the model's original in bfloat16"
+        )
 
 
 def _compressed_matrix(codes: str, tensors: Tensors) -> tuple[int, int, Callable[[Tensor], Tensor]]:

@@ -137,7 +137,7 @@ class _Stored:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        return "I32" if self._tensor.dtype == torch.int32 else "other"
+        return {torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}.get(self._tensor.dtype, "other")
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._tensor[index].clone()
@@ -259,6 +259,21 @@ def test_quantization_config_may_ask_for_dequantization(dequantize: bool, load_s
             load_streamed(path, quantization_config=config)
 
 
+def test_only_scales_of_activations_of_encoded_weights_are_dropped(tmp_path: Path) -> None:
+    """Gemma 3n has a parameter `correct_output_scale`."""
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    checkpoint = quantized_checkpoint(path, AutoConfig.from_pretrained(path))
+    assert checkpoint is not None
+    tensors: Any = {name: _Stored(tensor) for name, tensor in read_files(path).items()}
+    module = "model.layers.0.mlp.up_proj"
+    kept = ["model.layers.0.altup.correct_output_scale", "model.norm.input_scale", "model.layers.0.mlp_input_scale"]
+    dropped = [f"{module}.input_scale", f"{module}.weight_input_scale"]
+    one = _Stored(torch.ones(()))
+    replaced = checkpoint.replace_encoded({**tensors, **dict.fromkeys([*kept, *dropped], one)})
+    assert replaced.keys() >= {*kept, f"{module}.weight"}
+    assert not replaced.keys() & set(dropped)
+
+
 # Refusals, before any weight is read.
 
 
@@ -294,6 +309,24 @@ def test_other_formats_are_refused_by_name(
 ) -> None:
     path = write_quantized(tmp_path / "quantized", tiny_model("llama"), config, lambda name, tensor: {name: tensor})
     assert named in refusal(path, load_streamed, tmp_path)
+
+
+@pytest.mark.parametrize("order", ["in order", "reordered", "missing"])
+def test_groups_of_other_columns_are_refused(order: str, load_streamed: Load, tmp_path: Path) -> None:
+    group = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
+    path, products = compressed_folder(tmp_path / "quantized", {**group, "actorder": "group"}, "int32")
+    tensors = read_files(path)
+    for name in products if order != "missing" else ():
+        tensors[f"{name}_g_idx"] = torch.arange(products[name].shape[1], dtype=torch.int32) // 32
+    name = "model.layers.1.mlp.up_proj.weight"
+    if order == "reordered":
+        tensors[f"{name}_g_idx"] = tensors[f"{name}_g_idx"].flip(0).contiguous()
+    write_files(path, tensors)
+    if order == "in order":
+        assert torch.equal(stored(load_streamed(path))[name], products[name])
+    else:
+        sentence = refusal(path, load_streamed, tmp_path)
+        assert f"{name}_g_idx assigns the columns" in sentence or "_proj.weight_g_idx with the group" in sentence
 
 
 @pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4", "compressed"])
