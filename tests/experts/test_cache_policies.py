@@ -91,5 +91,5 @@ def test_a_removed_expert_is_a_miss_and_counts_stay_finite(name: PolicyName) -> 
 
 
 def test_a_cache_without_entries_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 places"):
+    with pytest.raises(ValueError, match="this one has 0"):
         make_policy("auto", 0)

@@ -204,7 +204,8 @@ def test_a_rank_that_dies_ends_all_others(num_ranks: int, num_local: int, at_mes
     for rank in (0, *range(2, num_ranks)):
         error = outcomes[rank].error
         assert isinstance(error, RankFailedError)
-        assert error.rank == 1
+        # A rank that ended because of rank 1 may be noticed first.
+        assert error.rank == 1 or isinstance(outcomes[error.rank].error, RankFailedError)
         assert outcomes[rank].took_s < 10
 
 

@@ -107,7 +107,7 @@ def test_machines_have_their_own_processes(launched: Launched) -> None:
     two_machines = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
     options = launched("--num_processes", "8", *two_machines, "--main_process_port", "29500", "script.py")
     assert (options.multi_gpu, options.num_cpu_threads_per_process) == (True, 3)
-    with pytest.raises(ValueError, match="starts 5 processes on this machine, which has 4 GPUs"):
+    with pytest.raises(ValueError, match="5 processes on this machine, which has 4 GPUs"):
         launched("--num_processes", "10", *two_machines, "script.py")
 
 
@@ -132,7 +132,7 @@ def test_a_signal_that_ends_a_rank_ends_the_launcher(launched: Launched, monkeyp
         (["--config_file", "missing.yaml", "script.py"], "no accelerate config 'missing.yaml'"),
         (["--no_python", "script.py"], "--no_python"),
         (["--mixed_precision", "fp8", "script.py"], "mixed_precision='fp8' needs layers of another package"),
-        (["--num_processes", "5", "script.py"], "starts 5 processes .* has 4 GPUs; start one for each"),
+        (["--num_processes", "5", "script.py"], "5 processes .* has 4 GPUs; start one for each"),
     ],
 )
 def test_commands_that_cannot_be_launched_are_refused(launched: Launched, command: list[str], message: str) -> None:
