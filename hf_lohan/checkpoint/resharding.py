@@ -74,6 +74,7 @@ def reshard(
             _refuse_deferred_steps(commits, paths)
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
             _refuse_streamed_experts(form, num_ranks, paths)
+            _refuse_packed_weights(form, num_ranks, paths)
             _check_records(form, old)
             records = _records_by_rank(form, num_ranks)
             new = [stack.enter_context(_new_store(paths, rank, records, old[0], io)) for rank in range(num_ranks)]
@@ -114,6 +115,14 @@ def _refuse_streamed_experts(form: StoredForm, num_ranks: int, paths: Sequence[s
         raise ValueError(
             f"the experts in {paths[0]} are streamed one by one, which several ranks do not support; resume from a "
             "checkpoint of the run, with experts: with_layer"
+        )
+
+
+def _refuse_packed_weights(form: StoredForm, num_ranks: int, paths: Sequence[str]) -> None:
+    if num_ranks > 1 and any(block.packed_slices for block in form.model_blocks.blocks):
+        raise ValueError(
+            f"packed weights belong to one rank, and {paths[0]} has weights in 4 bits (quantize), so {num_ranks} ranks "
+            "cannot share them; resume from a checkpoint of the run, with quantize: none"
         )
 
 

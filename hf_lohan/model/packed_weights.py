@@ -34,29 +34,35 @@ def packed_forms(
         return {}
     of_adapters = _adapter_modules(model)
     kept = {name for module in model.modules() for of in _KEPT_LISTS for name in getattr(module, of, None) or ()}
-    skipped = (*quantization.skip, *kept)
-    quantization = replace(quantization, skip=())
+    skip, quantization = quantization.skip, replace(quantization, skip=())
     forms: dict[nn.Parameter, PackedForm] = {}
+    skipped: set[nn.Parameter] = set()
     candidates = {name: module for name, module in model.named_modules() if module not in of_adapters}
     for name, module in candidates.items():
         plain_name = name.removeprefix("base_model.model.").removesuffix(".base_layer")
         is_in_layer = any(name.startswith(f"{layer}.") for layer in layers)
-        if not is_in_layer or plain_name.rpartition(".")[2] in _ROUTERS or _is_named(plain_name, skipped):
+        if not is_in_layer or plain_name.rpartition(".")[2] in _ROUTERS or is_named(plain_name, tuple(kept)):
             continue
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
             continue
-        if type(module) is nn.Linear:
+        is_matrix = type(module) is nn.Linear or type(module).__name__ == _TRANSPOSED_CLASS
+        if is_matrix and is_named(plain_name, skip):
+            skipped.add(weight)
+        elif type(module) is nn.Linear:
             forms[weight] = PackedForm(quantization, weight.numel())
         elif type(module).__name__ == _TRANSPOSED_CLASS:
             forms[weight] = PackedForm(quantization, weight.numel(), transposed_width=weight.shape[0])
     for name, experts in find_experts(model).items():
-        if not _is_named(name.removeprefix("base_model.model."), skipped):
-            for param_name, parameter in experts.parameters.items():
-                if parameter.dim() > 2:
-                    numel = parameter.numel() // experts.num_experts
-                    _refuse_partial_blocks(f"{name}.{param_name}", numel, quantization)
-                    forms[parameter] = PackedForm(quantization, numel)
+        plain_name = name.removeprefix("base_model.model.")
+        matrices = {n: p for n, p in experts.parameters.items() if p.dim() > 2}
+        if is_named(plain_name, skip):
+            skipped.update(matrices.values())
+        elif not is_named(plain_name, tuple(kept)):
+            for param_name, parameter in matrices.items():
+                numel = parameter.numel() // experts.num_experts
+                _refuse_partial_blocks(f"{name}.{param_name}", numel, quantization)
+                forms[parameter] = PackedForm(quantization, numel)
     others = {
         parameter
         for module in model.modules()
@@ -64,6 +70,11 @@ def packed_forms(
         if isinstance(module, nn.Embedding)
     }
     frozen = {p: form for p, form in forms.items() if not p.requires_grad and p not in others and p.numel()}
+    if not frozen and any(not p.requires_grad and p not in others for p in skipped):
+        raise ValueError(
+            f"quantize: skip: {list(skip)} names every frozen matrix in the layers of {type(model).__name__}, so no "
+            f"weight is left for {quantization.method}; name fewer modules, or set quantize to none"
+        )
     if not frozen:
         raise ValueError(
             f"quantize: {quantization.method} is for frozen weights, and no matrix in the layers of "
@@ -73,7 +84,7 @@ def packed_forms(
     return frozen
 
 
-def _is_named(name: str, patterns: tuple[str, ...]) -> bool:
+def is_named(name: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a module is skipped, by the rule of transformers: a pattern is the end of the name, or a regular
     expression for its beginning that ends at a dot."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"

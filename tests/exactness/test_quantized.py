@@ -11,14 +11,16 @@ import torch
 from interrupted_runs import InterruptAfter, interrupt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3Config, TrainingArguments
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
+from hf_lohan.cli.stores import reshard_stores
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
 from hf_lohan.files import ForeignStoreError
+from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint, quantized_as_asked
 from hf_lohan.planning import lay_out
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -297,6 +299,52 @@ def test_packed_weights_cannot_be_changed_and_need_frozen_weights(tmp_path: Path
     with pytest.raises(ValueError, match=r"is stored in 4 bits \(quantize\), so it cannot be changed"):
         trainer.model.merge_and_unload()
     trainer.offload_engine.close()
+
+
+def test_frozen_weights_that_are_all_skipped_name_skip(tmp_path: Path) -> None:
+    base = base_folder(tmp_path, "llama")
+    with pytest.raises(ValueError, match=r"quantize: skip: \['_proj'\] names every frozen matrix in the layers of"):
+        offloaded(tmp_path, base, {"method": "nf4", "skip": ["_proj"]}, lora())
+
+
+def test_modules_of_the_setting_and_of_a_quantization_config_are_skipped() -> None:
+    config = OffloadConfig.load({"quantize": {"method": "nf4", "double": False, "skip": ["o_proj"]}})
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["up_proj"])
+    quantize = quantized_as_asked(config, asked, torch.float32).quantize
+    assert quantize.method == "nf4" and set(quantize.skip) == {"o_proj", "up_proj", "experts"}
+
+
+def test_a_packed_store_is_not_resharded_to_several_ranks(tmp_path: Path) -> None:
+    trainer = offloaded(tmp_path, base_folder(tmp_path, "llama"), "nf4", lora())
+    trainer.train()
+    trainer.offload_engine.close()
+    with pytest.raises(ValueError, match="packed weights belong to one rank"):
+        reshard_stores([str(tmp_path / "store")], 2, removes_old=False)
+
+
+def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path) -> None:
+    fields = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+    state = {"blocksize": 64, "shape": [64, 64], "dtype": "bfloat16"}
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors = {
+        name: torch.zeros(2048, 1, dtype=torch.uint8),
+        f"{name}.absmax": torch.ones(64),
+        f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        "lm_head.weight": torch.zeros(64, 64),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    model_config = LlamaConfig(quantization_config=BitsAndBytesConfig(**fields).to_dict())
+    packed = packed_checkpoint(tmp_path, model_config)
+    assert packed is not None
+    assert hasattr(model_config, "quantization_config") and not hasattr(packed.model_config, "quantization_config")
+    skip = {"method": "nf4", "double": False, "skip": ["experts", "lm_head"]}
+    quantize = packed.settings(OffloadConfig.load({"quantize": skip}), torch.bfloat16).quantize
+    assert quantize.skip == ("lm_head", "experts")
+    with pytest.raises(ValueError, match=r"of '.*': bnb_4bit_compute_dtype=bfloat16 differs from the dtype of the mod"):
+        packed.settings(OffloadConfig.load({}), torch.float32)
+    other = OffloadConfig.load({"quantize": {**skip, "skip": ["o_proj"]}})
+    with pytest.raises(ValueError, match=r"skip: 'o_proj' was asked for, and model\.layers\.0\.self_attn\.o_proj of"):
+        packed.settings(other, torch.bfloat16)
 
 
 @pytest.mark.parametrize("double", [True, False])

@@ -95,6 +95,7 @@ def load_for_generation(
     if quantization_of(model_config) is not None:
         checkpoint.fetch_weights(None, config, Links.alone())  # their files say how they are packed
     packed = packed_checkpoint(checkpoint.folder, model_config)
+    model_config = model_config if packed is None else packed.model_config
     quantized = quantized_checkpoint(checkpoint.folder, model_config)
     model_config = model_config if quantized is None else quantized.model_config
     wanted_dtype = load_dtype(path, model_config, dtype)

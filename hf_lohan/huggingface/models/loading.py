@@ -189,6 +189,7 @@ def from_pretrained(
     if quantization_of(model_config) is not None:
         checkpoint.fetch_weights(None, config, links_to_other_ranks())  # their files say how they are packed
     packed = packed_checkpoint(checkpoint.folder, model_config)
+    model_config = model_config if packed is None else packed.model_config
     quantized = quantized_checkpoint(checkpoint.folder, model_config)
     if quantized is not None:
         model_config = quantized.model_config

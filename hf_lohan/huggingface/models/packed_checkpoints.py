@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from safetensors import safe_open
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
+from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, without_quantization
 from hf_lohan.model import dtype_name
+from hf_lohan.model.packed_weights import is_named
 from hf_lohan.planner import Quantization
 from hf_lohan.planner.quantization import PACKED_METHODS, SCALES_PER_SCALE
 from hf_lohan.quantize import join_scales, scale_values, values_of
@@ -26,7 +28,8 @@ _FUSED_EXPERTS = "experts"
 
 
 def quantized_as_asked(config: OffloadConfig, asked: Any, compute_dtype: torch.dtype) -> OffloadConfig:
-    """The settings with `quantize` as a ``quantization_config`` asks; unchanged if it is None.
+    """The settings with `quantize` as a ``quantization_config`` asks; unchanged if it is None. Modules that either of
+    them skips are skipped.
 
     ``compute_dtype``: the dtype in which the model computes. Raises ValueError for a field that cannot be honoured, and
     if the settings ask for another form.
@@ -40,7 +43,10 @@ def quantized_as_asked(config: OffloadConfig, asked: Any, compute_dtype: torch.d
             f"quantization_config asks for {replace(quantization, skip=()).to_setting()}, and the offload settings for "
             f"quantize: {said.to_setting()}; give only one of them"
         )
-    return config if said.method != "auto" else replace(config, quantize=quantization)
+    if said.method == "auto":
+        return replace(config, quantize=quantization)
+    skip = tuple(dict.fromkeys((*said.skip, *quantization.skip)))
+    return replace(config, quantize=replace(said, skip=skip))
 
 
 def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
@@ -65,12 +71,7 @@ def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
             "quantization_config: llm_int8_enable_fp32_cpu_offload=True places weights on the CPU, where hf_lohan has "
             "them already; leave it out"
         )
-    # float32 is bitsandbytes' default, and stands for the dtype of the inputs.
-    if asked.bnb_4bit_compute_dtype not in (torch.float32, compute_dtype):
-        raise ValueError(
-            f"quantization_config: bnb_4bit_compute_dtype={asked.bnb_4bit_compute_dtype} differs from the dtype of the "
-            f"model, {compute_dtype}, in which decoded weights compute; give both the same dtype"
-        )
+    _check_compute_dtype("quantization_config", asked.bnb_4bit_compute_dtype, compute_dtype)
     skip = tuple(asked.llm_int8_skip_modules or ())
     return Quantization(
         method=asked.bnb_4bit_quant_type,
@@ -79,34 +80,69 @@ def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
     )
 
 
+def _check_compute_dtype(config_name: str, asked: Any, compute_dtype: torch.dtype) -> None:
+    """Raise ValueError if the configuration's bnb_4bit_compute_dtype, ``asked``, is not honoured."""
+    # float32 is bitsandbytes' default, and stands for the dtype of the inputs.
+    if str(asked or "float32").removeprefix("torch.") not in ("float32", dtype_name(compute_dtype)):
+        raise ValueError(
+            f"{config_name}: bnb_4bit_compute_dtype={asked} differs from the dtype of the model, {compute_dtype}, in "
+            "which decoded weights compute; give both the same dtype"
+        )
+
+
 class PackedCheckpoint:
     """A checkpoint whose weights bitsandbytes packed in 4 bits. They go to the store as they are."""
 
-    def __init__(self, path: str | Path, method: str, names: Mapping[str, bool]) -> None:
-        """``names`` says of each weight of the checkpoint whether it is packed."""
+    model_config: Any
+    """The config of the model, without `quantization_config`."""
+
+    def __init__(
+        self, path: str | Path, model_config: Any, fields: Mapping[str, Any], names: Mapping[str, bool]
+    ) -> None:
+        """``names`` says of each weight of the checkpoint whether it is packed. ``fields`` are those of the
+        `quantization_config` in ``model_config``."""
+        self.model_config = without_quantization(model_config)
         self._path = path
+        self._compute_dtype = fields.get("bnb_4bit_compute_dtype")
         self._names = names
         self._dtype = torch.float32
-        self._form = self._form_of(next(name for name, is_packed in names.items() if is_packed), method)
+        self._form = self._form_of(
+            next(name for name, is_packed in names.items() if is_packed), fields["bnb_4bit_quant_type"]
+        )
 
     def settings(self, config: OffloadConfig, dtype: torch.dtype) -> OffloadConfig:
-        """Return the settings with `quantize` as the checkpoint has it. Raises ValueError if they ask for another form.
-        The model computes in ``dtype``."""
+        """Return the settings with `quantize` as the checkpoint has it. Raises ValueError if they ask for another form,
+        or skip a packed module. The model computes in ``dtype``."""
         self._dtype = dtype
+        _check_compute_dtype(f"the quantization_config of {str(self._path)!r}", self._compute_dtype, dtype)
         said = config.quantize
         if said.method != "auto" and replace(said, skip=()) != self._form:
             raise ValueError(
                 f"{str(self._path)!r} is packed as {self._form.to_setting()}, and quantize: {said.to_setting()} was "
                 "asked for; leave quantize out, or use the checkpoint from before it was packed"
             )
+        packed_modules = [name.removesuffix(".weight") for name in self._packed_names]
+        for pattern in said.skip:
+            named = [module for module in packed_modules if is_named(module, (pattern,))]
+            if named and pattern != _FUSED_EXPERTS:
+                raise ValueError(
+                    f"quantize: skip: {pattern!r} was asked for, and {named[0]} of {str(self._path)!r} is packed; "
+                    "leave it out of skip, or use the checkpoint from before it was packed"
+                )
         dense = tuple(name.removesuffix(".weight") for name, is_packed in self._names.items() if not is_packed)
         return replace(config, quantize=replace(self._form, skip=(*dense, _FUSED_EXPERTS)))
 
     def store_packed(self, store: Callable[..., torch.Size], tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Give packed weights to ``store``. Returns ``tensors`` with zeros without memory in their places."""
-        found = {name: source for name, source in tensors.items() if _weight_of(name) not in self._packed_names}
-        for name in self._packed_names:
-            parts = {key.removeprefix(f"{name}."): source for key, source in tensors.items() if _weight_of(key) == name}
+        found: dict[str, Any] = {}
+        parts_by_name: dict[str, dict[str, Any]] = {name: {} for name in self._packed_names}
+        for key, source in tensors.items():
+            name = _weight_of(key)
+            if name in parts_by_name:
+                parts_by_name[name][key.removeprefix(f"{name}.")] = source
+            else:
+                found[key] = source
+        for name, parts in parts_by_name.items():
             state, scales = self._scales_of(name, parts)
             codes = tensors[name][...].reshape(-1).view(torch.uint8)
             numel = math.prod(state["shape"])
@@ -118,9 +154,9 @@ class PackedCheckpoint:
             found[name] = torch.zeros((), dtype=self._dtype).expand(shape)
         return found
 
-    @property
-    def _packed_names(self) -> set[str]:
-        return {name for name, is_packed in self._names.items() if is_packed}
+    @cached_property
+    def _packed_names(self) -> list[str]:
+        return [name for name, is_packed in self._names.items() if is_packed]
 
     def _form_of(self, name: str, method: str) -> Quantization:
         state = self._state_of(_read_tensors(self._path, name))
@@ -174,8 +210,8 @@ def _weight_of(name: str) -> str:
 
 
 def packed_checkpoint(path: str | Path, model_config: Any) -> PackedCheckpoint | None:
-    """Return the packed weights of a checkpoint, or None if bitsandbytes did not pack it in 4 bits. Takes the
-    quantization from ``model_config``, so that transformers loads the other weights as usual."""
+    """Return the packed weights of a checkpoint, or None if bitsandbytes did not pack it in 4 bits. Its
+    ``model_config`` has no quantization, so that transformers loads the other weights as usual."""
     fields = quantization_of(model_config)
     if fields is None or not fields.get("load_in_4bit") or fields.get("bnb_4bit_quant_type") not in PACKED_METHODS:
         return None
@@ -183,9 +219,8 @@ def packed_checkpoint(path: str | Path, model_config: Any) -> PackedCheckpoint |
     packed = {_weight_of(name) for name in tensors if name.endswith(".weight.absmax")}
     if not packed:
         return None
-    del model_config.quantization_config
     names = {weight: weight in packed for weight in map(_weight_of, tensors)}
-    return PackedCheckpoint(path, fields["bnb_4bit_quant_type"], names)
+    return PackedCheckpoint(path, model_config, fields, names)
 
 
 def _tensor_names(path: str | Path) -> list[str]:

@@ -96,7 +96,7 @@ def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckp
             f"{str(path)!r} is quantized by {method}, which is not dequantized while it streams (as "
             f"{', '.join(_FINDERS)} are); use the model's original in bfloat16"
         )
-    checkpoint = QuantizedCheckpoint(Path(path), _without_quantization(model_config), partial(find, settings))
+    checkpoint = QuantizedCheckpoint(Path(path), without_quantization(model_config), partial(find, settings))
     checkpoint.check()
     return checkpoint
 
@@ -127,7 +127,7 @@ def _method_of(settings: Mapping[str, Any]) -> str:
     return str(getattr(method, "value", method))
 
 
-def _without_quantization(model_config: Any) -> Any:
+def without_quantization(model_config: Any) -> Any:
     """A copy of a config, and of the configs in it, without `quantization_config`."""
     plain = copy.deepcopy(model_config)
     configs = [plain]
