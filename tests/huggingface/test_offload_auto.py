@@ -13,7 +13,8 @@ from architectures import model_with_a_tower
 from datasets import Dataset
 from peft import LoraConfig
 from quantized_folders import fp8_folder
-from transformers import TrainingArguments
+from tiny_tokenizer import tiny_tokenizer
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
 
 import hf_lohan
 from hf_lohan import ConfigError
@@ -155,10 +156,42 @@ def test_some_runs_are_offloaded_with_any_memory(tmp_path: Path, capsys: pytest.
     assert "cannot be planned: neither the data nor the model" in sentence("c", torch.nn.Linear(2, 2), [{"text": "a"}])
     quantized = fp8_folder(tmp_path / "quantized", tiny_model("llama"))
     assert "cannot be planned: the checkpoint is quantized" in sentence("e", str(quantized))
+    many = arguments(tmp_path / "f")
+    many._n_gpu = 2
+    settings = {"model": tiny_model("llama"), "train_dataset": ROWS, "args": many}
+    choice = in_memory.choose_place(hf_lohan.Trainer, settings, {}, makes_models=False)
+    assert not choice.in_memory and "the stock Trainer would use 2 GPUs at once" in choice.sentence
     made_later = hf_lohan.Trainer(
         None, arguments(tmp_path / "d"), model_init=lambda: tiny_model("llama"), offload="auto"
     )
     assert made_later._offload_config is not None and "made later, by model_init" in capsys.readouterr().out
+
+
+def test_the_longest_row_is_that_of_the_padded_batch(free: Any, tmp_path: Path) -> None:
+    """Rows of 5 tokens with labels of 9, or with one number as the label."""
+    free(1 << 40)
+    pairs = [{"input_ids": [1] * 5, "labels": [1] * 9}, {"input_ids": [1] * 4, "labels": [1]}]
+    classes = [{"input_ids": [1] * 5, "labels": 1}]
+    tokenizer = tiny_tokenizer()
+    wide = DataCollatorForSeq2Seq(tokenizer, padding="max_length", max_length=21)
+    multiple = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    both = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=21, pad_to_multiple_of=8)
+    by_evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (pairs, None, {}, "2 x 9"),
+        (classes, None, {}, "2 x 5"),
+        (pairs, wide, {}, "2 x 21"),
+        (pairs, multiple, {}, "2 x 16"),
+        (pairs, both, {}, "2 x 24"),
+        (pairs, None, by_evaluation, "3 x 9"),
+        (pairs, None, by_evaluation | {"per_device_eval_batch_size": 1}, "2 x 9"),
+    ]
+    for rows, collator, more, expected in cases:
+        for stored in (rows, Dataset.from_list(rows)):
+            settings = {"model": tiny_model("llama"), "train_dataset": stored, "data_collator": collator}
+            settings["args"] = arguments(tmp_path, **more)
+            choice = in_memory.choose_place(hf_lohan.Trainer, settings, {}, makes_models=False)
+            assert choice.in_memory and choice.sentence.endswith(f" for {expected} tokens"), (expected, choice)
 
 
 def test_trainers_with_several_forwards_are_refused(tmp_path: Path) -> None:

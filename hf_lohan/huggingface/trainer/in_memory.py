@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainingArguments
+from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from hf_lohan.compat.trl_private import is_supervised
 from hf_lohan.config import FITS_OR_NOT, ConfigError
@@ -30,6 +31,7 @@ _ROWS_AT_ONCE = 10_000
 _COLUMNS_OF_TEXT = frozenset(
     {"attention_mask", "completion", "input_ids", "labels", "messages", "position_ids", "prompt", "text"}
 )
+_COLUMNS_OF_TOKENS = ("input_ids", "labels", "decoder_input_ids")
 _STATE_BYTES = 16
 """Bytes of a float32 weight, its gradient and AdamW's two moments."""
 _AUTOCAST_BYTES = 2
@@ -85,6 +87,8 @@ def _why_offloaded(settings: Mapping[str, Any], args: TrainingArguments) -> str 
     store = Path(args.output_dir) / STORE_FOLDER
     if is_one_of_several(args):
         return f"it has {args.world_size} ranks, and 'auto' decides for one device"
+    if args.n_gpu > 1:
+        return f"the stock Trainer would use {args.n_gpu} GPUs at once, and 'auto' decides for one device"
     if store.exists():
         return f"{str(store)!r} has the store of a run that was offloaded"
     if settings.get("model") is None:
@@ -118,12 +122,14 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading
 def _by_plan(model: nn.Module, settings: Mapping[str, Any], args: TrainingArguments) -> TrainingPlace:
     device = device_for(args.device)
     held_bytes = sum(p.nbytes for p in model.parameters() if p.device.type == device.torch_device.type)
-    length = longest_sequence(model, settings, args)
+    length, batch_size = longest_sequence(model, settings, args), args.train_batch_size
+    if args.eval_strategy != "no":
+        batch_size = max(batch_size, args.eval_batch_size)
     is_fused = getattr(args.optim, "value", args.optim) == "adamw_torch_fused"
     fit = stock_fit(
         model,
         device,
-        StepShape(args.train_batch_size, length),
+        StepShape(batch_size, length),
         memory_bytes=device.total_memory_bytes() + held_bytes,
         bytes_per_param=_STATE_BYTES + _AUTOCAST_BYTES * is_mixed(args) + _TEMPORARY_BYTES * (not is_fused),
         recomputes=args.gradient_checkpointing,
@@ -132,7 +138,7 @@ def _by_plan(model: nn.Module, settings: Mapping[str, Any], args: TrainingArgume
     memory = "the free RAM's" if device.memory_is_host else "the device's free"
     numbers = (
         f"it needs {format_bytes(fit.needed_bytes)} of {memory} {format_bytes(fit.memory_bytes)} for "
-        f"{args.train_batch_size} x {length} tokens"
+        f"{batch_size} x {length} tokens"
     )
     done = "trains this run in memory, with the stock Trainer" if fit.fits else "offloads this run"
     return TrainingPlace(fit.fits, f"offload={FITS_OR_NOT!r} {done}: {numbers}")
@@ -148,29 +154,49 @@ def _has_text_alone(dataset: Any) -> bool:
 
 
 def longest_sequence(model: nn.Module, settings: Mapping[str, Any], args: TrainingArguments) -> int:
-    """Return the number of tokens of the longest row. It is read from the training data if they are tokenized and
-    stored. Otherwise it is the most that the arguments or the model allow. Raises ValueError if nothing says it."""
+    """Return the number of tokens of the longest padded row. It is read from the training data if they are tokenized
+    and stored. Otherwise it is the most that the arguments or the model allow. Raises ValueError if nothing says it."""
     longest = _longest_row(settings.get("train_dataset"))
     most = getattr(args, "max_length", None)
     if longest and not getattr(args, "packing", False):
-        return min(longest, most) if most else longest
-    if most:
-        return int(most)
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if not isinstance(positions, int):
+        length = min(longest, most) if most else longest
+    else:
+        length = most or getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(length, int):
         raise ValueError("neither the data nor the model says how long a sequence may be")
-    return positions
+    return _padded(length, settings.get("data_collator"), args)
+
+
+def _padded(length: int, collator: Any, args: TrainingArguments) -> int:
+    """Return the number of tokens of a row of ``length`` tokens that the collator has padded."""
+    if getattr(collator, "padding", None) == "max_length":
+        of_tokenizer = getattr(getattr(collator, "tokenizer", None), "model_max_length", 0)
+        most = getattr(collator, "max_length", None) or of_tokenizer
+        length = max(length, int(most) if most <= LARGE_INTEGER else 0)  # a tokenizer without a limit does not pad
+    multiple = getattr(args if collator is None else collator, "pad_to_multiple_of", None)
+    return -(-length // multiple) * multiple if isinstance(multiple, int) and multiple > 0 else length
 
 
 def _longest_row(dataset: Any) -> int:
-    """Return the most tokens of a row; 0 if rows are made when they are read, which could draw random numbers."""
+    """Return the most tokens of a row, of the inputs or the labels; 0 if rows are made when they are read, which could
+    draw random numbers."""
     if isinstance(dataset, list | tuple):
-        rows = (row["input_ids"] for row in dataset if isinstance(row, Mapping) and "input_ids" in row)
-        return max(map(len, rows), default=0)
+        rows = [row for row in dataset if isinstance(row, Mapping) and "input_ids" in row]
+        values = (row[name] for row in rows for name in _COLUMNS_OF_TOKENS if name in row)
+        return max((len(value) for value in values if _is_sequence(value)), default=0)
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
         return 0
-    import pyarrow.compute as pc  # as `datasets` does
+    import pyarrow as pa  # as `datasets` does
+    import pyarrow.compute as pc
 
-    tables = dataset.select_columns("input_ids").with_format("arrow").iter(_ROWS_AT_ONCE)
-    return max((pc.max(pc.list_value_length(table["input_ids"])).as_py() for table in tables), default=0)
+    columns = [name for name in _COLUMNS_OF_TOKENS if name in dataset.column_names]
+    tables = dataset.select_columns(columns).with_format("arrow").iter(_ROWS_AT_ONCE)
+    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    lists = (column for table in tables for column in table.columns if any(test(column.type) for test in is_list))
+    return max((pc.max(pc.list_value_length(column)).as_py() or 0 for column in lists), default=0)
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether a value of a row has tokens. The label of a whole row is a number, or a tensor without dimensions."""
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
