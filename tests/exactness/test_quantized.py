@@ -22,6 +22,7 @@ from hf_lohan.engine.tiers import open_tiers
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint, quantized_as_asked
 from hf_lohan.planning import lay_out
+from hf_lohan.quantize import values_of
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -329,6 +330,7 @@ def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path)
     tensors = {
         name: torch.zeros(2048, 1, dtype=torch.uint8),
         f"{name}.absmax": torch.ones(64),
+        f"{name}.quant_map": values_of("nf4"),
         f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
         "lm_head.weight": torch.zeros(64, 64),
     }
@@ -340,6 +342,15 @@ def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path)
     skip = {"method": "nf4", "double": False, "skip": ["experts", "lm_head"]}
     quantize = packed.settings(OffloadConfig.load({"quantize": skip}), torch.bfloat16).quantize
     assert quantize.skip == ("lm_head", "experts")
+    stored = {}
+
+    def store(name: str, codes: Tensor, scales: Tensor, shape: list[int]) -> torch.Size:
+        stored[name] = codes.numel(), scales.view(torch.float32).tolist()
+        return torch.Size(shape)
+
+    found = packed.store_packed(store, tensors)
+    assert stored == {name: (2048, [1.0] * 64)}
+    assert found["lm_head.weight"] is tensors["lm_head.weight"] and found[name].shape == (64, 64) and len(found) == 2
     with pytest.raises(ValueError, match=r"of '.*': bnb_4bit_compute_dtype=bfloat16 differs from the dtype of the mod"):
         packed.settings(OffloadConfig.load({}), torch.float32)
     other = OffloadConfig.load({"quantize": {**skip, "skip": ["o_proj"]}})
