@@ -97,7 +97,8 @@ def choose_block_size(wanted: int | None, config: Any) -> int:
 
 
 def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | bool | None:
-    """Return Trainer's `resume_from_checkpoint` for a folder, "last" or "last_step". Raises ValueError if it does not
+    """Convert `wanted` (a folder, "last" or "last_step") into the value to pass to Trainer as `resume_from_checkpoint`.
+    Raises ValueError if it does not
     exist.
 
     True is the newer of the last committed step and the last checkpoint.

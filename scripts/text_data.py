@@ -77,8 +77,9 @@ def _holds_text(rows: Dataset, column: str) -> bool:
 def make_blocks(documents: Dataset, tokenizer: Any, *, block_size: int, packing: bool) -> Dataset:
     """Tokenize the documents, end each with the end-of-text token, and cut them into rows of at most `block_size`.
 
-    With `packing`, documents are joined and cut into rows of exactly `block_size` ids, and the rest of each 10,000
-    documents is dropped. Without it each document is a row, which is truncated if it is longer. Raises ValueError if
+    With `packing`, batches of 10,000 documents are joined and cut into rows of exactly `block_size` ids. The tokens at
+    the end of a batch that do not fill a row are dropped. Without it each document is a row, which is truncated if it
+    is longer. Raises ValueError if
     the result has no rows.
     """
 
@@ -87,7 +88,7 @@ def make_blocks(documents: Dataset, tokenizer: Any, *, block_size: int, packing:
         rows = cut(encoded, block_size) if packing else [ids[:block_size] for ids in encoded]
         return {"input_ids": rows, "labels": [list(row) for row in rows]}
 
-    # Each batch drops its rest, so large batches lose little.
+    # Each batch drops the tokens that do not fill its last block, so use large batches to lose few tokens.
     blocks = documents.map(
         tokenize, batched=True, batch_size=10_000, remove_columns=documents.column_names, desc="tokenizing"
     )

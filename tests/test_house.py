@@ -244,7 +244,8 @@ def test_only_device_names_torch_cuda() -> None:
 
 def test_the_lock_of_a_condition_is_entered_and_not_the_condition() -> None:
     """An interrupt may stop `Condition.__enter__` and `__exit__`, which are Python code, while they hold the lock,
-    which then stays locked forever. Those of a lock are not Python code."""
+    which then stays locked forever. A lock's own `__enter__` and `__exit__` are C code, which an interrupt cannot stop
+    halfway."""
     offences = []
     for path in source_files():
         conditions = set()
@@ -262,7 +263,8 @@ def test_the_lock_of_a_condition_is_entered_and_not_the_condition() -> None:
 ASSIGNABLE_OF_TORCH = {"data", "grad", "requires_grad", "forward"}
 """Attributes of tensors and modules that are meant to be assigned."""
 FOREIGN_ATTRIBUTES = {"config.dtype", "parser.description", "options.module"}
-"""Attributes of objects of Hugging Face and argparse that classes of hf_lohan also have. At most three."""
+"""Attributes that belong to Hugging Face or argparse objects, but whose names hf_lohan's classes also use. At most
+three."""
 
 
 def assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
@@ -348,8 +350,8 @@ def test_folders_have_few_files() -> None:
 
 
 def importers() -> dict[Path, set[Path]]:
-    """Return, for each file, the files that import it. An import from a room counts for the file that defines the
-    name."""
+    """Return, for each file, the files that import it. If a file imports a name from a room's `__init__.py`, it
+    counts as importing the file that defines the name."""
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in source_files()}
     defined_in: dict[str, str] = {}
     for module, path in paths.items():

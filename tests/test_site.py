@@ -158,7 +158,7 @@ def parse_script(script: str, words: list[str]) -> None:
 
         arguments = module(ROOT / "scripts" / "finetune_arguments.py")
         parser = HfArgumentParser((arguments.ModelArguments, arguments.DataArguments, TrainingArguments))
-    else:  # scripts with few options, which are searched in their source
+    else:  # these scripts have few options, so it is enough that each option's name occurs in the source
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         text = path.read_text(encoding="utf-8") + (ROOT / "scripts/benchmarks/benchmarking.py").read_text(
             encoding="utf-8"

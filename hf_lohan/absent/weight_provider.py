@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 
 class MovedGradients:
-    """Whether the step's gradients are on the host and not in `.grad`, as between a backward and its step."""
+    """Records whether gradients of the current step were moved to the host, so that `.grad` is empty. That is the
+    case between a backward and the optimizer step."""
 
     def __init__(self) -> None:
         self._has_any = False
@@ -76,7 +77,7 @@ class WeightProvider(Protocol):
         """Make absent parameters ordinary ones within the context, and store changed values at its end."""
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
-        """Note that a view of an absent parameter was made, which autograd may save."""
+        """Record a view of an absent parameter, because autograd may save the view."""
 
 
 def weight_refusal(name: str) -> str:

@@ -11,10 +11,10 @@ _STOCK_STEM = "rng_state"
 
 
 class EpochRandomNumbers:
-    """The state of the random number generators at the beginning of the epoch, from which samplers draw its order.
+    """The random number generators' state at the start of the epoch. Samplers draw the epoch's data order from it.
 
-    transformers saves only the state at the step, from which the rest of the epoch would be drawn in another order,
-    except by accelerate's seedable sampler.
+    transformers saves only the state at the checkpointed step. A sampler restarted from that state would draw a
+    different order for the rest of the epoch. (accelerate's seedable sampler is not affected.)
     """
 
     def __init__(self, save: Callable[[str], None], load: Callable[[str], None], suffix: str = "") -> None:

@@ -44,8 +44,9 @@ class GenerationSlots:
 def slots_for_generation(
     blocks: Sequence[BlockShape], *, gpu_memory_bytes: int, keys_and_values: KeysAndValues, prefetch_blocks: int
 ) -> GenerationSlots:
-    """Divide ``gpu_memory_bytes`` without keys and values into a ring of ``prefetch_blocks`` + 1 slots, slots of
-    modules outside the layers, layers that stay, and experts. Raises BudgetError if two layers, two experts, the
+    """Divide what ``gpu_memory_bytes`` leaves after the keys and values among four uses: a ring of ``prefetch_blocks``
+    + 1 slots, slots for modules outside the layers, layers that stay, and experts. Raises BudgetError if two layers,
+    two experts, the
     largest module outside the layers, and the keys and values do not fit."""
 
     def sizes(size_class: SizeClass) -> list[int]:
@@ -92,7 +93,7 @@ def _two_experts(number: int) -> str:
 def token_traffic(
     blocks: Sequence[BlockShape], slots: GenerationSlots, *, num_outer_slots: int, experts_share: float = 1.0
 ) -> tuple[RecordTraffic, ...]:
-    """Return what one token reads of each block's parameters without copies in RAM, in forward order.
+    """Return how much of each block's parameters is read for one token if nothing is cached in RAM, in forward order.
     ``experts_share``: the share of streamed experts that a token chooses. All experts are equally likely. Experts in
     slots are not read."""
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)

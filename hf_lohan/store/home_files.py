@@ -111,8 +111,8 @@ class HomeFiles:
 
 @contextmanager
 def _no_room(path: str, needed_bytes: int) -> Iterator[None]:
-    """In this context, raise a full disk as `CapacityError`. Other programs may have used the space that was checked
-    before."""
+    """In this context, raise a full disk as `CapacityError`. The free space was checked earlier, but other programs
+    may have used it since."""
     before = no_room(path, needed_bytes)
     try:
         yield

@@ -40,12 +40,12 @@ class RamHome:
             copy.commit()
 
     def drop_drafts(self) -> None:
-        """Follow the store back to its last commit. No request may be in progress."""
+        """Return the copies to the last commit, as the store does. No request may be in progress."""
         for copy in self.copies.values():
             copy.drop_drafts()
 
     def clear(self) -> None:
-        """Forget all copies, because uncommitted records have replaced the store's records."""
+        """Empty all copies. The store is cleared, and its records read as zeros until they are written."""
         for copy in self.copies.values():
             copy.clear()
 
@@ -61,8 +61,8 @@ class RamHome:
 
     def borrow(self, block: str, kind: str, start_numel: int, numel: int) -> Tensor | None:
         """Return the memory [numel] of these elements, to be changed in place and then written. The elements are whole
-        granules. Nobody may read them before they are written. Returns None if they are not in RAM, or if a write would
-        not go only to RAM.
+        granules. Nobody may read them before they are written. Returns None if the elements are not in RAM, or if a
+        write to them would also go to the drives.
         """
         copy = self.copies.get((block, kind)) if self.keeps_new else None
         if copy is None:

@@ -14,7 +14,7 @@ from hf_lohan.threads.forks import Owner
 Command = Callable[[], object]
 _Result = TypeVar("_Result")
 CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks that a thread is still running, during a wait for it."""
+"""While waiting for a thread, check this often (in seconds) that it is still running."""
 
 
 class WorkThread:

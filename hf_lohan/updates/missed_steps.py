@@ -28,19 +28,19 @@ from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.store import RecordRead, Store, StoreLayout
 
 GroupOf: TypeAlias = Callable[[ParamSlice], Hashable]
-"""A function that returns a parameter's hyperparameters, as its block's rule has them."""
+"""A function that returns a parameter's hyperparameters, in the form that its block's update rule uses."""
 StepCounts: TypeAlias = dict[ParamSlice, int]
 """Number of optimizer steps of each parameter, as torch's `step`. A parameter without a gradient skips a step."""
 StepSettings: TypeAlias = tuple[Hashable, int]
 """Hyperparameters and number of one step."""
 
 MISSED_STEPS_NAME = "missed_steps.safetensors"
-"""The file of a commit with `MissedSteps.packed`."""
+"""Name of the file in a commit that holds the result of `MissedSteps.packed`."""
 
 
 class MissedSteps:
-    """The missed steps of one store's chunks. Steps are counted from the state in which the store was opened, or to
-    which it returned. Only the worker's thread changes this. Any thread may read."""
+    """The missed steps of one store's chunks. Step numbers are relative: numbering starts again whenever the store
+    is opened or returns to its last commit. Only the worker's thread changes this. Any thread may read."""
 
     def __init__(
         self,
@@ -51,9 +51,10 @@ class MissedSteps:
         most: int = MOST_STEPS_BEHIND,
         from_share: float = 0.0,
     ) -> None:
-        """`blocks`: all blocks, always in the same order for one store. `lazy`: blocks that may be at most `most` steps
-        behind, while steps leave out at least the fraction `from_share` of them. Chunks that were behind at the store's
-        commit may be behind in any case."""
+        """`blocks`: all blocks, always in the same order for one store. `lazy`: blocks that may fall behind, by at
+        most `most` steps. They may do so only while at least the fraction `from_share` of them gets no gradient per
+        step, on average. Chunks that are already behind in the store's commit may stay behind, whether or not their
+        block is in `lazy`."""
         self._blocks = list(blocks)
         self._chunks: dict[Block, list[Chunk]] = {}
         for chunk in chunks:
@@ -63,14 +64,15 @@ class MissedSteps:
         self._most = most
         self._from_share = from_share
         self._left_out_share: float | None = None
-        """Moving average of the fraction of lazy chunks without a gradient. Each step counts half."""
+        """Moving average of the fraction of lazy chunks without a gradient. The newest step has weight 1/2, the one
+        before 1/4, and so on."""
         self._lock = Lock()
         self._now = 0
         """The last step that counts."""
         self._history: dict[int, dict[str, StepSettings]] = {}
-        """Settings by step and name, for parameters of which some part missed the step."""
+        """Settings by step and parameter name. Contains only parameters of which at least one part missed the step."""
         self._applied: dict[Chunk, int] = {}
-        """The last step in the records of each chunk that is behind."""
+        """For each chunk that is behind: the last step that its records include."""
         self._caught_up: dict[Chunk, int] = {}
         """Entries of `_applied` that were removed by updates of the step in progress."""
         self._added: list[Chunk] | None = None
@@ -111,8 +113,9 @@ class MissedSteps:
     def decide_step(
         self, of_zeros: Iterable[Chunk], others: Set[Chunk], group_of: GroupOf, step_counts: StepCounts
     ) -> tuple[list[Chunk], list[Chunk], set[ParamSlice]]:
-        """Decide that the step counts. In it, chunks `of_zeros` have a gradient of zeros, and `others` another
-        gradient. Returns the chunks of `of_zeros` that are updated now, more chunks that must catch up now, and the
+        """Decide that the step counts. In this step the gradient of each chunk in `of_zeros` is zero, and that of each
+        chunk in `others` is not. Returns the chunks of `of_zeros` that are updated now, more chunks that must catch up
+        now, and the
         parameters that miss the step."""
         with self._lock:
             step, by_name, added = self._now + 1, dict[str, StepSettings](), list[Chunk]()
@@ -152,8 +155,8 @@ class MissedSteps:
     def _note_settings(
         self, chunk: Chunk, by_name: dict[str, StepSettings], group_of: GroupOf, step_counts: StepCounts
     ) -> bool:
-        """Note a step's settings. Returns whether the step has the same number in the chunk as in other parts of the
-        chunk's parameters."""
+        """Note a step's settings. Returns whether the parameters' step counts in this chunk equal those noted for
+        their parts in other chunks."""
         for part in (piece.param_slice for piece in chunk.pieces if _is_trained(piece.param_slice)):
             number = step_counts[part] + 1
             if part.name not in by_name:
@@ -271,9 +274,9 @@ def _from_numbers(numbers: Sequence[float]) -> AdamWGroup:
 
 
 def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], StepSettings | None]) -> list[Segment]:
-    """Return runs of neighbouring parameters with equal settings. Parameters without settings are left out. A run ends
-    after a parameter that is not a whole number of vectors, because torch's kernel updates its last elements as
-    scalars, which rounds differently."""
+    """Return runs of neighbouring parameters with equal settings. Parameters without settings are left out. A run
+    ends after a parameter whose size is not a multiple of the kernel's vector length. torch updates the leftover
+    elements one by one, and that rounds differently."""
     segments: list[Segment] = []
     joins = False
     for piece in chunk.pieces:
@@ -297,7 +300,7 @@ _REPLAY_NUMEL = 1 << 16
 class UpToDateRecords:
     """Records with all steps applied. Reads like `Store`, and applies missed steps to the read values. It does so in
     its own memory, because the owners of the pools' buffers may wait for the reader. It does not write to the store, so
-    a read does not keep a step from being undone. Any thread may read. Before a write, wait for all updates."""
+    a step can still be undone after a read. Any thread may read. Before a write, wait for all updates."""
 
     def __init__(self, store: Store, blocks: Sequence[Block], missed: MissedSteps) -> None:
         self._store = store

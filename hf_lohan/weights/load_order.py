@@ -25,8 +25,8 @@ class SlotLoad(NamedTuple):
 
 
 class NextLoad(ABC):
-    """Chooses the next load. Unforeseen blocks for which compute waits come first. Then comes the schedule's next
-    block, if the block in some slot is needed later or never. Callers hold the slots' lock."""
+    """Chooses the next load. First come unforeseen blocks that compute is waiting for. Then comes the schedule's
+    next block, if some slot holds a block that is needed later than it, or not at all. Callers hold the slots' lock."""
 
     def __init__(self) -> None:
         self.urgent: list[Block] = []
@@ -76,9 +76,9 @@ class NextLayer(NextLoad):
         self._ring.claim(load.slot, load.block)
 
     def _find_slot(self, block: Block, place: int) -> Slot | None:
-        """Return the slot whose block is needed last; None if all blocks are needed before ``place``. If the pass no
-        longer needs several of the blocks, choose the one that it used first, because the next forward begins where a
-        backward ends."""
+        """Return the slot whose block is needed last; None if all blocks are needed before ``place``. If several of
+        the blocks are no longer needed in this pass, choose the one used longest ago. A backward ends with the first
+        layers, which the next forward needs first, so recently used blocks are worth keeping."""
         may_overwrite, urgent = self._may_overwrite, self.urgent
         slots = self._ring.slots[block.size_class]
         free = [slot for slot in slots if may_overwrite(slot) and slot.block not in urgent]
@@ -110,7 +110,8 @@ class OrderedLoad:
 
 
 class DeterministicLoadOrder:
-    """Orders loads only by the computing thread's passes, so ranks that run the same passes order the same loads. A
+    """The order of loads depends only on the passes of the computing thread. Ranks that run the same passes therefore
+    choose the same order. A
     slot is free when compute unpins it. Loads in flight and copies by the optimizer are ignored here, because their
     timing differs between ranks. The thread that carries out a load waits for them. An unforeseen load comes after all
     loads that are already ordered. Callers hold the slots' lock. Only the computing thread forgets blocks."""

@@ -20,7 +20,7 @@ SMALL = "model.layers.1.input_layernorm.weight"
 
 @pytest.fixture
 def open_access(build_engine: EngineFactory) -> Callable[..., tuple[ParameterAccess, dict[str, Tensor]]]:
-    """Drain a model. Return its access and its weights."""
+    """Write a model's weights to a store. Return the store's `ParameterAccess`, and the original weights by name."""
 
     def build(dtype: torch.dtype = torch.float32) -> tuple[ParameterAccess, dict[str, Tensor]]:
         model = tiny_model("llama", vocab_size=1500)

@@ -100,7 +100,8 @@ def test_a_failed_load_raises_and_another_pass_may_succeed(make_lane: LaneFactor
 
 
 def test_hints_are_prefetched_and_wrong_ones_only_cost_bytes(make_lane: LaneFactory) -> None:
-    """The same calls have right hints, wrong ones and none. Weights are equal and loads differ."""
+    """The same calls run with right hints, with wrong hints and without hints. They get the same weights and differ
+    only in what is loaded."""
     figures = {}
     for kind, hinted in {"right": [5, 6], "wrong": [1, 2], "none": []}.items():
         lane = make_lane(2, 8, 4)
@@ -143,7 +144,8 @@ def test_needed_experts_overtake_hints(make_lane: LaneFactory) -> None:
 def test_compute_waits_little_if_loads_fit_into_its_time(
     make_lane: LaneFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An expert's load takes 4 ms, and a layer's other compute as long as its loads. Prefetched loads are hidden.
+    """Loading an expert takes 4 ms. The rest of a layer (attention) takes about as long as loading all its experts.
+    Prefetched loads are hidden.
     Without prefetches each call waits.
     """
     waited_s = {}

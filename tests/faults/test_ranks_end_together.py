@@ -74,7 +74,8 @@ def undisturbed_in_ram(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome
 def test_killed_between_commits_of_records_in_ram(
     seed: int, undisturbed_in_ram: list[Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The stores verify at the step that a resume uses, even if one rank is a commit ahead."""
+    """`lohan verify` accepts the stores at the step from which a resume would continue, even if one rank is one
+    commit ahead of the other."""
     random, run = Random(seed), RankRun(IN_RAM, tmp_path)
     for _ in range(FAULTS_A_RUN):
         ended = run.befall("killed", random.randrange(2), random)
@@ -155,7 +156,7 @@ def remove(name: str) -> Callable[[RankRun], None]:
 def test_a_damaged_store_of_one_rank_is_refused_by_both_ranks_or_ignored(
     harm: Callable[[RankRun], None], message: str, undisturbed_in_ram: list[Outcome], tmp_path: Path
 ) -> None:
-    """A resume and `lohan verify` give the same error, which needs no knowledge of the code."""
+    """A resume and `lohan verify` give the same error, and a user can understand it without knowing the code."""
     run, random = RankRun(IN_RAM, tmp_path), Random(1)
     while (hf_lohan.last_step(run.run.output_dir) or 0) < 6:
         run.befall("killed", 1, random)

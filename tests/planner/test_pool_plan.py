@@ -61,8 +61,8 @@ def requests(draw: st.DrawFn) -> PoolRequest:
 
 def enough(blocks: list[BlockShape], num_state_buffers_per_chunk: int) -> tuple[int, int]:
     """Return GPU and CPU bytes with which every plan must be possible. The GPU needs two layers, the largest outer
-    block and resident blocks. The CPU needs two blocks, or the smallest chunks for every stage and every parameter of a
-    block.
+    block and resident blocks. The CPU needs the larger of two blocks and the smallest possible buffers: one for each
+    pipeline stage and each parameter of a block.
     """
     largest = {kind: max((b.param_bytes for b in blocks if b.size_class is kind), default=0) for kind in SizeClass}
     gpu_bytes = 2 * largest[SizeClass.LAYER] + largest[SizeClass.OUTER] + largest[SizeClass.RESIDENT]
@@ -150,7 +150,8 @@ def test_held_gradients_have_buffers_and_the_others_are_spilled(request: PoolReq
 @often
 @given(requests())
 def test_arriving_gradients_have_buffers_whatever_is_held_and_borrowed(request: PoolRequest) -> None:
-    """Buffers are needed for chunks of a block that wait for each other, one that arrives, and one in the pipeline."""
+    """Three kinds of chunks need buffers: a block's chunks that wait for each other, one that is arriving, and one
+    in the pipeline."""
     plan = plan_pools(request)
     chunks = {block.name: block.num_chunks(plan.chunk_numel) for block in request.blocks}
     num_arriving = 2 + max(min(chunks[block.name], block.num_trainable_params + 1) for block in request.blocks)
@@ -192,7 +193,8 @@ def test_the_minimum_that_a_refusal_names_is_enough(request: PoolRequest, budget
 
 @pytest.mark.parametrize("hold_gradients", [False, True])
 def test_the_minimum_named_for_a_model_of_small_blocks_is_enough(hold_gradients: bool) -> None:
-    """Here the buffers need more than two blocks. The first refusal must name a number that works."""
+    """In this model the buffers take more memory than two blocks do. The first refusal must name a number that
+    works."""
     blocks = [shape(f"layer.{i}", SizeClass.LAYER, (UNIT_NUMEL,)) for i in range(3)]
     request = replace(request_for(1, hold_gradients=hold_gradients), blocks=blocks, cpu_memory_bytes=1)
     with pytest.raises(BudgetError) as refused:

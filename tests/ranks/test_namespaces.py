@@ -1,4 +1,5 @@
-"""Two network namespaces with one rank each stand for nodes. The kernel counts the bytes that `Links` count."""
+"""Two network namespaces, each with one rank, stand in for two nodes. The kernel counts the bytes that `Links`
+count."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_the_kernel_counts_what_links_count(boxes: list[NetworkBox], tmp_path: P
         folder.mkdir()
         counts = train_on_nodes(boxes, folder)
         for weight_bytes, sent_bytes, kernel_bytes in counts:
-            # Half of the weights for forward and for backward, and half of the gradients.
+            # A rank sends half of the weights in forward, half again in backward, and half of the gradients: about 1.5
+            # times the weights.
             assert weight_bytes < sent_bytes <= kernel_bytes
         if all(kernel_bytes <= 1.02 * sent_bytes for _, sent_bytes, kernel_bytes in counts):
             return

@@ -1,4 +1,5 @@
-"""Costs of a step with several ranks. This is `StepCosts` for one rank, with the resources that it shares with others.
+"""Costs of a step with several ranks. The costs are those of one rank (`StepCosts`), extended by the resources that it
+shares with other ranks.
 
 All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,
 CPU, RAM and the network to other nodes. They pass weights and gradients through RAM. Each of Y nodes owns 1/Y of the
@@ -38,9 +39,10 @@ class RankStepCosts(StepCosts):
         num_nodes, num_local = cluster.num_nodes, cluster.num_local
         in_ram_bytes = sum(record.update_read_bytes for record in setup.resident_records)
         unwritten_bytes = int(in_ram_bytes * (1 - setup.committed_fraction))
-        # These count a node's part of the records, and the copies in RAM of all its ranks.
+        # From here on, these numbers cover one node: its part of the records, and the RAM copies of all its ranks.
         self._update_write_bytes += unwritten_bytes
-        # Parts differ in size, so the sum is limited to the whole.
+        # The ranks' parts differ in size, so `num_local` copies of one part can exceed the total. Limit the result to
+        # the total.
         self._update_write_bytes = max(0, self._update_write_bytes / num_nodes - num_local * unwritten_bytes)
         self._update_read_bytes /= num_nodes
         self._updated_bytes /= num_nodes
@@ -73,7 +75,8 @@ class RankStepCosts(StepCosts):
     def _forward_read_bytes(self) -> float:
         ways = self._cluster.collectives
         own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
-        # A change is applied to the previous step's weights. The copy has those of other nodes.
+        # With "delta", a node adds the received change to the previous step's weights. Those of other nodes' parts are
+        # in its local copy, so it reads them too.
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:
@@ -119,7 +122,8 @@ class RankStepCosts(StepCosts):
         return self._passing_ram(replace(load, host_bytes=load.host_bytes + worked_bytes))
 
     def _lent(self) -> ResourceUse:
-        """Return the use that is saved because each rank's update borrows the rank's own part."""
+        """Return the resources saved because each rank's update takes its own part of the weights from the device
+        slots instead of reading it from the drives."""
         load = super()._lent()
         lent_bytes = min(self._setup.lent_bytes / self._cluster.num_nodes, self._own_param_bytes)
         lent_bytes = max(0.0, lent_bytes - self._resident_param_bytes)
@@ -140,7 +144,7 @@ class RankStepCosts(StepCosts):
         )
 
     def _hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> dict[str, float | None]:
-        """Return T* of each resource (see `_ssd_hides_from`)."""
+        """Return, for each resource, T*: the tokens above which compute hides it (see `_ssd_hides_from`)."""
         costs = self._with(num_micro_batches=1)
         nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
 
