@@ -56,7 +56,7 @@ def _text_column(rows: Dataset, wanted: str | None) -> str:
     if wanted is not None:
         if wanted not in rows.column_names:
             near = difflib.get_close_matches(wanted, rows.column_names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"no column {wanted!r} in the data{hint} Columns: {', '.join(rows.column_names)}")
         if not _holds_text(rows, wanted):
             raise ValueError(f"column {wanted!r} holds {rows.features[wanted]}, not text; set --text_column")
@@ -64,9 +64,10 @@ def _text_column(rows: Dataset, wanted: str | None) -> str:
     columns = [name for name in rows.column_names if _holds_text(rows, name)]
     if "text" in columns:
         return "text"
+    if not columns:
+        raise ValueError(f"no column has text, among {', '.join(rows.column_names)}; give a file with a column of text")
     if len(columns) != 1:
-        found = ", ".join(columns) or f"none, among {', '.join(rows.column_names)}"
-        raise ValueError(f"which column is the text? Columns with text: {found}; set --text_column")
+        raise ValueError(f"which column is the text? Columns with text: {', '.join(columns)}; set --text_column")
     return str(columns[0])
 
 

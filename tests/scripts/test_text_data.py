@@ -64,7 +64,7 @@ def test_the_named_column_is_taken(tmp_path: Path) -> None:
         ("data.json", "{ not json", None, "cannot read"),
         ("data.txt", " \n ", None, "no row has any text"),
         ("data.jsonl", '{"a": "x", "b": "y"}\n', None, "Columns with text: a, b; set --text_column"),
-        ("data.jsonl", '{"number": 1}\n', None, "none, among number"),
+        ("data.jsonl", '{"number": 1}\n', None, "no column has text, among number"),
         ("data.jsonl", '{"content": "x"}\n', "contnet", "no column 'contnet' in the data; did you mean 'content'?"),
         ("data.jsonl", '{"number": 1}\n', "number", "not text"),
     ],
