@@ -289,6 +289,11 @@ def stream_model(
     checkpoint.name_model(model)
     if quantized is not None:
         quantized.check_loaded(model, unused)
+    if unused and all(parameter.device.type != "meta" for parameter in model.parameters()):
+        raise ValueError(
+            f"{checkpoint.name} has no weight of {type(model).__name__}, only others such as {min(unused)}; give the "
+            "class and the config of this checkpoint"
+        )
     if unused:
         logger.warning(
             "%s of %s (%s) are no weights of %s and are not loaded, such as %s; saved models do not have them",

@@ -288,3 +288,14 @@ def test_the_former_name_of_dtype_is_taken(tmp_path: Path) -> None:
     engine_of(model).close()
     with pytest.raises(ValueError, match="torch_dtype='bfloat16' are both given and differ"):
         hf_lohan.from_pretrained(path, offload={"ssd": str(tmp_path / "b")}, dtype="float32", torch_dtype="bfloat16")
+
+
+def test_a_checkpoint_without_a_weight_of_the_model_is_refused(tmp_path: Path) -> None:
+    path = checkpoint_of("gpt2", tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="has no weight of LlamaForCausalLM, only others such as"):
+        hf_lohan.from_pretrained(
+            path,
+            config=tiny_config("llama"),
+            model_class=transformers.LlamaForCausalLM,
+            offload={"ssd": str(tmp_path / "store")},
+        )
