@@ -253,7 +253,7 @@ def test_a_refusal_says_what_to_change(model_13b: str, tmp_path: Path, changes: 
         (["--gradient-accumulation-steps", "0"], "gradient accumulation steps is 0"),
         (["--max-grad-norm", "-1"], "max_grad_norm is -1.0; give 0"),
         (["--dtype", "float16"], "dtype='float16' cannot be trained"),
-        (["--model", "nowhere"], "'nowhere' does not exist"),
+        (["--model", "nowhere"], "'nowhere' is not a folder here"),
         (["--hardware", "nowhere.yaml"], "nowhere.yaml"),
         (["--offload", "nowhere.yaml"], "nowhere.yaml"),
         (["--plot", "picture.txt3"], "picture.txt3"),

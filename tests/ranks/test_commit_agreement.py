@@ -258,7 +258,7 @@ def test_ranks_that_keep_different_numbers_of_versions_are_refused(tmp_path: Pat
         Path(paths[0].path).mkdir()
         homes = 2 - links.ranks.rank
         store = Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=homes)
-        said = r"rank 0 keeps two versions .* rank 1 one version: set durability"
+        said = r"rank 0 keeps two versions .* rank 1 keeps one version; set durability"
         with store, pytest.raises(RanksDisagreeError, match=said):
             CommitAgreement(links).restore_common_commit(store)
 
