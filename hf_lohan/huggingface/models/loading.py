@@ -102,8 +102,9 @@ class WeightSink:
         return True
 
     def store_packed(self, name: str, codes: Tensor, scales: Tensor, shape: Sequence[int]) -> torch.Size:
-        """Write a weight that is packed in the checkpoint, of this shape there. What comes of it later is not written.
-        Returns its shape in the model. Raises ValueError if the store does not pack it."""
+        """Write a weight that the checkpoint has packed. `store_weight` and `store_rows` then write nothing for it.
+        ``shape``: its shape in the checkpoint. Returns its shape in the model. Raises ValueError if the store does not
+        pack it."""
         stored = self._names.get(name, name)
         part = self._access.parts[stored][0][1] if stored in self._access.parts else None
         if part is None or part.packed is None:
