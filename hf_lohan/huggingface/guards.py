@@ -63,6 +63,15 @@ def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> 
         )
 
 
+def check_has_model(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if a Trainer that offloads has no model. ``settings``: its arguments by name."""
+    if settings.get("model") is None and settings.get("model_init") is None:
+        raise ValueError(
+            "this Trainer was given no model to offload; pass model=: a checkpoint's folder, its name on the Hub, or "
+            "a model"
+        )
+
+
 def check_model_init_kwargs(model_init_kwargs: Mapping[str, Any], model: Any) -> None:
     """Raise ValueError if a Trainer cannot use `model_init_kwargs`, because it does not load the model itself."""
     if model_init_kwargs and not isinstance(model, str | Path):

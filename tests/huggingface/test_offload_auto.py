@@ -192,6 +192,13 @@ def test_the_longest_row_is_that_of_the_padded_batch(free: Any, tmp_path: Path) 
             settings["args"] = arguments(tmp_path, **more)
             choice = in_memory.choose_place(hf_lohan.Trainer, settings, {}, makes_models=False)
             assert choice.in_memory and choice.sentence.endswith(f" for {expected} tokens"), (expected, choice)
+    evaluated = {
+        **settings,
+        "args": arguments(tmp_path, **by_evaluation),
+        "eval_dataset": {"long": [{"input_ids": [1] * 12}]},
+    }
+    choice = in_memory.choose_place(hf_lohan.Trainer, evaluated, {}, makes_models=False)
+    assert choice.sentence.endswith(" for 3 x 12 tokens")
 
 
 def test_trainers_with_several_forwards_are_refused(tmp_path: Path) -> None:
@@ -228,3 +235,5 @@ def test_what_trainer_sets_itself_is_no_loading_argument(tmp_path: Path) -> None
         hf_lohan.Trainer("checkpoint", arguments(tmp_path), model_init_kwargs={"bf16": True}, offload="lohan")
     with pytest.raises(ValueError, match="TrainingArguments were passed as the first argument"):
         hf_lohan.Trainer(arguments(tmp_path), offload="auto")
+    with pytest.raises(ValueError, match="was given no model to offload; pass model="):
+        hf_lohan.Trainer(args=arguments(tmp_path), offload="lohan")

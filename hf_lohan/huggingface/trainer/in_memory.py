@@ -155,8 +155,12 @@ def _has_text_alone(dataset: Any) -> bool:
 
 def longest_sequence(model: nn.Module, settings: Mapping[str, Any], args: TrainingArguments) -> int:
     """Return the number of tokens of the longest padded row. It is read from the training data if they are tokenized
-    and stored. Otherwise it is the most that the arguments or the model allow. Raises ValueError if nothing says it."""
+    and stored, and from the evaluation data if training evaluates. Otherwise it is the most that the arguments or the
+    model allow. Raises ValueError if nothing says it."""
     longest = _longest_row(settings.get("train_dataset"))
+    if longest and args.eval_strategy != "no":
+        sets = settings.get("eval_dataset")
+        longest = max(longest, *map(_longest_row, sets.values() if isinstance(sets, dict) else [sets]))
     most = getattr(args, "max_length", None)
     if longest and not getattr(args, "packing", False):
         length = min(longest, most) if most else longest

@@ -49,6 +49,7 @@ from hf_lohan.huggingface.attachment import (
 from hf_lohan.huggingface.guards import (
     check_arguments,
     check_given_model,
+    check_has_model,
     check_model,
     check_model_init_kwargs,
     check_optimizer,
@@ -299,6 +300,7 @@ class OffloadTrainerMixin(
         """Call the constructor ``make`` with ``settings``, its arguments by name."""
         assert self._offload_config is not None
         model = settings.get("model")
+        check_has_model(settings)
         args = settings.get("args") or default_arguments(type(self), model) or TrainingArguments("tmp_trainer")
         settings["args"] = args
         is_launched_in_bf16 = take_launched_precision(args)
