@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +18,10 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from tiny_tokenizer import tiny_tokenizer
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
 import hf_lohan
+from hf_lohan.cli.application import app
 from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_batch, tiny_model
 
@@ -97,6 +101,38 @@ def test_the_python_of_a_page_runs(
                 GradientState._reset_state()
                 monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
             exec(compile(code.replace("/mnt/", f"{tmp_path}/mnt/"), document.name, "exec"), names)
+
+
+NOTEBOOK = ROOT / "docs" / "finetune.ipynb"
+COMMAND = re.compile(r"^!lohan (.*)$", flags=re.MULTILINE)
+TINY_PARAMETERS = """
+MODEL, TEXT, STORE = "models/llama-3-8b", "notes.txt", "drive"
+CPU_MEMORY, GPU_MEMORY, NUM_TOKENS, NUM_STEPS = "64MiB", "64MiB", 16, 2
+"""
+
+
+def test_the_notebook_runs(names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.txt").write_text("The drive is fast, and the model is large. " * 20)
+    monkeypatch.setattr(transformers, "TrainingArguments", partial(transformers.TrainingArguments, use_cpu=True))
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    losses = []
+    for cell in cells:
+        tags, code = cell["metadata"].get("tags", ()), "".join(cell["source"])
+        if cell["cell_type"] != "code" or "install" in tags:
+            continue
+        code = TINY_PARAMETERS if "parameters" in tags else code
+        names["run_lohan"] = run_lohan
+        exec(compile(COMMAND.sub(r'run_lohan(f"""\1 """)', code), NOTEBOOK.name, "exec"), names)
+        if "trainer.train()" in code:
+            losses.append(names["trainer"].state.log_history[0]["loss"])
+    assert len(losses) == 2
+    assert (tmp_path / "finetuned" / "model.safetensors").exists()
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def run_lohan(command: str) -> None:
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == 0, f"lohan {command}: {result.output}"
 
 
 def test_few_blocks_are_skipped() -> None:
