@@ -15,7 +15,7 @@ from hf_lohan.files import Extent
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import decode_master_, encode_master_
 from hf_lohan.planner.quantization import LARGEST_BLOCK
-from hf_lohan.quantize import Packer, unpack_
+from hf_lohan.quantize import WeightPacker
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import UpToDateRecords
@@ -66,7 +66,7 @@ class ParameterAccess:
         """``store`` reads and writes records. It is an `UpToDateRecords` if some records may be some steps old.
         ``packs``: packed weights are written, because a model is loaded. Without it a change of them is refused."""
         self._packs = packs
-        self._packers: dict[ParamSlice, Packer] = {}
+        self._packers: dict[ParamSlice, WeightPacker] = {}
         self._store = store
         self._links = links or Links.alone()
         self._pool = pool
@@ -131,39 +131,45 @@ class ParameterAccess:
 
     def takes_rows(self, name: str) -> bool:
         """Whether a weight may be written some rows at a time."""
-        return not any(part.packed and part.packed.transposed_width for _, part in self.parts[name])
+        return all(part.packed is None or part.packed.takes_rows for _, part in self.parts[name])
 
     def _pack(self, block: Block, part: ParamSlice, first: int, values: Tensor) -> None:
-        """Pack the elements of a part from ``first`` on and store them. They come in order, and all at once if the
-        part is packed transposed."""
+        """Pack the elements of a part from ``first`` on and store them. They come in order, and all at once if the form
+        needs them whole."""
         form = part.packed
         assert form is not None
-        if form.transposed_width:
-            assert values.numel() == part.numel, f"{part.name} is packed transposed, so it must come whole"
-            values = values.view(form.transposed_width, -1).t().reshape(-1)
+        if not form.takes_rows:
+            assert values.numel() == part.numel, f"{part.name} is packed in another order, so it must come whole"
+            values = form.stored_order(values)
         while values.numel():
             unit, offset = divmod(first, form.unit_numel)
-            packer = self._packers.setdefault(part, Packer(form.quantization, form.unit_numel))
+            packer = self._packers.get(part) or self._packers.setdefault(part, form.packer())
             assert packer.num_taken == offset, f"elements of {part.name} do not come in order"
             taken = min(form.unit_numel - offset, self._most_decoded_numel, values.numel())
             byte, codes = packer.pack(values[:taken].to("cpu", block.master.working_dtype))
-            start = (part.start - block.packed_start + unit * form.unit_numel) // 2 + byte
-            with self._buffers(1) as (bounce,):
-                self._store.write_unaligned(block.name, "codes", start, codes, bounce.bytes)
-                if packer.is_complete:
-                    start = part.scales_start + unit * form.unit_scales_bytes
-                    self._store.write_unaligned(block.name, "scales", start, packer.pack_scales(), bounce.bytes)
-                    del self._packers[part]
+            self._write_bytes(block, "codes", part.codes_start + unit * form.unit_codes_bytes + byte, codes)
+            if packer.is_complete:
+                start = part.scales_start + unit * form.unit_scales_bytes
+                self._write_bytes(block, "scales", start, packer.pack_scales())
+                del self._packers[part]
             first, values = first + taken, values[taken:]
 
-    def write_packed(self, name: str, codes: Tensor, scales: Tensor) -> None:
-        """Store a whole weight that is packed already: its codes, and the stored bytes of its scales."""
-        ((block, part),) = self.parts[name]
-        assert part.packed is not None, f"{name} is not packed"
-        byte = (part.start - block.packed_start) // 2
+    def write_packed(self, name: str, kind: str, first: int, content: Tensor) -> None:
+        """Store bytes of a weight that is packed already, from byte ``first`` of its ``kind`` ("codes" or "scales") on.
+        All units of the weight follow each other."""
+        before = 0
+        for block, part in self.parts[name]:
+            assert part.packed is not None, f"{name} is not packed"
+            of_codes = kind == "codes"
+            start, stop = (part.codes_start, part.codes_stop) if of_codes else (part.scales_start, part.scales_stop)
+            low, high = max(first, before), min(first + content.numel(), before + stop - start)
+            if low < high:
+                self._write_bytes(block, kind, start + low - before, content[low - first : high - first])
+            before += stop - start
+
+    def _write_bytes(self, block: Block, kind: str, start: int, content: Tensor) -> None:
         with self._buffers(1) as (bounce,):
-            self._store.write_unaligned(block.name, "codes", byte, codes, bounce.bytes)
-            self._store.write_unaligned(block.name, "scales", part.scales_start, scales, bounce.bytes)
+            self._store.write_unaligned(block.name, kind, start, content, bounce.bytes)
 
     @property
     def _most_decoded_numel(self) -> int:
@@ -185,22 +191,18 @@ class ParameterAccess:
         form = part.packed
         assert form is not None
         scales = torch.empty(form.scales_bytes(part.numel), dtype=torch.uint8)
-        whole = torch.empty(part.numel, dtype=block.master.working_dtype) if form.transposed_width else None
         with self._buffers(1) as (bounce,):
             self._store.read_unaligned(block.name, "scales", part.scales_start, scales, bounce.bytes)
-            block_numel = form.quantization.block
-            begin, end = (first // block_numel * block_numel, last) if whole is None else (0, part.numel)
-            for start in range(begin, end, self._most_decoded_numel):
-                stop = min(start + self._most_decoded_numel, end)
-                codes = torch.empty(-(-(stop - start) // 2), dtype=torch.uint8)
-                byte = (part.start - block.packed_start + start) // 2
-                self._store.read_unaligned(block.name, "codes", byte, codes, bounce.bytes)
-                piece = torch.empty(stop - start, dtype=block.master.working_dtype) if whole is None else whole
-                unpack_(piece, codes, scales, form, start, stop)
-                if whole is None:
-                    yield max(start, first), piece[max(first - start, 0) :]
-        if whole is not None:
-            yield first, whole[first:last]
+            while first < last:
+                begin, end = form.bytes_of(first, min(first + self._most_decoded_numel, last))
+                codes = torch.empty(end - begin, dtype=torch.uint8)
+                self._store.read_unaligned(block.name, "codes", part.codes_start + begin, codes, bounce.bytes)
+                low, high = form.elements(begin, end)
+                piece = torch.empty(high - low, dtype=block.master.working_dtype)
+                form.decode_(piece, low, codes, begin, scales)
+                stop = min(high, last)
+                yield first, piece[first - low : stop - low]
+                first = stop
 
     def _own_range(self, block: Block, start: int, stop: int) -> tuple[int, int]:
         """Return this rank's part of elements [start, stop) of a block, which may be empty."""

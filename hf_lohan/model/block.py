@@ -22,6 +22,8 @@ PARAM_ALIGN_NUMEL = 32
 """Alignment of parameters, to 64 bytes for vector loads and grouped matmuls. A large parameter starts at a granule, so
 that a chunk can begin with it. A small parameter lies within one granule."""
 
+SECTION_BYTES = 64
+"""Alignment of a parameter's codes and scales in their records."""
 
 MIN_GRANULES = 64
 _MAX_PADDING = 0.01
@@ -47,8 +49,9 @@ class ParamSlice:
     """End of the part in the flattened parameter. The default is the parameter's end."""
     packed: PackedForm | None = None
     """How the store packs it. With None, the store has its working dtype."""
+    codes_start: int = 0
     scales_start: int = 0
-    """First byte of its scales in the block's record of scales, if it is packed."""
+    """First bytes in the block's records of codes and of scales, if it is packed."""
 
     def __post_init__(self) -> None:
         if self.last < 0:
@@ -68,6 +71,14 @@ class ParamSlice:
     @property
     def stop(self) -> int:
         return self.start + self.numel
+
+    @property
+    def codes_stop(self) -> int:
+        return self.codes_start + (self.packed.codes_bytes(self.numel) if self.packed else 0)
+
+    @property
+    def scales_stop(self) -> int:
+        return self.scales_start + (self.packed.scales_bytes(self.numel) if self.packed else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +132,8 @@ class Block:
 
     Trainable parameters are first, with matrices before vectors, so that weight-decay groups form long runs. Frozen
     parameters follow and have no optimizer state, and packed parameters are last. The `param` record has `stored_numel`
-    elements, and records with states have `state_numel` elements. The elements from `packed_start` on have a `codes`
-    record, with two elements in a byte, and a `scales` record.
+    elements, and records with states have `state_numel` elements. Packed parameters have their bytes in the records
+    `codes` and `scales` instead.
     """
 
     name: str
@@ -150,11 +161,6 @@ class Block:
         return [part for part in self.slices if part.packed is not None]
 
     @cached_property
-    def packed_start(self) -> int:
-        """First element that is packed; `numel` if none is."""
-        return min((part.start for part in self.packed_slices), default=self.numel)
-
-    @cached_property
     def stored_numel(self) -> int:
         """Elements of its `param` record."""
         if not self.packed_slices:
@@ -165,14 +171,17 @@ class Block:
     @cached_property
     def codes_bytes(self) -> int:
         """Size of its `codes` record."""
-        last = max((part.stop for part in self.packed_slices), default=self.packed_start)
-        return round_up(-(-(last - self.packed_start) // 2), SECTOR_BYTES)
+        return round_up(max((part.codes_stop for part in self.slices), default=0), SECTOR_BYTES)
 
     @cached_property
     def scales_bytes(self) -> int:
         """Size of its `scales` record."""
-        ends = (part.scales_start + part.packed.scales_bytes(part.numel) for part in self.slices if part.packed)
-        return round_up(max(ends, default=0), SECTOR_BYTES)
+        return round_up(max((part.scales_stop for part in self.slices), default=0), SECTOR_BYTES)
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements that a pass decodes."""
+        return sum(part.numel for part in self.packed_slices)
 
     @property
     def stored_bytes(self) -> int:
@@ -275,11 +284,10 @@ def lay_out_block(
         key=lambda item: (not item[1].requires_grad, item[0] in packed, item[1].dim() < 2),
     )
     slices: list[ParamSlice] = []
-    start = scales_start = 0
+    start = codes_start = scales_start = 0
     was_trainable, was_packed = True, False
     for param_name, parameter in order:
         form = packed.get(param_name)
-        start = start if form is None else round_up(start, form.quantization.block)
         room_numel = -start % granule_numel
         first, last = (parts or {}).get(param_name, (0, parameter.numel()))
         begins_part = (was_trainable and not parameter.requires_grad) or (form is not None and not was_packed)
@@ -288,8 +296,11 @@ def lay_out_block(
         was_trainable, was_packed = parameter.requires_grad, form is not None
         part = ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad, first, last, form)
         if form is not None:
-            part.scales_start = scales_start
-            scales_start += form.scales_bytes(part.numel)
+            part.codes_start, part.scales_start = (
+                round_up(codes_start, max(form.cut_bytes, SECTION_BYTES)),
+                scales_start,
+            )
+            codes_start, scales_start = part.codes_stop, round_up(part.scales_stop, SECTION_BYTES)
         slices.append(part)
         start = round_up(start + last - first, PARAM_ALIGN_NUMEL)
     return Block(name, size_class, slices, master, granule_numel)

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_lohan.model.experts import find_experts
 from hf_lohan.planner import Quantization
-from hf_lohan.quantize import PackedForm
+from hf_lohan.quantize import FourBitForm, PackedForm
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of linear modules that choose experts."""
@@ -50,9 +50,9 @@ def packed_forms(
         if is_matrix and is_named(plain_name, skip):
             skipped.add(weight)
         elif type(module) is nn.Linear:
-            forms[weight] = PackedForm(quantization, weight.numel())
+            forms[weight] = FourBitForm(quantization, weight.numel())
         elif type(module).__name__ == _TRANSPOSED_CLASS:
-            forms[weight] = PackedForm(quantization, weight.numel(), transposed_width=weight.shape[0])
+            forms[weight] = FourBitForm(quantization, weight.numel(), transposed_width=weight.shape[0])
     for name, experts in find_experts(model).items():
         plain_name = name.removeprefix("base_model.model.")
         matrices = {n: p for n, p in experts.parameters.items() if p.dim() > 2}
@@ -62,7 +62,7 @@ def packed_forms(
             for param_name, parameter in matrices.items():
                 numel = parameter.numel() // experts.num_experts
                 _refuse_partial_blocks(f"{name}.{param_name}", numel, quantization)
-                forms[parameter] = PackedForm(quantization, numel)
+                forms[parameter] = FourBitForm(quantization, numel)
     others = {
         parameter
         for module in model.modules()

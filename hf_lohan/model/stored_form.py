@@ -101,7 +101,7 @@ def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
 def quantize_text(part: ParamSlice) -> str:
     """The setting `quantize` by which a packed parameter was packed, as text."""
     assert part.packed is not None
-    return str(part.packed.quantization.to_setting())
+    return part.packed.setting
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -35,8 +35,8 @@ class ExpertsProfile:
     num_trainable_params: int
     param_bytes: int
     """As stored: in working precision, or packed."""
-    codes_bytes: int = 0
-    """The part of `param_bytes` that is decoded, if the weights are packed."""
+    decoded_numel: int = 0
+    """Parameters that are packed, so that each load decodes them."""
     num_tokens: int
     """Number of tokens of a micro-batch, or of all micro-batches that share the weights."""
     inner_bytes: int = 0
@@ -111,8 +111,8 @@ class BlockProfile:
     """As stored: in working precision, or packed."""
     flops: float
     """FLOPs of all operations of the forward."""
-    codes_bytes: int = 0
-    """The part of `param_bytes` that is decoded, if some weights are packed."""
+    decoded_numel: int = 0
+    """Parameters that are packed, so that each load decodes them."""
     input_bytes: int = 0
     """Bytes of the layer's input, from which recomputation starts (LoHan's A_inter); 0 for modules outside the
     layers."""
@@ -189,15 +189,15 @@ class ModelProfile:
         return sum(block.param_bytes for block in self.blocks)
 
     @property
-    def codes_bytes(self) -> int:
-        """Bytes of packed weights that every forward decodes."""
-        return sum(block.codes_bytes for block in self.blocks)
+    def decoded_numel(self) -> int:
+        """Packed weights that every forward decodes."""
+        return sum(block.decoded_numel for block in self.blocks)
 
     @property
-    def codes_share_of_experts(self) -> float:
-        """The share of streamed experts' bytes that is decoded."""
+    def decoded_per_expert_byte(self) -> float:
+        """Weights that are decoded for each byte of streamed experts."""
         param_bytes = sum(experts.param_bytes for experts in self.experts)
-        return sum(experts.codes_bytes for experts in self.experts) / param_bytes if param_bytes else 0.0
+        return sum(experts.decoded_numel for experts in self.experts) / param_bytes if param_bytes else 0.0
 
     @property
     def flops(self) -> float:

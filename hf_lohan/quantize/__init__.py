@@ -1,9 +1,19 @@
-"""Packed weights: codecs of 4 bits with the bits of bitsandbytes, in torch operations.
+"""Packed weights, in torch operations.
 
-A `PackedForm` says how one parameter is packed. A `Packer` packs its elements as they come, and `decode_` unpacks any
-range of whole blocks. Nothing here knows where the bytes lie.
+A `PackedForm` says how the store has one parameter, and decodes it: `FourBitForm` is NF4 and FP4 with the bits of
+bitsandbytes. A `Packer` packs elements as they come. Nothing here knows where the bytes lie.
 """
 
-from hf_lohan.quantize.four_bit import PackedForm, Packer, decode_, join_scales, scale_values, unpack_, values_of
+from hf_lohan.quantize.four_bit import FourBitForm, Packer, decode_, join_scales, scale_values, values_of
+from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
 
-__all__ = ["PackedForm", "Packer", "decode_", "join_scales", "scale_values", "unpack_", "values_of"]
+__all__ = [
+    "FourBitForm",
+    "PackedForm",
+    "Packer",
+    "WeightPacker",
+    "decode_",
+    "join_scales",
+    "scale_values",
+    "values_of",
+]

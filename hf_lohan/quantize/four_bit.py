@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.planner.quantization import SCALES_PER_SCALE, Quantization
+from hf_lohan.quantize.packed_form import PackedForm
 
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -189,42 +190,58 @@ def _decode_part(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization)
         torch.mul(values[full:numel], scales[num_full], out=out[full:])
 
 
-@dataclass(frozen=True, slots=True)
-class PackedForm:
-    """How a parameter is packed: each expert, or the whole parameter, by itself."""
+@dataclass(frozen=True)
+class FourBitForm(PackedForm):
+    """NF4 or FP4 by blocks, two codes in each byte."""
 
     quantization: Quantization
     unit_numel: int
-    """Elements of an expert, or of the whole parameter."""
     transposed_width: int = 0
     """If the parameter is packed transposed, as bitsandbytes does with `Conv1D`: the width of the transposed matrix."""
+
+    @property
+    def setting(self) -> str:
+        return str(self.quantization.to_setting())
+
+    @property
+    def unit_codes_bytes(self) -> int:
+        return self.quantization.codes_bytes(self.unit_numel)
 
     @property
     def unit_scales_bytes(self) -> int:
         return self.quantization.scales_bytes(self.unit_numel)
 
-    def scales_bytes(self, numel: int) -> int:
-        """Bytes of the scales of ``numel`` elements, which are whole units."""
-        return numel // self.unit_numel * self.unit_scales_bytes
+    @property
+    def cut_bytes(self) -> int:
+        return self.quantization.block // 2
 
+    @property
+    def takes_rows(self) -> bool:
+        return not self.transposed_width
 
-@torch.no_grad()
-def unpack_(out: Tensor, codes: Tensor, scales: Tensor, form: PackedForm, first: int, last: int) -> None:
-    """Decode the elements [first, last) of a flat parameter, or of whole units of one, into ``out``.
+    def packer(self) -> Packer:
+        return Packer(self.quantization, self.unit_numel)
 
-    ``codes`` begins at ``first``, where a block begins; ``scales`` are those of all units. ``out`` is
-    [last - first], or all elements if the form is transposed.
-    """
-    numel = form.unit_numel
-    for unit in range(first // numel, -(-last // numel)):
-        low, high = max(first, unit * numel), min(last, (unit + 1) * numel)
-        of_unit = scales[unit * form.unit_scales_bytes : (unit + 1) * form.unit_scales_bytes]
-        of_part = codes[(low - first) // 2 : -(-(high - first) // 2)]
-        is_direct = not form.transposed_width
-        part = out[low - first : high - first] if is_direct else out.new_empty(high - low)
-        decode_(part, of_part, of_unit, form.quantization, numel, low - unit * numel)
-        if not is_direct:
-            _put_transposed_(out, part, low, form.transposed_width)
+    def stored_order(self, values: Tensor) -> Tensor:
+        return values.view(self.transposed_width, -1).t().reshape(-1) if self.transposed_width else values
+
+    def _elements_of_unit(self, first: int, last: int) -> tuple[int, int]:
+        return (0, self.unit_numel) if self.transposed_width else (2 * first, min(2 * last, self.unit_numel))
+
+    def _bytes_of_unit(self, first: int, last: int) -> tuple[int, int]:
+        if self.transposed_width:
+            return 0, self.unit_codes_bytes
+        return first // self.quantization.block * self.cut_bytes, -(-last // 2)
+
+    def _decode_unit_(self, out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor) -> None:
+        numel = self.unit_numel
+        first, last = 2 * first_byte, min(2 * (first_byte + codes.numel()), numel)
+        if not self.transposed_width:
+            decode_(out[first - origin : last - origin], codes, scales, self.quantization, numel, first)
+            return
+        part = out.new_empty(last - first)
+        decode_(part, codes, scales, self.quantization, numel, first)
+        _put_transposed_(out[-origin : numel - origin], part, first, self.transposed_width)
 
 
 def _put_transposed_(out: Tensor, values: Tensor, first: int, width: int) -> None:

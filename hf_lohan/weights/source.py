@@ -15,7 +15,6 @@ from torch import Tensor
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.model import Block, ranges
 from hf_lohan.planner.record_traffic import PARAM
-from hf_lohan.quantize import unpack_
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener
@@ -77,16 +76,16 @@ class Decoder:
         if self._codes is not None:
             self._device.copy(Lane.H2D, self._codes[: codes.numel()], codes)
             codes = self._codes[: codes.numel()]
-        begin, end = (block.packed_start + 2 * byte for byte in (start, start + codes.numel()))
+        stop = start + codes.numel()
         for part in block.packed_slices:
-            low, high = max(begin, part.start), min(end, part.stop)
+            low, high = max(start, part.codes_start), min(stop, part.codes_stop)
             if low < high:
-                assert part.packed is not None
-                of_part = codes[(low - begin) // 2 : -(-(high - begin) // 2)]
-                scales = self._scales[part.scales_start : part.scales_start + part.packed.scales_bytes(part.numel)]
-                whole = bool(part.packed.transposed_width)
-                out = slot.weights[part.start : part.stop] if whole else slot.weights[low:high]
-                work = partial(unpack_, out, of_part, scales, part.packed, low - part.start, high - part.start)
+                form = part.packed
+                assert form is not None
+                first, last = form.elements(low - part.codes_start, high - part.codes_start)
+                out, of_part = slot.weights[part.start + first : part.start + last], codes[low - start : high - start]
+                scales = self._scales[part.scales_start : part.scales_stop]
+                work = partial(form.decode_, out, first, of_part, low - part.codes_start, scales)
                 self._device.run(Lane.H2D, work, fills=out, reads=(of_part, scales))
 
 

@@ -112,10 +112,11 @@ class WeightSink:
                 f"{name} is packed in the checkpoint, and hf_lohan packs only matrices in the layers of the model, but "
                 "no routers; use the checkpoint from before it was packed, with quantize: nf4"
             )
-        expected = tuple(reversed(part.shape)) if part.packed.transposed_width else tuple(part.shape)
+        expected = tuple(part.shape) if part.packed.takes_rows else tuple(reversed(part.shape))
         if tuple(shape) != expected:
             raise ValueError(f"{name} is packed with the shape {tuple(shape)}, and the model expects {expected}")
-        self._access.write_packed(stored, codes, scales)
+        self._access.write_packed(stored, "codes", 0, codes)
+        self._access.write_packed(stored, "scales", 0, scales)
         self._stored_packed.add(stored)
         return part.shape
 

@@ -163,7 +163,7 @@ class StepCosts:
         # If the device's memory is host memory, reads go straight to their destination.
         self._is_copied = not hardware.device.shares_cpu
         self._copied_param_bytes = model.dense_param_bytes if self._is_copied else 0
-        self._codes_bytes, self._codes_share = model.codes_bytes, model.codes_share_of_experts
+        self._decoded_numel, self._decoded_per_expert_byte = model.decoded_numel, model.decoded_per_expert_byte
         num_updated = model.num_trainable_params - self._experts.updates_left_out
         trainable_bytes = num_updated * model.param_itemsize
         state_bytes = num_updated * setup.state_bytes_per_param
@@ -386,12 +386,12 @@ class StepCosts:
     def _decoding(self, skipped_bytes: float, expert_bytes: Values | float) -> tuple[Values | float, Values | float]:
         """(seconds of compute, bytes of the link that take as long) for decoding what a pass loads. ``skipped_bytes``
         of weights are in slots already. A device decodes between its copies."""
-        share = self._codes_bytes / self._param_bytes if self._param_bytes else 0.0
-        codes_bytes = max(0.0, self._codes_bytes - share * skipped_bytes) + self._codes_share * expert_bytes
+        share = self._decoded_numel / self._param_bytes if self._param_bytes else 0.0
+        numel = max(0.0, self._decoded_numel - share * skipped_bytes) + self._decoded_per_expert_byte * expert_bytes
         if not self._is_copied:
-            return 2 * codes_bytes / DECODED_PER_S, 0.0
+            return numel / DECODED_PER_S, 0.0
         rate = (self._hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S) / MOVED_BYTES_PER_DECODED
-        return 0.0, 2 * codes_bytes / rate * self._hardware.h2d_bytes_per_s
+        return 0.0, numel / rate * self._hardware.h2d_bytes_per_s
 
     def _forward(self, choice: Choice) -> ResourceUse:
         experts = self._experts

@@ -175,7 +175,7 @@ def _block_profile(
         num_trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         param_bytes=block.stored_bytes if block.packed_slices else sum(parameter.nbytes for parameter in parameters),
         flops=traced.flops,
-        codes_bytes=block.codes_bytes,
+        decoded_numel=block.packed_numel,
         input_bytes=traced.input_bytes if is_layer else 0,
         operations=tuple(traced.operations[: traced.num_run_again]) if is_layer else (),
         saved_bytes=traced.saved_bytes,
@@ -200,7 +200,7 @@ def _experts_profile(
         num_params=sum(part.numel for part in parts),
         num_trainable_params=sum(part.numel for part in parts if part.trainable),
         param_bytes=blocks[0].stored_bytes,
-        codes_bytes=blocks[0].codes_bytes,
+        decoded_numel=blocks[0].packed_numel,
         num_tokens=traced.experts.num_tokens if traced.experts else 0,
         inner_bytes=traced.experts.inner_bytes if traced.experts else 0,
     )
