@@ -229,6 +229,13 @@ def check_model(model: Any) -> None:
     modules = model.modules() if isinstance(model, nn.Module) else ()  # it may be a path, or None with `model_init`
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ValueError("a model with compiled modules cannot be offloaded; leave model.compile() out under offload")
+    parameters = model.named_parameters() if isinstance(model, nn.Module) else ()
+    sharded = next((name for name, parameter in parameters if hasattr(parameter, "device_mesh")), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded!r} is a DTensor, a shard of a parameter, and offload computes whole parameters on each GPU; "
+            "load the model without distributed_config, tp_plan and tp_size"
+        )
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantized model cannot be offloaded; load it in float32 or bfloat16")
     if getattr(model, "hf_device_map", None):

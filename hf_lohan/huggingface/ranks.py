@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import TrainingArguments
@@ -108,7 +108,7 @@ def is_one_of_several(args: TrainingArguments) -> bool:
 def check_rank_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for `TrainingArguments` with which ranks would do different things."""
     check_joined(args.world_size)
-    check_parallelism(getattr(args, "parallelism_config", None))
+    check_parallelism(getattr(args, "parallelism_config", None) or _parallelism_of_environment())
     if args.world_size == 1:
         return
     loaders = args.accelerator_config
@@ -147,6 +147,11 @@ def check_joined(num_processes: int) -> None:
         )
 
 
+def _parallelism_of_environment() -> ParallelismConfig | None:
+    """Return the config that a launcher gave to `Accelerator` through environment variables."""
+    return ParallelismConfig() if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG") else None
+
+
 def check_parallelism(parallelism: Any) -> None:
     """Raise ValueError for a `ParallelismConfig` that shards models or sequences."""
     for name in _OTHER_PARALLELISM:
@@ -154,7 +159,8 @@ def check_parallelism(parallelism: Any) -> None:
         if size > 1:
             raise ValueError(
                 f"{name}={size} shards the model or its sequences, and offload computes both whole on each GPU; leave "
-                "parallelism_config out, and each process is a rank with its own batches"
+                "parallelism_config out of the arguments and of accelerate's config, and each process is a rank with "
+                "its own batches"
             )
 
 

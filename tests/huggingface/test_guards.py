@@ -13,6 +13,8 @@ import torch
 from accelerate import ParallelismConfig
 from architectures import model_with_a_tower
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import Adafactor, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 
@@ -85,7 +87,7 @@ def test_optimizers_with_a_rule_are_accepted(optim: str, optim_args: str | None,
         ({"world_size": 2, "auto_find_batch_size": True}, ["auto_find_batch_size=True", "per_device_train_batch_size"]),
         ({"world_size": 2, "accelerator_config": {"even_batches": False}}, ["even_batches=False", "leave it out"]),
         ({"world_size": 2, "save_on_each_node": True}, ["save_on_each_node=True", "all machines share"]),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, ["tp_size=2", "leave parallelism_config out"]),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, ["tp_size=2", "leave parallelism_config out of"]),
         ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2"]),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, ["dp_shard_size=2"]),
         ({"use_liger_kernel": True}, ["use_liger_kernel=True", "{'fused_linear_cross_entropy': False}"]),
@@ -99,6 +101,31 @@ def test_optimizers_with_a_rule_are_accepted(optim: str, optim_args: str | None,
 def test_unsupported_arguments_are_refused(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     message = refusal(lambda: check_arguments(arguments(tmp_path, **changes)))
     assert all(word in message for word in words), message
+
+
+def test_parallelism_of_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    check_arguments(args)
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    assert "tp_size=2 shards the model" in refusal(lambda: check_arguments(args))
+
+
+@pytest.mark.parametrize("named", [{"tp_plan": "auto"}, {"device_map": "auto"}, {"distributed_config": "tp"}], ids=str)
+def test_arguments_that_shard_a_model_are_refused(named: dict[str, Any], tmp_path: Path) -> None:
+    message = refusal(lambda: hf_lohan.from_pretrained(tmp_path, "lohan", **named))
+    assert next(iter(named)) in message and "leave it out" in message
+
+
+def test_a_sharded_parameter_is_refused() -> None:
+    model = tiny_model("llama")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model.lm_head.weight = torch.nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh))
+        assert "'lm_head.weight' is a DTensor" in refusal(lambda: check_model(model))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_launched_processes_without_a_group_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

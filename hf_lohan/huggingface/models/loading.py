@@ -136,6 +136,19 @@ class WeightSink:
         return block.master.working_dtype
 
 
+_PLACEMENT = ("device_map", "max_memory", "tp_plan", "tp_size", "distributed_config")
+
+
+def _check_placement(loading: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of `from_pretrained` that place or shard a model on devices."""
+    for name in _PLACEMENT:
+        if loading.get(name) is not None:
+            raise ValueError(
+                f"{name}={loading[name]!r} places or shards the model, which offload streams to its device itself; "
+                "leave it out"
+            )
+
+
 def from_pretrained(
     path: str | Path,
     offload: Any = "lohan",
@@ -178,6 +191,7 @@ def from_pretrained(
     Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
     capacities that are too small, for another model's store, and for dtypes that cannot be trained.
     """
+    _check_placement(kwargs)
     dtype = take_torch_dtype(kwargs, dtype)
     if peft_config is not None:
         check_peft_config(peft_config)
