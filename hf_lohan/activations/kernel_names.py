@@ -10,7 +10,7 @@ from hf_lohan.compat.torch_private import HigherOrderOperator, OpOverload, opera
 Operation: TypeAlias = OpOverload | HigherOrderOperator
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "linear", "convolution"})
-_ATTENTION_KERNELS = "_scaled_dot_product_"
+ATTENTION_KERNELS = "_scaled_dot_product_"
 _ATTENTION = "scaled_dot_product_attention"
 _LOHAN = "lohan"
 """Namespace of `lohan::experts`, which computes all experts of a layer."""
@@ -28,6 +28,6 @@ def anchor_name(operation: Operation) -> str | None:
     if isinstance(operation, HigherOrderOperator):
         return operation.name() if operation.name() in _FLEX_ATTENTION else None
     name = operation_name(operation)
-    if name.startswith(_ATTENTION_KERNELS):
+    if name.startswith(ATTENTION_KERNELS):
         return None if name.endswith("_backward") else f"{operation.namespace}.{_ATTENTION}"
     return f"{operation.namespace}.{name}" if name in _PRODUCTS or operation.namespace == _LOHAN else None

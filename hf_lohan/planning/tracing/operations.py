@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hf_lohan.activations.kernel_names import Operation, anchor_name
+from hf_lohan.activations.kernel_names import ATTENTION_KERNELS, Operation, anchor_name
 from hf_lohan.compat.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -43,26 +43,56 @@ def _grouped_product_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> i
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of an attention. As in torch's own counts, a causal mask saves no FLOPs."""
+    """Return the FLOPs of an attention over all pairs of a query and a key."""
     num_pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     return 2 * num_pairs * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Return the FLOPs of an attention's backward, which has five products for two of the forward."""
+    return 5 * _attention_flops(query, key, value) // 2
 
 
 _FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_product_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward_flops,
 }
 
 
 def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Return the FLOPs of one call. They are 0 except for products, attentions and convolutions."""
+    """Return the FLOPs of one call. They are 0 except for products, attentions and convolutions. An attention counts
+    the pairs of a query and a key that its kernel computes. A causal kernel leaves out later keys, and a mask leaves
+    out none."""
     packet = getattr(func, "overloadpacket", func)
     if (formula := _FLOP_FORMULAS.get(packet)) is not None:
-        return formula(*args, **kwargs)
-    if (registered := flop_registry.get(packet)) is not None:
-        return int(registered(*args, **kwargs, out_val=output))
-    return 0
+        flops = formula(*args, **kwargs)
+    elif (registered := flop_registry.get(packet)) is not None:
+        flops = int(registered(*args, **kwargs, out_val=output))
+    else:
+        return 0
+    if isinstance(func, OpOverload) and operation_name(func).startswith(ATTENTION_KERNELS):
+        return int(flops * _share_of_pairs(func, args, kwargs))
+    return flops
+
+
+def _share_of_pairs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the share of all pairs of a query and a key that an attention kernel computes."""
+    named = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
+    if not named.get("is_causal"):
+        return 1.0
+    num_queries: int
+    num_keys: int
+    num_queries, num_keys = named["query"].shape[-2], named["key"].shape[-2]
+    # With more keys than queries, the CPU's kernel has the first query see one key. Others have the last see all.
+    seen_by_first = 1 if "for_cpu" in operation_name(func) else max(1, num_keys - num_queries + 1)
+    num_growing = min(num_queries, num_keys - seen_by_first + 1)
+    num_pairs = num_growing * (2 * seen_by_first + num_growing - 1) // 2 + (num_queries - num_growing) * num_keys
+    return num_pairs / (num_queries * num_keys)
 
 
 def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:

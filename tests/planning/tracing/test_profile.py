@@ -107,10 +107,11 @@ class Recomputed:
         return self.forwards[-1], self.recomputations[-1]
 
 
-def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def attention(query: Any, key: Any, value: Any, dropout: float = 0.0, is_causal: bool = False, **kwargs: Any) -> int:
     """Return the FLOPs of two products per head: queries with keys, and weights with values."""
     batch, heads, queries, width = query
-    return 4 * batch * heads * queries * key[2] * width
+    num_pairs = queries * (queries + 1) // 2 if is_causal else queries * key[2]
+    return 4 * batch * heads * num_pairs * width
 
 
 def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
