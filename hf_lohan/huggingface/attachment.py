@@ -46,7 +46,7 @@ from hf_lohan.engine import (
 from hf_lohan.experts import StreamedExperts, run_experts
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
-from hf_lohan.huggingface.models.adapters import merge_through_store, needs_all_kept
+from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_store, needs_all_kept
 from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work, show_blocks
@@ -233,7 +233,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         model.config.dtype = engine.layout.master.working_dtype
     _save_through(engine, model)
     if hasattr(model, "peft_config"):
-        merge_through_store(model, functools.partial(_save_through, engine))
+        packed = {part.parameter for part in engine.parameter_slices if part.packed is not None}
+        merge_through_store(model, functools.partial(_save_through, engine), packed)
     model.zero_grad = functools.partial(_zero_grad, engine)
     for name, advice in _REFUSED_METHODS.items():
         if hasattr(model, name):
@@ -255,10 +256,10 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     return engine
 
 
-def _save_through(engine: OffloadEngine, model: Any) -> None:
-    """Make ``model.save_pretrained`` save the weights from the engine's store."""
+def _save_through(engine: OffloadEngine, model: Any, merges: PendingMerges | None = None) -> None:
+    """Make ``model.save_pretrained`` save the weights from the engine's store, with adapters merged into them."""
     setattr(model, _ENGINE_ATTRIBUTE, engine)
-    stored = replace(StoredModel.from_engine(engine), model=model)
+    stored = replace(StoredModel.from_engine(engine), model=model, merges=merges)
     if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         model.save_pretrained = functools.partial(save_pretrained_from_store, stored, type(model).save_pretrained)
     elif is_of_diffusers(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,22 +175,27 @@ def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
         offloaded(tmp_path / "run", base, "none", lora())
 
 
-@pytest.mark.parametrize("experts", ["with_layer", "streamed"])
-def test_adapters_over_packed_experts_equal_those_over_decoded_ones(experts: str, tmp_path: Path) -> None:
-    """The decoded weights are those of the packed store, in a checkpoint of their own."""
-    model = tiny_model("mixtral", hidden_size=64)
-    model.save_pretrained(tmp_path / "base")
-    packed = offloaded(tmp_path / "packed", tmp_path / "base", "nf4", lora("mixtral"), experts=experts)
-    access = packed.offload_engine.parameters
-    names = {name.removeprefix("base_model.model.").replace(".base_layer", ""): name for name in access.parts}
+def decode_to(folder: Path, model: Any, trainer: hf_lohan.Trainer) -> int:
+    """Save the model with the decoded weights of a packed store. Returns how many of its weights they change."""
+    access = trainer.offload_engine.parameters
+    names = {re.sub(r"^base_model\.model\.|\.(base_layer|original_module)", "", name): name for name in access.parts}
     changed = 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             decoded = access.read_parameter(names[name])
             changed += not torch.equal(decoded, parameter)
             parameter.copy_(decoded)
-    assert changed == 3 * (4 + 2), "projections of attention and fused experts of each layer"
-    model.save_pretrained(tmp_path / "decoded")
+    model.save_pretrained(folder)
+    return changed
+
+
+@pytest.mark.parametrize("experts", ["with_layer", "streamed"])
+def test_adapters_over_packed_experts_equal_those_over_decoded_ones(experts: str, tmp_path: Path) -> None:
+    """The decoded weights are those of the packed store, in a checkpoint of their own."""
+    model = tiny_model("mixtral", hidden_size=64)
+    model.save_pretrained(tmp_path / "base")
+    packed = offloaded(tmp_path / "packed", tmp_path / "base", "nf4", lora("mixtral"), experts=experts)
+    assert decode_to(tmp_path / "decoded", model, packed) == 3 * (4 + 2), "attention and fused experts of each layer"
     expected = trained(offloaded(tmp_path / "plain", tmp_path / "decoded", "none", lora("mixtral")), tmp_path)
     assert_equal(trained(packed, tmp_path / "packed_run"), expected)
 
@@ -297,8 +303,11 @@ def test_packed_weights_cannot_be_changed_and_need_frozen_weights(tmp_path: Path
         hf_lohan.from_pretrained(base, offload, torch_device="cpu", default_ssd_path=tmp_path / "none")
     trainer = offloaded(tmp_path, base, "nf4", lora())
     trainer.train()
-    with pytest.raises(ValueError, match=r"is stored in 4 bits \(quantize\), so it cannot be changed"):
-        trainer.model.merge_and_unload()
+    with pytest.raises(ValueError, match=r"merge_adapter cannot change the base.*merge_and_unload\(\)\.save_pretrained"):
+        trainer.model.merge_adapter()
+    with pytest.raises(ValueError, match=r"is stored in 4 bits \(quantize\), so it cannot be changed"):  # noqa: SIM117
+        with torch.no_grad(), hf_lohan.gathered_parameters(trainer.model.model.model.layers[0].mlp.up_proj.base_layer):
+            trainer.model.model.model.layers[0].mlp.up_proj.base_layer.weight.add_(1.0)
     trainer.offload_engine.close()
 
 
@@ -375,3 +384,40 @@ def test_a_checkpoint_of_bitsandbytes_goes_into_the_store_as_it_is(double: bool,
     save_file(tensors, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"the scales of .* are cut short, or not finite"):
         offloaded(tmp_path / "nan", tmp_path / "packed", "auto", lora())
+
+
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "settings"),
+    [
+        ("llama", torch.float32, {"use_dora": True, "modules_to_save": ["lm_head"]}),
+        ("llama", torch.bfloat16, {"use_rslora": True}),
+        ("gpt2", torch.float32, {"fan_in_fan_out": True}),
+        ("mixtral", torch.float32, EXPERTS),
+    ],
+)
+def test_a_merged_model_is_the_decoded_base_plus_the_adapters(
+    family: str, dtype: torch.dtype, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path, family, dtype)
+    trainer = offloaded(tmp_path / "run", base, "nf4", lora(family, init_lora_weights=False, **settings))
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    decode_to(tmp_path / "decoded", AutoModelForCausalLM.from_pretrained(base), trainer)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "decoded")
+    stock = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").merge_and_unload()
+    stock.save_pretrained(tmp_path / "expected")
+    merged = trainer.model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("expected", "merged"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) and tensor.dtype == dtype for name, tensor in expected.items())
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(saved.config, "quantization_config")
+    assert torch.equal(saved(**tiny_batch()).logits, stock(**tiny_batch()).logits)
+    for use in (lambda: merged(**tiny_batch()), lambda: next(iter(merged.model.layers.parameters())) + 1):
+        if family == "llama":
+            with pytest.raises(ValueError, match=r"are merged while it is saved.*call save_pretrained, and load"):
+                use()
+    trainer.offload_engine.close()

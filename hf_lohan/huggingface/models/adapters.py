@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, MovedGradients, WeightView, gathered_parameters
@@ -46,11 +49,9 @@ def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping
     ``names``. An initialisation of adapters may read these weights, and raises an error if it changes them."""
     from peft import get_peft_model
 
-    stored = _StoredBase(access, {parameter: names[name] for name, parameter in base.named_parameters()})
-    placeholders = {parameter: parameter.data for parameter in stored.names}
-    for parameter, placeholder in placeholders.items():
-        AbsentParameter.set_provider(parameter, stored)
-        AbsentParameter.hide(parameter, placeholder)
+    stored_names = {parameter: names[name] for name, parameter in base.named_parameters()}
+    stored = ReadableBase(lambda parameter: access.read_parameter(stored_names[parameter]))
+    placeholders = stored.hide(stored_names)
     try:
         model: Any = get_peft_model(base, peft_config)
     finally:
@@ -62,20 +63,24 @@ def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping
     return model
 
 
-class _StoredBase:
-    """`WeightProvider` that reads the base's weights from the store while adapters are added."""
+class ReadableBase:
+    """`WeightProvider` of a base of placeholders, whose weights are read one by one while adapters are added."""
 
-    def __init__(self, access: ParameterAccess, names: dict[nn.Parameter, str]) -> None:
-        self.names = names
+    def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
         self.moved_gradients = MovedGradients()
-        self._access = access
+        self.weight = read
+
+    def hide(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Make placeholders absent, so that reads call ``read`` and writes are refused. Returns their data."""
+        placeholders = {parameter: parameter.data for parameter in parameters}
+        for parameter, placeholder in placeholders.items():
+            AbsentParameter.set_provider(parameter, self)
+            AbsentParameter.hide(parameter, placeholder)
+        return placeholders
 
     @contextlib.contextmanager
-    def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> Iterator[_StoredBase]:
+    def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> Iterator[ReadableBase]:
         yield self
-
-    def weight(self, parameter: nn.Parameter) -> Tensor:
-        return self._access.read_parameter(self.names[parameter])
 
     def copy_views(self, output: Any) -> Any:
         return output
@@ -94,20 +99,120 @@ class _StoredBase:
 # Merging.
 
 
-def merge_through_store(model: Any, on_base: Callable[[Any], None]) -> None:
+class PendingMerges:
+    """Adapters that are merged into their base while it is saved, a weight at a time, because the weights themselves
+    cannot be changed. It is the `WeightProvider` of these weights, and refuses all other reads."""
+
+    def __init__(self) -> None:
+        self.moved_gradients = MovedGradients()
+        self._merges: dict[nn.Parameter, list[tuple[Any, Callable[[], Any]]]] = {}
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._merges
+
+    def add(self, layer: Any, merge: Callable[[], Any]) -> None:
+        """Call ``merge``, which merges a layer of PEFT, when its weights are saved."""
+        for parameter in _changed_by(layer).values():
+            self._merges.setdefault(parameter, []).append((layer, merge))
+            AbsentParameter.set_provider(parameter, self)
+        advance(_bytes_of(layer))
+
+    def refuse_other_uses(self, base: nn.Module) -> None:
+        """Have the base, and each of its modules with such weights, raise ValueError if it is called."""
+        if self._merges:
+            for module in base.modules():
+                if module is base or any(parameter in self for parameter in module.parameters(recurse=False)):
+                    module.register_forward_pre_hook(_refuse_to_run, prepend=True)
+
+    @torch.no_grad()
+    def merged(self, parameter: nn.Parameter, read: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """Return a parameter with its adapters merged into it. ``read`` returns the values of a parameter."""
+        merges = self._merges[parameter]
+        with _with_values([layer for layer, _ in merges], read) as values:
+            for layer, merge in merges:
+                before = list(layer.merged_adapters)
+                merge()
+                layer.merged_adapters[:] = before  # the weights in the store are as before
+            return values[parameter].data
+
+    def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+        _refuse_merged()
+
+    def copy_parameter(self, parameter: nn.Parameter) -> NoReturn:
+        _refuse_merged()
+
+    def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+        _refuse_merged()
+
+    def note_view(self, view: Tensor, weight_view: WeightView) -> None:
+        """Do nothing, because a view without values is of use for its shape."""
+
+
+def _changed_by(layer: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of the base, by name, that a layer of PEFT changes when it is merged."""
+    own = dict(layer.get_base_layer().named_parameters(recurse=False))
+    name = getattr(layer, "parameter_name", None)  # of layers for `target_parameters`
+    return own if name is None else {name: own[name]}
+
+
+@contextlib.contextmanager
+def _with_values(
+    layers: Sequence[Any], read: Callable[[nn.Parameter], Tensor]
+) -> Iterator[Mapping[nn.Parameter, nn.Parameter]]:
+    """Within, these layers of PEFT have ordinary parameters with the values that ``read`` returns. Yields them by the
+    parameters that they replace. Other parameters of the base that are wrapped by several layers stay as they are."""
+    changed = {parameter for layer in layers for parameter in _changed_by(layer).values()}
+    others = {parameter for layer in layers for parameter in layer.get_base_layer().parameters()} - changed
+    places = {
+        (module, name): parameter
+        for layer in layers
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter not in others
+    }
+    values: dict[nn.Parameter, nn.Parameter] = {}
+    try:
+        for (module, name), parameter in places.items():
+            if parameter not in values:
+                values[parameter] = nn.Parameter(read(parameter).to(parameter.device), requires_grad=False)
+            setattr(module, name, values[parameter])
+        yield values
+    finally:
+        for (module, name), parameter in places.items():
+            setattr(module, name, parameter)
+
+
+def _refuse_to_run(_module: nn.Module, _args: Any) -> None:
+    _refuse_merged()
+
+
+def _refuse_merged() -> NoReturn:
+    raise ValueError(
+        "the adapters of this model are merged while it is saved, because its packed weights cannot be changed "
+        "(quantize); call save_pretrained, and load the folder to run it or to read its weights"
+    )
+
+
+def merge_through_store(
+    model: Any, on_base: Callable[[Any, PendingMerges], None], unchangeable: AbstractSet[nn.Parameter]
+) -> None:
     """Make `merge_and_unload`, `merge_adapter`, `unmerge_adapter` and `unload` of a `PeftModel` work on stored weights.
-    ``on_base`` is called with the base model that they return. Its weights stay in the store."""
+
+    ``on_base`` is called with the base model that they return, whose weights stay in the store, and with the merges
+    that are left to do while it is saved: those into ``unchangeable`` parameters.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    merging = _Merging(on_base, unchangeable)
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             for name in _ONE_LAYER:
                 if hasattr(layer, name):
-                    setattr(layer, name, functools.partial(_with_weights, layer, getattr(layer, name)))
+                    setattr(layer, name, functools.partial(merging.change, name, layer, getattr(layer, name)))
     for owner in (model, model.base_model):
         for name in _WHOLE_MODEL:
             if hasattr(owner, name):
-                setattr(owner, name, functools.partial(_return_base, model, getattr(owner, name), on_base))
+                setattr(owner, name, functools.partial(merging.return_base, name, model, getattr(owner, name)))
 
 
 def needs_all_kept(model: Any) -> bool:
@@ -117,25 +222,71 @@ def needs_all_kept(model: Any) -> bool:
     return any(getattr(config, "peft_type", None) == "PREFIX_TUNING" for config in configs.values())
 
 
-def _with_weights(layer: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with gathered_parameters(layer):
-        result = stock(*args, **kwargs)
-    advance(_bytes_of(layer))
-    return result
+class _Merging:
+    """Merges and unmerges layers of PEFT."""
+
+    def __init__(
+        self, on_base: Callable[[Any, PendingMerges], None], unchangeable: AbstractSet[nn.Parameter]
+    ) -> None:
+        self._on_base = on_base
+        self._unchangeable = unchangeable
+        self._pending: PendingMerges | None = None
+        """Set while the whole model is merged."""
+
+    def change(self, name: str, layer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == "merge" and any(parameter in self._unchangeable for parameter in _changed_by(layer).values()):
+            if self._pending is None:
+                raise ValueError(
+                    "merge_adapter cannot change the base, whose weights are packed (quantize); write a merged model "
+                    "with model.merge_and_unload().save_pretrained(folder)"
+                )
+            self._pending.add(layer, functools.partial(stock, *args, **kwargs))
+            return None
+        with gathered_parameters(layer):
+            result = stock(*args, **kwargs)
+        advance(_bytes_of(layer))
+        return result
+
+    def return_base(self, name: str, model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        pending = self._pending = PendingMerges()
+        total_bytes = sum(_bytes_of(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+        is_merged = name == "merge_and_unload"
+        try:
+            work = long_work("merging adapters", total_bytes) if is_merged else contextlib.nullcontext()
+            with work, _comparable_embeddings(model.base_model.model):
+                base = stock(*args, **kwargs)
+        finally:
+            self._pending = None
+        pending.refuse_other_uses(base)
+        self._on_base(base, pending)
+        return base
+
+
+@contextlib.contextmanager
+def _comparable_embeddings(base: Any) -> Iterator[None]:
+    """Within, the embeddings that a base model returns have stand-ins for weights, because PEFT compares the memory of
+    weights to find out whether they are tied."""
+    memory: dict[nn.Parameter, Tensor] = {}
+
+    def stand_in(getter: Callable[[], Any]) -> Any:
+        embeddings = getter()
+        weight = getattr(embeddings, "weight", None)
+        if not isinstance(weight, nn.Parameter):
+            return embeddings
+        return types.SimpleNamespace(weight=memory.setdefault(weight, torch.empty(1)))
+
+    getters = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(base, name)]
+    before = {name: vars(base).get(name) for name in getters}
+    for name in getters:
+        setattr(base, name, functools.partial(stand_in, getattr(base, name)))
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            delattr(base, name) if own is None else setattr(base, name, own)
 
 
 def _bytes_of(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
-def _return_base(
-    model: Any, stock: Callable[..., Any], on_base: Callable[[Any], None], *args: Any, **kwargs: Any
-) -> Any:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    total_bytes = sum(_bytes_of(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
-    is_merged = getattr(stock, "__name__", "") == "merge_and_unload"
-    with long_work("merging adapters", total_bytes) if is_merged else contextlib.nullcontext():
-        base = stock(*args, **kwargs)
-    on_base(base)
-    return base

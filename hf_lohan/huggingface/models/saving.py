@@ -18,6 +18,7 @@ from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversi
 from hf_lohan.compat.transformers_private import config_saved_with
 from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
+from hf_lohan.huggingface.models.adapters import PendingMerges
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import save_on_rank_0
 from hf_lohan.model import StoredForm
@@ -61,6 +62,8 @@ class StoredModel:
     """Set on rank 0 while it saves, if there are several ranks."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtypes, by stored name, of weights that are not saved in the store's dtype."""
+    merges: PendingMerges | None = None
+    """Adapters that are merged into the weights while they are saved."""
 
     @property
     def reads(self) -> ParameterAccess | CollectiveReads:
@@ -79,12 +82,13 @@ class StoredWeights(Mapping[str, Tensor]):
         """`root`: the module whose state dict has the names; default is the model."""
         self._stored_model = stored_model
         root = root or stored_model.model
-        stored = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
+        self._name_of = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
         self._stored_name: dict[str, str] = {
-            name: stored[parameter]
+            name: self._name_of[parameter]
             for name, parameter in root.named_parameters(remove_duplicate=False)
-            if parameter in stored
+            if parameter in self._name_of
         }
+        self._last_merged: tuple[str, Tensor] | None = None
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype in which a weight is saved."""
@@ -93,6 +97,9 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         stored_name = self._stored_name[name]
+        if (merged := self._merged(name)) is not None:
+            advance(merged.nbytes)
+            return merged
         if stored_name in self._stored_model.dtypes:
             shape = self._stored_model.reads.parts[stored_name][0][1].shape
             return self._elements(stored_name, 0, shape.numel()).view(shape)
@@ -103,6 +110,9 @@ class StoredWeights(Mapping[str, Tensor]):
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Iterate over the pieces of a flattened weight. Each piece is valid until the next one."""
         stored_name = self._stored_name[name]
+        if self._merged(name) is not None:
+            yield self[name].view(-1)
+            return
         if stored_name in self._stored_model.dtypes:
             numel = self._stored_model.reads.parts[stored_name][0][1].shape.numel()
             for first in range(0, numel, _MASTERS_NUMEL):
@@ -124,9 +134,24 @@ class StoredWeights(Mapping[str, Tensor]):
         """Return row ``row`` of a weight, [1, ...]; all rows for None."""
         if row is None:
             return self[name]
+        if (merged := self._merged(name)) is not None:
+            advance(merged[row].nbytes)
+            return merged[row : row + 1]
         stored_name = self._stored_name[name]
         shape = self._stored_model.reads.parts[stored_name][0][1].shape[1:]
         return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
+
+    def _merged(self, name: str) -> Tensor | None:
+        """Return a weight with adapters merged into it; None if there are none to merge. The last one is kept."""
+        stored_name, merges, reads = self._stored_name[name], self._stored_model.merges, self._stored_model.reads
+        parameter = reads.parts[stored_name][0][1].parameter
+        if merges is None or parameter not in merges:
+            return None
+        if self._last_merged is None or self._last_merged[0] != stored_name:
+            self._last_merged = None  # frees the last one first
+            merged = merges.merged(parameter, lambda other: reads.read_parameter(self._name_of[other]))
+            self._last_merged = stored_name, merged.to("cpu", self.dtype_of(name)).contiguous()
+        return self._last_merged[1]
 
     def aliases(self) -> set[str]:
         """Return all names of tied weights except each weight's first name."""
