@@ -303,7 +303,9 @@ def test_packed_weights_cannot_be_changed_and_need_frozen_weights(tmp_path: Path
         hf_lohan.from_pretrained(base, offload, torch_device="cpu", default_ssd_path=tmp_path / "none")
     trainer = offloaded(tmp_path, base, "nf4", lora())
     trainer.train()
-    with pytest.raises(ValueError, match=r"merge_adapter cannot change the base.*merge_and_unload\(\)\.save_pretrained"):
+    with pytest.raises(
+        ValueError, match=r"merge_adapter cannot change the base.*merge_and_unload\(\)\.save_pretrained"
+    ):
         trainer.model.merge_adapter()
     with pytest.raises(ValueError, match=r"is stored in 4 bits \(quantize\), so it cannot be changed"):  # noqa: SIM117
         with torch.no_grad(), hf_lohan.gathered_parameters(trainer.model.model.model.layers[0].mlp.up_proj.base_layer):

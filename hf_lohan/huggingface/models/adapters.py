@@ -225,9 +225,7 @@ def needs_all_kept(model: Any) -> bool:
 class _Merging:
     """Merges and unmerges layers of PEFT."""
 
-    def __init__(
-        self, on_base: Callable[[Any, PendingMerges], None], unchangeable: AbstractSet[nn.Parameter]
-    ) -> None:
+    def __init__(self, on_base: Callable[[Any, PendingMerges], None], unchangeable: AbstractSet[nn.Parameter]) -> None:
         self._on_base = on_base
         self._unchangeable = unchangeable
         self._pending: PendingMerges | None = None
