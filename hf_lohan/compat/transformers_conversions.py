@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 _LOAD_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+_MISSING = object()
 
 TakeRows = Callable[[str, torch.Size, int, Tensor], bool]
 """Takes (name, whole shape, first row, rows) of a weight. Returns False to refuse the weight."""
@@ -64,6 +65,13 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
 
     def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         stock = stock_converts[WeightConverter if isinstance(self, WeightConverter) else WeightRenaming]
+        stored = [tensor for tensors in self.collected_tensors.values() for tensor in tensors]
+        if stored and all(isinstance(tensor, _Unread) and tensor.is_stored for tensor in stored):
+            forms = stock(self, layer_name, *args, **kwargs)
+            for name, tensor in forms.items():
+                weight = tensor[0] if isinstance(tensor, list) else tensor
+                assert take(name, weight.shape, 0, weight), f"{name} is not in the store"
+            return forms
         source = _source_of(self)
         # Rows that are not decoded are views of a mapped file. Decoded rows take memory, twice while the next are made.
         most = most_bytes // 4 if source is not None and source.is_decoded else most_bytes
@@ -89,19 +97,28 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
         )
         return result
 
-    previous = os.environ.get(_LOAD_ASYNC)
-    os.environ[_LOAD_ASYNC] = "1"
     core_model_loading.spawn_materialize = spawn
     modeling_utils.convert_and_load_state_dict_in_model = load
     for kind in stock_converts:
         kind.convert = convert
     try:
-        yield unused
+        with _read_in_order():
+            yield unused
     finally:
         core_model_loading.spawn_materialize = stock_spawn
         modeling_utils.convert_and_load_state_dict_in_model = stock_load
         for kind, stock in stock_converts.items():
             kind.convert = stock
+
+
+@contextlib.contextmanager
+def _read_in_order() -> Iterator[None]:
+    """Have transformers read tensors when it needs them, without threads."""
+    previous = os.environ.get(_LOAD_ASYNC)
+    os.environ[_LOAD_ASYNC] = "1"
+    try:
+        yield
+    finally:
         if previous is None:
             del os.environ[_LOAD_ASYNC]
         else:
@@ -125,7 +142,8 @@ def _num_bytes(source: Any) -> int:
 @contextlib.contextmanager
 def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
     """Have `from_pretrained` load the tensors that ``replace`` returns for a checkpoint's tensors, which are not read
-    yet. Those with a method ``decode(first row, last row, dtype)`` are read by it."""
+    yet. Those with a method ``decode(first row, last row, dtype)`` are read by it. A tensor whose attribute
+    ``is_stored`` is true is on meta, and what is made of it is passed whole to the ``take`` of `loaded_in_rows`."""
     stock = modeling_utils.convert_and_load_state_dict_in_model
 
     def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +154,53 @@ def tensors_replaced(replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]) 
         yield
     finally:
         modeling_utils.convert_and_load_state_dict_in_model = stock
+
+
+SourcesOfUnits = list[list[str]]
+"""For each unit of a weight (an expert, or the whole), the names of the matrices whose rows follow each other in it."""
+
+
+def sources_of_weights(model: Any, names: Collection[str]) -> dict[str, SourcesOfUnits]:
+    """Return, by name, the weights of a ``model`` on meta that have the rows of matrices of a checkpoint unchanged.
+    ``names`` are those of all of the checkpoint's tensors."""
+    found: dict[str, SourcesOfUnits] = {}
+    stock_spawn = core_model_loading.spawn_materialize
+    stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
+    before = vars(model).get("_weight_conversions", _MISSING)
+
+    def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        collected: dict[str, list[str]] = dict(self.collected_tensors)
+        operations = list(getattr(self, "operations", []))
+        is_merged = bool(operations) and _merges_rows(operations[0])
+        joins = operations[is_merged:]
+        in_order = [collected[pattern] for pattern in self.source_patterns if pattern in collected]
+        are_alike = len({len(sources) for sources in in_order}) == 1 and (is_merged or len(in_order[0]) == 1)
+        if are_alike and all(type(join) is Concatenate and join.dim == int(is_merged) for join in joins):
+            found[layer_name] = [list(unit) for unit in zip(*in_order, strict=True)]
+        raise core_model_loading.SkipParameters
+
+    stock_progress = core_model_loading.tqdm
+    core_model_loading.tqdm = lambda each, **_: each
+    core_model_loading.spawn_materialize = lambda _pool, tensor, *_, **__: tensor
+    for kind in stock_converts:
+        kind.convert = convert
+    try:
+        with _read_in_order():
+            core_model_loading.convert_and_load_state_dict_in_model(
+                model,
+                {name: name for name in names},
+                modeling_utils.LoadStateDictConfig(weight_mapping=modeling_utils.get_model_conversion_mapping(model)),
+            )
+    finally:
+        core_model_loading.tqdm = stock_progress
+        core_model_loading.spawn_materialize = stock_spawn
+        for kind, stock in stock_converts.items():
+            kind.convert = stock
+        if before is _MISSING:
+            vars(model).pop("_weight_conversions", None)
+        else:
+            model._weight_conversions = before
+    return found
 
 
 class _Unread:
@@ -149,7 +214,7 @@ class _Unread:
         if decode is not None:
             first, last, _ = (self._rows or slice(None)).indices(self.shape[0])
             decoded: Tensor = decode(first, last, self._dtype or torch.float32)
-            return decoded.to(self._device)
+            return decoded if self.is_stored else decoded.to(self._device)
         tensor: Tensor = self._source[... if self._rows is None else self._rows]
         return tensor.to(device=self._device, dtype=self._dtype)
 
@@ -161,6 +226,10 @@ class _Unread:
     @property
     def is_decoded(self) -> bool:
         return hasattr(self._source, "decode")
+
+    @property
+    def is_stored(self) -> bool:
+        return getattr(self._source, "is_stored", False)
 
     @property
     def num_bytes(self) -> int:

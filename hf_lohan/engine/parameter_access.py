@@ -15,7 +15,7 @@ from hf_lohan.files import Extent
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import decode_master_, encode_master_
 from hf_lohan.planner.quantization import LARGEST_BLOCK
-from hf_lohan.quantize import WeightPacker
+from hf_lohan.quantize import PackedForm, WeightPacker
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import UpToDateRecords
@@ -118,9 +118,10 @@ class ParameterAccess:
             begin, end = max(first, part.first), min(last, part.last)
             if begin < end and part.packed is not None:
                 values = flat[begin - first : end - first]
-                self._pack(block, part, begin - part.first, values) if self._packs else self._check_unchanged(
-                    name, begin, values
-                )
+                if self._packs:
+                    self._pack(block, part, begin - part.first, values)
+                else:
+                    self._check_unchanged(name, begin, values, part.packed)
             elif begin < end:
                 with self._buffers(3 if block.master.has_residual else 2) as buffers:
                     offset = part.start + begin - part.first
@@ -176,14 +177,14 @@ class ParameterAccess:
         """Elements that are packed or decoded at once."""
         return min(self._piece_numel, _MOST_DECODED_NUMEL) // LARGEST_BLOCK * LARGEST_BLOCK
 
-    def _check_unchanged(self, name: str, first: int, values: Tensor) -> None:
+    def _check_unchanged(self, name: str, first: int, values: Tensor, form: PackedForm) -> None:
         """Raise ValueError if these values of a packed weight are not those in the store."""
         for start, piece in self.read_pieces(name, "param", first, first + values.numel()):
             given = values[start - first : start - first + piece.numel()]
             if not torch.equal(piece, given.to("cpu", piece.dtype)):
                 raise ValueError(
-                    f"{name} is stored in 4 bits (quantize), so it cannot be changed; load the model with quantize: "
-                    "none, or change the weight before it is loaded"
+                    f"{name} is packed in the store (quantize: {form.setting}), so it cannot be changed; load the "
+                    "model with quantize: none, or change the weight before it is loaded"
                 )
 
     def _read_packed(self, block: Block, part: ParamSlice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_lohan.model.experts import find_experts
 from hf_lohan.planner import Quantization
-from hf_lohan.quantize import FourBitForm, PackedForm
+from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of linear modules that choose experts."""
@@ -32,6 +32,8 @@ def packed_forms(
     ValueError if no weight can be packed, or if an expert has no whole number of blocks."""
     if not quantization.packs:
         return {}
+    if quantization.weights:
+        return _forms_of_checkpoint(model, layers, quantization)
     of_adapters = _adapter_modules(model)
     kept = {name for module in model.modules() for of in _KEPT_LISTS for name in getattr(module, of, None) or ()}
     skip, quantization = quantization.skip, replace(quantization, skip=())
@@ -82,6 +84,25 @@ def packed_forms(
             "none"
         )
     return frozen
+
+
+def _forms_of_checkpoint(
+    model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
+) -> dict[nn.Parameter, PackedForm]:
+    """Return the forms that the checkpoint has of frozen parameters in the layers. All others are dense."""
+    matrices = dict(quantization.weights)
+    return {
+        parameter: EncodedForm.of(quantization.method, matrices[plain_name])
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+        and (plain_name := name_in_base(name)) in matrices
+        and any(name.startswith(f"{layer}.") for layer in layers)
+    }
+
+
+def name_in_base(name: str) -> str:
+    """The name of a parameter of a model before it was given adapters."""
+    return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name.removeprefix("base_model.model."))
 
 
 def is_named(name: str, patterns: tuple[str, ...]) -> bool:

@@ -1,16 +1,19 @@
 """The setting `quantize`, and the bytes of packed weights.
 
-A packed weight of n elements is n / 2 bytes of codes, two to a byte, and a scale for each block of `block` elements.
-With double quantization a scale takes one byte, and 256 scales share a float32.
+A weight of n elements in nf4 or fp4 is n / 2 bytes of codes, two to a byte, and a scale for each block of `block`
+elements. With double quantization a scale takes one byte, and 256 scales share a float32. Matrices of other quantized
+checkpoints have the codes and scales of the checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 QuantizeMethod: TypeAlias = Literal["auto", "none", "nf4", "fp4"]
+CodeKind: TypeAlias = Literal["float8_e4m3fn", "float8_e5m2", "int8", "fp4", "int4_in_int32", "int8_in_int32"]
+"""Codes of a checkpoint: numbers of torch, two FP4 (E2M1) in a byte, or offsets from the least integer in int32."""
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 LARGEST_BLOCK = BLOCK_SIZES[-1]
@@ -26,10 +29,75 @@ DEVICE_MEMORY_BYTES_PER_S = 5e11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedMatrix:
+    """How a checkpoint stores a matrix: codes, row by row, and scales that blocks of codes share."""
+
+    rows: int
+    columns: int
+    codes: CodeKind
+    scales: str
+    """dtype of the scales. uint8 are exponents of two plus 127."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale."""
+    has_zero_points: bool = False
+    """Whether each row and block of columns has a code of value 0, an int8."""
+    is_transposed: bool = False
+    """Whether the weight is the transposed matrix."""
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def bits(self) -> int:
+        """Bits of each code."""
+        return 4 if self.codes in ("fp4", "int4_in_int32") else 8
+
+    @property
+    def cut_bytes(self) -> int:
+        """Size of the words in which codes lie. Each row begins with a new word."""
+        return 4 if self.codes.endswith("int32") else 1
+
+    @property
+    def row_bytes(self) -> int:
+        return _round_up(-(-self.columns * self.bits // 8), self.cut_bytes)
+
+    @property
+    def codes_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Blocks of rows, and blocks of columns."""
+        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+
+    @property
+    def zero_points_start(self) -> int:
+        """First byte of the zero points, which follow the scales."""
+        return _round_up(self.grid[0] * self.grid[1] * _ITEMSIZES[self.scales], SCALE_ALIGN_BYTES)
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of scales and zero points, aligned."""
+        zero_points = self.rows * self.grid[1] if self.has_zero_points else 0
+        return self.zero_points_start + _round_up(zero_points, SCALE_ALIGN_BYTES)
+
+
+EncodedWeights: TypeAlias = tuple[tuple[str, tuple[EncodedMatrix, ...]], ...]
+"""By the name of a parameter, the matrices that follow each other in each of its units (an expert, or the whole)."""
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1, "uint8": 1}
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """In which form frozen weights are stored."""
 
-    method: QuantizeMethod = "auto"
+    method: str = "auto"
     """"nf4" and "fp4" store 4 bits a weight; "none" stores the working dtype; "auto" keeps the form of the
     checkpoint."""
 
@@ -42,7 +110,12 @@ class Quantization:
     skip: tuple[str, ...] = ()
     """Modules that stay as they are, by name or by the end of the name."""
 
+    weights: EncodedWeights = field(default=(), repr=False)
+    """Packed weights that have the form of their checkpoint. `method` is then the checkpoint's."""
+
     def __post_init__(self) -> None:
+        if self.weights:
+            return
         if self.method not in get_args(QuantizeMethod):
             raise ValueError(f"quantize: {self.method!r} is not allowed; choose {_choices(get_args(QuantizeMethod))}")
         if type(self.double) is not bool:
@@ -59,10 +132,13 @@ class Quantization:
             case Quantization():
                 return value
             case str():
-                return cls(method=value)  # type: ignore[arg-type]
+                return cls(method=value)
+            case {"method": str(method), "weights": Mapping() as weights}:  # of a run's description
+                return cls(method=method, weights=_weights_of(weights))
             case Mapping():
-                if unknown := [key for key in value if key not in cls.__dataclass_fields__]:
-                    fields = ", ".join(cls.__dataclass_fields__)
+                allowed = [name for name in cls.__dataclass_fields__ if name != "weights"]
+                if unknown := [key for key in value if key not in allowed]:
+                    fields = ", ".join(allowed)
                     raise ValueError(f"quantize: the key {unknown[0]!r} is not allowed; the keys are {fields}")
                 if value.get("method") not in PACKED_METHODS:
                     raise ValueError(
@@ -76,10 +152,16 @@ class Quantization:
     @property
     def packs(self) -> bool:
         """Whether frozen weights are stored in another form than their working dtype."""
-        return self.method in PACKED_METHODS
+        return bool(self.weights) or self.method in PACKED_METHODS
 
     def to_setting(self) -> str | dict[str, Any]:
         """The setting in JSON's types: a word if the rest is at its default, else a table."""
+        if self.weights:
+            groups: dict[tuple[EncodedMatrix, ...], list[str]] = {}
+            for name, matrices in self.weights:
+                groups.setdefault(matrices, []).append(name)
+            weights = {" ".join(names): [asdict(matrix) for matrix in of] for of, names in groups.items()}
+            return {"method": self.method, "weights": weights}
         if self == Quantization(method=self.method):
             return self.method
         return {"method": self.method, "double": self.double, "block": self.block, "skip": list(self.skip)}
@@ -97,7 +179,15 @@ class Quantization:
         num_bytes = 4 * num_scales
         if self.double:
             num_bytes = num_scales + 4 * (-(-num_scales // SCALES_PER_SCALE) + 1)
-        return -(-num_bytes // SCALE_ALIGN_BYTES) * SCALE_ALIGN_BYTES
+        return _round_up(num_bytes, SCALE_ALIGN_BYTES)
+
+
+def _weights_of(groups: Mapping[str, Any]) -> EncodedWeights:
+    return tuple(
+        (name, tuple(EncodedMatrix(**{**matrix, "block": tuple(matrix["block"])}) for matrix in matrices))
+        for names, matrices in groups.items()
+        for name in names.split(" ")
+    )
 
 
 PACKED_METHODS = ("nf4", "fp4")

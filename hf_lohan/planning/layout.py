@@ -464,9 +464,14 @@ def lay_out(
     )
 
 
+def can_pack(ranks: Ranks) -> bool:
+    """Whether frozen weights may stay packed as their checkpoint has them. If not, they are decoded."""
+    return ranks.num_ranks == 1
+
+
 def refuse_packed_shards(config: OffloadConfig, ranks: Ranks) -> None:
     """Raise ValueError if several ranks would share packed weights."""
-    if config.quantize.packs and ranks.num_ranks > 1:
+    if config.quantize.packs and not can_pack(ranks):
         raise ValueError(
             f"quantize: {config.quantize.method} was asked for with {ranks.num_ranks} ranks, whose shards of a weight "
             "cannot be packed yet; use one rank, or set quantize to none"

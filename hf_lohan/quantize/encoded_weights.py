@@ -7,12 +7,17 @@ float32, as transformers computes them, and are rounded once to the wanted dtype
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from hf_lohan.planner.quantization import CodeKind, EncodedMatrix
+from hf_lohan.quantize.packed_form import PackedForm
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DECODED_AT_ONCE_NUMEL = 1 << 19
@@ -82,6 +87,146 @@ def _by_row(by_block: Tensor, block_rows: int, first_row: int, num_rows: int) ->
     return by_block.index_select(0, rows)
 
 
+_DECODERS: dict[CodeKind, Callable[[Tensor], Tensor]] = {
+    "fp4": decode_fp4,
+    "int4_in_int32": decode_int4,
+    "int8_in_int32": decode_int8,
+}
+
+
+_CODES_BY_DTYPE: dict[str, CodeKind] = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8"}
+_SCALES_BY_DTYPE = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "U8": "uint8",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3": "float8_e4m3fn",
+}
+"""Names of dtypes in safetensors."""
+
+
+@dataclass(frozen=True)
+class EncodedForm(PackedForm):
+    """Codes and scales as a quantized checkpoint has them. A unit has matrices that follow each other."""
+
+    method: str
+    matrices: tuple[EncodedMatrix, ...]
+    unit_numel: int
+
+    @classmethod
+    def of(cls, method: str, matrices: tuple[EncodedMatrix, ...]) -> EncodedForm:
+        return cls(method, matrices, sum(matrix.numel for matrix in matrices))
+
+    @property
+    def setting(self) -> str:
+        return self.method
+
+    @cached_property
+    def unit_codes_bytes(self) -> int:
+        return sum(matrix.codes_bytes for matrix in self.matrices)
+
+    @cached_property
+    def unit_scales_bytes(self) -> int:
+        return sum(matrix.scales_bytes for matrix in self.matrices)
+
+    @property
+    def cut_bytes(self) -> int:
+        return self.matrices[0].cut_bytes
+
+    @cached_property
+    def starts(self) -> list[tuple[EncodedMatrix, int, int, int]]:
+        """Each matrix, with its first element, byte of codes and byte of scales in a unit."""
+        elements = accumulate((matrix.numel for matrix in self.matrices), initial=0)
+        codes = accumulate((matrix.codes_bytes for matrix in self.matrices), initial=0)
+        scales = accumulate((matrix.scales_bytes for matrix in self.matrices), initial=0)
+        return list(zip(self.matrices, elements, codes, scales, strict=False))
+
+    def _elements_of_unit(self, first: int, last: int) -> tuple[int, int]:
+        low, high = self.unit_numel, 0
+        for matrix, element, byte, _ in self.starts:
+            begin, end = max(first - byte, 0), min(last - byte, matrix.codes_bytes)
+            if begin < end:
+                of_matrix = (0, matrix.numel)
+                if not matrix.is_transposed:
+                    of_matrix = _element_at(matrix, begin), _element_at(matrix, end)
+                low, high = min(low, element + of_matrix[0]), max(high, element + of_matrix[1])
+        return low, high
+
+    def _bytes_of_unit(self, first: int, last: int) -> tuple[int, int]:
+        low, high = self.unit_codes_bytes, 0
+        for matrix, element, byte, _ in self.starts:
+            begin, end = max(first - element, 0), min(last - element, matrix.numel)
+            if begin < end:
+                of_matrix = (0, matrix.codes_bytes)
+                if not matrix.is_transposed:
+                    of_matrix = _byte_of(matrix, begin), _byte_of(matrix, end - 1) + matrix.cut_bytes
+                low, high = min(low, byte + of_matrix[0]), max(high, byte + of_matrix[1])
+        return low, high
+
+    def _decode_unit_(self, out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor) -> None:
+        for matrix, element, byte, scale in self.starts:
+            begin = max(first_byte, byte)
+            end = min(first_byte + codes.numel(), byte + matrix.codes_bytes)
+            if begin < end:
+                of_matrix = codes[begin - first_byte : end - first_byte]
+                of_scales = scales[scale : scale + matrix.scales_bytes]
+                _decode_matrix_(out, origin - element, of_matrix, begin - byte, of_scales, matrix)
+
+
+def _element_at(matrix: EncodedMatrix, byte: int) -> int:
+    """The element whose code begins at a byte."""
+    row, rest = divmod(byte, matrix.row_bytes)
+    return row * matrix.columns + min(rest * 8 // matrix.bits, matrix.columns)
+
+
+def _byte_of(matrix: EncodedMatrix, element: int) -> int:
+    """The first byte of the word that has the code of an element."""
+    row, column = divmod(element, matrix.columns)
+    return row * matrix.row_bytes + column * matrix.bits // 8 // matrix.cut_bytes * matrix.cut_bytes
+
+
+def _decode_matrix_(
+    out: Tensor, origin: int, codes: Tensor, first_byte: int, scales: Tensor, matrix: EncodedMatrix
+) -> None:
+    """As `PackedForm.decode_`, for one matrix."""
+    grid = scales[: matrix.grid[0] * matrix.grid[1] * getattr(torch, matrix.scales).itemsize]
+    by_block = grid.view(getattr(torch, matrix.scales)).view(matrix.grid)
+    zero_points = None
+    if matrix.has_zero_points:
+        zero_points = scales[matrix.zero_points_start :].view(torch.int8)[: matrix.rows * matrix.grid[1]]
+        zero_points = zero_points.view(matrix.rows, -1)
+    words = codes.view(torch.int32 if matrix.cut_bytes == 4 else getattr(torch, matrix.codes, torch.uint8))
+    decode, num_bytes = _DECODERS.get(matrix.codes, decode_numbers), codes.numel()
+    most_numel = _DECODED_AT_ONCE_NUMEL if out.device.type == "cpu" else max(out.numel() // 2, 1)
+    most_rows = max(1, most_numel // matrix.columns)
+    start = 0
+    while start < num_bytes:
+        row, rest = divmod(first_byte + start, matrix.row_bytes)
+        num_rows = min((num_bytes - start) // matrix.row_bytes, most_rows) if not rest else 0
+        row_bytes = matrix.row_bytes if num_rows else min(matrix.row_bytes - rest, num_bytes - start)
+        stop, num_rows = start + max(num_rows, 1) * row_bytes, max(num_rows, 1)
+        column, last_column = rest * 8 // matrix.bits, min((rest + row_bytes) * 8 // matrix.bits, matrix.columns)
+        size = words.element_size()
+        values = decode(words[start // size : stop // size].view(num_rows, -1))[:, : last_column - column]
+        blocks = torch.arange(column, last_column, device=out.device) // matrix.block[1]
+        if zero_points is not None:
+            values = values - zero_points[row : row + num_rows].to(torch.float32).index_select(1, blocks)
+        first_block, last_block = row // matrix.block[0], (row + num_rows - 1) // matrix.block[0] + 1
+        of_rows = decode_scales(by_block[first_block:last_block])
+        if last_column - column == matrix.columns:
+            scale_rows_(values, of_rows, matrix.block, row % matrix.block[0])
+        else:
+            values.mul_(_by_row(of_rows, matrix.block[0], row % matrix.block[0], num_rows).index_select(1, blocks))
+        if matrix.is_transposed:
+            whole = out[-origin : matrix.numel - origin].view(matrix.columns, matrix.rows)
+            whole[column:last_column, row : row + num_rows].copy_(values.t())
+        elif last_column > column:
+            first = row * matrix.columns + column - origin
+            out[first : first + values.numel()].view_as(values).copy_(values)
+        start = stop
+
+
 @dataclass(frozen=True)
 class EncodedWeight:
     """A weight of a checkpoint, [rows, columns] or [experts, rows, columns]. Indexing with a slice of the first
@@ -121,6 +266,44 @@ class EncodedWeight:
             rows = matrix.t() if self.is_transposed else matrix
             self._decode_rows(rows, expert, 0, rows.shape[0])
         return decoded
+
+    def matrix(self) -> EncodedMatrix | None:
+        """How the weight, or each expert of it, is stored. None if it has codes that no `EncodedMatrix` has."""
+        kinds = {decode: kind for kind, decode in _DECODERS.items()}
+        codes = kinds.get(self.decode_codes) or _CODES_BY_DTYPE.get(self.codes.get_dtype())
+        scales = _SCALES_BY_DTYPE.get(self.scales.get_dtype())
+        if codes is None or scales is None:
+            return None
+        rows, columns = self.shape[-2:]
+        if self.is_transposed:
+            rows, columns = columns, rows
+        has_zero_points = self.zero_points is not None
+        return EncodedMatrix(
+            rows=rows,
+            columns=columns,
+            codes=codes,
+            scales=scales,
+            block=(min(self.block[0], rows), min(self.block[1], columns)),
+            has_zero_points=has_zero_points,
+            is_transposed=self.is_transposed,
+        )
+
+    def rows_of_codes(self, expert: int | None, matrix: EncodedMatrix) -> Iterator[tuple[int, Tensor]]:
+        """(first row, bytes) of the codes of the matrix, or of one ``expert``, some rows at a time."""
+        at_once = max(1, _DECODED_AT_ONCE_NUMEL // matrix.columns)
+        for first in range(0, matrix.rows, at_once):
+            rows = _rows(self.codes, expert, first, min(first + at_once, matrix.rows))
+            yield first, rows.contiguous().view(torch.uint8).flatten()
+
+    def scales_of(self, expert: int | None, matrix: EncodedMatrix) -> Tensor:
+        """The stored bytes of scales and zero points of the matrix, or of one ``expert``."""
+        stored = torch.zeros(matrix.scales_bytes, dtype=torch.uint8)
+        scales = self._scales(expert, 0, matrix.grid[0]).contiguous().view(torch.uint8).flatten()
+        stored[: scales.numel()] = scales
+        if self.zero_points is not None:
+            zero_points = self._zero_points(0, matrix.rows).to(torch.int8).view(torch.uint8).flatten()
+            stored[matrix.zero_points_start :][: zero_points.numel()] = zero_points
+        return stored
 
     def _decode_rows(self, decoded: Tensor, expert: int | None, first: int, last: int) -> None:
         """Write the rows from ``first`` to ``last`` of a matrix to ``decoded``, some at a time."""

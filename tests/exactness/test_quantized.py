@@ -307,7 +307,7 @@ def test_packed_weights_cannot_be_changed_and_need_frozen_weights(tmp_path: Path
         ValueError, match=r"merge_adapter cannot change the base.*merge_and_unload\(\)\.save_pretrained"
     ):
         trainer.model.merge_adapter()
-    with pytest.raises(ValueError, match=r"is stored in 4 bits \(quantize\), so it cannot be changed"):  # noqa: SIM117
+    with pytest.raises(ValueError, match=r"is packed in the store \(quantize: nf4\), so it cannot be changed"):  # noqa: SIM117
         with torch.no_grad(), hf_lohan.gathered_parameters(trainer.model.model.model.layers[0].mlp.up_proj.base_layer):
             trainer.model.model.model.layers[0].mlp.up_proj.base_layer.weight.add_(1.0)
     trainer.offload_engine.close()

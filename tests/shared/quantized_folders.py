@@ -101,6 +101,47 @@ def pack_int32(values: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
+def compressed_folder(folder: Path, group: dict[str, Any], packs: str) -> tuple[Path, dict[str, Tensor]]:
+    """Save a Llama in the format of compressed-tensors and return its dequantized weights by name. `packs` is the
+    format of codes and scales."""
+    products: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+
+    def encode(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if "_proj" not in name:
+            return {name: tensor}
+        rows, columns = tensor.shape
+        size = {"tensor": columns, "channel": columns, "group": 32, "block": 40}[group["strategy"]]
+        height = {"tensor": rows, "block": 24}.get(group["strategy"], 1)
+        grid = (-(-rows // height), -(-columns // size))
+        scales = (torch.rand(grid, generator=generator) + 0.5).to(torch.bfloat16)
+        each = scales.float().repeat_interleave(height, 0).repeat_interleave(size, 1)[:rows, :columns]
+        if packs == "float8":
+            codes = tensor.to(torch.float8_e4m3fn)
+            products[name] = codes.float() * each
+            return {name: codes, f"{name}_scale": scales.flatten() if group["strategy"] == "tensor" else scales}
+        bits = group["num_bits"]
+        low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+        numbers = torch.randint(low, high + 1, (rows, columns), generator=generator)
+        encoded = {f"{name}_packed": pack_int32(numbers, bits), f"{name}_scale": scales}
+        encoded[f"{name}_shape"] = torch.tensor([rows, columns])
+        if not group["symmetric"]:
+            zeros = torch.randint(low, high + 1, grid, generator=generator)
+            encoded[f"{name}_zero_point"] = pack_int32(zeros.t(), bits).t()
+            numbers = numbers - zeros.repeat_interleave(size, 1)[:, :columns]
+        products[name] = numbers.float() * each
+        return encoded
+
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if packs == "float8" else "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+    return write_quantized(folder, tiny_model("llama", hidden_size=72), config, encode), products
+
+
 KINDS: dict[str, tuple[Callable[[Path], Path], Any]] = {
     "llama-fp8": (lambda folder: fp8_folder(folder, tiny_model("llama")), FineGrainedFP8Config),
     "mixtral-fp8": (lambda folder: fp8_folder(folder, tiny_model("mixtral")), FineGrainedFP8Config),

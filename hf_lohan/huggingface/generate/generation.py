@@ -20,6 +20,7 @@ from hf_lohan.compat.transformers_private import cache_among
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
+from hf_lohan.huggingface.models.encoded_checkpoints import encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
 from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint
@@ -103,6 +104,10 @@ def load_for_generation(
         config = packed.settings(config, wanted_dtype)
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, wanted_dtype, checkpoint.code).requires_grad_(False)
+    encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
+    if encoded is not None:
+        config = encoded.settings(config, [name for name, _ in skeleton.named_parameters()])
+        encoded = encoded if config.quantize.weights else None
     if not skeleton.can_generate():
         raise ValueError(
             f"{type(skeleton).__name__}, the class of {str(path)!r}, cannot generate; pass model_class=, such as "
@@ -136,7 +141,7 @@ def load_for_generation(
             access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
             names = {name: name for name, _ in skeleton.named_parameters()}
             model = stream_model(
-                checkpoint, model_class, model_config, wanted_dtype, access, names, quantized, packed=packed
+                checkpoint, model_class, model_config, wanted_dtype, access, names, quantized, encoded, packed=packed
             )
             model.requires_grad_(False)
             store_the_rest(model, access, names)

@@ -33,6 +33,7 @@ from hf_lohan.huggingface.attachment import (
     settings_given,
 )
 from hf_lohan.huggingface.models.adapters import adapted, adapted_skeleton, check_peft_config
+from hf_lohan.huggingface.models.encoded_checkpoints import EncodedCheckpoint, encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.models.packed_checkpoints import PackedCheckpoint, packed_checkpoint, quantized_as_asked
 from hf_lohan.huggingface.models.quantized_checkpoints import (
@@ -49,7 +50,7 @@ from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import experts_as_stored, lay_out
-from hf_lohan.planning.layout import resolved_here
+from hf_lohan.planning.layout import can_pack, resolved_here
 from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,18 @@ class WeightSink:
         self._access.write_elements(name, first * shape[1:].numel(), rows)
         self._count(name, rows)
         return True
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the store packs a weight."""
+        stored = self._names.get(name, name)
+        return stored in self._access.parts and self._access.parts[stored][0][1].packed is not None
+
+    def store_bytes(self, name: str, kind: str, first: int, content: Tensor) -> None:
+        """Write bytes of a weight that is packed in the checkpoint, from byte ``first`` of its ``kind`` ("codes" or
+        "scales") on. `store_weight` and `store_rows` then write nothing for it."""
+        stored = self._names.get(name, name)
+        self._access.write_packed(stored, kind, first, content)
+        self._stored_packed.add(stored)
 
     def store_packed(self, name: str, codes: Tensor, scales: Tensor, shape: Sequence[int]) -> torch.Size:
         """Write a weight that the checkpoint has packed. `store_weight` and `store_rows` then write nothing for it.
@@ -221,10 +234,16 @@ def from_pretrained(
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, loaded_dtype, checkpoint.code)
         names = {name: name for name, _ in skeleton.named_parameters()}
-        if peft_config is not None:
+    encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
+    if peft_config is not None:
+        with torch.device("meta"):
             skeleton, names = adapted_skeleton(skeleton, peft_config)
     if not is_trained:
         skeleton.requires_grad_(False)
+    if encoded is not None and can_pack(links_to_other_ranks().ranks):
+        frozen = [name for name, stored in names.items() if not skeleton.get_parameter(stored).requires_grad]
+        config = encoded.settings(config, frozen)
+    encoded = encoded if config.quantize.weights else None
     config = activations_kept_if_needed(skeleton, config)
     refuse_chunks(skeleton, config)
     config = experts_as_stored(skeleton, config, links_to_other_ranks().ranks)
@@ -255,6 +274,7 @@ def from_pretrained(
             access,
             names,
             quantized,
+            encoded,
             casts=bf16,
             packed=packed,
             **kwargs,
@@ -285,17 +305,21 @@ def stream_model(
     access: ParameterAccess,
     names: Mapping[str, str],
     quantized: QuantizedCheckpoint | None = None,
+    encoded: EncodedCheckpoint | None = None,
     *,
     casts: bool = False,
     packed: PackedCheckpoint | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint's model on meta, and store its weights under ``names``. A ``quantized`` checkpoint is decoded.
-    With ``casts`` the checkpoint's dtypes may differ from the store's."""
+    """Load a checkpoint's model on meta, and store its weights under ``names``. A ``quantized`` checkpoint is decoded,
+    except for weights that the store packs, which ``encoded`` has. With ``casts`` the checkpoint's dtypes may differ
+    from the store's."""
     sink = WeightSink(access, names, of_any_dtype=casts)
     kwargs = checkpoint.loading_arguments(model_class, kwargs)
     decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if quantized is not None:
+    if encoded is not None:
+        decoded = tensors_replaced(partial(encoded.replace_encoded, sink.is_packed, sink.store_bytes))
+    elif quantized is not None:
         decoded = tensors_replaced(quantized.replace_encoded)
     elif packed is not None:
         decoded = tensors_replaced(partial(packed.store_packed, sink.store_packed))

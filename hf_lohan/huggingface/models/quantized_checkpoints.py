@@ -46,11 +46,17 @@ class QuantizedCheckpoint:
     path: Path
     model_config: Any
     """The config of the dequantized model, without `quantization_config`."""
-    _find: Callable[[Tensors], Encoded]
+    method: str
+    find: Callable[[Tensors], Encoded]
+    """Finds the weights that tensors encode. Nothing is read."""
+
+    def opened(self) -> contextlib.AbstractContextManager[Tensors]:
+        """The tensors of the checkpoint's files, which are not read."""
+        return _opened(self.path)
 
     def replace_encoded(self, tensors: Tensors) -> dict[str, UnreadTensor]:
         """The checkpoint's tensors, with decoded weights in place of codes and scales. Nothing is read."""
-        encoded = self._find(tensors)
+        encoded = self.find(tensors)
         used = {name for _, names in encoded.values() for name in names}
         plain = {
             name: tensor
@@ -61,8 +67,8 @@ class QuantizedCheckpoint:
 
     def check(self) -> None:
         """Raises ValueError if a weight's scales are missing, cut short or not finite. Reads scales alone."""
-        with _opened(self.path) as tensors:
-            for name, (weight, names) in self._find(tensors).items():
+        with self.opened() as tensors:
+            for name, (weight, names) in self.find(tensors).items():
                 for index in whole_pieces(weight.scales, _CHECKED_AT_ONCE_NUMEL):
                     if not decode_scales(weight.scales[index]).isfinite().all():
                         scales = next(key for key in names if tensors[key] is weight.scales)
@@ -96,7 +102,7 @@ def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckp
             f"{str(path)!r} is quantized by {method}, which is not dequantized while it streams (as "
             f"{', '.join(_FINDERS)} are); use the model's original in bfloat16"
         )
-    checkpoint = QuantizedCheckpoint(Path(path), without_quantization(model_config), partial(find, settings))
+    checkpoint = QuantizedCheckpoint(Path(path), without_quantization(model_config), method, partial(find, settings))
     checkpoint.check()
     return checkpoint
 

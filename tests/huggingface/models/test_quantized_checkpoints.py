@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_folders import KINDS, dequantized, fp8_folder, pack_int32, read_files, write_files, write_quantized
+from quantized_folders import (
+    KINDS,
+    compressed_folder,
+    dequantized,
+    fp8_folder,
+    read_files,
+    write_files,
+    write_quantized,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -176,47 +184,6 @@ def test_mxfp4_equals_transformers_to_the_bit() -> None:
         expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
         assert torch.equal(weight.decode(0, 2, dtype), expected)
         assert torch.equal(weight.decode(1, 2, dtype), expected[1:])
-
-
-def compressed_folder(folder: Path, group: dict[str, Any], packs: str) -> tuple[Path, dict[str, Tensor]]:
-    """Save a Llama in the format of compressed-tensors and return its dequantized weights by name. `packs` is the
-    format of codes and scales."""
-    products: dict[str, Tensor] = {}
-    generator = torch.Generator().manual_seed(0)
-
-    def encode(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        if "_proj" not in name:
-            return {name: tensor}
-        rows, columns = tensor.shape
-        size = {"tensor": columns, "channel": columns, "group": 32, "block": 40}[group["strategy"]]
-        height = {"tensor": rows, "block": 24}.get(group["strategy"], 1)
-        grid = (-(-rows // height), -(-columns // size))
-        scales = (torch.rand(grid, generator=generator) + 0.5).to(torch.bfloat16)
-        each = scales.float().repeat_interleave(height, 0).repeat_interleave(size, 1)[:rows, :columns]
-        if packs == "float8":
-            codes = tensor.to(torch.float8_e4m3fn)
-            products[name] = codes.float() * each
-            return {name: codes, f"{name}_scale": scales.flatten() if group["strategy"] == "tensor" else scales}
-        bits = group["num_bits"]
-        low, high = -(1 << bits - 1), (1 << bits - 1) - 1
-        numbers = torch.randint(low, high + 1, (rows, columns), generator=generator)
-        encoded = {f"{name}_packed": pack_int32(numbers, bits), f"{name}_scale": scales}
-        encoded[f"{name}_shape"] = torch.tensor([rows, columns])
-        if not group["symmetric"]:
-            zeros = torch.randint(low, high + 1, grid, generator=generator)
-            encoded[f"{name}_zero_point"] = pack_int32(zeros.t(), bits).t()
-            numbers = numbers - zeros.repeat_interleave(size, 1)[:, :columns]
-        products[name] = numbers.float() * each
-        return encoded
-
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized" if packs == "float8" else "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-    }
-    return write_quantized(folder, tiny_model("llama", hidden_size=72), config, encode), products
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Adapters over a base that stays packed as its checkpoint has it equal those over the base decoded in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from interrupted_runs import InterruptAfter, interrupt
+from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder
+from torch import Tensor
+from trajectories import Trajectory, arguments, assert_same_bits, dataset, finish
+
+import hf_lohan
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import engine_of
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+peft = pytest.importorskip("peft")
+
+BUDGETS = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
+SETTINGS: dict[str, Any] = {"max_steps": 3, "max_grad_norm": 0.1, "learning_rate": 1e-2}
+INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+
+
+def lora() -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def folder_of(kind: str, folder: Path) -> tuple[Path, Any]:
+    """A quantized folder, and a function that makes the model decoded in memory."""
+    if kind != "llama-int4":
+        path = KINDS[kind][0](folder)
+        return path, lambda: dequantized(path, kind)
+    path, products = compressed_folder(folder, INT4, "int32")
+
+    def decoded() -> Any:
+        model = tiny_model("llama", hidden_size=72)
+        with torch.no_grad():
+            for name, product in products.items():
+                model.get_parameter(name).copy_(product)
+        return model
+
+    return path, decoded
+
+
+def offloaded(folder: Path, path: Path, **offload: Any) -> hf_lohan.Trainer:
+    torch.manual_seed(1)
+    settings = {**BUDGETS, "ssd": str(folder / "store"), **offload}
+    model = hf_lohan.from_pretrained(path, settings, torch_device="cpu", peft_config=lora())
+    return hf_lohan.Trainer(model, arguments(folder / "run", **SETTINGS), train_dataset=dataset())
+
+
+def packed_names(engine: OffloadEngine) -> set[str]:
+    return {part.name for block in engine.layout.blocks for part in block.packed_slices}
+
+
+def stock(folder: Path, model: Any) -> Trajectory:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, lora())
+    return finish(transformers.Trainer(model, arguments(folder, **SETTINGS), train_dataset=dataset()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_packed", "experts"),
+    [
+        ("llama-fp8", 3 * 7, ["with_layer"]),
+        ("llama-int4", 3 * 7, ["with_layer"]),
+        ("mixtral-fp8", 3 * 6, ["with_layer", "streamed"]),
+        ("gpt_oss-mxfp4", 2 * 2, ["with_layer", "streamed"]),
+    ],
+)
+def test_adapters_equal_those_over_the_decoded_base(
+    kind: str, num_packed: int, experts: list[str], tmp_path: Path
+) -> None:
+    path, decoded = folder_of(kind, tmp_path / "quantized")
+    expected = stock(tmp_path / "stock", decoded())
+    for way in experts:
+        trainer = offloaded(tmp_path / way, path, experts=way)
+        engine = trainer.offload_engine
+        assert len(packed_names(engine)) == num_packed
+        assert bool(engine.layout.model_blocks.experts) == (way == "streamed")
+        assert_same_bits(finish(trainer), expected)
+
+
+def test_the_store_has_the_bytes_of_the_checkpoint(tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    path = fp8_folder(tmp_path / "quantized", tiny_model("llama", **shape), block=(128, 128))
+    sizes = {}
+    for quantize in ("none", "auto"):
+        trainer = offloaded(tmp_path / quantize, path, quantize=quantize)
+        layers = [block for block in trainer.offload_engine.layout.blocks if block.size_class.value == "layer"]
+        sizes[quantize] = sum(block.stored_bytes for block in layers)
+        trainer.offload_engine.close()
+    assert sizes["auto"] <= 0.27 * sizes["none"]
+
+
+def test_a_run_resumes_over_a_base_that_stays_packed(tmp_path: Path) -> None:
+    path = KINDS["mixtral-fp8"][0](tmp_path / "quantized")
+    expected = finish(offloaded(tmp_path / "whole", path))
+    broken = offloaded(tmp_path / "broken", path)
+    broken.add_callback(InterruptAfter(2))
+    interrupt(broken)
+    again = offloaded(tmp_path / "broken", path)
+    again.train(resume_from_checkpoint="last_step")
+    found = {name: again.offload_engine.parameters.read_parameter(name) for name in expected.weights}
+    again.offload_engine.close()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.weights.items())
+
+
+@pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])
+def test_packed_originals_generate_as_decoded_ones(kind: str, tmp_path: Path) -> None:
+    path = KINDS[kind][0](tmp_path / "quantized")
+    prompt = tiny_batch(batch_size=1, sequence_length=6)["input_ids"]
+    expected = dequantized(path, kind).eval().generate(prompt, max_new_tokens=5, do_sample=False)
+    offload = {**BUDGETS, "ssd": str(tmp_path / "store")}
+    for _ in range(2):  # the second takes the weights from the store
+        model = hf_lohan.load_for_generation(path, offload, max_length=16, torch_device="cpu")
+        engine = engine_of(model)
+        assert engine is not None and packed_names(engine)
+        assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
+        engine.close()
+
+
+def test_a_merged_model_is_saved_as_a_plain_folder(tmp_path: Path) -> None:
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    trainer = offloaded(tmp_path, path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapters"))
+    trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    trainer.offload_engine.close()
+    stock = peft.PeftModel.from_pretrained(dequantized(path, "llama-fp8"), tmp_path / "adapters").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(merged.config, "quantization_config")
+    for name, weight in stock.named_parameters():
+        assert torch.equal(merged.get_parameter(name), weight), name
+
+
+def test_another_form_may_be_asked_for(tmp_path: Path) -> None:
+    """NF4 of the decoded weights, as of a checkpoint that has them."""
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    dequantized(path, "llama-fp8").save_pretrained(tmp_path / "decoded")
+    found: list[dict[str, Tensor]] = []
+    for folder in (path, tmp_path / "decoded"):
+        trainer = offloaded(tmp_path / f"run-{folder.name}", folder, quantize="nf4")
+        access = trainer.offload_engine.parameters
+        found.append({name: access.read_parameter(name) for name in packed_names(trainer.offload_engine)})
+        trainer.offload_engine.close()
+    assert found[0] and all(torch.equal(found[1][name], weight) for name, weight in found[0].items())

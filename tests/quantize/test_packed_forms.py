@@ -1,0 +1,159 @@
+"""Packed weights are decoded in any pieces, with the bits of the whole."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.planner import Quantization
+from hf_lohan.planner.quantization import EncodedMatrix
+from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, encoded_weights
+from hf_lohan.quantize.encoded_weights import EncodedWeight, decode_fp4, decode_int4, decode_int8, decode_numbers
+
+NF4 = Quantization(method="nf4", block=64)
+
+
+def encoded(*shapes: tuple[int, int], **settings: Any) -> EncodedForm:
+    matrices = (EncodedMatrix(rows=rows, columns=columns, **settings) for rows, columns in shapes)
+    return EncodedForm.of("fp8", tuple(matrices))
+
+
+FORMS: dict[str, tuple[PackedForm, int]] = {
+    "nf4": (FourBitForm(NF4, 64 * 37 + 5), 1),
+    "nf4-transposed": (FourBitForm(NF4, 64 * 30, transposed_width=48), 1),
+    "nf4-experts": (FourBitForm(NF4, 64 * 6), 5),
+    "fp8": (encoded((37, 50), codes="float8_e4m3fn", scales="float32", block=(16, 32)), 1),
+    "fp8-one-scale": (encoded((9, 50), codes="float8_e5m2", scales="bfloat16", block=(9, 50)), 1),
+    "fp8-two-of-each-expert": (
+        encoded((10, 36), (6, 36), codes="float8_e4m3fn", scales="float8_e8m0fnu", block=(8, 32)),
+        3,
+    ),
+    "mxfp4-experts": (encoded((20, 64), codes="fp4", scales="uint8", block=(1, 32), is_transposed=True), 3),
+    "int8": (encoded((13, 21), codes="int8", scales="float16", block=(1, 21)), 1),
+    "int4": (encoded((11, 50), codes="int4_in_int32", scales="bfloat16", block=(1, 16), has_zero_points=True), 1),
+    "int8-in-int32": (encoded((11, 50), codes="int8_in_int32", scales="float32", block=(1, 50)), 1),
+}
+
+
+def drawn_bytes(form: PackedForm, num_units: int) -> tuple[Tensor, Tensor]:
+    """Codes of any values and scales near one."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 120, (num_units * form.unit_codes_bytes,), dtype=torch.uint8, generator=generator)
+    if not isinstance(form, EncodedForm):
+        return codes, torch.randint(60, 64, (num_units * form.unit_scales_bytes,), dtype=torch.uint8)
+    units = []
+    for matrix in form.matrices * num_units:
+        scales = torch.zeros(matrix.scales_bytes, dtype=torch.uint8)
+        number = matrix.grid[0] * matrix.grid[1]
+        values = torch.rand(number, generator=generator) + 0.5
+        if matrix.scales == "uint8":
+            values = torch.randint(120, 130, (number,), dtype=torch.uint8, generator=generator)
+        of_dtype = values.to(getattr(torch, matrix.scales)).view(torch.uint8)
+        scales[: of_dtype.numel()] = of_dtype
+        if matrix.has_zero_points:
+            scales[matrix.zero_points_start :].random_(0, 16, generator=generator)
+        units.append(scales)
+    return codes, torch.cat(units)
+
+
+def decoded(form: PackedForm, num_units: int, codes: Tensor, scales: Tensor, cuts: list[int]) -> Tensor:
+    """The whole weight, decoded in pieces between the ``cuts``, each only into the elements that it is said to have."""
+    out = torch.full((num_units * form.unit_numel,), float("nan"))
+    for first, last in zip([0, *cuts], [*cuts, codes.numel()], strict=True):
+        low, high = form.elements(first, last)
+        form.decode_(out[low:high], low, codes[first:last], first, scales)
+    return out
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_pieces_have_the_bits_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, num_units = FORMS[name]
+    codes, scales = drawn_bytes(form, num_units)
+    whole = decoded(form, num_units, codes, scales, [])
+    assert whole.isfinite().all() and whole.unique().numel() > 10
+    monkeypatch.setattr(encoded_weights, "_DECODED_AT_ONCE_NUMEL", 100)
+    choose = random.Random(0)
+    places = range(form.cut_bytes, codes.numel(), form.cut_bytes)
+    for number in (1, 3, 40):
+        cuts = sorted(choose.sample(places, min(number, len(places))))
+        assert torch.equal(decoded(form, num_units, codes, scales, cuts), whole)
+    for _ in range(30):
+        first, last = sorted(choose.sample(range(whole.numel() + 1), 2))
+        begin, end = form.bytes_of(first, last)
+        low, high = form.elements(begin, end)
+        assert low <= first < last <= high and begin % form.cut_bytes == 0
+        piece = torch.empty(high - low)
+        form.decode_(piece, low, codes[begin:end], begin, scales)
+        assert torch.equal(piece, whole[low:high])
+
+
+class _Stored:
+    def __init__(self, tensor: Tensor, dtype: str) -> None:
+        self._tensor, self._dtype = tensor, dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name, (form, _) in FORMS.items() if isinstance(form, EncodedForm)])
+def test_decoded_bytes_equal_the_weights_of_the_checkpoint(name: str, dtype: torch.dtype) -> None:
+    """What an `EncodedWeight` decodes itself is tested against transformers."""
+    form, _ = FORMS[name]
+    assert isinstance(form, EncodedForm)
+    matrix = form.matrices[0]
+    codes, scales = drawn_bytes(EncodedForm.of("fp8", (matrix,)), 1)
+    dtypes = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "fp4": "U8"}
+    scale_dtypes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8", "float8_e8m0fnu": "F8_E8M0"}
+    stored_codes = codes.view(torch.int32 if matrix.cut_bytes == 4 else getattr(torch, matrix.codes, torch.uint8))
+    grid = scales[: matrix.grid[0] * matrix.grid[1] * getattr(torch, matrix.scales).itemsize]
+    zeros = scales[matrix.zero_points_start :].view(torch.int8)[: matrix.rows * matrix.grid[1]].view(matrix.rows, -1)
+    experts = (1,) if matrix.is_transposed else ()
+    shape = (matrix.columns, matrix.rows) if matrix.is_transposed else (matrix.rows, matrix.columns)
+    weight = EncodedWeight(
+        torch.Size((*experts, *shape)),
+        _Stored(stored_codes.view(*experts, matrix.rows, -1), dtypes.get(matrix.codes, "I32")),
+        _Stored(grid.view(getattr(torch, matrix.scales)).view(*experts, *matrix.grid), scale_dtypes[matrix.scales]),
+        {"fp4": decode_fp4, "int4_in_int32": decode_int4, "int8_in_int32": decode_int8}.get(
+            matrix.codes, decode_numbers
+        ),
+        matrix.block,
+        _Stored(zeros, "I8") if matrix.has_zero_points else None,
+        matrix.is_transposed,
+    )
+    assert weight.matrix() == matrix
+    expert = 0 if experts else None
+    given = torch.cat([rows for _, rows in weight.rows_of_codes(expert, matrix)])
+    assert torch.equal(given, codes)
+    assert torch.equal(weight.scales_of(expert, matrix)[: grid.numel()], grid)
+    out = torch.empty(matrix.numel, dtype=dtype)
+    EncodedForm.of("fp8", (matrix,)).decode_(out, 0, given, 0, weight.scales_of(expert, matrix))
+    assert torch.equal(out, weight.decode(0, weight.shape[0], dtype).flatten())
+
+
+def test_the_bytes_of_a_form_are_those_of_the_checkpoint() -> None:
+    """Of 1024 x 1024 weights, against 4 bytes each in float32."""
+    sizes = {
+        "fp8": encoded((1024, 1024), codes="float8_e4m3fn", scales="float32", block=(128, 128)),
+        "mxfp4": encoded((1024, 1024), codes="fp4", scales="uint8", block=(1, 32), is_transposed=True),
+        "int4": encoded((1024, 1024), codes="int4_in_int32", scales="bfloat16", block=(1, 128)),
+    }
+    shares = {name: (form.unit_codes_bytes + form.unit_scales_bytes) / (4 << 20) for name, form in sizes.items()}
+    assert 0.25 < shares["fp8"] < 0.2502 and shares["mxfp4"] == 0.1328125 and shares["int4"] == 0.12890625
+
+
+def test_a_setting_of_a_run_is_read_from_its_description() -> None:
+    form = encoded((8, 32), codes="fp4", scales="uint8", block=(1, 32), is_transposed=True)
+    quantization = Quantization(method="mxfp4", weights=(("a.weight", form.matrices), ("b.weight", form.matrices)))
+    assert Quantization.parse(quantization.to_setting()) == quantization
+    assert quantization.packs
