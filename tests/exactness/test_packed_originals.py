@@ -12,6 +12,7 @@ from interrupted_runs import InterruptAfter, interrupt
 from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder
 from torch import Tensor
 from trajectories import Trajectory, arguments, assert_same_bits, dataset, finish
+from transformers import AutoModelForCausalLM
 
 import hf_lohan
 from hf_lohan.engine import OffloadEngine
