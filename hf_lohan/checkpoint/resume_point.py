@@ -72,6 +72,18 @@ class ResumePoint:
         return cls(_unpack(commit, log, folders.journal), commit)
 
 
+def point_of_attempt(launch_id: str, store_paths: Sequence[str], links: Links) -> str | None:
+    """Return what `train` resumes from after a failed attempt of the same launch: the last committed step, or the
+    checkpoint that its commit names. None if the attempt began no training, or had nothing to resume from. All ranks
+    call this together."""
+    last = _last_of_all(kept_commits(store_paths), links, may_have_none=True)
+    facts = last.facts if last is not None else {}
+    point = LAST_STEP if last is not None and _is_resumable(last) else facts.get("last_checkpoint")
+    own = point if facts.get("launch_id") == launch_id else None
+    points = links.all_gather("what the failed attempt left", json.dumps(own).encode())
+    return own if all(other == points[0] for other in points) else None
+
+
 @dataclass(frozen=True)
 class _RunFolders:
     """Folders of one rank of a run."""

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -42,6 +44,18 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 def default_process_group_store() -> Any:
     """Return the key-value store of the default process group. Raises ValueError if there is no group."""
     return distributed_c10d._get_default_store()
+
+
+def prefix_rendezvous(prefix: str) -> None:
+    """Put ``prefix`` before all keys with which torch.distributed, in this process, connects processes that a launcher
+    started. torch has no argument for this if another library makes the process group."""
+    stock = _rendezvous_handlers["env"]
+
+    def prefixed(*args: Any, **kwargs: Any) -> Iterator[tuple[PrefixStore, int, int]]:
+        for store, rank, num_ranks in stock(*args, **kwargs):
+            yield PrefixStore(prefix, store), rank, num_ranks
+
+    _rendezvous_handlers["env"] = prefixed
 
 
 def set_collectives_timeout(timeout_s: float) -> None:

@@ -9,7 +9,10 @@ from hf_lohan.huggingface.arguments import LohanArguments, TrainingArguments
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.generate.generation import load_for_generation
 from hf_lohan.huggingface.models.loading import from_pretrained
+from hf_lohan.huggingface.ranks import separate_attempts
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
+
+separate_attempts()  # before any code makes a process group
 
 __all__ = [
     "Accelerator",

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import TrainingArguments
 
-from hf_lohan.compat.torch_private import default_process_group_store, set_collectives_timeout
+from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
@@ -33,6 +34,28 @@ _FIRST_TIMEOUT_S = 600.0
 """Long, because ranks start, import and load at different speeds."""
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
 _links: Links | None = None
+
+
+def launch_id() -> str | None:
+    """Return what all attempts of one launch of torchrun have in common on this machine. None for a process that
+    torchrun, which also accelerate's launcher uses, did not start."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    launcher = psutil.Process(os.getppid())
+    return f"{run_id}/{launcher.pid}/{launcher.create_time():.2f}"
+
+
+def num_restarts() -> int:
+    """Return how many attempts of the same launch of torchrun failed before this one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def separate_attempts() -> None:
+    """Let a restarted attempt connect its own processes. A launcher's store still has the addresses of the processes
+    that the failed attempt had, and torch would connect to these."""
+    if num_restarts():
+        prefix_rendezvous(f"attempt/{num_restarts()}")
 
 
 def ranks_here() -> Ranks:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
+from torch.distributed.rendezvous import _rendezvous_handlers, rendezvous
 from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.compat import torch_private as private
@@ -226,3 +228,19 @@ def test_allocator_settings_are_replaced() -> None:
         assert private.allocator_settings() == "garbage_collection_threshold:0.5"
     finally:
         private.set_allocator_settings(before)
+
+
+def test_the_keys_of_a_rendezvous_get_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's store outlives its workers, and has the keys of earlier ones."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent.set("addresses", "of the first attempt")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    monkeypatch.setitem(_rendezvous_handlers, "env", _rendezvous_handlers["env"])
+    private.prefix_rendezvous("attempt/1")
+    store, rank, num_ranks = next(rendezvous("env://"))
+    assert (rank, num_ranks, store.check(["addresses"])) == (0, 1, False)
+    store.set("addresses", "of the second")
+    assert agent.get("attempt/1/addresses") == b"of the second"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_runs import InterruptAfter, interrupt, make_trainer, train_to_end
-from trajectories import arguments, dataset
+from interrupted_runs import InterruptAfter, assert_same, interrupt, make_trainer, train_to_end
+from trajectories import arguments, assert_same_tensors, dataset
 
 import hf_lohan
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -128,3 +128,35 @@ def test_files_on_disk_are_private(tmp_path: Path) -> None:
     for folder in (tmp_path / "run" / "_lohan" / "store", tmp_path / "run" / "_lohan" / "last_step"):
         for path in (folder, *folder.rglob("*")):
             assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_restarted_attempt_continues_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train_to_end(make_trainer(tmp_path / "undisturbed"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    interrupt(make_trainer(tmp_path / "run", InterruptAfter(4)))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert_same(train_to_end(make_trainer(tmp_path / "run")), expected)
+
+
+def test_a_restarted_attempt_does_not_continue_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first attempt failed before it trained, and the folder has the store of a run that another launch made."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    expected = train_to_end(make_trainer(tmp_path / "run"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert_same(train_to_end(make_trainer(tmp_path / "run")), expected)
+    assert "attempt 2 of this run continues from its beginning" in caplog.text
+
+
+def test_a_restarted_attempt_continues_from_a_checkpoint_without_kept_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"offload": {"durability": "checkpoint"}, "save_strategy": "steps", "save_steps": 2}
+    expected = train_to_end(make_trainer(tmp_path / "undisturbed", **settings))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    interrupt(make_trainer(tmp_path / "run", InterruptAfter(5), **settings))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    ours = train_to_end(make_trainer(tmp_path / "run", **settings))
+    assert_same_tensors(ours[1], expected[1])  # upstream begins new sums of losses after a checkpoint

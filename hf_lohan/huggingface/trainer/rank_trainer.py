@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator, Sized
@@ -12,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.checkpoint.resume_point import ResumePoint, point_of_attempt
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
-from hf_lohan.huggingface.ranks import check_batches, links_to_other_ranks, set_timeouts
+from hf_lohan.huggingface.ranks import check_batches, launch_id, links_to_other_ranks, num_restarts, set_timeouts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
 else:
     _TrainerBase = object  # a mixin, so `super()` is the Trainer that it is mixed into
+
+
+logger = logging.getLogger(__name__)
 
 
 class RankTrainerMixin(_TrainerBase):
@@ -34,6 +38,8 @@ class RankTrainerMixin(_TrainerBase):
     _step_ended_s: float | None = None
 
     if TYPE_CHECKING:
+
+        def _wait_for_store_paths(self) -> list[str]: ...
 
         @property
         def offload_engine(self) -> OffloadEngine | None: ...
@@ -65,6 +71,18 @@ class RankTrainerMixin(_TrainerBase):
         if control.should_log or control.should_evaluate or control.should_save:
             self._links.barrier("what is logged, evaluated and saved")
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _asked_after_restart(self, asked: str | bool | None) -> str | bool | None:
+        """Return what to resume from, for ``asked``, the argument of `train`. A restarted attempt continues where the
+        failed one ended, if the script does not ask for something else."""
+        launch = launch_id()
+        if asked or launch is None or not num_restarts():
+            return asked
+        point = point_of_attempt(launch, self._wait_for_store_paths(), self._links)
+        if self.args.should_log:
+            found = "from its beginning, because nothing was committed" if point is None else f"from {point}"
+            logger.warning("attempt %d of this run continues %s", num_restarts() + 1, found)
+        return asked if point is None else point
 
     def _agree_on_resume(self, point: ResumePoint) -> None:
         """Raise RanksDisagreeError if ranks would resume from different states."""

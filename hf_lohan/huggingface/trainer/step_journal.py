@@ -33,6 +33,7 @@ from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.compat.transformers_private import LOG_SUMS, log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
 from hf_lohan.files import StorageError
+from hf_lohan.huggingface.ranks import launch_id
 from hf_lohan.ranks import Links, StepAgreement
 from hf_lohan.store import Commit
 from hf_lohan.updates import MISSED_STEPS_NAME
@@ -233,6 +234,7 @@ class StepJournal(TrainerCallback):
             "is_resumable": resumable,
             "output_dir": os.path.realpath(trainer.args.output_dir),
             "last_checkpoint": self._last_checkpoint,
+            "launch_id": launch_id(),
             **journal_facts,
         }
 

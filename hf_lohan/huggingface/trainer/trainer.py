@@ -390,8 +390,8 @@ class OffloadTrainerMixin(
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Same as upstream, but `resume_from_checkpoint="last_step"` resumes from the last committed step of the store,
-        and `True` from the newer of that step and the last checkpoint. After SIGTERM the run ends when its step is
-        committed.
+        and `True` from the newer of that step and the last checkpoint. An attempt that torchrun restarted resumes by
+        itself. After SIGTERM the run ends when its step is committed.
 
         Raises ValueError if no step or checkpoint exists to resume from.
         """
@@ -408,7 +408,7 @@ class OffloadTrainerMixin(
             self._links.barrier("the removal of a killed save's files")
             self._resume_point = ResumePoint()  # if `choose` raises, an earlier call's point must not remain
             self._resume_point = ResumePoint.choose(
-                resume_from_checkpoint,
+                self._asked_after_restart(resume_from_checkpoint),
                 self._wait_for_store_paths,
                 self.args.output_dir,
                 get_last_checkpoint,

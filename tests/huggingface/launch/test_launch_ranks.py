@@ -73,6 +73,60 @@ links.barrier("the next step")
 """
 
 
+RESTARTED = """
+import os, signal, sys
+from datasets import Dataset
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from hf_lohan.testing.models import tiny_model
+
+folder, num_kills = sys.argv[1], int(sys.argv[2])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+class Kill(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if attempt < num_kills and state.global_step == 2 + 2 * attempt and args.process_index == attempt % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+rows = torch.randint(5, 60, (32, 8), generator=torch.Generator().manual_seed(3)).tolist()
+args = TrainingArguments(
+    folder, max_steps=9, per_device_train_batch_size=1, report_to=[], logging_steps=1, save_strategy="no"
+)
+rows = Dataset.from_dict({"input_ids": rows, "labels": rows})
+trainer = Trainer(tiny_model("llama", num_layers=2), args, train_dataset=rows, callbacks=[Kill()])
+trainer.train()
+trainer.save_model(folder + "/final")
+if args.process_index == 0:
+    trainer.state.save_to_json(folder + "/state.json")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(num_gpus() > 0, reason="accelerate's launcher would take the GPUs")
+def test_restarted_attempts_end_as_an_undisturbed_run(tmp_path: Path) -> None:
+    """A rank is killed in each of three attempts, first rank 0, then rank 1, then rank 0."""
+    (tmp_path / "script.py").write_text(RESTARTED)
+    results = []
+    for name, num_kills in (("undisturbed", 0), ("restarted", 3)):
+        done = subprocess.run(
+            [
+                *[sys.executable, "-m", "hf_lohan.cli", "launch", "--cpu", "--num_processes", "2"],
+                *["--max_restarts", "3", "script.py", name, str(num_kills)],
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("of this run continues from last_step") == num_kills, done.stderr
+        rows = json.loads((tmp_path / name / "state.json").read_text())["log_history"]
+        losses = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+        results.append((losses, (tmp_path / name / "final" / "model.safetensors").read_bytes()))
+    assert results[0] == results[1]
+
+
 def test_an_exception_outside_train_ends_the_other_ranks(tmp_path: Path) -> None:
     """The real exit handlers run when the process exits. Both ranks share one import."""
     with socket.create_server(("127.0.0.1", 0)) as free:
