@@ -76,6 +76,13 @@ def test_bench_codecs_runs(run: Run) -> None:
     assert all(figures["pays_below_gbit_s"] > 0 for figures in codecs.values())
 
 
+@pytest.mark.slow
+def test_bench_packed_runs(run: Run) -> None:
+    figures = run("bench_packed", *SMALL, "--steps-per-turn", "1", "--intermediate", "2048")
+    assert figures["read_bytes"]["packed"] < figures["read_bytes"]["unpacked"]
+    assert figures["decoded_per_s"]["nf4, float32"] > 0
+
+
 def test_all_benchmarks_take_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = [path.stem for path in BENCHMARKS.glob("*.py") if "@benchmark(" in path.read_text()]
