@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         from_pretrained,
         last_step,
         load_for_generation,
+        merge,
     )
     from hf_lohan.optim import OffloadAdamW
 
@@ -45,6 +46,7 @@ _HOMES = {
     "gathered_parameters": "hf_lohan.absent",
     "last_step": "hf_lohan.huggingface",
     "load_for_generation": "hf_lohan.huggingface",
+    "merge": "hf_lohan.huggingface",
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "gathered_parameters",
     "last_step",
     "load_for_generation",
+    "merge",
 ]
 
 

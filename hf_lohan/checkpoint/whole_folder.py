@@ -33,6 +33,12 @@ _SEEN_WITHIN_S = 30.0
 _LOOK_S = 0.1
 
 
+def check_new_folder(out: str | Path) -> None:
+    """Raise ValueError if a folder that is to be written has files, or is none."""
+    if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise ValueError(f"{str(out)!r} exists and is not an empty folder; give a new folder")
+
+
 @contextmanager
 def unfinished_checkpoint(
     run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME, on_file: Callable[[], object] = lambda: None

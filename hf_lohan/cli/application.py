@@ -406,6 +406,23 @@ def export_command(
         typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
 
 
+@app.command("merge")
+def merge_command(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder with an adapter, or a name in the Hub.")],
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="A checkpoint folder, or the name of a model in the Hub.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the merged model.")],
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights. Default: as in BASE.")] = "auto",
+    revision: _Revision = None,
+    trust_remote_code: _TrustRemoteCode = False,
+) -> None:
+    """Merge a saved PEFT adapter into a base model, a weight at a time, and write a plain Hugging Face model."""
+    with one_line_errors():
+        hf_lohan.merge(adapter, base, out, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        typer.echo(f"wrote {out}")
+
+
 @app.command("reshard")
 def reshard_command(
     stores: Annotated[

@@ -7,6 +7,7 @@ largest weight in RAM. Most of their operations do not mix rows, so they can run
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -50,27 +51,13 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
     conversion mixes rows. Yields a dict that gets, by name, the bytes of the checkpoint's tensors that the model does
     not use. Transformers reports only some of them.
     """
-    stock_spawn = core_model_loading.spawn_materialize
-    stock_load = modeling_utils.convert_and_load_state_dict_in_model
-    used: set[int] = set()
-    unused: dict[str, int] = {}
-    stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
 
-    def spawn(thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        used.add(id(tensor))
-        is_sharded = bool(args and args[0] is not None) or kwargs.get("sharding_op") is not None
-        if thread_pool is not None or is_sharded:
-            return stock_spawn(thread_pool, tensor, device, dtype, *args, **kwargs)
-        return _Unread(tensor, device, dtype)
-
-    def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
-        stock = stock_converts[WeightConverter if isinstance(self, WeightConverter) else WeightRenaming]
+    def convert(stock: Any, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         stored = [tensor for tensors in self.collected_tensors.values() for tensor in tensors]
         if stored and all(isinstance(tensor, _Unread) and tensor.is_stored for tensor in stored):
             forms = stock(self, layer_name, *args, **kwargs)
             for name, tensor in forms.items():
-                weight = tensor[0] if isinstance(tensor, list) else tensor
-                assert take(name, weight.shape, 0, weight), f"{name} is not in the store"
+                assert take(name, _first(tensor).shape, 0, _first(tensor)), f"{name} is not in the store"
             return forms
         source = _source_of(self)
         # Rows that are not decoded are views of a mapped file. Decoded rows take memory, twice while the next are made.
@@ -86,6 +73,94 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
             self.collected_tensors.update(collected)
         return stock(self, layer_name, *args, **kwargs)
 
+    with _converted_by(convert) as unused:
+        yield unused
+
+
+class UnreadWeight:
+    """A weight of a model that its checkpoint has. A call reads and converts it, or some of its rows."""
+
+    def __init__(
+        self, form: Tensor, source: _Source | None, read: Callable[[dict[str, list[Any]] | None], Tensor]
+    ) -> None:
+        """``form``: the weight on meta. ``read`` converts some rows of ``source``, or everything for None."""
+        self.form = form
+        self._source = source
+        self._read = read
+
+    def __call__(self) -> Tensor:
+        return self._read(None)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its rows can be read one by one."""
+        return self._source is not None and self.form.dim() > 0 and self._source.num_rows == self.form.shape[0]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        assert self._source is not None
+        return self._read(self._source.rows(first, last))
+
+
+@contextlib.contextmanager
+def loaded_unread(weights: dict[str, UnreadWeight]) -> Iterator[dict[str, int]]:
+    """Have `from_pretrained` read no weight. Each parameter stays on meta, and ``weights`` gets it by its name. Buffers
+    are read. Yields the dict of unused tensors of `loaded_in_rows`."""
+
+    def convert(stock: Any, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        collected = dict(self.collected_tensors)
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        if all(isinstance(tensor, _Unread) for tensors in collected.values() for tensor in tensors):
+            source = _source_of(self)
+            forms = {pattern: [tensor.form() for tensor in tensors] for pattern, tensors in collected.items()}
+            results = _run(self, stock, forms, layer_name, *args, **kwargs)
+            if all(_is_parameter(model, name) for name in results):
+
+                def read(name: str, rows: dict[str, list[Any]] | None) -> Tensor:
+                    result = _run(self, stock, rows or collected, layer_name, *args, **kwargs)[name]
+                    return _first(result)
+
+                for name, result in results.items():
+                    weights[name] = UnreadWeight(_first(result), source, functools.partial(read, name))
+                return results
+        self.collected_tensors.clear()
+        self.collected_tensors.update(collected)
+        return stock(self, layer_name, *args, **kwargs)
+
+    with _converted_by(convert) as unused:
+        yield unused
+
+
+def _first(result: Any) -> Tensor:
+    """Return the tensor of a conversion's result."""
+    tensor: Tensor = result[0] if isinstance(result, list) else result
+    return tensor
+
+
+def _is_parameter(model: Any, name: str) -> bool:
+    try:
+        model.get_parameter(name)
+    except AttributeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _converted_by(convert: Callable[..., Any]) -> Iterator[dict[str, int]]:
+    """Have `from_pretrained` call ``convert``, with the stock function before its arguments, for each conversion. Its
+    tensors are not read yet, and nothing is read ahead. Yields the dict of unused tensors of `loaded_in_rows`."""
+    stock_spawn = core_model_loading.spawn_materialize
+    stock_load = modeling_utils.convert_and_load_state_dict_in_model
+    used: set[int] = set()
+    unused: dict[str, int] = {}
+    stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
+
+    def spawn(thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        used.add(id(tensor))
+        is_sharded = bool(args and args[0] is not None) or kwargs.get("sharding_op") is not None
+        if thread_pool is not None or is_sharded:
+            return stock_spawn(thread_pool, tensor, device, dtype, *args, **kwargs)
+        return _Unread(tensor, device, dtype)
+
     def load(model: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         used.clear()
         result = stock_load(model, state_dict, *args, **kwargs)
@@ -99,8 +174,8 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[dict[str, int]]:
 
     core_model_loading.spawn_materialize = spawn
     modeling_utils.convert_and_load_state_dict_in_model = load
-    for kind in stock_converts:
-        kind.convert = convert
+    for kind, stock in stock_converts.items():
+        kind.convert = functools.partialmethod(functools.partial(_with_stock, convert, stock))
     try:
         with _read_in_order():
             yield unused
@@ -123,6 +198,10 @@ def _read_in_order() -> Iterator[None]:
             del os.environ[_LOAD_ASYNC]
         else:
             os.environ[_LOAD_ASYNC] = previous
+
+
+def _with_stock(convert: Any, stock: Any, conversion: Any, *args: Any, **kwargs: Any) -> Any:
+    return convert(stock, conversion, *args, **kwargs)
 
 
 def _end_of(name: str) -> str:
@@ -235,6 +314,11 @@ class _Unread:
     def num_bytes(self) -> int:
         """Upper bound of the size after the cast."""
         return self.shape.numel() * (self._dtype or torch.float32).itemsize
+
+    def form(self) -> Tensor:
+        """Return a meta tensor of its shape and dtype."""
+        dtype = self._dtype or (self.rows(0, 0)() if self.shape else self()).dtype
+        return torch.empty(self.shape, dtype=dtype, device="meta")
 
     def rows(self, first: int, last: int) -> _Unread:
         return _Unread(self._source, self._device, self._dtype, slice(first, last))

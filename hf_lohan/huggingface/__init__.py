@@ -9,6 +9,7 @@ from hf_lohan.huggingface.arguments import LohanArguments, TrainingArguments
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.generate.generation import load_for_generation
 from hf_lohan.huggingface.models.loading import from_pretrained
+from hf_lohan.huggingface.models.merging import merge
 from hf_lohan.huggingface.ranks import separate_attempts
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 
@@ -25,5 +26,6 @@ __all__ = [
     "from_pretrained",
     "last_step",
     "load_for_generation",
+    "merge",
     "offload_model",
 ]

@@ -125,15 +125,17 @@ class PendingMerges:
                     module.register_forward_pre_hook(_refuse_to_run, prepend=True)
 
     @torch.no_grad()
-    def merged(self, parameter: nn.Parameter, read: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Return a parameter with its adapters merged into it. ``read`` returns the values of a parameter."""
+    def merged(self, parameter: nn.Parameter, read: Callable[[nn.Parameter], Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Return a parameter with its adapters merged into it, and what the same adapters change besides, such as its
+        bias. ``read`` returns the values of a parameter in memory of its own."""
         merges = self._merges[parameter]
+        changed = {changed for layer, _ in merges for changed in _changed_by(layer).values()}
         with _with_values([layer for layer, _ in merges], read) as values:
             for layer, merge in merges:
                 before = list(layer.merged_adapters)
                 merge()
                 layer.merged_adapters[:] = before  # the weights in the store are as before
-            return values[parameter].data
+            return {parameter: values[parameter].data for parameter in changed}
 
     def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
         _refuse_merged()

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, MODEL_FORMAT_VERSION
 from hf_lohan.checkpoint.resume_point import store_paths_of
-from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
+from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
 from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
@@ -50,8 +50,7 @@ def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int |
     """
     if dtype not in get_args(SaveDtype):
         raise ValueError(f"dtype={dtype!r} is not supported; give one of {', '.join(get_args(SaveDtype))}")
-    if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
-        raise ValueError(f"{str(out)!r} exists and is not an empty folder; give a new folder")
+    check_new_folder(out)
     keep_from_others()
     paths = store_paths_of(run)
     refuse_stores_of_ranks(ranks_under(paths[0]), paths[0], run)

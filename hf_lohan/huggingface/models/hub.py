@@ -44,6 +44,7 @@ CONFIG_NAME = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes")
 """Configs, tokenizers, chat templates and processors."""
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _CODE = "*.py"
 _FAILURES: tuple[type[Exception], ...] = (OSError, HfHubHTTPError.__bases__[0])
@@ -179,6 +180,27 @@ class Checkpoint:
         """Have a loaded model say the name in the Hub, as stock's does, and not the folder in the cache."""
         if self.hub is not None:
             model.config.name_or_path = model.name_or_path = self.name
+
+
+def adapter_folder(adapter: str | Path) -> str:
+    """Return the folder of a saved adapter of PEFT, which is downloaded if it is the name of one in the Hub. A folder
+    of that name has precedence. Raises ValueError if there is none."""
+    name = folder = os.fspath(adapter)
+    if not os.path.isdir(name):
+        try:
+            validate_repo_id(name)
+            folder = snapshot_download(name, allow_patterns=[*_ADAPTER_FILES, *_SMALL_FILES])
+        except HFValidationError:
+            raise ValueError(
+                f"{name!r} is not a folder with an adapter; give the path of one, or the name of an adapter in the Hub"
+            ) from None
+        except _FAILURES as error:
+            raise _not_found(name, {}, error) from error
+    if not _has(folder, "adapter_config.json"):
+        raise ValueError(f"{name!r} has no adapter_config.json; give a folder that PEFT has saved an adapter to")
+    if not any(_has(folder, file) for file in _ADAPTER_FILES):
+        raise ValueError(f"{name!r} has no {_ADAPTER_FILES[0]}; give a folder that PEFT has saved an adapter to")
+    return folder
 
 
 def read_model_config(path: str | Path, arguments: Mapping[str, Any] | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -334,6 +334,12 @@ def stream_model(
             f"{checkpoint.name} has no weight of {type(model).__name__}, only others such as {min(unused)}; give the "
             "class and the config of this checkpoint"
         )
+    warn_of_unused(checkpoint, model, unused)
+    return model
+
+
+def warn_of_unused(checkpoint: Checkpoint, model: Any, unused: Mapping[str, int]) -> None:
+    """Log a warning that names tensors of a checkpoint that are no weights of the model. ``unused``: their bytes."""
     if unused:
         logger.warning(
             "%s of %s (%s) are no weights of %s and are not loaded, such as %s; saved models do not have them",
@@ -343,7 +349,6 @@ def stream_model(
             type(model).__name__,
             min(unused),
         )
-    return model
 
 
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
@@ -509,9 +514,13 @@ def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str
     make_placeholders(model, {name: access.parts[names[name]][0][0].master.working_dtype for name in names})
 
 
-def make_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-    """Make every parameter a placeholder without values. ``dtypes``: new dtypes, by name."""
+def make_placeholders(
+    model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None, only: Container[nn.Parameter] | None = None
+) -> None:
+    """Make every parameter a placeholder without values, or ``only`` these. ``dtypes``: new dtypes, by name."""
     for name, parameter in list(model.named_parameters()):
+        if only is not None and parameter not in only:
+            continue
         dtype = (dtypes or {}).get(name, parameter.dtype)
         placeholder = nn.Parameter(
             torch.full((1,), float("nan"), dtype=dtype).expand(parameter.shape),

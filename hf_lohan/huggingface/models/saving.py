@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,22 @@ class StoredModel:
         return cls(engine.model, lambda: engine.parameters, engine.links, dtypes=engine.layout.saved_dtypes)
 
 
+class SavedWeights(Protocol):
+    """A model's weights by their names in its state dict, which are read one by one."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+    def dtype_of(self, name: str) -> torch.dtype: ...
+
+    def pieces(self, name: str) -> Iterator[Tensor]: ...
+
+    def rows(self, name: str, row: int | None) -> Tensor: ...
+
+
 class StoredWeights(Mapping[str, Tensor]):
     """A model's weights by their names in its state dict, including aliases of tied weights. Each access reads the
     store."""
@@ -88,7 +104,7 @@ class StoredWeights(Mapping[str, Tensor]):
             for name, parameter in root.named_parameters(remove_duplicate=False)
             if parameter in self._name_of
         }
-        self._last_merged: tuple[str, Tensor] | None = None
+        self._last_merged: dict[nn.Parameter, Tensor] = {}
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype in which a weight is saved."""
@@ -142,16 +158,15 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
 
     def _merged(self, name: str) -> Tensor | None:
-        """Return a weight with adapters merged into it; None if there are none to merge. The last one is kept."""
+        """Return a weight with adapters merged into it; None if there are none to merge. The last ones are kept."""
         stored_name, merges, reads = self._stored_name[name], self._stored_model.merges, self._stored_model.reads
         parameter = reads.parts[stored_name][0][1].parameter
         if merges is None or parameter not in merges:
             return None
-        if self._last_merged is None or self._last_merged[0] != stored_name:
-            self._last_merged = None  # frees the last one first
-            merged = merges.merged(parameter, lambda other: reads.read_parameter(self._name_of[other]))
-            self._last_merged = stored_name, merged.to("cpu", self.dtype_of(name)).contiguous()
-        return self._last_merged[1]
+        if parameter not in self._last_merged:
+            self._last_merged.clear()  # frees their memory first
+            self._last_merged = merges.merged(parameter, lambda other: reads.read_parameter(self._name_of[other]))
+        return self._last_merged[parameter].to("cpu", self.dtype_of(name)).contiguous()
 
     def aliases(self) -> set[str]:
         """Return all names of tied weights except each weight's first name."""
@@ -199,7 +214,13 @@ def save_from_store(
         with torch.no_grad():  # PEFT runs its prompt encoders
             state_dict = _adapter_state_dict(stored_model, adapters, embeddings)
             return stock(model, save_directory, state_dict=state_dict, **kwargs)
-    weights = StoredWeights(stored_model)
+    return save_weights(model, StoredWeights(stored_model), stock, save_directory, **kwargs)
+
+
+def save_weights(
+    model: Any, weights: SavedWeights, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+) -> Any:
+    """Call the stock `save_pretrained` with these weights in place of placeholders, as `save_from_store` does."""
     state_dict = on_meta(model, weights)
     # The stock method removes tied weights from the dict. This reference keeps their `id`s from being used again.
     forms = {name: state_dict[name] for name in weights}
@@ -222,7 +243,7 @@ def save_from_store(
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
 
 
-def on_meta(model: Any, weights: StoredWeights) -> dict[str, Tensor]:
+def on_meta(model: Any, weights: SavedWeights) -> dict[str, Tensor]:
     """Return the state dict, with stored weights on meta in their saved dtype."""
     return {
         name: torch.empty(tensor.shape, dtype=weights.dtype_of(name), device="meta") if name in weights else tensor
@@ -237,7 +258,7 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 class _FilePieces:
     """Makes the pieces of one file's tensors."""
 
-    def __init__(self, weights: StoredWeights, names: Mapping[int, str], converted: Mapping[int, SavedTensor]) -> None:
+    def __init__(self, weights: SavedWeights, names: Mapping[int, str], converted: Mapping[int, SavedTensor]) -> None:
         """`names`: names of weights on meta, by the tensor's `id`. ``converted``: tensors that transformers made from
         such weights, by `id`."""
         self._weights = weights

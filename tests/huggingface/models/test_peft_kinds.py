@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import hf_lohan
+from hf_lohan.cli.application import app
 from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.huggingface.models import merging
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -123,8 +129,6 @@ def test_several_adapters_train_one_by_one_and_are_saved(tmp_path: Path) -> None
 def test_a_streamed_base_gets_its_adapters_while_it_loads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_model("llama", num_layers=2).to(dtype).save_pretrained(tmp_path / "base")
     torch.manual_seed(1)
-    from transformers import AutoModelForCausalLM
-
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
     torch.manual_seed(7)
     stock = peft.get_peft_model(stock, KINDS[kind]()).train()
@@ -150,3 +154,133 @@ def test_an_initialization_that_changes_a_streamed_base_is_refused(tmp_path: Pat
         hf_lohan.from_pretrained(
             tmp_path / "base", OFFLOAD, default_ssd_path=tmp_path / "store", peft_config=KINDS["pissa"]()
         )
+
+
+# Saved adapters, merged into a checkpoint.
+
+ADAPTERS: dict[str, tuple[str, torch.dtype, Callable[[], Any]]] = {
+    **{kind: ("mixtral" if kind == "experts" else "llama", torch.float32, KINDS[kind]) for kind in KINDS},
+    "bfloat16": ("llama", torch.bfloat16, KINDS["dora"]),
+    "float16": ("llama", torch.float16, KINDS["lora"]),
+    "rslora": (
+        *("llama", torch.bfloat16),
+        lambda: peft.LoraConfig(r=4, use_rslora=True, target_modules="all-linear", **CAUSAL),
+    ),
+    "tied Conv1D": (
+        *("gpt2", torch.float32),
+        lambda: peft.LoraConfig(r=4, fan_in_fan_out=True, target_modules=["c_attn", "c_fc", "wte"], **CAUSAL),
+    ),
+    "all experts": (
+        *("mixtral", torch.bfloat16),
+        lambda: peft.LoraConfig(
+            r=4,
+            target_modules=["q_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            **CAUSAL,
+        ),
+    ),
+    "biases": ("gpt2", torch.float32, lambda: peft.LoraConfig(r=4, lora_bias=True, target_modules=["c_fc"], **CAUSAL)),
+}
+
+
+def save_base(folder: Path, family: str, dtype: torch.dtype, *, seed: int = 0, **settings: Any) -> Path:
+    model = tiny_model(family, seed=seed, num_layers=2, **settings)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def save_adapter(folder: Path, base: Path, config: Any) -> Path:
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind not in (*CANNOT_MERGE, "pissa")])
+def test_a_saved_adapter_is_merged_into_another_base(kind: str, tmp_path: Path) -> None:
+    family, dtype, make_config = ADAPTERS[kind]
+    adapter = save_adapter(tmp_path / "adapter", save_base(tmp_path / "trained", family, dtype), make_config())
+    base = save_base(tmp_path / "base", family, dtype, seed=1)
+    stock = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    expected = saved(stock, tmp_path / "expected")
+    hf_lohan.merge(adapter, base, tmp_path / "merged")
+    files = sorted((tmp_path / "expected").iterdir())
+    assert [file.name for file in sorted((tmp_path / "merged").iterdir())] == [file.name for file in files]
+    for file in files:
+        if file.suffix == ".json":
+            assert (tmp_path / "merged" / file.name).read_text() == file.read_text()
+    assert_same(load_file(tmp_path / "merged" / "model.safetensors"), expected)
+    before = load_file(base / "model.safetensors")
+    assert any(not torch.equal(before[name], tensor) for name, tensor in expected.items() if name in before)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LoRA over the base of `save_base("llama")`, with the files of a tokenizer."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_adapter(folder / "adapter", save_base(folder / "base", "llama", torch.float32), KINDS["lora"]())
+    (folder / "adapter" / "tokenizer_config.json").write_text("{}")
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": 48, "num_attention_heads": 4}, "of other shapes than .*: size mismatch for .*q_proj.lora_A"),
+        ({"num_hidden_layers": 1}, "over another model than .*: it also has .*layers.1"),
+        ({"num_hidden_layers": 3}, "over another model than .*: it does not have .*layers.2"),
+    ],
+)
+def test_a_base_of_other_shapes_is_refused(settings: Any, message: str, adapter: Path, tmp_path: Path) -> None:
+    config = {"num_layers": 2, **settings}
+    config.update({"num_layers": config.pop("num_hidden_layers")} if "num_hidden_layers" in config else {})
+    tiny_model("llama", **config).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=message):
+        hf_lohan.merge(adapter, tmp_path / "base", tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:
+    base = adapter.parent / "base"
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        hf_lohan.merge(adapter, base, base)
+    with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
+        hf_lohan.merge(base, base, tmp_path / "merged")
+    with pytest.raises(ValueError, match="is not a checkpoint folder"):
+        hf_lohan.merge(adapter, tmp_path / "no" / "base", tmp_path / "merged")
+    with pytest.raises(ValueError, match="is not a folder with an adapter"):
+        hf_lohan.merge(tmp_path / "no" / "adapter", base, tmp_path / "merged")
+    save_adapter(tmp_path / "prompt", base, KINDS["prompt"]())
+    with pytest.raises(ValueError, match="is of type PROMPT_TUNING, which has no weights to merge"):
+        hf_lohan.merge(tmp_path / "prompt", base, tmp_path / "merged")
+    save_adapter(tmp_path / "pissa", base, KINDS["pissa"]())
+    with pytest.raises(ValueError, match=r"changes its base when it is loaded \(init_lora_weights='pissa'\)"):
+        hf_lohan.merge(tmp_path / "pissa", base, tmp_path / "merged")
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    shutil.copytree(base, tmp_path / "packed")
+    file = tmp_path / "packed" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    with pytest.raises(ValueError, match="bitsandbytes"):
+        hf_lohan.merge(adapter, tmp_path / "packed", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_failed_merge_leaves_nothing(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: Any) -> None:
+        raise OSError("a full disk")
+
+    monkeypatch.setattr(merging, "_copy_tokenizer", fail)
+    with pytest.raises(OSError, match="a full disk"):
+        hf_lohan.merge(adapter, adapter.parent / "base", tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_merges(adapter: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["merge", str(adapter), str(adapter.parent / "base"), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == f"wrote {tmp_path / 'merged'}"
+    names = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"}

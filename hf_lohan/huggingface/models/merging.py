@@ -1,0 +1,245 @@
+"""Merges a saved adapter of PEFT into a checkpoint, a weight at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.absent import AbsentParameter
+from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
+from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread, tensors_replaced
+from hf_lohan.config import OffloadConfig
+from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, merge_through_store
+from hf_lohan.huggingface.models.hub import Checkpoint, adapter_folder
+from hf_lohan.huggingface.models.loading import make_placeholders, take_torch_dtype, warn_of_unused
+from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
+from hf_lohan.huggingface.models.saving import save_weights
+from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.progress import advance
+from hf_lohan.ranks import Links
+
+_PIECE_BYTES = 32 << 20
+"""Weights are copied in pieces of about this size."""
+_TOKENIZERS = (
+    *("tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*processor_config.json"),
+    *("chat_template*", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
+)
+"""Files of tokenizers and processors."""
+
+
+def merge(
+    adapter: str | Path,
+    base: str | Path,
+    output: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    model_class: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Merge a saved adapter of PEFT into a base model, and save the result as a plain model of transformers.
+
+    The weights are those of `PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(output)`, to
+    the bit. They are read, merged and written one by one, so that the model is never in memory. The files of the
+    tokenizer are those of the adapter if it has any, or else those of the base.
+
+    Args:
+        adapter: a folder with an adapter, or the name of one in the Hub.
+        base: a checkpoint folder, or the name of a model in the Hub. It need not be the base of the training, but its
+            weights have the same shapes: after training over packed weights it may be the original in bfloat16.
+        output: a new or empty folder. It appears only when it is complete.
+        dtype: dtype of the weights. "auto" is the checkpoint's dtype.
+        model_class: a class or an auto class of transformers. The default is the class that the config names.
+        kwargs: passed to the model class's `from_pretrained`, such as `revision` and `trust_remote_code`.
+
+    Raises ValueError, before a weight is written, if the adapter or the base does not exist, if the base's weights have
+    other shapes, or if the adapter cannot be merged.
+    """
+    dtype = take_torch_dtype(kwargs, dtype)
+    check_new_folder(output)
+    folder, target = adapter_folder(adapter), Path(os.path.abspath(output))
+    checkpoint = Checkpoint.open(base, kwargs)
+    model, weights = _unread_model(checkpoint, model_class, dtype, target.parent, kwargs)
+    readable = ReadableBase(lambda parameter: weights[parameter]())
+    readable.hide(weights)
+    adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), checkpoint.name)
+    merged: list[tuple[Any, PendingMerges]] = []
+    merge_through_store(adapted, lambda *result: merged.append(result), weights.keys())
+    adapted.merge_and_unload()
+    ((model, merges),) = merged
+    save = functools.partial(save_weights, model, _MergedWeights(model, weights, merges), type(model).save_pretrained)
+    with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
+        save(unfinished / target.name)
+        _copy_tokenizer(folder, checkpoint.folder, unfinished / target.name)
+
+
+def _unread_model(
+    checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype | str, near: Path, kwargs: dict[str, Any]
+) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
+    """Return a checkpoint's model of placeholders, and the weights that they stand for. Weights of the Hub are fetched
+    if the drives of cache and ``near`` have room."""
+    model_config = kwargs.pop("config", None) or checkpoint.read_config()
+    model_class = model_class or model_class_of(model_config, checkpoint.code)
+    checkpoint.fetch_weights(None, OffloadConfig.load({"ssd": str(near)}), Links.alone())
+    quantized = quantized_checkpoint(checkpoint.folder, model_config)
+    decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if quantized is not None:
+        model_config, decoded = quantized.model_config, tensors_replaced(quantized.replace_encoded)
+    unread: dict[str, UnreadWeight] = {}
+    with loaded_unread(unread) as unused, decoded:
+        arguments = checkpoint.loading_arguments(model_class, kwargs)
+        model = model_class.from_pretrained(checkpoint.folder, config=model_config, dtype=dtype, **arguments)
+    checkpoint.name_model(model)
+    if quantized is not None:
+        quantized.check_loaded(model, unused)
+    warn_of_unused(checkpoint, model, unused)
+    weights: dict[nn.Parameter, UnreadWeight] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in unread:
+            weights.setdefault(parameter, unread[name])  # a tied weight is that of its first name
+    make_placeholders(model, only=weights)
+    return model, weights
+
+
+def _with_saved_adapter(
+    model: Any, weights: dict[nn.Parameter, UnreadWeight], folder: str, adapter: str, base: str
+) -> Any:
+    """Return the model with a saved adapter, as `PeftModel.from_pretrained` does. Raises ValueError if the adapter does
+    not fit."""
+    from peft import PeftConfig, get_peft_model, load_peft_weights
+
+    config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = True
+    saved = load_peft_weights(folder, device="cpu")
+    _read_saved_embeddings(model, weights, saved)
+    try:
+        adapted: Any = get_peft_model(model, config)
+        if not hasattr(adapted, "merge_and_unload"):
+            raise ValueError(
+                f"the adapter {adapter!r} is of type {getattr(config.peft_type, 'value', '')}, which has no weights to merge into a base; "
+                "load it with peft.PeftModel"
+            )
+        loaded = adapted.load_adapter(folder, "default", torch_device="cpu")
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+        if lines:
+            raise ValueError(
+                f"the adapter {adapter!r} was trained over a model of other shapes than {base!r}: "
+                f"{lines[0].rstrip('.')}; give the base of the training, or one of the same shapes"
+            ) from None
+        if getattr(config, "init_lora_weights", True) not in (True, False):
+            raise ValueError(
+                f"the adapter {adapter!r} changes its base when it is loaded (init_lora_weights="
+                f"{config.init_lora_weights!r}), which is not merged a weight at a time; save it with "
+                "path_initial_model_for_weight_conversion=..., or merge it in memory"
+            ) from error
+        raise
+    names = list(adapted.named_parameters(remove_duplicate=False))
+    found = {parameter for name, parameter in names if name not in loaded.missing_keys}  # layers may share some
+    missing = [name for name, parameter in names if parameter not in found]
+    others = [*missing, *loaded.unexpected_keys]
+    if others:
+        has = "does not have" if missing else "also has"
+        raise ValueError(
+            f"the adapter {adapter!r} was trained over another model than {base!r}: it {has} {others[0]}; give the "
+            "base of the training, or one of the same shapes"
+        )
+    return adapted
+
+
+def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight], saved: Mapping[str, Tensor]) -> None:
+    """Make weights of the base that are saved with the adapter, such as resized embeddings, ordinary parameters."""
+    parameters = dict(model.named_parameters())
+    for name in saved:
+        parameter = parameters.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
+        if parameter is not None and parameter in weights:
+            AbsentParameter.show(parameter, weights.pop(parameter)())
+
+
+class _MergedWeights(Mapping[str, Tensor]):
+    """The weights of a checkpoint, with adapters merged into them, by their names in the model. Each access reads the
+    checkpoint."""
+
+    def __init__(self, model: Any, weights: Mapping[nn.Parameter, UnreadWeight], merges: PendingMerges) -> None:
+        self._weights = weights
+        self._merges = merges
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter in weights or parameter in merges
+        }
+        self._last_merged: dict[nn.Parameter, Tensor] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._parameters[name].dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._value(self._parameters[name])
+        advance(weight.nbytes)
+        return weight
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Iterate over the pieces of a flattened weight."""
+        parameter = self._parameters[name]
+        weight = self._weights.get(parameter)
+        if weight is None or parameter in self._merges or not weight.has_rows:
+            yield self[name].reshape(-1)
+            return
+        num_rows = weight.form.shape[0]
+        at_once = max(1, _PIECE_BYTES * num_rows // max(weight.form.nbytes, 1))
+        for first in range(0, num_rows, at_once):
+            rows = weight.rows(first, min(first + at_once, num_rows))
+            yield rows.reshape(-1)
+            advance(rows.nbytes)
+
+    def rows(self, name: str, row: int | None) -> Tensor:
+        """Return row ``row`` of a weight, [1, ...]; all rows for None."""
+        if row is None:
+            return self[name]
+        parameter = self._parameters[name]
+        weight = self._weights.get(parameter)
+        if weight is None or parameter in self._merges or not weight.has_rows:
+            rows = self._value(parameter)[row : row + 1]
+        else:
+            rows = weight.rows(row, row + 1)
+        advance(rows.nbytes)
+        return rows
+
+    def _value(self, parameter: nn.Parameter) -> Tensor:
+        if parameter not in self._merges:
+            return self._read(parameter)
+        if parameter not in self._last_merged:
+            self._last_merged.clear()  # frees their memory first
+            self._last_merged = self._merges.merged(parameter, lambda other: self._read(other).clone())
+        return self._last_merged[parameter]
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        """Return a weight, which may be a view of the file."""
+        return self._weights[parameter]() if parameter in self._weights else parameter.data
+
+
+def _copy_tokenizer(adapter: str, base: str, output: Path) -> None:
+    source = adapter if os.path.isfile(os.path.join(adapter, "tokenizer_config.json")) else base
+    for path in Path(source).iterdir():
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in _TOKENIZERS):
+            shutil.copyfile(path, output / path.name)
+    templates = Path(source, "additional_chat_templates")
+    if templates.is_dir():
+        shutil.copytree(templates, output / templates.name)
