@@ -123,9 +123,10 @@ def _with_saved_adapter(
     try:
         adapted: Any = get_peft_model(model, config)
         if not hasattr(adapted, "merge_and_unload"):
+            kind = getattr(config.peft_type, "value", config.peft_type)
             raise ValueError(
-                f"the adapter {adapter!r} is of type {getattr(config.peft_type, 'value', '')}, which has no weights to merge into a base; "
-                "load it with peft.PeftModel"
+                f"the adapter {adapter!r} is of type {kind}, which has no weights to merge into a base; load it with "
+                "peft.PeftModel"
             )
         loaded = adapted.load_adapter(folder, "default", torch_device="cpu")
     except RuntimeError as error:
