@@ -12,11 +12,14 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
+from hf_lohan.huggingface.models.encoded_checkpoints import packed_as_published
 from hf_lohan.huggingface.models.hub import read_model_config
+from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
 from hf_lohan.planning import MicroBatches, PlannedStep, StepShape, check_together, lay_out, plan_step, why_not_together
+from hf_lohan.planning.layout import can_pack
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
 from hf_lohan.threads import usable_cpus
@@ -139,6 +142,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     model_config = read_model_config(request.model, {"revision": request.revision, **code})
     dtype = planning_dtype(model_config, request.dtype)
     model = weightless_model(model_config, dtype, request.lora_rank, code=code)
+    if request.lora_rank is not None and quantization_of(model_config) is not None and can_pack(ranks):
+        base = weightless_model(model_config, dtype, code=code)
+        config = packed_as_published(request.model, model_config, base, config, dtype)
     config = activations_kept_if_needed(model, config)
     micro_batches = MicroBatches.of_run(config, request.num_micro_batches)
     if micro_batches.run_together:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from trajectories import Trajectory, arguments, assert_same_bits, dataset, finis
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan.cli.plan_request import PlanRequest, plan_run
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
 
+DESKTOP = Path(__file__).resolve().parents[2] / "configs" / "hardware" / "rtx4090_desktop.yaml"
 BUDGETS = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
 SETTINGS: dict[str, Any] = {"max_steps": 3, "max_grad_norm": 0.1, "learning_rate": 1e-2}
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
@@ -150,3 +153,30 @@ def test_another_form_may_be_asked_for(tmp_path: Path) -> None:
         found.append({name: access.read_parameter(name) for name in packed_names(trainer.offload_engine)})
         trainer.offload_engine.close()
     assert found[0] and all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
+
+
+@pytest.mark.parametrize("kind", ["mixtral-fp8", "gpt_oss-mxfp4"])
+def test_a_plan_has_the_records_of_the_run(kind: str, tmp_path: Path) -> None:
+    """With the files of the checkpoint, and with its config alone."""
+    path = KINDS[kind][0](tmp_path / "quantized")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    every_linear = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    offload = {**BUDGETS, "ssd": str(tmp_path / "store")}
+    model = hf_lohan.from_pretrained(path, offload, torch_device="cpu", peft_config=every_linear)
+    engine = engine_of(model)
+    assert engine is not None
+    expected, names = engine.layout.identity, packed_names(engine)
+    engine.close()
+    request = PlanRequest(
+        model=str(path), lora_rank=4, batch_size=1, sequence_length=16, hardware=str(DESKTOP), dtype="float32"
+    )
+    planned = plan_run(request)
+    assert planned.layout.identity == expected
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    blocks = plan_run(request).layout.blocks
+    assert {part.name for block in blocks for part in block.packed_slices} == names
+    assert sum(part.codes_stop - part.codes_start for block in blocks for part in block.packed_slices) == sum(
+        part.codes_stop - part.codes_start for block in planned.layout.blocks for part in block.packed_slices
+    )

@@ -380,12 +380,21 @@ def test_a_checkpoint_of_bitsandbytes_goes_into_the_store_as_it_is(double: bool,
     assert_equal(trained(offloaded(tmp_path / "run", tmp_path / "packed", "auto", lora()), tmp_path), expected)
     with pytest.raises(ValueError, match=r"is packed as .*, and quantize: fp4 was asked for"):
         offloaded(tmp_path / "other", tmp_path / "packed", "fp4", lora())
-    tensors = load_file(tmp_path / "packed" / "model.safetensors")
-    name = next(name for name in tensors if name.endswith(".nested_absmax" if double else ".absmax"))
-    tensors[name][0] = float("nan")
-    save_file(tensors, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"the scales of .* are cut short, or not finite"):
-        offloaded(tmp_path / "nan", tmp_path / "packed", "auto", lora())
+    saved = load_file(tmp_path / "packed" / "model.safetensors")
+    scales = sorted(name for name in saved if name.endswith(".nested_absmax" if double else ".absmax"))[-1]
+    codes = scales.replace(".nested_absmax", "").replace(".absmax", "")
+    damages = {
+        "cut short, or not finite": (scales, torch.full_like(saved[scales], float("nan"))),
+        f"has no {scales.rpartition('.')[2]}": (scales, None),
+        "bytes of codes for": (codes, saved[codes][: len(saved[codes]) // 2]),
+        "has no codes": (codes, None),
+    }
+    for message, (name, damaged) in damages.items():
+        tensors = {key: tensor for key, tensor in {**saved, name: damaged}.items() if tensor is not None}
+        save_file(tensors, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            offloaded(tmp_path / "damaged", tmp_path / "packed", "auto", lora())
+        assert not (tmp_path / "damaged" / "store").exists(), "a weight was read"
 
 
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

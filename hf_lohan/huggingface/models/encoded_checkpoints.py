@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,22 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_conversions import SourcesOfUnits, sources_of_weights
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.models.quantized_checkpoints import Encoded, QuantizedCheckpoint, Tensors
+from hf_lohan.huggingface.models.packed_checkpoints import FUSED_EXPERTS, packed_checkpoint
+from hf_lohan.huggingface.models.quantized_checkpoints import (
+    Encoded,
+    QuantizedCheckpoint,
+    Tensors,
+    compressed_block,
+    has_safetensors,
+    method_of,
+    quantization_of,
+    quantized_checkpoint,
+    weight_settings,
+)
+from hf_lohan.model.discovery import find_layers
+from hf_lohan.model.packed_weights import packed_forms
 from hf_lohan.planner import Quantization
-from hf_lohan.planner.quantization import EncodedMatrix
+from hf_lohan.planner.quantization import FORM_OF_THE_CHECKPOINT, CodeKind, EncodedMatrix
 from hf_lohan.quantize import EncodedForm
 from hf_lohan.quantize.encoded_weights import EncodedWeight, UnreadTensor
 
@@ -95,6 +109,91 @@ def encoded_checkpoint(quantized: QuantizedCheckpoint, skeleton: nn.Module) -> E
                 if of_parameter is not None:
                     matrices[name] = of_parameter
         return EncodedCheckpoint(quantized, {name: sources[name] for name in matrices}, matrices)
+
+
+def packed_as_published(
+    path: str | Path, model_config: Any, skeleton: nn.Module, config: OffloadConfig, dtype: torch.dtype
+) -> OffloadConfig:
+    """Return the settings with `quantize` as the checkpoint of a frozen model has it, for a plan. Where there are no
+    safetensors files, its config alone says what is packed.
+
+    ``skeleton``: the model on meta, which computes in ``dtype``. Raises the errors of `packed_checkpoint`,
+    `quantized_checkpoint` and `encoded_checkpoint`.
+    """
+    fields = quantization_of(model_config)
+    if fields is None or config.quantize.method != "auto":
+        return config
+    if not has_safetensors(path):
+        return replace(config, quantize=_named_in_config(fields, skeleton.requires_grad_(False)))
+    packed = packed_checkpoint(path, model_config)
+    if packed is not None:
+        return packed.settings(config, dtype)
+    quantized = quantized_checkpoint(path, model_config)
+    assert quantized is not None
+    encoded = encoded_checkpoint(quantized, skeleton)
+    return encoded.settings(config, [name for name, _ in skeleton.named_parameters()])
+
+
+def _named_in_config(fields: Mapping[str, Any], skeleton: nn.Module) -> Quantization:
+    """The form of a checkpoint whose `quantization_config` has these ``fields``. Kinds of codes that it does not name
+    are those of its method's usual files."""
+    method = method_of(fields)
+    skip = [*(fields.get("modules_to_not_convert") or ()), *(fields.get("ignore") or ())]
+    skip += fields.get("llm_int8_skip_modules") or ()
+    names = tuple(name.removeprefix("re:") for name in skip)
+    if fields.get("load_in_4bit"):
+        is_double = bool(fields.get("bnb_4bit_use_double_quant"))
+        of_bnb = Quantization(method=fields.get("bnb_4bit_quant_type", "fp4"), double=is_double, skip=names)
+        return replace(of_bnb, skip=(*names, FUSED_EXPERTS))
+    make = _USUAL.get(method)
+    if make is None:
+        return FORM_OF_THE_CHECKPOINT
+    candidates = packed_forms(skeleton, find_layers(skeleton), Quantization(method="nf4", block=32, skip=names))
+    weights = []
+    for name, parameter in skeleton.named_parameters():
+        of_unit = make(fields, parameter.shape) if parameter in candidates else ()
+        if of_unit:
+            weights.append((name, of_unit))
+    return Quantization(method=method, weights=tuple(weights))
+
+
+def _usual_fp8(fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
+    rows, columns = shape[-2:]
+    block = fields.get("weight_block_size", (128, 128)) or (rows, columns)
+    of_block = min(block[0], rows), min(block[1], columns)
+    return (EncodedMatrix(rows=rows, columns=columns, codes="float8_e4m3fn", scales="float32", block=of_block),)
+
+
+def _usual_mxfp4(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
+    if len(shape) != 3:
+        return ()
+    columns, rows = shape[-2:]
+    return (EncodedMatrix(rows=rows, columns=columns, codes="fp4", scales="uint8", block=(1, 32), is_transposed=True),)
+
+
+def _usual_compressed(fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
+    rows, columns = shape[-2:]
+    group = next(iter(weight_settings(fields)), None)
+    if group is None:
+        return ()
+    codes: CodeKind = "float8_e4m3fn" if group.get("type") == "float" else "int8"
+    if codes == "int8" and fields.get("format") == "pack-quantized":
+        codes = "int4_in_int32" if group.get("num_bits") == 4 else "int8_in_int32"
+    block = compressed_block(group, rows, columns)
+    of_block = min(block[0], rows), min(block[1], columns)
+    has_zero_points = group.get("symmetric") is False
+    return (
+        EncodedMatrix(
+            rows=rows, columns=columns, codes=codes, scales="bfloat16", block=of_block, has_zero_points=has_zero_points
+        ),
+    )
+
+
+_USUAL: Mapping[str, Callable[[Mapping[str, Any], torch.Size], tuple[EncodedMatrix, ...]]] = {
+    "fp8": _usual_fp8,
+    "mxfp4": _usual_mxfp4,
+    "compressed-tensors": _usual_compressed,
+}
 
 
 def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[EncodedWeight, int | None]]]:

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from hf_lohan.compat.transformers_conversions import num_bytes_of
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, without_quantization
+from hf_lohan.huggingface.models.quantized_checkpoints import (
+    has_safetensors,
+    opened_tensors,
+    quantization_of,
+    without_quantization,
+)
 from hf_lohan.model import dtype_name
 from hf_lohan.model.packed_weights import is_named
 from hf_lohan.planner import Quantization
@@ -23,7 +28,7 @@ from hf_lohan.quantize import join_scales, scale_values, values_of
 
 _STATE = "quant_state.bitsandbytes__"
 
-_FUSED_EXPERTS = "experts"
+FUSED_EXPERTS = "experts"
 """The end of the names of fused experts, which bitsandbytes does not quantize."""
 
 
@@ -76,7 +81,7 @@ def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
     return Quantization(
         method=asked.bnb_4bit_quant_type,
         double=asked.bnb_4bit_use_double_quant,
-        skip=tuple(dict.fromkeys((*skip, _FUSED_EXPERTS))),
+        skip=tuple(dict.fromkeys((*skip, FUSED_EXPERTS))),
     )
 
 
@@ -97,22 +102,26 @@ class PackedCheckpoint:
     """The config of the model, without `quantization_config`."""
 
     def __init__(
-        self, path: str | Path, model_config: Any, fields: Mapping[str, Any], names: Mapping[str, bool]
+        self,
+        path: str | Path,
+        model_config: Any,
+        fields: Mapping[str, Any],
+        names: Mapping[str, bool],
+        tensors: Mapping[str, Any],
     ) -> None:
         """``names`` says of each weight of the checkpoint whether it is packed. ``fields`` are those of the
-        `quantization_config` in ``model_config``."""
+        `quantization_config` in ``model_config``, and ``tensors`` those of its files."""
         self.model_config = without_quantization(model_config)
         self._path = path
         self._compute_dtype = fields.get("bnb_4bit_compute_dtype")
         self._names = names
         self._dtype = torch.float32
-        self._form = self._form_of(
-            next(name for name, is_packed in names.items() if is_packed), fields["bnb_4bit_quant_type"]
-        )
+        self._form = self._form_of(self._parts_by_name(tensors)[self._packed_names[0]], fields["bnb_4bit_quant_type"])
 
     def settings(self, config: OffloadConfig, dtype: torch.dtype) -> OffloadConfig:
         """Return the settings with `quantize` as the checkpoint has it. Raises ValueError if they ask for another form,
-        or skip a packed module. The model computes in ``dtype``."""
+        or skip a packed module, and for scales that are missing, cut short or not finite. The model computes in
+        ``dtype``. Of packed weights only the scales are read."""
         self._dtype = dtype
         _check_compute_dtype(f"the quantization_config of {str(self._path)!r}", self._compute_dtype, dtype)
         said = config.quantize
@@ -124,32 +133,25 @@ class PackedCheckpoint:
         packed_modules = [name.removesuffix(".weight") for name in self._packed_names]
         for pattern in said.skip:
             named = [module for module in packed_modules if is_named(module, (pattern,))]
-            if named and pattern != _FUSED_EXPERTS:
+            if named and pattern != FUSED_EXPERTS:
                 raise ValueError(
                     f"quantize: skip: {pattern!r} was asked for, and {named[0]} of {str(self._path)!r} is packed; "
                     "leave it out of skip, or use the checkpoint from before it was packed"
                 )
+        with opened_tensors(Path(self._path)) as tensors:
+            for name, parts in self._parts_by_name(tensors).items():
+                state, _ = self._scales_of(name, parts)
+                self._check_codes(name, tensors[name], state)
         dense = tuple(name.removesuffix(".weight") for name, is_packed in self._names.items() if not is_packed)
-        return replace(config, quantize=replace(self._form, skip=(*dense, _FUSED_EXPERTS)))
+        return replace(config, quantize=replace(self._form, skip=(*dense, FUSED_EXPERTS)))
 
     def store_packed(self, store: Callable[..., torch.Size], tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Give packed weights to ``store``. Returns ``tensors`` with zeros without memory in their places."""
-        found: dict[str, Any] = {}
-        parts_by_name: dict[str, dict[str, Any]] = {name: {} for name in self._packed_names}
-        for key, source in tensors.items():
-            name = _weight_of(key)
-            if name in parts_by_name:
-                parts_by_name[name][key.removeprefix(f"{name}.")] = source
-            else:
-                found[key] = source
+        parts_by_name = self._parts_by_name(tensors)
+        found = {key: source for key, source in tensors.items() if _weight_of(key) not in parts_by_name}
         for name, parts in parts_by_name.items():
             state, scales = self._scales_of(name, parts)
             codes = tensors[name][...].reshape(-1).view(torch.uint8)
-            numel = math.prod(state["shape"])
-            if codes.numel() != self._form.codes_bytes(numel):
-                raise ValueError(
-                    f"{name} of {str(self._path)!r} has {codes.numel()} bytes of codes for {numel} weights"
-                )
             shape = store(name, codes, scales, state["shape"])
             found[name] = torch.zeros((), dtype=self._dtype).expand(shape)
         return found
@@ -158,8 +160,25 @@ class PackedCheckpoint:
     def _packed_names(self) -> list[str]:
         return [name for name, is_packed in self._names.items() if is_packed]
 
-    def _form_of(self, name: str, method: str) -> Quantization:
-        state = self._state_of(_read_tensors(self._path, name))
+    def _parts_by_name(self, tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The tensors of each packed weight, by the rest of their names."""
+        parts: dict[str, dict[str, Any]] = {name: {} for name in self._packed_names}
+        for key, source in tensors.items():
+            name = _weight_of(key)
+            if name in parts:
+                parts[name][key.removeprefix(f"{name}.")] = source
+        if missing := [name for name, of in parts.items() if name not in of]:
+            raise ValueError(f"{missing[0]} of {str(self._path)!r} has no codes: the checkpoint is cut short")
+        return parts
+
+    def _check_codes(self, name: str, codes: Any, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a weight has not the codes of its shape. They may be numbers of several bytes."""
+        numel, num_bytes = math.prod(state["shape"]), num_bytes_of(codes)
+        if self._form.codes_bytes(numel) != num_bytes:
+            raise ValueError(f"{name} of {str(self._path)!r} has {num_bytes} bytes of codes for {numel} weights")
+
+    def _form_of(self, parts: Mapping[str, Any], method: str) -> Quantization:
+        state = self._state_of(parts)
         return Quantization.parse(
             {"method": method, "double": "nested_blocksize" in state, "block": state["blocksize"]}
         )
@@ -215,32 +234,12 @@ def packed_checkpoint(path: str | Path, model_config: Any) -> PackedCheckpoint |
     fields = quantization_of(model_config)
     if fields is None or not fields.get("load_in_4bit") or fields.get("bnb_4bit_quant_type") not in PACKED_METHODS:
         return None
-    tensors = _tensor_names(path)
-    packed = {_weight_of(name) for name in tensors if name.endswith(".weight.absmax")}
-    if not packed:
+    if not has_safetensors(path):
         return None
-    names = {weight: weight in packed for weight in map(_weight_of, tensors)}
-    return PackedCheckpoint(path, model_config, fields, names)
-
-
-def _tensor_names(path: str | Path) -> list[str]:
-    index = Path(path) / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_text())["weight_map"])
-    file = Path(path) / "model.safetensors"
-    if not file.is_file():
-        return []
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
-
-
-def _read_tensors(path: str | Path, weight: str) -> dict[str, torch.Tensor]:
-    """The tensors of one weight, by the rest of their names."""
-    index = Path(path) / "model.safetensors.index.json"
-    files = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    found = {}
-    for name in _tensor_names(path):
-        if _weight_of(name) == weight and name != weight:
-            with safe_open(Path(path) / files.get(name, "model.safetensors"), framework="pt") as opened:
-                found[name.removeprefix(f"{weight}.")] = opened.get_tensor(name)
-    return found
+    with opened_tensors(Path(path)) as tensors:
+        ends = (".weight.absmax", f".weight.{_STATE}{fields['bnb_4bit_quant_type']}")
+        packed = {_weight_of(name) for name in tensors if name.endswith(ends)}
+        if not packed:
+            return None
+        names = {weight: weight in packed for weight in map(_weight_of, tensors)}
+        return PackedCheckpoint(path, model_config, fields, names, tensors)

@@ -52,7 +52,7 @@ class QuantizedCheckpoint:
 
     def opened(self) -> contextlib.AbstractContextManager[Tensors]:
         """The tensors of the checkpoint's files, which are not read."""
-        return _opened(self.path)
+        return opened_tensors(self.path)
 
     def replace_encoded(self, tensors: Tensors) -> dict[str, UnreadTensor]:
         """The checkpoint's tensors, with decoded weights in place of codes and scales. Nothing is read."""
@@ -95,7 +95,7 @@ def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckp
     settings = quantization_of(model_config)
     if settings is None:
         return None
-    method = _method_of(settings)
+    method = method_of(settings)
     find = _FINDERS.get(method)
     if find is None:
         raise ValueError(
@@ -126,7 +126,8 @@ def quantization_of(model_config: Any) -> dict[str, Any] | None:
     return None
 
 
-def _method_of(settings: Mapping[str, Any]) -> str:
+def method_of(settings: Mapping[str, Any]) -> str:
+    """The name of the method of a `quantization_config`."""
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return "bitsandbytes"
     method = settings.get("quant_method")
@@ -143,9 +144,15 @@ def without_quantization(model_config: Any) -> Any:
     return plain
 
 
+def has_safetensors(path: str | Path) -> bool:
+    """Whether a folder has the weights of a checkpoint in safetensors."""
+    return (Path(path) / _ONE_FILE).is_file() or (Path(path) / _INDEX).is_file()
+
+
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Tensors]:
-    """The tensors of all safetensors files of a checkpoint folder, which are not read."""
+def opened_tensors(path: Path) -> Iterator[Tensors]:
+    """The tensors of all safetensors files of a checkpoint folder, which are not read. Raises ValueError for a file
+    that is missing or damaged."""
     if (path / _ONE_FILE).is_file():
         files = [_ONE_FILE]
     elif (path / _INDEX).is_file():
@@ -261,7 +268,7 @@ def _find_mxfp4(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
 
 
 def _find_compressed(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
-    groups = _weight_settings(settings)
+    groups = weight_settings(settings)
     encoded: Encoded = {}
     for codes, tensor in tensors.items():
         name = codes.removesuffix("_packed")
@@ -273,7 +280,7 @@ def _find_compressed(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
         scales = _scales_of(codes, [f"{name}_scale"], tensors)
         rows, columns, decode = _compressed_matrix(codes, tensors)
         kind = "float" if is_float else "int"
-        sizes = [_compressed_block(group, rows, columns) for group in groups if group.get("type", "int") == kind]
+        sizes = [compressed_block(group, rows, columns) for group in groups if group.get("type", "int") == kind]
         allowed: dict[tuple[int, ...], tuple[int, int]] = {}
         for size in reversed(sizes):
             allowed[_grid(rows, columns, size)] = size
@@ -281,7 +288,7 @@ def _find_compressed(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
                 allowed |= dict.fromkeys(((), (1,)), size)
         size = _check_scales(codes, scales, tensors, allowed)
         is_reordered = any(
-            group.get("actorder") in ("group", True) and _compressed_block(group, rows, columns) == size
+            group.get("actorder") in ("group", True) and compressed_block(group, rows, columns) == size
             for group in groups
         )
         _check_order(name, columns, size[1], tensors, is_reordered=is_reordered)
@@ -327,7 +334,7 @@ def _compressed_matrix(codes: str, tensors: Tensors) -> tuple[int, int, Callable
     )
 
 
-def _compressed_block(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
+def compressed_block(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
     """The rows and columns that share a scale."""
     match group.get("strategy"):
         case "group":
@@ -340,7 +347,7 @@ def _compressed_block(group: Mapping[str, Any], rows: int, columns: int) -> tupl
     return 1, columns
 
 
-def _weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """How weights are quantized, by group. Raises ValueError for what is not dequantized."""
     groups = [group for group in settings.get("config_groups", {}).values() if group.get("weights")]
     whole, sparsity = settings.get("format", "dense"), (settings.get("sparsity_config") or {}).get("format", "dense")
