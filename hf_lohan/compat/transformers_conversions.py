@@ -166,7 +166,7 @@ def _converted_by(convert: Callable[..., Any]) -> Iterator[dict[str, int]]:
         result = stock_load(model, state_dict, *args, **kwargs)
         computed = {_end_of(name) for name, _ in model.named_buffers()}  # older checkpoints contain them
         unused.update(
-            (name, num_bytes_of(tensor))
+            (name, bytes_in_file(tensor))
             for name, tensor in state_dict.items()
             if id(tensor) not in used and _end_of(name) not in computed
         )
@@ -209,7 +209,7 @@ def _end_of(name: str) -> str:
     return ".".join(name.rsplit(".", 2)[-2:])
 
 
-def num_bytes_of(source: Any) -> int:
+def bytes_in_file(source: Any) -> int:
     """Return the bytes of a tensor, or of an unread tensor in a safetensors file."""
     if isinstance(source, Tensor):
         return source.nbytes

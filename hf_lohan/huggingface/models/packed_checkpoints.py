@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_lohan.compat.transformers_conversions import num_bytes_of
+from hf_lohan.compat.transformers_conversions import bytes_in_file
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     has_safetensors,
@@ -173,7 +173,7 @@ class PackedCheckpoint:
 
     def _check_codes(self, name: str, codes: Any, state: Mapping[str, Any]) -> None:
         """Raise ValueError if a weight has not the codes of its shape. They may be numbers of several bytes."""
-        numel, num_bytes = math.prod(state["shape"]), num_bytes_of(codes)
+        numel, num_bytes = math.prod(state["shape"]), bytes_in_file(codes)
         if self._form.codes_bytes(numel) != num_bytes:
             raise ValueError(f"{name} of {str(self._path)!r} has {num_bytes} bytes of codes for {numel} weights")
 
