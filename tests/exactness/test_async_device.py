@@ -24,7 +24,7 @@ from hf_lohan.testing.async_device import AsyncDevice, WaitSite
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_SEEDS = 20
-NUM_QUICK_SEEDS = 2
+NUM_QUICK_SEEDS = 1
 """These seeds of each family and mode run by default. Tests with other seeds are slow."""
 NUM_STEPS = 4
 DELAYS_S = (1e-3, 5e-3, 2e-2, 8e-2, 0.32)
