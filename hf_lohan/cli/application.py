@@ -45,7 +45,7 @@ _LoraRank = Annotated[
     int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
 ]
 _Quantize = Annotated[
-    str | None, typer.Option(metavar="M", help="Pack frozen weights as nf4 or fp4. Default: as configured.")
+    str | None, typer.Option(metavar="M", help="Pack frozen weights as nf4, fp4 or int8. Default: as configured.")
 ]
 _Ranks = Annotated[int, typer.Option(metavar="N", help="Number of devices. Each has its own batches.")]
 

@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from hf_lohan.model.experts import find_experts
 from hf_lohan.planner import Quantization
-from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm
+from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of linear modules that choose experts."""
@@ -48,13 +49,13 @@ def packed_forms(
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
             continue
-        is_matrix = type(module) is nn.Linear or type(module).__name__ == _TRANSPOSED_CLASS
+        is_matrix = type(module) is nn.Linear or is_transposed(module)
         if is_matrix and is_named(plain_name, skip):
             skipped.add(weight)
         elif type(module) is nn.Linear:
-            forms[weight] = FourBitForm(quantization, weight.numel())
-        elif type(module).__name__ == _TRANSPOSED_CLASS:
-            forms[weight] = FourBitForm(quantization, weight.numel(), transposed_width=weight.shape[0])
+            forms[weight] = _form_of(quantization, weight.shape)
+        elif is_transposed(module):
+            forms[weight] = _form_of(quantization, weight.shape, is_transposed=True)
     for name, experts in find_experts(model).items():
         plain_name = name.removeprefix("base_model.model.")
         matrices = {n: p for n, p in experts.parameters.items() if p.dim() > 2}
@@ -62,9 +63,8 @@ def packed_forms(
             skipped.update(matrices.values())
         elif not is_named(plain_name, tuple(kept)):
             for param_name, parameter in matrices.items():
-                numel = parameter.numel() // experts.num_experts
-                _refuse_partial_blocks(f"{name}.{param_name}", numel, quantization)
-                forms[parameter] = FourBitForm(quantization, numel)
+                _refuse_partial_blocks(f"{name}.{param_name}", parameter[0].numel(), quantization)
+                forms[parameter] = _form_of(quantization, parameter.shape[1:])
     others = {
         parameter
         for module in model.modules()
@@ -86,6 +86,14 @@ def packed_forms(
     return frozen
 
 
+def _form_of(quantization: Quantization, shape: torch.Size, *, is_transposed: bool = False) -> PackedForm:
+    """The form of a weight, or of an expert, of this shape."""
+    if quantization.method == "int8":
+        rows, columns = (shape[1], shape[0]) if is_transposed else (shape[:-1].numel(), shape[-1])
+        return int8_form(rows, columns, is_transposed=is_transposed)
+    return FourBitForm(quantization, shape.numel(), transposed_width=shape[0] if is_transposed else 0)
+
+
 def _forms_of_checkpoint(
     model: nn.Module, layers: Mapping[str, nn.Module], quantization: Quantization
 ) -> dict[nn.Parameter, PackedForm]:
@@ -103,6 +111,11 @@ def _forms_of_checkpoint(
 def name_in_base(name: str) -> str:
     """The name of a parameter of a model before it was given adapters."""
     return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name.removeprefix("base_model.model."))
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear module has the transposed matrix, so that bitsandbytes packs it transposed."""
+    return type(module).__name__ == _TRANSPOSED_CLASS
 
 
 def is_named(name: str, patterns: tuple[str, ...]) -> bool:
@@ -127,7 +140,7 @@ def _adapter_modules(model: nn.Module) -> set[nn.Module]:
 
 def _refuse_partial_blocks(name: str, numel: int, quantization: Quantization) -> None:
     """Raise ValueError if an expert of ``numel`` elements would share a block with the next expert."""
-    if numel % quantization.block:
+    if quantization.method != "int8" and numel % quantization.block:
         raise ValueError(
             f"quantize: each expert of {name} has {numel} elements, which is no multiple of block "
             f"{quantization.block}; choose another block, or skip: [{name.rpartition('.')[0]}]"

@@ -11,10 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-QuantizeMethod: TypeAlias = Literal["auto", "none", "nf4", "fp4"]
-CodeKind: TypeAlias = Literal["float8_e4m3fn", "float8_e5m2", "int8", "fp4", "int4_in_int32", "int8_in_int32"]
-"""Codes of a checkpoint: numbers of torch, two FP4 (E2M1) in a byte, or offsets from the least integer in int32."""
+QuantizeMethod: TypeAlias = Literal["auto", "none", "nf4", "fp4", "int8"]
+CodeKind: TypeAlias = Literal[
+    "float8_e4m3fn", "float8_e5m2", "int8", "int8_of_127", "fp4", "int4_in_int32", "int8_in_int32"
+]
+"""Codes of a checkpoint: numbers of torch, 127ths of the scale, two FP4 (E2M1) in a byte, or offsets from the least
+integer in int32."""
 
+DEFAULT_BLOCK = 64
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 LARGEST_BLOCK = BLOCK_SIZES[-1]
 SCALES_PER_SCALE = 256
@@ -98,13 +102,13 @@ class Quantization:
     """In which form frozen weights are stored."""
 
     method: str = "auto"
-    """"nf4" and "fp4" store 4 bits a weight; "none" stores the working dtype; "auto" keeps the form of the
+    """"nf4" and "fp4" store 4 bits a weight, "int8" 8; "none" stores the working dtype; "auto" keeps the form of the
     checkpoint."""
 
     double: bool = True
     """Whether the scales are quantized, too."""
 
-    block: int = 64
+    block: int = DEFAULT_BLOCK
     """Elements that share a scale."""
 
     skip: tuple[str, ...] = ()
@@ -122,6 +126,8 @@ class Quantization:
             raise ValueError(f"quantize: double: {self.double!r} is not allowed; choose true or false")
         if self.block not in BLOCK_SIZES or type(self.block) is not int:
             raise ValueError(f"quantize: block: {self.block!r} is not allowed; choose {_choices(BLOCK_SIZES)}")
+        if self.method == "int8" and (self.double, self.block) != (True, DEFAULT_BLOCK):
+            raise ValueError("quantize: int8 has a scale for each row, and no double or block; leave them out")
         if not all(isinstance(name, str) and name for name in self.skip):
             raise ValueError(f"quantize: skip: {list(self.skip)!r} is not allowed; give a list of names of modules")
 
@@ -164,6 +170,8 @@ class Quantization:
             return {"method": self.method, "weights": weights}
         if self == Quantization(method=self.method):
             return self.method
+        if self.method == "int8":
+            return {"method": self.method, "skip": list(self.skip)}
         return {"method": self.method, "double": self.double, "block": self.block, "skip": list(self.skip)}
 
     def codes_bytes(self, numel: int) -> int:
@@ -190,7 +198,7 @@ def _weights_of(groups: Mapping[str, Any]) -> EncodedWeights:
     )
 
 
-PACKED_METHODS = ("nf4", "fp4")
+PACKED_METHODS = ("nf4", "fp4", "int8")
 FORM_OF_THE_CHECKPOINT = Quantization()
 
 

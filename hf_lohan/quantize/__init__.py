@@ -5,7 +5,7 @@ bitsandbytes, `EncodedForm` what other quantized checkpoints have. A `Packer` pa
 knows where the bytes lie.
 """
 
-from hf_lohan.quantize.encoded_weights import EncodedForm
+from hf_lohan.quantize.encoded_weights import EncodedForm, int8_form
 from hf_lohan.quantize.four_bit import FourBitForm, Packer, decode_, join_scales, scale_values, values_of
 from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
 
@@ -16,6 +16,7 @@ __all__ = [
     "Packer",
     "WeightPacker",
     "decode_",
+    "int8_form",
     "join_scales",
     "scale_values",
     "values_of",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.planner.quantization import CodeKind, EncodedMatrix
-from hf_lohan.quantize.packed_form import PackedForm
+from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DECODED_AT_ONCE_NUMEL = 1 << 19
@@ -113,6 +113,8 @@ _DECODERS: dict[CodeKind, Callable[[Tensor], Tensor]] = {
 }
 
 
+_INT8_FACTOR = 7.874015718698502e-3
+"""1 / 127, as bitsandbytes has it."""
 _CODES_BY_DTYPE: dict[str, CodeKind] = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8"}
 _SCALES_BY_DTYPE = {
     "F32": "float32",
@@ -152,6 +154,17 @@ class EncodedForm(PackedForm):
     @property
     def cut_bytes(self) -> int:
         return self.matrices[0].cut_bytes
+
+    @property
+    def takes_rows(self) -> bool:
+        return not any(matrix.is_transposed for matrix in self.matrices)
+
+    def packer(self) -> WeightPacker:
+        matrix = self.matrices[0]
+        return Int8Packer(matrix) if matrix.codes == "int8_of_127" and len(self.matrices) == 1 else super().packer()
+
+    def stored_order(self, values: Tensor) -> Tensor:
+        return values if self.takes_rows else values.view(self.matrices[0].columns, -1).t().reshape(-1)
 
     @cached_property
     def starts(self) -> list[tuple[EncodedMatrix, int, int, int]]:
@@ -193,6 +206,58 @@ class EncodedForm(PackedForm):
                 _decode_matrix_(out, origin - element, of_matrix, begin - byte, of_scales, matrix)
 
 
+def int8_form(rows: int, columns: int, *, is_transposed: bool = False) -> EncodedForm:
+    """The form of matrices [rows, columns] in int8, with a scale for each row. They may be packed transposed."""
+    matrix = EncodedMatrix(
+        rows=rows,
+        columns=columns,
+        codes="int8_of_127",
+        scales="float32",
+        block=(1, columns),
+        is_transposed=is_transposed,
+    )
+    return EncodedForm.of("int8", (matrix,))
+
+
+class Int8Packer:
+    """Packs rows of a matrix into int8 codes and a scale for each row, with the bits of bitsandbytes."""
+
+    def __init__(self, matrix: EncodedMatrix) -> None:
+        self._matrix = matrix
+        self.num_taken = 0
+        self._rest = torch.empty(0)
+        self._scales: list[Tensor] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_taken == self._matrix.numel
+
+    @torch.no_grad()
+    def pack(self, values: Tensor) -> tuple[int, Tensor]:
+        """As `Packer.pack`, of all whole rows up to here."""
+        before = self.num_taken - self._rest.numel()
+        self.num_taken += values.numel()
+        values = values.to(torch.float32)
+        values = torch.cat([self._rest, values]) if self._rest.numel() else values
+        whole = values.numel() - values.numel() % self._matrix.columns
+        self._rest = values[whole:].clone()
+        rows = values[:whole].view(-1, self._matrix.columns)
+        if not whole:
+            return before, torch.empty(0, dtype=torch.uint8)
+        scales = rows.abs().amax(dim=1)
+        factors = (127.0 / scales).masked_fill_(scales == 0, 0.0)  # a row of zeros
+        self._scales.append(scales)
+        return before, torch.round(rows * factors.unsqueeze(1)).to(torch.int8).view(torch.uint8).flatten()
+
+    def pack_scales(self) -> Tensor:
+        """The stored bytes of all scales, once all elements have come."""
+        assert self.is_complete, f"{self.num_taken} of {self._matrix.numel} elements have come"
+        packed = torch.zeros(self._matrix.scales_bytes, dtype=torch.uint8)
+        scales = torch.cat(self._scales).view(torch.uint8)
+        packed[: scales.numel()] = scales
+        return packed
+
+
 def _element_at(matrix: EncodedMatrix, byte: int) -> int:
     """The element whose code begins at a byte."""
     row, rest = divmod(byte, matrix.row_bytes)
@@ -215,7 +280,9 @@ def _decode_matrix_(
     if matrix.has_zero_points:
         zero_points = scales[matrix.zero_points_start :].view(torch.int8)[: matrix.rows * matrix.grid[1]]
         zero_points = zero_points.view(matrix.rows, -1)
-    words = codes.view(torch.int32 if matrix.cut_bytes == 4 else getattr(torch, matrix.codes, torch.uint8))
+    is_of_127 = matrix.codes == "int8_of_127"
+    dtype = torch.int8 if is_of_127 else getattr(torch, matrix.codes, torch.uint8)
+    words = codes.view(torch.int32 if matrix.cut_bytes == 4 else dtype)
     decode, num_bytes = _DECODERS.get(matrix.codes, decode_numbers), codes.numel()
     most_numel = _DECODED_AT_ONCE_NUMEL if out.device.type == "cpu" else max(out.numel() // 2, 1)
     most_rows = max(1, most_numel // matrix.columns)
@@ -237,6 +304,8 @@ def _decode_matrix_(
             scale_rows_(values, of_rows, matrix.block, row % matrix.block[0])
         else:
             values.mul_(_by_row(of_rows, matrix.block[0], row % matrix.block[0], num_rows).index_select(1, blocks))
+        if is_of_127:
+            values.mul_(_INT8_FACTOR)
         if matrix.is_transposed:
             whole = out[-origin : matrix.numel - origin].view(matrix.columns, matrix.rows)
             whole[column:last_column, row : row + num_rows].copy_(values.t())
@@ -263,6 +332,8 @@ class EncodedWeight:
     """Codes of value 0, of each row and block of columns: int8 [rows, blocks], or packed like the codes, by rows."""
     is_transposed: bool = False
     """Whether the file has each expert's columns as rows."""
+    is_of_127: bool = False
+    """Whether codes are 127ths of the scale."""
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -290,6 +361,7 @@ class EncodedWeight:
         """How the weight, or each expert of it, is stored. None if it has codes that no `EncodedMatrix` has."""
         kinds = {decode: kind for kind, decode in _DECODERS.items()}
         codes = kinds.get(self.decode_codes) or _CODES_BY_DTYPE.get(self.codes.get_dtype())
+        codes = "int8_of_127" if self.is_of_127 else codes
         scales = _SCALES_BY_DTYPE.get(self.scales.get_dtype())
         if codes is None or scales is None:
             return None
@@ -336,7 +408,8 @@ class EncodedWeight:
                 values = values - self._zero_points(start, stop).index_select(1, columns)
             block_rows = self.block[0]
             scales = decode_scales(self._scales(expert, start // block_rows, -(-stop // block_rows)))
-            decoded[start - first : stop - first] = scale_rows_(values, scales, self.block, start % block_rows)
+            scale_rows_(values, scales, self.block, start % block_rows)
+            decoded[start - first : stop - first] = values.mul_(_INT8_FACTOR) if self.is_of_127 else values
 
     def _scales(self, expert: int | None, first: int, last: int) -> Tensor:
         num_dimensions = len(self.scales.get_shape())

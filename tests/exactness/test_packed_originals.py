@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from interrupted_runs import InterruptAfter, interrupt
 from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trajectories import Trajectory, arguments, assert_same_bits, dataset, finish
 from transformers import AutoModelForCausalLM
@@ -19,6 +21,7 @@ import hf_lohan
 from hf_lohan.cli.plan_request import PlanRequest, plan_run
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import engine_of
+from hf_lohan.model.packed_weights import name_in_base
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -29,8 +32,8 @@ SETTINGS: dict[str, Any] = {"max_steps": 3, "max_grad_norm": 0.1, "learning_rate
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 
 
-def lora() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+def lora(targets: Sequence[str] = ("q_proj", "v_proj")) -> Any:
+    return peft.LoraConfig(r=4, target_modules=list(targets), task_type="CAUSAL_LM")
 
 
 def folder_of(kind: str, folder: Path) -> tuple[Path, Any]:
@@ -50,10 +53,12 @@ def folder_of(kind: str, folder: Path) -> tuple[Path, Any]:
     return path, decoded
 
 
-def offloaded(folder: Path, path: Path, **offload: Any) -> hf_lohan.Trainer:
+def offloaded(
+    folder: Path, path: Path, *, targets: Sequence[str] = ("q_proj", "v_proj"), **offload: Any
+) -> hf_lohan.Trainer:
     torch.manual_seed(1)
     settings = {**BUDGETS, "ssd": str(folder / "store"), **offload}
-    model = hf_lohan.from_pretrained(path, settings, torch_device="cpu", peft_config=lora())
+    model = hf_lohan.from_pretrained(path, settings, torch_device="cpu", peft_config=lora(targets))
     return hf_lohan.Trainer(model, arguments(folder / "run", **SETTINGS), train_dataset=dataset())
 
 
@@ -61,9 +66,9 @@ def packed_names(engine: OffloadEngine) -> set[str]:
     return {part.name for block in engine.layout.blocks for part in block.packed_slices}
 
 
-def stock(folder: Path, model: Any) -> Trajectory:
+def stock(folder: Path, model: Any, targets: Sequence[str] = ("q_proj", "v_proj")) -> Trajectory:
     torch.manual_seed(1)
-    model = peft.get_peft_model(model, lora())
+    model = peft.get_peft_model(model, lora(targets))
     return finish(transformers.Trainer(model, arguments(folder, **SETTINGS), train_dataset=dataset()))
 
 
@@ -180,3 +185,56 @@ def test_a_plan_has_the_records_of_the_run(kind: str, tmp_path: Path) -> None:
     assert sum(part.codes_stop - part.codes_start for block in blocks for part in block.packed_slices) == sum(
         part.codes_stop - part.codes_start for block in planned.layout.blocks for part in block.packed_slices
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_adapters_over_int8_equal_those_over_the_decoded_base(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "base")
+    targets = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
+    trainer = offloaded(tmp_path, tmp_path / "base", targets=targets, quantize="int8")
+    access, names = trainer.offload_engine.parameters, packed_names(trainer.offload_engine)
+    base = {name_in_base(name): name for name in access.parts}
+    changed = 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            decoded = access.read_parameter(base[name])
+            changed += not torch.equal(decoded, parameter)
+            parameter.copy_(decoded)
+    assert changed == len(names) and len(names) >= 2 * 4
+    assert_same_bits(finish(trainer), stock(tmp_path / "stock", model, targets))
+
+
+def test_an_int8_checkpoint_of_bitsandbytes_stays_as_it_is(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config, device_map="cpu")
+    packed.save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    saved = load_file(file)
+    with torch.no_grad():
+        for name in [name for name, tensor in saved.items() if tensor.dtype == torch.int8]:
+            scales = saved[name.removesuffix("weight") + "SCB"]
+            model.get_parameter(name).copy_(functional.int8_vectorwise_dequant(saved[name], scales))
+    trainer = offloaded(tmp_path, tmp_path / "packed")
+    assert len(packed_names(trainer.offload_engine)) == 3 * 7
+    assert_same_bits(finish(trainer), stock(tmp_path / "stock", model))
+    name = "model.layers.1.mlp.up_proj.SCB"
+    for message, damaged in {
+        "has no .*up_proj.SCB": None,
+        "SCB has shape": saved[name][:8],
+        "up_proj.SCB in .* not finite": torch.full_like(saved[name], float("nan")),
+    }.items():
+        tensors = {key: tensor for key, tensor in {**saved, name: damaged}.items() if tensor is not None}
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            offloaded(tmp_path / "damaged", tmp_path / "packed")
+        assert not (tmp_path / "damaged").exists()
+    with pytest.raises(ValueError, match=r"Conv1D"):
+        tiny_gpt2 = tiny_model("gpt2")
+        tiny_gpt2.save_pretrained(tmp_path / "gpt2")
+        stored = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2", quantization_config=config, device_map="cpu")
+        stored.save_pretrained(tmp_path / "packed_gpt2")
+        offloaded(tmp_path / "gpt2_run", tmp_path / "packed_gpt2", targets=["c_attn"])

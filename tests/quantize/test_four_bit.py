@@ -67,12 +67,13 @@ def test_a_part_is_decoded_as_within_the_whole(form: Quantization) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("nf5", "'nf5' is not allowed; choose auto, none, nf4 or fp4"),
+        ("nf5", "'nf5' is not allowed; choose auto, none, nf4, fp4 or int8"),
         ({"method": "nf4", "block": 48}, "block: 48 is not allowed; choose 32, 64,"),
-        ({"method": "none"}, "a table needs its method, and 'none' is not allowed; choose nf4 or fp4"),
+        ({"method": "none"}, "a table needs its method, and 'none' is not allowed; choose nf4, fp4 or int8"),
         ({"method": "nf4", "bits": 4}, "the key 'bits' is not allowed"),
         ({"method": "nf4", "double": 1}, "double: 1 is not allowed; choose true or false"),
-        (4, "4 is not allowed; give auto, none, nf4 or fp4, or a table"),
+        ({"method": "int8", "block": 32}, "int8 has a scale for each row, and no double or block"),
+        (4, "4 is not allowed; give auto, none, nf4, fp4 or int8, or a table"),
     ],
 )
 def test_a_wrong_setting_is_quoted(setting: object, message: str) -> None:

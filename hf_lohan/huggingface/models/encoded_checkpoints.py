@@ -26,10 +26,10 @@ from hf_lohan.huggingface.models.quantized_checkpoints import (
     weight_settings,
 )
 from hf_lohan.model.discovery import find_layers
-from hf_lohan.model.packed_weights import packed_forms
+from hf_lohan.model.packed_weights import is_transposed, packed_forms
 from hf_lohan.planner import Quantization
 from hf_lohan.planner.quantization import FORM_OF_THE_CHECKPOINT, CodeKind, EncodedMatrix
-from hf_lohan.quantize import EncodedForm
+from hf_lohan.quantize import EncodedForm, int8_form
 from hf_lohan.quantize.encoded_weights import EncodedWeight, UnreadTensor
 
 StoreBytes = Callable[[str, str, int, Tensor], None]
@@ -101,6 +101,8 @@ def encoded_checkpoint(quantized: QuantizedCheckpoint, skeleton: nn.Module) -> E
     with quantized.opened() as tensors:
         encoded = quantized.find(tensors)
         sources = sources_of_weights(skeleton, quantized.replace_encoded(tensors))
+        if quantized.method == "int8":
+            _refuse_transposed(quantized, skeleton, encoded)
         matrices: dict[str, tuple[EncodedMatrix, ...]] = {}
         for name, parameter in skeleton.named_parameters():
             units = sources.get(name)
@@ -189,11 +191,27 @@ def _usual_compressed(fields: Mapping[str, Any], shape: torch.Size) -> tuple[Enc
     )
 
 
+def _usual_int8(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
+    return int8_form(*shape).matrices if len(shape) == 2 else ()  # bitsandbytes leaves fused experts dense
+
+
 _USUAL: Mapping[str, Callable[[Mapping[str, Any], torch.Size], tuple[EncodedMatrix, ...]]] = {
     "fp8": _usual_fp8,
     "mxfp4": _usual_mxfp4,
     "compressed-tensors": _usual_compressed,
+    "int8": _usual_int8,
 }
+
+
+def _refuse_transposed(quantized: QuantizedCheckpoint, skeleton: nn.Module, encoded: Encoded) -> None:
+    """Raise ValueError for weights that bitsandbytes packed transposed."""
+    transposed = {f"{name}.weight" for name, module in skeleton.named_modules() if is_transposed(module)}
+    for name in encoded:
+        if any(name == full or full.endswith(f".{name}") for full in transposed):
+            raise ValueError(
+                f"{name} of {str(quantized.path)!r} is the int8 of a Conv1D, which is not decoded; "
+                "use the checkpoint from before it was packed, with quantize: int8"
+            )
 
 
 def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[EncodedWeight, int | None]]]:

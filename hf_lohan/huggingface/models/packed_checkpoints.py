@@ -68,8 +68,8 @@ def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:
     if not asked.load_in_4bit:
         field = f"load_in_8bit={asked.load_in_8bit}"
         raise ValueError(
-            f"quantization_config: {field} is not honoured under offload; set load_in_4bit=True, or leave "
-            "quantization_config out"
+            f"quantization_config: {field} is not honoured under offload; set load_in_4bit=True, or set quantize: int8 "
+            "in the offload settings, which computes with decoded weights"
         )
     if asked.llm_int8_enable_fp32_cpu_offload:
         raise ValueError(

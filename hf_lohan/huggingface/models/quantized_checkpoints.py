@@ -71,7 +71,7 @@ class QuantizedCheckpoint:
             for name, (weight, names) in self.find(tensors).items():
                 for index in whole_pieces(weight.scales, _CHECKED_AT_ONCE_NUMEL):
                     if not decode_scales(weight.scales[index]).isfinite().all():
-                        scales = next(key for key in names if tensors[key] is weight.scales)
+                        scales = names[1]
                         raise ValueError(
                             f"{scales} in {str(self.path)!r} has scales that are not finite, so {name} cannot be "
                             "decoded; download the checkpoint again"
@@ -128,7 +128,9 @@ def quantization_of(model_config: Any) -> dict[str, Any] | None:
 
 def method_of(settings: Mapping[str, Any]) -> str:
     """The name of the method of a `quantization_config`."""
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+    if settings.get("load_in_8bit"):
+        return "int8"
+    if settings.get("load_in_4bit"):
         return "bitsandbytes"
     method = settings.get("quant_method")
     return str(getattr(method, "value", method))
@@ -364,9 +366,45 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [group["weights"] for group in groups]
 
 
+# int8 of bitsandbytes: codes that are 127ths of their row's scale.
+
+
+def _find_int8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
+    encoded: Encoded = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        if stem == name or tensor.get_dtype() != "I8":
+            continue
+        scales = _scales_of(name, [f"{stem}.SCB"], tensors)
+        rows, columns = _matrices(name, tensor)
+        size = _check_scales(name, scales, tensors, {(rows,): (1, columns), (rows, 1): (1, columns)})
+        weight = EncodedWeight(
+            torch.Size((rows, columns)), tensor, _AsColumn(tensors[scales]), decode_numbers, size, is_of_127=True
+        )
+        encoded[name] = weight, (name, scales, f"{stem}.weight_format")
+    return encoded
+
+
+@dataclass(frozen=True)
+class _AsColumn:
+    """The scales of rows, as [rows, 1]."""
+
+    scales: UnreadTensor
+
+    def get_shape(self) -> list[int]:
+        return [self.scales.get_shape()[0], 1]
+
+    def get_dtype(self) -> str:
+        return self.scales.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.scales[index].reshape(-1, 1)
+
+
 _FINDERS: Mapping[str, Callable[[Mapping[str, Any], Tensors], Encoded]] = {
     "fp8": _find_fp8,
     "mxfp8": _find_fp8,
     "mxfp4": _find_mxfp4,
     "compressed-tensors": _find_compressed,
+    "int8": _find_int8,
 }
