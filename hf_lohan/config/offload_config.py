@@ -91,10 +91,10 @@ class OffloadConfig:
 
     quantize: Quantization = FORM_OF_THE_CHECKPOINT
     """In which form frozen matrices of the layers are stored, read and sent to the device: "nf4" and "fp4" pack them in
-    4 bits and "int8" in 8, with the bits of bitsandbytes; "none" stores the working dtype; "auto" keeps the form of the checkpoint. A
-    table sets `method` and the rest: `double` (true: the scales are packed as well), `block` (64 elements share a
-    scale) and `skip` (modules that are not packed). Weights are decoded before they compute, so adapters train as over
-    the decoded weights."""
+    4 bits and "int8" in 8, with the bits of bitsandbytes; "none" stores the working dtype; "auto" keeps the form of the
+    checkpoint. A table sets `method` and the rest: `double` (true: the scales are packed as well), `block` (64 elements
+    share a scale) and `skip` (modules that are not packed). Weights are decoded before they compute, so adapters train
+    as over the decoded weights."""
 
     save_dtype: SaveDtype = AUTO
     """Type in which bfloat16 weights are saved by `save_model`, `save_pretrained`, `lohan export` and in checkpoints.
