@@ -131,6 +131,22 @@ def test_contributing_has_the_tested_floors() -> None:
     assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)} == floors
 
 
+def test_the_versions_that_are_run_are_those_of_the_project() -> None:
+    """`scripts/development/test.sh --versions` runs the rows. Here nothing is installed."""
+    names = ("transformers", "trl", "peft", "accelerate")
+    lines = (ROOT / "scripts" / "development" / "versions.txt").read_text(encoding="utf-8").splitlines()
+    rows = {row: tuple(versions[:4]) for row, *versions in map(str.split, lines) if row != "#"}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    for name, floor, newest in zip(names, rows["floors"], rows["newest"], strict=True):
+        floors = {re.sub(r"(\.0)+$", "", of) for of in re.findall(rf'"{name}>=([\d.]+),<', project)}
+        assert floors == {re.sub(r"(\.0)+$", "", floor)}, f"the floor of {name} is not the one that is run"
+        assert f"\n{name}=={newest}\n" in constraints, f"the row newest has another {name} than constraints.txt"
+    page = (ROOT / "docs" / "beside.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE)
+    assert {row: tuple(versions) for row, *versions in table} == rows
+
+
 def test_scripts_name_existing_tests() -> None:
     """pytest runs nothing if one of its arguments does not exist."""
     named = {

@@ -44,7 +44,8 @@ def unfinished_checkpoint(
     run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME, on_file: Callable[[], object] = lambda: None
 ) -> Iterator[Path]:
     """Yield a folder to use in place of `run_dir`. At the end of the context, `<folder>/<name>` is made durable and
-    moved to `<run_dir>/<name>`, where it replaces an older folder.
+    moved to `<run_dir>/<name>`, where it replaces an older folder. The folder has the files of `run_dir`, because some
+    trainers copy one of them into each checkpoint.
 
     If anything fails, the folder is removed and `run_dir` does not change. A full disk raises `StorageError`. `on_file`
     is called before each file is made durable, which may take long.
@@ -54,6 +55,7 @@ def unfinished_checkpoint(
     remove_unfinished(run_dir, unfinished_name)
     try:
         make_folders(unfinished)
+        _link_files(Path(run_dir), unfinished)
         yield unfinished
         if (unfinished / name).is_dir():
             _publish(unfinished / name, target, on_file)
@@ -61,7 +63,7 @@ def unfinished_checkpoint(
             logger.warning("%s was written directly, so a crash during the save would have left it incomplete", target)
     except BaseException as error:
         left_bytes = no_room(run_dir, 0).available_bytes
-        written_bytes = sum(path.lstat().st_size for path in unfinished.rglob("*") if path.is_file())
+        written_bytes = sum(path.lstat().st_size for path in (unfinished / name).rglob("*") if path.is_file())
         with suppress(OSError):
             remove_unfinished(run_dir, unfinished_name)
         is_clear = isinstance(error, StorageError | CapacityError) or not isinstance(error, Exception)
@@ -75,6 +77,13 @@ def unfinished_checkpoint(
             "keep fewer checkpoints with save_total_limit. Earlier checkpoints are untouched",
         ) from error
     shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _link_files(run_dir: Path, unfinished: Path) -> None:
+    for file in run_dir.iterdir():
+        if file.is_file() and not file.is_symlink():
+            with suppress(OSError):  # some file systems have no hard links
+                os.link(file, unfinished / file.name)
 
 
 @contextmanager

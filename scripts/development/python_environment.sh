@@ -52,6 +52,23 @@ PY
     fi
 }
 
+# borrow_environment FOLDER FROM REQUIREMENT...: with these packages, and with all others of the environment FROM.
+borrow_environment() {
+    local folder=$1 from=$2 requirements=("${@:3}") where="import sysconfig; print(sysconfig.get_path('purelib'))"
+    if [ ! -x "$folder/bin/python" ]; then
+        "$from/bin/python" -m venv "$folder"
+        # A line of a .pth file that begins with `import` is run. `addsitedir` reads the .pth files of FROM, too.
+        echo "import site; site.addsitedir('$(cd "$from" && bin/python -c "$where")')" \
+            > "$("$folder/bin/python" -c "$where")/borrowed.pth"
+    fi
+    # shellcheck disable=SC1091
+    . "$folder/bin/activate"
+    if ! printf '%s\n' "${requirements[@]}" | cmp --silent - "$folder/installed"; then
+        pip_install "${requirements[@]}"
+        printf '%s\n' "${requirements[@]}" > "$folder/installed"
+    fi
+}
+
 # The quickstart's model, in the folder "$1".
 install_smollm2() {
     if [ -z "$(find "$1" -name '*.gguf' 2>/dev/null)" ]; then

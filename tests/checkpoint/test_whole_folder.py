@@ -59,6 +59,19 @@ def test_the_folder_of_the_run_is_created(tmp_path: Path) -> None:
     assert content(tmp_path / "a" / "b" / "checkpoint-1") == WHOLE
 
 
+def test_files_of_the_run_are_beside_an_unfinished_checkpoint(run_dir: Path) -> None:
+    """Trainers of other packages copy such files into each checkpoint. They may move them, too."""
+    for name in ("args.json", "predictions"):
+        (run_dir / name).write_text(name)
+    with unfinished_checkpoint(str(run_dir), "checkpoint-6") as unfinished:
+        write(unfinished / "checkpoint-6")
+        shutil.copy(unfinished / "args.json", unfinished / "checkpoint-6")
+        shutil.move(unfinished / "predictions", unfinished / "checkpoint-6")
+    beside = {"args.json": "args.json", "predictions": "predictions"}
+    assert content(run_dir / "checkpoint-6") == {**WHOLE, **beside}
+    assert {path.name: path.read_text() for path in run_dir.iterdir() if path.is_file()} == beside
+
+
 def test_a_checkpoint_of_the_same_name_is_replaced(run_dir: Path) -> None:
     (run_dir / "checkpoint-4" / "checkpoint-is-incomplete.txt").write_text("left over")
     with unfinished_checkpoint(str(run_dir), "checkpoint-4") as unfinished:

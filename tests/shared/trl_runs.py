@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from packaging.version import Version
 from short_runs import SHORT_RUN
 from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from torch import Tensor
@@ -21,6 +22,8 @@ from hf_lohan.testing.models import tiny_model
 BUDGETS = {"cpu_memory": "8MiB", "gpu_memory": "2MiB"}
 """Two engines fit these budgets, each with two or three blocks on the device."""
 NUM_STEPS = 3
+IS_BEFORE_1_15 = Version(trl.__version__) < Version("1.15")
+"""Whether this TRL draws adapters before it seeds, and computes log-probs in the dtype of the weights."""
 _TIMES = ("runtime", "per_second", "step_time", "total_flos", "epoch")
 NORM_RELATIVE_TOLERANCE = 1e-6
 
@@ -50,6 +53,8 @@ def arguments(kind: str, folder: Path, **settings: Any) -> Any:
 
 def run(kind: str, args: Any, *, offload: Any = None, **options: Any) -> Run:
     """Make a trainer, which is stock if `offload` is None, and train."""
+    if IS_BEFORE_1_15:
+        torch.manual_seed(args.seed)  # a program has to seed before it makes the trainer
     if offload is None:
         trainer = getattr(trl, f"{kind}Trainer")(args=args, **options)
     else:

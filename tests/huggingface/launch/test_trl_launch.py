@@ -37,7 +37,9 @@ trainer.save_model()
 def run_module(folder: Path, module: str, *arguments: str) -> str:
     """Run a module in a folder with `lohan.yaml` and return its stderr."""
     (folder / "lohan.yaml").write_text("cpu_memory: 8MiB\ngpu_memory: 2MiB\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # What is on this process's path goes on: another TRL there would otherwise train one of the two runs alone.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

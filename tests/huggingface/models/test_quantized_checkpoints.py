@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from quantized_folders import (
     KINDS,
     compressed_folder,
@@ -57,7 +59,10 @@ def test_weights_equal_those_dequantized_by_transformers(
     kind: str, dtype: torch.dtype, load_streamed: Load, tmp_path: Path
 ) -> None:
     path = KINDS[kind][0](tmp_path / "quantized")
-    assert_stored(load_streamed(path, dtype=dtype, settings=SMALL), dequantized(path, kind, dtype))
+    stock = dequantized(path, kind, dtype)
+    if Version(transformers.__version__) < Version("5.24"):
+        stock.to(dtype)  # it leaves the router of Mixtral in float32, and the experts of gpt-oss in bfloat16
+    assert_stored(load_streamed(path, dtype=dtype, settings=SMALL), stock)
 
 
 @pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])

