@@ -29,6 +29,9 @@ class ChunkedLoss:
     """The loss is computed in chunks if the logits would be larger than this in float32."""
     chunk_bytes: int
     """Size of a chunk's logits in float32. The computation uses a few times this memory."""
+    on_repeat: Callable[[int], None] | None = None
+    """Set by a trace, which needs each shape of chunk once. One chunk then stands for all that are alike. This is
+    called with their number before that chunk, and with 1 after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,19 @@ class _Loss:
     label_smoothing: float
     rows: int
     """Tokens in a chunk."""
+    on_repeat: Callable[[int], None] | None = None
+
+    def starts(self, num_tokens: int) -> Iterator[int]:
+        """Yield the first token of each chunk."""
+        starts = range(0, num_tokens, self.rows)
+        if self.on_repeat is None or len(starts) < _MANY_CHUNKS:
+            yield from starts
+            return
+        yield starts[0]
+        self.on_repeat(len(starts) - 2)
+        yield starts[1]
+        self.on_repeat(1)
+        yield starts[-1]
 
     def chunk_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the loss over a chunk, in float32."""
@@ -201,7 +217,7 @@ class ChunkedHead:
             if shifted is None or smoothed.total is not None:
                 raise smoothed.refusal()
             labels, ignore_index, smoothing = shifted, smoothed.ignore_index, smoothed.epsilon
-        loss = _Loss(pending.operations, ignore_index, smoothing, rows)
+        loss = _Loss(pending.operations, ignore_index, smoothing, rows, self.chunked_loss.on_repeat)
         total = chunked_cross_entropy(pending.hidden, self._head.weight, self._head.bias, labels, loss)
         if smoothed is not None:
             smoothed.total = total
@@ -259,7 +275,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.loss = loss
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows, rows_labels in zip(hidden.split(loss.rows), labels.split(loss.rows), strict=True):
+        for start in loss.starts(len(hidden)):
+            rows, rows_labels = hidden[start : start + loss.rows], labels[start : start + loss.rows]
             total = total + loss.chunk_loss(F.linear(rows, weight, bias), rows_labels)
         return total
 
@@ -272,7 +289,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for start in range(0, len(hidden), loss.rows):
+        for start in loss.starts(len(hidden)):
             rows = hidden[start : start + loss.rows]
             logits = F.linear(rows, weight, bias).requires_grad_()
             with torch.enable_grad():
@@ -304,5 +321,7 @@ def _add_product_(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
             part += torch.mm(columns.t(), rows, out_dtype=torch.float32)
 
 
+_MANY_CHUNKS = 8
+"""A trace goes through fewer chunks one by one."""
 _COLUMNS = 1 << 14
 """Columns of the vocabulary in one matrix product, if its factors are not float32."""

@@ -220,6 +220,10 @@ def plan(
     paper: _Paper = False,
     revision: _Revision = None,
     trust_remote_code: _TrustRemoteCode = False,
+    lifetimes: Annotated[
+        bool,
+        typer.Option("--lifetimes", help="Also say when each kind of tensor is in use, and could leave the device."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw the plan (needs matplotlib).")] = None,
 ) -> None:
@@ -247,7 +251,7 @@ def plan(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        run_plan(request, as_json=as_json, plot=plot)
+        run_plan(request, as_json=as_json, plot=plot, lifetimes=lifetimes)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_lohan.cli.plan_request import PlannedRun
 from hf_lohan.cli.plan_resources import Resource, machine, resources_of
 from hf_lohan.planner import sweep_swapped_bytes
+from hf_lohan.planner.lifetimes import TENSOR_KINDS, StepLifetimes, TensorKind
 from hf_lohan.wording import bottleneck_label, count, seconds
 
 if TYPE_CHECKING:
@@ -17,14 +19,22 @@ if TYPE_CHECKING:
 
 _FORWARD, _BACKWARD, _BOUND, _GRID, _TEXT = "#6ba3d6", "#a8d0ec", "#ef7a72", "#dddddd", "#333333"
 _BYTES_PER_GB = 1e9
+_KIND_COLORS: dict[TensorKind, str] = {
+    "param": "#6ba3d6",
+    "state": "#c3d9ea",
+    "gradient": "#f2b56b",
+    "activation": "#7cc08f",
+    "intermediate": "#b59ad1",
+}
+_NUM_BINS = 40
 _LABELLED_SHARE = 0.12
 """Bars shorter than this share of the step have no label."""
 
 
-def plot_plan(planned: PlannedRun, path: str | Path) -> None:
+def plot_plan(planned: PlannedRun, path: str | Path, lifetimes: StepLifetimes | None = None) -> None:
     """Write the picture in the format of the suffix of `path`. Raises ValueError without matplotlib or the format."""
     try:
-        figure = draw_plan(planned)
+        figure = draw_plan(planned, lifetimes)
     except ImportError:
         raise ValueError("--plot needs matplotlib; pip install 'hf-lohan[plot]'") from None
     try:
@@ -33,13 +43,18 @@ def plot_plan(planned: PlannedRun, path: str | Path) -> None:
         raise ValueError(f"--plot {str(path)!r}: {error}") from None
 
 
-def draw_plan(planned: PlannedRun) -> Figure:
+def draw_plan(planned: PlannedRun, lifetimes: StepLifetimes | None = None) -> Figure:
+    """Draw the plan, and below it memory over the step and a histogram of gaps if there are ``lifetimes``."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    _sweep(left, planned)
-    _lanes(right, planned)
+    num_rows = 1 if lifetimes is None else 2
+    figure = Figure(figsize=(12, 4.8 * num_rows), layout="constrained")
+    axes = figure.subplots(num_rows, 2, width_ratios=(1, 1.15), squeeze=False)
+    _sweep(axes[0, 0], planned)
+    _lanes(axes[0, 1], planned)
+    if lifetimes is not None:
+        _gaps(axes[1, 0], lifetimes)
+        _memory(axes[1, 1], lifetimes, planned)
     profile = planned.profile
     figure.suptitle(
         f"{planned.model_class}, {count(profile.num_params)} parameters, "
@@ -127,6 +142,41 @@ def _bars(axes: Axes, row: int, resource: Resource, planned: PlannedRun) -> None
             if len(resource.work) > 1 and work_s > _LABELLED_SHARE * step.step_s:
                 axes.text(start_s + work_s / 2, row, work.label, ha="center", va="center", color=_TEXT, fontsize=9)
             start_s += work_s
+
+
+def _memory(axes: Axes, lifetimes: StepLifetimes, planned: PlannedRun) -> None:
+    """Draw the bytes that exist during the step, by kind, and the device's memory as a line."""
+    curves = {kind: lifetimes.memory_curve(kind) / _BYTES_PER_GB for kind in TENSOR_KINDS}
+    shown = {kind: curve for kind, curve in curves.items() if curve.any()}
+    colors = [_KIND_COLORS[kind] for kind in shown]
+    axes.stackplot(lifetimes.starts_s, *shown.values(), labels=list(shown), colors=colors, linewidth=0)
+    memory_gb = planned.hardware.device.memory_bytes / _BYTES_PER_GB
+    axes.axhline(memory_gb, color=_BOUND, linewidth=1.5, label=f"the device: {memory_gb:.3g} GB")
+    axes.set_title("All tensors of one micro-batch and an update, if none left", loc="left", fontsize=11, color=_TEXT)
+    axes.set_xlabel("seconds of computing")
+    axes.set_ylabel("GB")
+    axes.set_xlim(0, lifetimes.step_s)
+    axes.legend(loc="upper left", fontsize=8, framealpha=0.9)
+    _clean(axes, grid="y")
+
+
+def _gaps(axes: Axes, lifetimes: StepLifetimes) -> None:
+    """Draw the number of gaps between two uses of a tensor by their length, by kind."""
+    by_kind: dict[TensorKind, list[float]] = {kind: [] for kind in TENSOR_KINDS}
+    for tensor in lifetimes.tensors:
+        by_kind[tensor.kind] += [float(gap) for gap in lifetimes.gaps_s(tensor) if gap > 0]
+    shown = {kind: gaps for kind, gaps in by_kind.items() if gaps}
+    axes.set_title("Time between two uses of a tensor", loc="left", fontsize=11, color=_TEXT)
+    if shown:
+        shortest, longest = (math.log10(of(map(of, shown.values()))) for of in (min, max))
+        bins = [10 ** (shortest + (longest - shortest) * edge / _NUM_BINS) for edge in range(_NUM_BINS + 1)]
+        colors = [_KIND_COLORS[kind] for kind in shown]
+        axes.hist(list(shown.values()), bins=bins, stacked=True, label=list(shown), color=colors)
+        axes.set_xscale("log")
+        axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("gaps")
+    _clean(axes, grid="y")
 
 
 def _clean(axes: Axes, *, grid: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import typer
 from rich import box
@@ -20,7 +21,7 @@ from hf_lohan.cli.plan_changes import (
     tokens_at_once,
 )
 from hf_lohan.cli.plan_ranks import nodes_send, of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
-from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
+from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, lifetimes_of_run, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
     ONE_MORE_SSD,
@@ -30,6 +31,7 @@ from hf_lohan.planner import (
     drive_life,
     what_hardware_buys,
 )
+from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planner.record_traffic import FETCHED_KINDS
 from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, seconds, times
 
@@ -37,14 +39,28 @@ _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
 
 
-def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
+def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None, lifetimes: bool = False) -> None:
     """Plan a run and print the plan. Raises ValueError for bad values, and BudgetError with the smallest change that
-    helps if no plan fits. With `as_json`, a plan that does not fit is printed as well."""
-    planned = _planned(request, print_plan, as_json=as_json)
+    helps if no plan fits. With `as_json`, a plan that does not fit is printed as well. ``lifetimes``: also print, and
+    draw, when tensors are in use."""
+    found: list[StepLifetimes] = []
+
+    def facts(planned: PlannedRun) -> dict[str, Any]:
+        found.append(lifetimes_of_run(planned))
+        return {"lifetimes": found[0].to_mapping(planned.hardware)}
+
+    def show(planned: PlannedRun, console: Console) -> None:
+        print_plan(planned, console)
+        if lifetimes:
+            found.append(lifetimes_of_run(planned))
+            console.print()
+            print_lifetimes(found[0], planned, console)
+
+    planned = _planned(request, show, as_json=as_json, more_facts=facts if lifetimes else None)
     if plot is not None:
         from hf_lohan.cli.plan_plot import plot_plan
 
-        plot_plan(planned, plot)
+        plot_plan(planned, plot, found[0] if found else None)
 
 
 def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
@@ -52,7 +68,13 @@ def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
     _planned(request, _print_estimate, as_json=as_json)
 
 
-def _planned(request: PlanRequest, show: Callable[[PlannedRun, Console], None], *, as_json: bool) -> PlannedRun:
+def _planned(
+    request: PlanRequest,
+    show: Callable[[PlannedRun, Console], None],
+    *,
+    as_json: bool,
+    more_facts: Callable[[PlannedRun], dict[str, Any]] | None = None,
+) -> PlannedRun:
     try:
         planned = plan_run(request)
     except BudgetError as error:
@@ -60,7 +82,8 @@ def _planned(request: PlanRequest, show: Callable[[PlannedRun, Console], None], 
             typer.echo(json.dumps({"fits": False, "refusal": str(error)}, indent=2))
         raise
     if as_json:
-        typer.echo(json.dumps(plan_facts(planned), indent=2))
+        facts = {**plan_facts(planned), **(more_facts(planned) if more_facts is not None else {})}
+        typer.echo(json.dumps(facts, indent=2))
     planned.plan.check()
     if not as_json:
         show(planned, Console())
@@ -108,6 +131,32 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         console.print(Text(without_offloading(planned), style="bold green"), soft_wrap=True)
     console.print()
     console.print(_purchases(planned))
+
+
+def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Console) -> None:
+    """Print a table of the kinds of tensors, and a sentence on their use."""
+    kinds = lifetimes.kinds(planned.hardware)
+    table = _table("tensors", "number", "bytes", "in use", "gap", "longest", "link", "SSDs")
+    for kind, summary in kinds.items():
+        shares = summary.can_leave_share
+        table.add_row(
+            kind,
+            str(summary.num_tensors),
+            format_bytes(summary.num_bytes),
+            f"{100 * summary.active_share:.2g}%",
+            seconds(summary.median_gap_s),
+            seconds(summary.longest_gap_s),
+            f"{100 * shares['link']:.0f}%",
+            f"{100 * shares['ssd']:.0f}%",
+        )
+    console.print(table)
+    console.print(
+        "\nA gap is the time between two uses (the median, and the longest). Link, SSDs: the share of the bytes that "
+        "could leave the device and return within their longest gap.\n"
+        "If all these tensors were on a device with enough memory, one micro-batch and its update would take "
+        f"{seconds(lifetimes.step_s)}, and {100 * lifetimes.active_share():.2g}% of the bytes would be in use.",
+        soft_wrap=True,
+    )
 
 
 def heading(planned: PlannedRun) -> Text:

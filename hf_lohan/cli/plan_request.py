@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
 from hf_lohan.config import OffloadConfig
@@ -18,7 +19,17 @@ from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
-from hf_lohan.planning import MicroBatches, PlannedStep, StepShape, check_together, lay_out, plan_step, why_not_together
+from hf_lohan.planner.lifetimes import StepLifetimes
+from hf_lohan.planning import (
+    MicroBatches,
+    PlannedStep,
+    StepShape,
+    check_together,
+    lay_out,
+    lifetimes_of_step,
+    plan_step,
+    why_not_together,
+)
 from hf_lohan.planning.layout import can_pack
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
@@ -91,6 +102,9 @@ class PlannedRun(PlannedStep):
     request: PlanRequest
     model_class: str
     dtype: torch.dtype
+    model: nn.Module
+    """The model, without weights."""
+    config: OffloadConfig
     in_turn_because: str | None = None
     """Why accumulated micro-batches do not run together with `vertical_micro_batches: auto`."""
 
@@ -178,8 +192,21 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ways=ways_asked_for(request.collectives),
     )
     return PlannedRun(
-        **vars(planned), request=request, model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because
+        **vars(planned),
+        request=request,
+        model_class=type(model).__name__,
+        dtype=dtype,
+        model=model,
+        config=config,
+        in_turn_because=in_turn_because,
     )
+
+
+def lifetimes_of_run(planned: PlannedRun) -> StepLifetimes:
+    """Return when each tensor of one of the run's micro-batches is in use. Raises ValueError for a model in which a
+    layer runs more than once."""
+    fused = not planned.hardware.device.shares_cpu
+    return lifetimes_of_step(planned, planned.model, planned.config, fused_attention=fused)
 
 
 def _sequence_length_of(config: Any) -> int:

@@ -16,7 +16,7 @@ from hf_lohan.planning.order import (
     why_not_together,
 )
 from hf_lohan.planning.run_plan import RunPlan, stock_fit
-from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
+from hf_lohan.planning.step_plan import PlannedStep, StepShape, lifetimes_of_step, plan_step, trace_blocks
 
 __all__ = [
     "MicroBatches",
@@ -34,6 +34,7 @@ __all__ = [
     "lay_out",
     "lay_out_generation",
     "layer_beside_text",
+    "lifetimes_of_step",
     "part_bytes",
     "plan_step",
     "stock_fit",

@@ -13,6 +13,7 @@ from torch import nn
 from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.config import OffloadConfig, interval_s
 from hf_lohan.model import ModelBlocks, discover_blocks
+from hf_lohan.model.block import ParamSlice
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
@@ -31,8 +32,10 @@ from hf_lohan.planner import (
     plan_offload,
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.planner.lifetimes import StepLifetimes, Weight, step_lifetimes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
+from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.threads import ThreadSettings, uninterrupted
 
 _MOST_TRACED = 64
@@ -261,6 +264,56 @@ def _together(one: ModelProfile, number: int) -> ModelProfile:
         )
 
     return replace(one, batch_size=number * one.batch_size, blocks=tuple(together(block) for block in one.blocks))
+
+
+def lifetimes_of_step(
+    planned: PlannedStep,
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str = "cpu",
+    fused_attention: bool = False,
+) -> StepLifetimes:
+    """Return when each tensor of one planned micro-batch, its gradients and its update is in use.
+
+    Layers are recomputed, whatever the plan keeps or swaps. Arguments are those of `plan_step`, and ``model`` is the
+    model of the plan. Raises ValueError for a model in which a layer runs more than once.
+    """
+    layout, shape = planned.layout, planned.shape
+    found = layout.model_blocks if layout.model_blocks.experts or layout.packs else discover_blocks(model)
+    trace = partial(
+        trace_step,
+        model,
+        found,
+        batch_size=shape.batch_size,
+        sequence_length=shape.sequence_length,
+        device=device,
+        fused_attention=fused_attention,
+        chunked_loss=chunked_loss_of(config),
+    )
+    traced = uninterrupted(trace, ThreadSettings(torch.device(device).type))
+    weights = []
+    for block in layout.blocks:
+        dtype, state_bytes_per_param = block.master.working_dtype, block.master.state_bytes_per_param
+        gradient_dtype = dtype if layout.keeps_gradient_dtypes else torch.float32
+        for part in block.slices:
+            weights.append(
+                Weight(
+                    name=part.name,
+                    block=block.name,
+                    num_bytes=_stored_bytes(part, dtype),
+                    state_bytes=int(part.numel * state_bytes_per_param) if part.trainable else 0,
+                    gradient_bytes=part.numel * gradient_dtype.itemsize if part.trainable else 0,
+                    uses=traced.weight_uses.get(part.name, ()),
+                )
+            )
+    return step_lifetimes(traced.operations, traced.tensors, weights, planned.hardware)
+
+
+def _stored_bytes(part: ParamSlice, dtype: torch.dtype) -> int:
+    if part.packed is None:
+        return part.numel * dtype.itemsize
+    return part.packed.codes_bytes(part.numel) + part.packed.scales_bytes(part.numel)
 
 
 def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:

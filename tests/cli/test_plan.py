@@ -276,6 +276,23 @@ def test_plot_writes_a_picture(model_13b: str, tmp_path: Path, shares_cpu: bool)
     assert ("copies to the device" in result.stdout) == shares_cpu
 
 
+def test_lifetimes_are_printed_drawn_and_in_json(tiny: str, tmp_path: Path) -> None:
+    picture = tmp_path / "lifetimes.png"
+    values = planned(LLAMA_8B, "--hardware", DESKTOP, "--lifetimes", batch_size=1, seq_len=8192)
+    kinds = values["lifetimes"]["kinds"]
+    assert list(kinds) == ["param", "gradient", "state", "activation", "intermediate"]
+    assert kinds["param"]["num_bytes"] == 2 * values["num_params"]
+    assert kinds["state"]["num_bytes"] == 10 * values["num_params"]
+    assert 0 < values["lifetimes"]["active_share"] < 0.14  # as TeraIO measured
+    assert all(0 <= share <= 1 for kind in kinds.values() for share in kind["can_leave_share"].values())
+    sizes = {"batch_size": 1, "seq_len": 16}
+    printed = plan(tiny, "--hardware", DESKTOP, "--lifetimes", "--plot", picture, **sizes).stdout
+    kinds = planned(tiny, "--hardware", DESKTOP, "--lifetimes", **sizes)["lifetimes"]["kinds"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert all(kind in printed and str(summary["num_tensors"]) in printed for kind, summary in kinds.items())
+    assert "lifetimes" not in planned(tiny, "--hardware", DESKTOP, **sizes)
+
+
 def test_the_plotted_minimum_is_the_plan_and_labels_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plan_plot, "sweep_swapped_bytes", partial(sweep_swapped_bytes, num_points=3))

@@ -120,6 +120,8 @@ class BlockTrace:
     """Number of operations of a recomputation, which stops at the last tensor that autograd saved."""
     experts: ExpertsTrace | None = None
     """Experts that stream one by one."""
+    times: int = 1
+    """How many equal calls the next call stands for."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
@@ -137,14 +139,14 @@ class BlockTrace:
         self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, module: str = ""
     ) -> None:
         """Count one call of `func` in the submodule ``module``."""
-        flops = flops_of(func, args, kwargs, output)
+        flops = self.times * flops_of(func, args, kwargs, output)
         self.flops += flops
         kind = anchor_name(func)
         if kind is None:
-            self.moved_bytes += moved_bytes_of(func, args, kwargs, output)
+            self.moved_bytes += self.times * moved_bytes_of(func, args, kwargs, output)
             return
         if (product := product_of(func, args)) is not None:
-            self.products[product] += 1
+            self.products[product] += self.times
         name = f"{kind}#{self._counts[kind]}"
         self._counts[kind] += 1
         output_bytes = sum(tensor.nbytes for tensor in tensors_in(output))
@@ -214,7 +216,7 @@ class OperationTrace(TorchDispatchMode):
             return func(*args, **kwargs)
         self._inside = True
         try:
-            output = self._run(func, args, kwargs)
+            output = run_on_fake_tensors(self._fake_mode, func, args, kwargs)
             self.live.add_output((args, kwargs), output)
             if not self.is_in_backward:
                 self.target.add(func, args, kwargs, output, module=self.module)
@@ -222,23 +224,31 @@ class OperationTrace(TorchDispatchMode):
         finally:
             self._inside = False
 
+    def repeat(self, times: int) -> None:
+        """Count the next operations that many times."""
+        self.target.times = times
+
     def add_experts(self, experts: ExpertsTrace) -> None:
         """Count experts as one operation."""
         self.target.add_experts(experts, module=self.module)
 
-    def _run(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is aten.rand.default and len(args[0]) == 0:
-            # A single random number decides whether a layer is skipped (OPT's layerdrop). 1 is never below a
-            # probability, so all layers are counted.
-            return torch.ones([])
-        if func is aten._grouped_mm.default and _has_unknown_output_shape(*args):
-            a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
-            groups = [offsets.numel()] if b.dim() == 2 else []
-            return a.new_empty(*groups, a.shape[0], b.shape[-1])
-        if _would_be_large(args):
-            with self._fake_mode:
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+
+def run_on_fake_tensors(
+    fake_mode: FakeTensorMode, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `func` in a trace, where some arguments are fake tensors."""
+    if func is aten.rand.default and len(args[0]) == 0:
+        # A single random number decides whether a layer is skipped (OPT's layerdrop). 1 is never below a
+        # probability, so all layers are counted.
+        return torch.ones([])
+    if func is aten._grouped_mm.default and _has_unknown_output_shape(*args):
+        a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
+        groups = [offsets.numel()] if b.dim() == 2 else []
+        return a.new_empty(*groups, a.shape[0], b.shape[-1])
+    if _would_be_large(args):
+        with fake_mode:
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _has_unknown_output_shape(a: Tensor, b: Tensor, *args: Any) -> bool:

@@ -58,9 +58,9 @@ def trace_model(
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
-        tensors = _fake_tensors(model, torch.device(device))
-    with _training(model), structure_kept(model), contextlib.ExitStack() as stack:
-        modules = _modules_of(blocks)
+        tensors = fake_parameters(model, torch.device(device))
+    with in_training_mode(model), structure_kept(model), contextlib.ExitStack() as stack:
+        modules = modules_of(blocks)
         outer = [(module, block.name) for block, users in modules.items() if not _is_layer(block) for module in users]
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]
         fused = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
@@ -68,11 +68,12 @@ def trace_model(
         trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()), experts=experts)
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
         stack.enter_context(whole_logits(model))
+        chunked_loss = chunked_loss and replace(chunked_loss, on_repeat=trace.repeat)
         chunked_head = chunked_head_of(model, chunked_loss)
         if chunked_head is not None:
             stack.callback(chunked_head.attach())
         if fused_attention:
-            stack.enter_context(_AttentionWithoutDropout())
+            stack.enter_context(AttentionWithoutDropout())
         stack.enter_context(trace())
         output = functional_call(
             model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False}, tie_weights=False
@@ -93,7 +94,7 @@ def _is_layer(block: Block) -> bool:
     return block.size_class is SizeClass.LAYER
 
 
-def _modules_of(model_blocks: ModelBlocks) -> dict[Block, list[nn.Module]]:
+def modules_of(model_blocks: ModelBlocks) -> dict[Block, list[nn.Module]]:
     """Return, by block, the modules whose forwards count for it. These are its layer, or the modules outside the layers
     that use its parameters."""
     modules: dict[Block, list[nn.Module]] = {
@@ -115,7 +116,7 @@ def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
     return tuple(sorted(shapes, key=lambda shape: -shape.count * shape.flops))
 
 
-def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+def fake_parameters(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return fake parameters and buffers, by name."""
     fakes: dict[Tensor, Tensor] = {}
     named: dict[str, Tensor] = {}
@@ -133,7 +134,7 @@ def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
+def in_training_mode(model: nn.Module) -> Iterator[None]:
     """Set training mode in this context, because dropout is part of a step."""
     was_training = {module: module.training for module in model.modules()}
     model.train()
@@ -144,7 +145,7 @@ def _training(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _AttentionWithoutDropout(TorchFunctionMode):
+class AttentionWithoutDropout(TorchFunctionMode):
     """Lets the CPU choose its fused kernel, which moves and saves the same bytes as an accelerator's kernel with
     dropout."""
 

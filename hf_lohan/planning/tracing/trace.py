@@ -68,10 +68,10 @@ class ModelTrace:
             for module, name in self._outer_modules:
                 stack.callback(module.register_forward_pre_hook(self._enter_outer(self.of_outer[name])).remove)
             for layer in self._layers:
-                stack.enter_context(_forward_replaced(layer, self._layer_forward(layer)))
+                stack.enter_context(forward_replaced(layer, self._layer_forward(layer)))
             for experts in self._experts:
                 stack.enter_context(
-                    _forward_replaced(experts.module, forward_on_paper(experts, self._operations.add_experts))
+                    forward_replaced(experts.module, forward_on_paper(experts, self._operations.add_experts))
                 )
             stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
             stack.enter_context(self._operations)
@@ -80,6 +80,10 @@ class ModelTrace:
             stack.callback(self._not_saved.clear)
             stack.callback(self._traced_layers.clear)
             yield
+
+    def repeat(self, times: int) -> None:
+        """Count the next operations that many times."""
+        self._operations.repeat(times)
 
     def _enter_outer(self, trace: BlockTrace) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
@@ -190,7 +194,7 @@ def _cut_off(output: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     previous = vars(module).get("forward")  # a wrapper may have set it on the instance
     module.forward = forward
     try:
