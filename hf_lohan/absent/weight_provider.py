@@ -83,6 +83,8 @@ class WeightProvider(Protocol):
 def weight_refusal(name: str) -> str:
     """Return the error for a call ``name`` that cannot read absent weights. It lists the calls that can."""
     call = {"__reduce_ex__": "pickle", "__deepcopy__": "copy.deepcopy"}.get(name, name)
+    if name == "setting .data":
+        call += " (as peft.prepare_model_for_kbit_training does: leave it out)"
     return (
         f"a weight of an offloaded model is in the store, which {call} cannot read; save the model with "
         "trainer.save_model() or model.save_pretrained(), read weights with accelerator.get_state_dict(model) or "

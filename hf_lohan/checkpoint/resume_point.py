@@ -182,8 +182,8 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
         checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
         raise ValueError(
             f"the store in {where} keeps only one version of some records (of all with durability: checkpoint, of "
-            "frozen weights in any case), and a later write replaced those of the last commit; "
-            f"resume from {checkpoint}, or use durability='step'"
+            "frozen weights in any case), and a later write, such as that of another base, replaced those of the last "
+            f"commit; start with the base of the run, resume from {checkpoint}, or use durability='step'"
         )
     if not _is_of_run(commit, paths, folders):
         raise ValueError(

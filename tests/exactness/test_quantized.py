@@ -12,7 +12,15 @@ import torch
 from interrupted_runs import InterruptAfter, interrupt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3Config, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    Qwen3Config,
+    TrainingArguments,
+)
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
@@ -67,29 +75,33 @@ def arguments(folder: Path, **settings: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**defaults, **settings})
 
 
-def rows() -> list[dict[str, Tensor]]:
-    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(2 * MAX_STEPS)]
+def rows(num_steps: int = MAX_STEPS) -> list[dict[str, Tensor]]:
+    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(2 * num_steps)]
 
 
 def losses_of(trainer: StockTrainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def offloaded(folder: Path, base: Path, quantize: Any, peft_config: Any, **offload: Any) -> hf_lohan.Trainer:
+def offloaded(
+    folder: Path, base: Path, quantize: Any, peft_config: Any, num_steps: int = MAX_STEPS, **offload: Any
+) -> hf_lohan.Trainer:
     torch.manual_seed(1)
     offload = {**BUDGETS, "quantize": quantize, **offload}
     model = hf_lohan.from_pretrained(
         base, offload, torch_device="cpu", default_ssd_path=folder / "store", peft_config=peft_config
     )
-    return hf_lohan.Trainer(model, arguments(folder), train_dataset=rows())
+    return hf_lohan.Trainer(model, arguments(folder, max_steps=num_steps), train_dataset=rows(num_steps))
 
 
-def stock_with_bitsandbytes(folder: Path, base: Path, config: Any, peft_config: Any, dtype: torch.dtype) -> Any:
+def stock_with_bitsandbytes(
+    folder: Path, base: Path, config: Any, peft_config: Any, dtype: torch.dtype, num_steps: int = MAX_STEPS
+) -> Any:
     pytest.importorskip("bitsandbytes")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=config, device_map="cpu")
     torch.manual_seed(1)
     model = peft.get_peft_model(model, peft_config, autocast_adapter_dtype=False)
-    return StockTrainer(model, arguments(folder), train_dataset=rows())
+    return StockTrainer(model, arguments(folder, max_steps=num_steps), train_dataset=rows(num_steps))
 
 
 def adapters_of(model: Any) -> dict[str, Tensor]:
@@ -101,29 +113,41 @@ def saved_adapters(trainer: hf_lohan.Trainer, folder: Path) -> dict[str, Tensor]
     return load_file(folder / "saved" / "adapter_model.safetensors")
 
 
+LONG = [
+    pytest.param(family, "nf4", double, {}, 12, marks=pytest.mark.slow)
+    for family in ("llama", "qwen3", "gpt2", "mixtral")
+    for double in (True, False)
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "method", "double", "settings"),
+    ("family", "method", "double", "settings", "num_steps"),
     [
-        ("llama", "nf4", True, {}),
-        ("llama", "fp4", False, {}),
-        ("qwen3", "nf4", False, {}),
-        ("gpt2", "nf4", True, {}),
-        ("mixtral", "nf4", True, {}),
-        ("llama", "nf4", True, {"use_dora": True}),
-        ("llama", "nf4", False, {"modules_to_save": ["lm_head"]}),
+        ("llama", "nf4", True, {}, MAX_STEPS),
+        ("llama", "fp4", False, {}, MAX_STEPS),
+        ("qwen3", "nf4", False, {}, MAX_STEPS),
+        ("gpt2", "nf4", True, {}, MAX_STEPS),
+        ("mixtral", "nf4", True, {}, MAX_STEPS),
+        ("llama", "nf4", True, {"use_dora": True}, MAX_STEPS),
+        ("llama", "nf4", False, {"modules_to_save": ["lm_head"]}, MAX_STEPS),
+        *LONG,
     ],
 )
 def test_adapters_and_losses_are_those_of_bitsandbytes(
-    family: str, method: str, double: bool, settings: dict[str, Any], tmp_path: Path
+    family: str, method: str, double: bool, settings: dict[str, Any], num_steps: int, tmp_path: Path
 ) -> None:
+    """Gradients are accumulated, and clipped to a norm of 1."""
     base = base_folder(tmp_path, family)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=method, bnb_4bit_use_double_quant=double)
-    stock = stock_with_bitsandbytes(tmp_path / "stock", base, config, lora(family, **settings), torch.float32)
+    stock = stock_with_bitsandbytes(
+        tmp_path / "stock", base, config, lora(family, **settings), torch.float32, num_steps
+    )
     stock.train()
     setting = {"method": method, "double": double, "skip": ["experts"]}  # bitsandbytes leaves fused experts alone
-    ours = offloaded(tmp_path / "ours", base, setting, lora(family, **settings))
+    ours = offloaded(tmp_path / "ours", base, setting, lora(family, **settings), num_steps)
     ours.train()
-    assert losses_of(ours) == losses_of(stock)
+    assert losses_of(ours) == losses_of(stock) and len(losses_of(ours)) == num_steps
+    assert num_steps == MAX_STEPS or any(row.get("grad_norm", 0.0) > 1.0 for row in stock.state.log_history)
     expected, found = adapters_of(stock.model), saved_adapters(ours, tmp_path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -159,6 +183,106 @@ def test_bfloat16_weights_compute_as_those_that_bitsandbytes_decodes(tmp_path: P
     ours.offload_engine.close()
 
 
+@pytest.mark.parametrize("double", [True, False])
+def test_float32_adapters_over_bfloat16_compute_as_over_decoded_weights(double: bool, tmp_path: Path) -> None:
+    """The decoded weights are in memory, in ordinary linear modules, with PEFT and the stock Trainer."""
+    base = base_folder(tmp_path, "llama", torch.bfloat16)
+    ours = offloaded(tmp_path / "ours", base, {"method": "nf4", "double": double}, lora())
+    decode_to(tmp_path / "decoded", AutoModelForCausalLM.from_pretrained(base), ours)
+    torch.manual_seed(1)
+    stock = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "decoded"), lora())
+    stock_trainer = StockTrainer(stock, arguments(tmp_path / "stock"), train_dataset=rows())
+    stock_trainer.train()
+    assert stock.model.dtype == torch.bfloat16
+    assert_equal(trained(ours, tmp_path), (losses_of(stock_trainer), adapters_of(stock)))
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_bfloat16_adapters_compute_as_over_decoded_weights(double: bool, tmp_path: Path) -> None:
+    """The reference is a plain loop: bfloat16 in memory, and AdamW on float32 masters of the adapters."""
+    base = base_folder(tmp_path, "llama", torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = peft.get_peft_model(model, lora(init_lora_weights=False), autocast_adapter_dtype=False)
+    model.save_pretrained(tmp_path / "adapter")
+    settings = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, "weight_decay": 0.0}
+    args = arguments(tmp_path / "ours", lr_scheduler_type="constant", **settings)
+    quantize = {"method": "nf4", "double": double}
+    packed = offloaded(tmp_path / "packed", base, quantize, lora())
+    decode_to(tmp_path / "decoded", AutoModelForCausalLM.from_pretrained(base), packed)
+    packed.offload_engine.close()
+    ours = hf_lohan.Trainer(model, args, train_dataset=rows(), offload={**BUDGETS, "quantize": quantize})
+    ours.train()
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "decoded")
+    reference = peft.PeftModel.from_pretrained(
+        reference, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False
+    ).train()
+    adapters = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    masters = {name: parameter.detach().float() for name, parameter in adapters.items()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, weight_decay=0.0, fused=True)
+    losses = []
+    for index in [int(i) for i in order_of(args, rows())]:
+        loss = reference(**{name: value[None] for name, value in rows()[index].items()}).loss
+        losses.append(loss.item())
+        loss.backward()
+        for name, parameter in adapters.items():
+            assert parameter.dtype == torch.bfloat16
+            masters[name].grad = parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        for name, parameter in adapters.items():
+            bits = (masters[name].view(torch.int32) + 0x8000) >> 16
+            parameter.data.copy_(bits.to(torch.int16).view(torch.bfloat16))
+    assert losses_of(ours) == losses
+    access = ours.offload_engine.parameters
+    for name, parameter in adapters.items():
+        assert torch.equal(access.read_parameter(name), parameter), name
+    ours.offload_engine.close()
+
+
+def order_of(args: TrainingArguments, dataset: list[dict[str, Tensor]]) -> list[int]:
+    """The order in which a Trainer with these arguments takes the rows."""
+    trainer = StockTrainer(tiny_model("llama"), args, train_dataset=list(range(len(dataset))), data_collator=list)
+    return [row for batch in trainer.get_train_dataloader() for row in batch][: args.max_steps]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_trl_over_a_packed_base_equals_trl_over_bitsandbytes(kind: str, tmp_path: Path) -> None:
+    """TRL casts adapters over bitsandbytes to bfloat16, so their first values are of bfloat16, and are cast back. The
+    reference of DPO is the model without adapters."""
+    pytest.importorskip("bitsandbytes")
+    trl = pytest.importorskip("trl")
+    trl_runs = pytest.importorskip("trl_runs")
+    base = trl_runs.save_checkpoint(tmp_path / "base", hidden_size=64)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora(init_lora_weights=False))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.copy_(parameter.bfloat16() if parameter.requires_grad else parameter)
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    stock = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=config, device_map="cpu"
+    )
+    stock = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter", is_trainable=True)
+    data = trl_runs.texts() if kind == "SFT" else trl_runs.preferences()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    runs = []
+    for name, model, offload in (("stock", stock, None), ("ours", adapted, {**trl_runs.BUDGETS, "quantize": "nf4"})):
+        args = trl_runs.arguments(kind, tmp_path / name, learning_rate=1e-2)
+        options = {"model": model, "train_dataset": data, "processing_class": tokenizer, "args": args}
+        if offload is None:
+            trainer = getattr(trl, f"{kind}Trainer")(**options)
+            for parameter in trainer.model.parameters():
+                parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+        else:
+            trainer = getattr(hf_lohan.trl, f"{kind}Trainer")(offload=offload, **options)
+        trainer.train()
+        weights = {n: w for n, w in trl_runs.weights_of(trainer.model).items() if "lora_" in n}
+        runs.append(trl_runs.Run(trainer, trl_runs.comparable(trainer.state.log_history), weights))
+    trl_runs.assert_same(runs[1], runs[0])
+    trl_runs.close(runs[1])
+
+
 def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
     base = base_folder(tmp_path, "llama")
     whole = trained(offloaded(tmp_path / "whole", base, "nf4", lora()), tmp_path)
@@ -173,6 +297,11 @@ def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
     again.offload_engine.close()
     with pytest.raises(ForeignStoreError, match="holds a store with quantize: nf4, this run has none"):
         offloaded(tmp_path / "run", base, "none", lora())
+    tiny_model("llama", seed=1, hidden_size=64).save_pretrained(tmp_path / "other")
+    of_other = offloaded(tmp_path / "run", tmp_path / "other", "nf4", lora())
+    with pytest.raises(ValueError, match="a later write, such as that of another base, replaced those of the last"):
+        of_other.train(resume_from_checkpoint="last_step")
+    of_other.offload_engine.close()
 
 
 def decode_to(folder: Path, model: Any, trainer: hf_lohan.Trainer) -> int:
@@ -313,6 +442,16 @@ def test_packed_weights_cannot_be_changed_and_need_frozen_weights(tmp_path: Path
     trainer.offload_engine.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_preparing_for_kbit_training_is_refused_with_the_right_call(dtype: torch.dtype, tmp_path: Path) -> None:
+    """It would freeze the adapters, and cast weights in the store to float32."""
+    trainer = offloaded(tmp_path, base_folder(tmp_path, "llama", dtype), "nf4", lora())
+    with pytest.raises((ValueError, RuntimeError), match=r"peft\.prepare_model_for_kbit_training.* out"):
+        peft.prepare_model_for_kbit_training(trainer.model)
+        trainer.train()
+    trainer.offload_engine.close()
+
+
 def test_frozen_weights_that_are_all_skipped_name_skip(tmp_path: Path) -> None:
     base = base_folder(tmp_path, "llama")
     with pytest.raises(ValueError, match=r"quantize: skip: \['_proj'\] names every frozen matrix in the layers of"):
@@ -395,6 +534,11 @@ def test_a_checkpoint_of_bitsandbytes_goes_into_the_store_as_it_is(double: bool,
         with pytest.raises(ValueError, match=message):
             offloaded(tmp_path / "damaged", tmp_path / "packed", "auto", lora())
         assert not (tmp_path / "damaged" / "store").exists(), "a weight was read"
+    with pytest.raises(ValueError, match="is quantized by hqq, which is not dequantized"):
+        config = AutoConfig.from_pretrained(base)
+        config.quantization_config = {"quant_method": "hqq"}
+        config.save_pretrained(base)
+        offloaded(tmp_path / "unknown", base, "auto", lora())
 
 
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
