@@ -38,6 +38,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 peft = pytest.importorskip("peft")
 
 MAX_STEPS = 4
+MAX_GRAD_NORM = 0.05
 BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB"}
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "v_proj"]}
 
@@ -67,6 +68,7 @@ def arguments(folder: Path, **settings: Any) -> TrainingArguments:
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
+        "max_grad_norm": MAX_GRAD_NORM,
         "logging_steps": 1,
         "report_to": [],
         "save_strategy": "no",
@@ -136,7 +138,7 @@ LONG = [
 def test_adapters_and_losses_are_those_of_bitsandbytes(
     family: str, method: str, double: bool, settings: dict[str, Any], num_steps: int, tmp_path: Path
 ) -> None:
-    """Gradients are accumulated, and clipped to a norm of 1."""
+    """Gradients are accumulated and clipped."""
     base = base_folder(tmp_path, family)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=method, bnb_4bit_use_double_quant=double)
     stock = stock_with_bitsandbytes(
@@ -147,7 +149,7 @@ def test_adapters_and_losses_are_those_of_bitsandbytes(
     ours = offloaded(tmp_path / "ours", base, setting, lora(family, **settings), num_steps)
     ours.train()
     assert losses_of(ours) == losses_of(stock) and len(losses_of(ours)) == num_steps
-    assert num_steps == MAX_STEPS or any(row.get("grad_norm", 0.0) > 1.0 for row in stock.state.log_history)
+    assert any(row.get("grad_norm", 0.0) > MAX_GRAD_NORM for row in stock.state.log_history), "no step was clipped"
     expected, found = adapters_of(stock.model), saved_adapters(ours, tmp_path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

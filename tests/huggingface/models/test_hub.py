@@ -56,15 +56,17 @@ def published(tmp_path: Path) -> Path:
     return folder
 
 
-def lay(cache: Path, files: Path, revision: str = "main", commit: str = COMMIT, only: str = "*") -> Path:
+def lay(
+    cache: Path, files: Path, revision: str = "main", commit: str = COMMIT, only: str = "*", model: str = "tiny"
+) -> Path:
     """Put files into the cache by hand, as `hf download` does."""
-    snapshot = cache / "models--owner--tiny" / "snapshots" / commit
+    snapshot = cache / f"models--owner--{model}" / "snapshots" / commit
     for file in files.rglob("*"):
         name = file.relative_to(files).as_posix()
         if file.is_file() and fnmatch(name, only):
             (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, snapshot / name)
-    refs = cache / "models--owner--tiny" / "refs"
+    refs = cache / f"models--owner--{model}" / "refs"
     refs.mkdir(parents=True, exist_ok=True)
     (refs / revision).write_text(commit)
     return snapshot
@@ -392,3 +394,19 @@ def test_nothing_but_the_cache_is_asked_offline(
     with caplog.at_level(logging.INFO, logger=hub.__name__):
         load_streamed(NAME)
     assert "owner/tiny is read from the Hub's cache: HF_HUB_OFFLINE is set" in caplog.messages
+
+
+def test_an_adapter_is_merged_by_its_name(cache: Path, published: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lay(cache, published)
+    base = LlamaForCausalLM.from_pretrained(published)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    lay(cache, tmp_path / "adapter", model="adapter")
+    hf_lohan.merge("owner/adapter", NAME, tmp_path / "merged")
+    expected = model.merge_and_unload().state_dict()
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
+    with pytest.raises(ValueError, match="'owner/none' is not a folder here"):
+        hf_lohan.merge("owner/none", NAME, tmp_path / "other")
