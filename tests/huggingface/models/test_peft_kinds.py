@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized_folders
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -215,6 +216,21 @@ def test_a_saved_adapter_is_merged_into_another_base(kind: str, tmp_path: Path) 
     assert_same(load_file(tmp_path / "merged" / "model.safetensors"), expected)
     before = load_file(base / "model.safetensors")
     assert any(not torch.equal(before[name], tensor) for name, tensor in expected.items() if name in before)
+
+
+@pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])
+def test_an_adapter_is_merged_into_a_quantized_original(kind: str, tmp_path: Path) -> None:
+    """The base is decoded, a weight at a time, and the saved model is plain."""
+    base = quantized_folders.KINDS[kind][0](tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **CAUSAL)
+    stock = peft.get_peft_model(quantized_folders.dequantized(base, kind), config)
+    stock.save_pretrained(tmp_path / "adapter")
+    stock = peft.PeftModel.from_pretrained(quantized_folders.dequantized(base, kind), tmp_path / "adapter")
+    expected = stock.merge_and_unload().state_dict()
+    hf_lohan.merge(tmp_path / "adapter", base, tmp_path / "merged")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(found.config, "quantization_config")
+    assert_same(found.state_dict(), expected)
 
 
 @pytest.fixture(scope="module")
