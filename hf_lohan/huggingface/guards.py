@@ -286,16 +286,6 @@ def check_streamed(engine: OffloadEngine, *, bf16: bool, moment_dtype: str) -> N
         )
 
 
-def check_trains(engine: OffloadEngine) -> None:
-    """Raise ValueError if all weights that an offloaded model trains were frozen."""
-    if _trained(engine) and not any(part.parameter.requires_grad for part in engine.parameter_slices):
-        raise ValueError(
-            "all weights of the model are frozen, its adapters too, so nothing would be trained; leave "
-            "peft.prepare_model_for_kbit_training out, because from_pretrained(..., peft_config=...) has frozen the "
-            "base, and its layers are recomputed"
-        )
-
-
 def _trained(engine: OffloadEngine) -> list[Block]:
     return [block for block in engine.layout.blocks if block.state_numel]
 

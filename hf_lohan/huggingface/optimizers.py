@@ -327,6 +327,17 @@ def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:
     return rule_for(name, groups)
 
 
+def _check_trains(engine: OffloadEngine) -> None:
+    """Raise ValueError if all weights that an offloaded model trains were frozen."""
+    has_states = any(block.state_numel for block in engine.layout.blocks)
+    if has_states and not any(part.parameter.requires_grad for part in engine.parameter_slices):
+        raise ValueError(
+            "all weights of the model are frozen, its adapters too, so nothing would be trained; leave "
+            "peft.prepare_model_for_kbit_training out, because from_pretrained(..., peft_config=...) has frozen the "
+            "base, and its layers are recomputed"
+        )
+
+
 class StoreOptimizerMixin(_TrainerBase):
     """Mixed into a Trainer. Makes an optimizer over the store."""
 
@@ -353,6 +364,7 @@ class StoreOptimizerMixin(_TrainerBase):
         engine = self._ensure_engine()
         if engine is None:
             return super().create_optimizer(*args, **kwargs)
+        _check_trains(engine)
         stock = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
             # Upstream groups the parameters by weight decay, and then makes an instance of our class.

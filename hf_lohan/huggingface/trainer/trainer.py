@@ -56,7 +56,6 @@ from hf_lohan.huggingface.guards import (
     check_optimizers,
     check_runs_together,
     check_streamed,
-    check_trains,
     ids_within_vocabulary,
     why_trainer_runs_in_turn,
 )
@@ -404,8 +403,6 @@ class OffloadTrainerMixin(
                 )
             return super().train(resume_from_checkpoint, *args, **kwargs)
         with self._ending_all_ranks_on_error(), answering_out_of_memory(lambda: self.model, self._offload_config):
-            if self.offload_engine is not None:
-                check_trains(self.offload_engine)
             if self.args.should_save:
                 remove_unfinished(self.args.output_dir)
             self._links.barrier("the removal of a killed save's files")
