@@ -6,6 +6,7 @@
 #   bash scripts/development/cuda_double.sh tests/gpu -k experts
 #   CUDA_DOUBLE_COPY_DELAY_US=2000 CUDA_DOUBLE_SEED=7 bash scripts/development/cuda_double.sh   # late copies, drawn from a seed
 #   bash scripts/development/cuda_double.sh --require                  # fail if the double is not available
+#   bash scripts/development/cuda_double.sh --prepare                  # download and build, but install and test nothing of this clone
 # Environment: PYTHON, the interpreter that makes the environment; WORKERS, how many processes run tests (0: pytest itself);
 # CUDA_DOUBLE_*, properties of the device: see tests/cuda_double/README.md.
 set -euo pipefail
@@ -30,6 +31,11 @@ default_tests=(
 )
 
 is_required=0
+is_preparing=0
+if [ "${1:-}" = --prepare ]; then
+    is_preparing=1
+    shift
+fi
 if [ "${1:-}" = --require ]; then
     is_required=1
     shift
@@ -52,9 +58,9 @@ grep -v '^torch==' constraints.txt >"$constraints"
 "${PYTHON:-python3}" -c "import sys; sys.exit(sys.version_info < (3, 11))" || : >"$constraints"
 
 pins=$(cat pyproject.toml "$constraints" - <<<"$torch_version ${headers[*]} ${test_packages[*]}" | sha256sum)
-if [ "$(cat $environment/installed-for 2>/dev/null)" != "$pins" ]; then
+pip=("$python" -m pip install --quiet --disable-pip-version-check)
+if [ "$(cat $environment/prepared-for 2>/dev/null)" != "$pins" ]; then
     echo "installing the CUDA build of torch $torch_version, and what the tests need, into $environment"
-    pip=("$python" -m pip install --quiet --disable-pip-version-check)
     [ -x $python ] || "${PYTHON:-python3}" -m venv $environment || {
         rm -rf $environment # without pip the next call would take it for whole
         not_available "python -m venv $environment failed"
@@ -65,9 +71,15 @@ if [ "$(cat $environment/installed-for 2>/dev/null)" != "$pins" ]; then
     [ -e "$packages/torch/lib/libtorch_cuda.so" ] || not_available "pip's index has torch $torch_version without CUDA"
     # NVIDIA's libraries and triton are what the double stands for: pip is not to miss them.
     sed -i -E '/^Requires-Dist: (nvidia|cuda|triton)/d' "$packages/torch-$torch_version"*.dist-info/METADATA
+    "${pip[@]}" -c "$constraints" "torch==$torch_version" "${test_packages[@]}" ||
+        not_available "what the tests need could not be installed"
+    rm -f $environment/built-for $environment/installed-for
+    echo "$pins" >$environment/prepared-for
+fi
+# Not while the environment is prepared: two installations of this clone at once would write the same files.
+if [ $is_preparing = 0 ] && [ "$(cat $environment/installed-for 2>/dev/null)" != "$pins" ]; then
     "${pip[@]}" -c "$constraints" "torch==$torch_version" -e . "${test_packages[@]}" ||
         not_available "what the tests need could not be installed"
-    rm -f $environment/built-for
     echo "$pins" >$environment/installed-for
 fi
 
@@ -77,6 +89,7 @@ if [ "$(cat $environment/built-for 2>/dev/null)" != "$sources" ]; then
     "$python" $double/build.py >"$environment/build.log" || { cat "$environment/build.log"; exit 1; }
     echo "$sources" >$environment/built-for
 fi
+[ $is_preparing = 0 ] || exit 0
 
 export CUDA_DOUBLE_ASYNC=${CUDA_DOUBLE_ASYNC-1} CUDA_DOUBLE_POISON=${CUDA_DOUBLE_POISON-1}
 export CUDA_DOUBLE_RACES=${CUDA_DOUBLE_RACES-1} CUDA_DOUBLE_REPORT=$reports LOHAN_TEST_DEVICE=cuda OMP_NUM_THREADS=1
