@@ -22,6 +22,8 @@ from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DECODED_AT_ONCE_NUMEL = 1 << 19
 """Elements that are decoded together, so that float32 products need little memory and stay in the cache."""
+_READ_AT_ONCE_BYTES = 8 << 20
+"""Codes that are read together to be stored as they are."""
 
 
 class UnreadTensor(Protocol):
@@ -381,7 +383,7 @@ class EncodedWeight:
 
     def rows_of_codes(self, expert: int | None, matrix: EncodedMatrix) -> Iterator[tuple[int, Tensor]]:
         """(first row, bytes) of the codes of the matrix, or of one ``expert``, some rows at a time."""
-        at_once = max(1, _DECODED_AT_ONCE_NUMEL // matrix.columns)
+        at_once = max(1, _READ_AT_ONCE_BYTES // matrix.row_bytes)
         for first in range(0, matrix.rows, at_once):
             rows = _rows(self.codes, expert, first, min(first + at_once, matrix.rows))
             yield first, rows.contiguous().view(torch.uint8).flatten()
