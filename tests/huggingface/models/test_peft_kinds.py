@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import quantized_folders
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -202,6 +203,8 @@ def save_adapter(folder: Path, base: Path, config: Any) -> Path:
 
 @pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind not in (*CANNOT_MERGE, "pissa")])
 def test_a_saved_adapter_is_merged_into_another_base(kind: str, tmp_path: Path) -> None:
+    if kind == "vera" and Version(peft.__version__) < Version("0.21"):
+        pytest.skip("this PEFT calls VeRA's projections unexpected, and the merge is refused")
     family, dtype, make_config = ADAPTERS[kind]
     adapter = save_adapter(tmp_path / "adapter", save_base(tmp_path / "trained", family, dtype), make_config())
     base = save_base(tmp_path / "base", family, dtype, seed=1)
