@@ -15,7 +15,7 @@ from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.files.directories import make_folders
 from hf_lohan.files.durable_file import remove_folder
-from hf_lohan.model import StoredForm, records_of_rank
+from hf_lohan.model import StoredForm, assign_shards, records_of_rank
 from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
 from hf_lohan.store import Commit, RecordSpec, Store
 from hf_lohan.store.commits import ImmediateAgreement
@@ -73,7 +73,6 @@ def reshard(
             commits = _commits_to_copy(old)
             _refuse_deferred_steps(commits, paths)
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
-            _refuse_streamed_experts(form, num_ranks, paths)
             _refuse_packed_weights(form, num_ranks, paths)
             _check_records(form, old)
             records = _records_by_rank(form, num_ranks)
@@ -107,14 +106,6 @@ def _refuse_deferred_steps(commits: Sequence[Commit], paths: Sequence[str]) -> N
         raise ValueError(
             f"lazy_experts (auto by default) has deferred updates of experts in {paths[0]}, which cannot be applied "
             "with another number of ranks; train one step with lazy_experts=false first"
-        )
-
-
-def _refuse_streamed_experts(form: StoredForm, num_ranks: int, paths: Sequence[str]) -> None:
-    if num_ranks > 1 and form.model_blocks.experts:
-        raise ValueError(
-            f"the experts in {paths[0]} are streamed one by one, which several ranks do not support; resume from a "
-            "checkpoint of the run, with experts: with_layer"
         )
 
 
@@ -175,8 +166,7 @@ def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
 def _records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec, ...]]:
     if num_ranks == 1:
         return [form.records]
-    for block in form.model_blocks.blocks:
-        block.cut_for_ranks(num_ranks)
+    assign_shards(form.model_blocks, num_ranks)
     return [records_of_rank(form.model_blocks.blocks, rank) for rank in range(num_ranks)]
 
 

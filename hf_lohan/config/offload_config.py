@@ -40,6 +40,7 @@ DurabilitySetting: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
 Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
+ExpertParallel: TypeAlias = Literal["auto", "none", "node", "world"]
 ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
 
 ALL_AUTO = "lohan"
@@ -116,6 +117,12 @@ class OffloadConfig:
     over experts in float64, which is closer to the true norm than stock torch's but does not equal it to the bit.
     "auto" streams experts if two layers and the gradients of all experts of a layer take more than half of
     `gpu_memory`. In an existing store, the choice is already made."""
+
+    expert_parallel: ExpertParallel = AUTO
+    """Whether ranks divide the experts of a mixture among themselves. "world" gives each expert to one rank, which
+    alone reads, updates and writes it; the tokens of all ranks go there. "node" does the same for the ranks of one
+    machine. Both stream experts one by one, and are refused for a model without such experts. "none" loads all experts
+    on each rank, with their layers. "auto" divides experts if several ranks stream them."""
 
     lazy_experts: bool | Literal["auto"] = AUTO
     """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,
@@ -298,7 +305,8 @@ def offload_of_environment(*, may_fit: bool = True) -> str | None:
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
 _DECIDED_LATER = (
-    *("resident_records", "optimizer", "save_dtype", "experts", "lazy_experts", "expert_cache", "activations"),
+    *("resident_records", "optimizer", "save_dtype", "experts", "expert_parallel"),
+    *("lazy_experts", "expert_cache", "activations"),
     *("chunked_loss", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
 
@@ -317,6 +325,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,
     "experts": partial(check_choice, allowed=get_args(Experts)),
+    "expert_parallel": partial(check_choice, allowed=get_args(ExpertParallel)),
     "lazy_experts": check_flag_or_auto,
     "expert_cache": partial(check_choice, allowed=get_args(ExpertCachePolicy)),
     "activations": partial(check_choice, allowed=get_args(Activations)),

@@ -22,13 +22,16 @@ from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.engine.ranks import agreed_decision, open_peer_weights
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.experts import (
+    AllHere,
     ComputeExpert,
     ExpertCache,
     ExpertLoader,
     ExpertParts,
+    ExpertPlaces,
     HostNumbers,
     LayerAndExpertLoaders,
     NextRouter,
+    OneOwnerEach,
     StreamedExperts,
     find_routers,
     make_policy,
@@ -37,7 +40,7 @@ from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import StepAgreement
+from hf_lohan.ranks import RowExchange, StepAgreement
 from hf_lohan.updates import (
     ClipHistory,
     Delivery,
@@ -161,7 +164,8 @@ def _up_to_date_records(
     """Return the store's records after the last step. Records of lazy experts may be some steps old in the store."""
     lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
     from_share = LAZY_FROM_SHARE if lazy_experts == AUTO else 0.0
-    missed = MissedSteps(layout.blocks, chunks, lazy, from_share=from_share)
+    own = [chunk for chunk in chunks if chunk.owner == layout.ranks.rank]
+    missed = MissedSteps(layout.blocks, own, lazy, from_share=from_share)
     return UpToDateRecords(tiers.store, layout.blocks, missed)
 
 
@@ -193,16 +197,25 @@ class Loaders:
     """None if experts are loaded with their layer."""
     prefetcher: Loads
     """The interface to all loaders."""
+    expert_places: ExpertPlaces
 
 
 def build_loaders(
     layout: OffloadLayout, tiers: Tiers, config: OffloadConfig, ring: SlotRing, updates: UpdateParts
 ) -> Loaders:
-    """Build loaders that read this process's store or the stores of all ranks. Experts may stream one by one."""
+    """Build loaders that read this process's store or the stores of all ranks. Experts may stream one by one. With
+    several ranks each rank loads its own experts."""
     deliver = updates.pipeline.deliver
+    places = _expert_places(layout, tiers)  # before the loaders' barrier, after which ranks may send rows
     layers = _block_loader(ring, tiers, layout, deliver)
     experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.expert_cache)
-    return Loaders(layers, experts, LayerAndExpertLoaders(layers, experts) if experts else layers)
+    return Loaders(layers, experts, LayerAndExpertLoaders(layers, experts) if experts else layers, places)
+
+
+def _expert_places(layout: OffloadLayout, tiers: Tiers) -> ExpertPlaces:
+    if tiers.rank_memory is None or not layout.model_blocks.experts:
+        return AllHere()
+    return OneOwnerEach(tiers.links, RowExchange(tiers.links), tiers.device)
 
 
 def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: Deliver) -> BlockLoader:
@@ -215,11 +228,11 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: 
         deliver,
         tiers.links,
         tiers.rank_memory.weights.bytes,
-        layout.blocks,
+        layout.common_blocks,
         read_bytes=layout.plan.staging_buffer_bytes,
-        parts=NodeShards(layout.ranks, layout.blocks, coded=tiers.codecs.weights, version_of=ring.version_of),
+        parts=NodeShards(layout.ranks, layout.common_blocks, coded=tiers.codecs.weights, version_of=ring.version_of),
     )
-    return LockstepLoader(ring, source, layout.blocks)
+    return LockstepLoader(ring, source, layout.common_blocks)
 
 
 def _local_weights(
@@ -244,9 +257,11 @@ def _expert_loader(
     if not layers:
         return None
     source = _local_weights(tiers, records, tiers.expert_staging, layout, deliver)
-    room = layout.expert_cache
+    room, rank = layout.expert_cache, layout.ranks.rank
     if room is None or policy == "off":
-        return ExpertLoader(ring, source, layers, lambda block: _is_in_ram(block, tiers))
+        return ExpertLoader(
+            ring, source, layers, lambda block: _is_in_ram(block, tiers), own=lambda block: block.owner in (None, rank)
+        )
     cache = ExpertCache(
         tiers.device, source, make_policy(policy, room.num_experts), room.bytes_of_each, ring.version_of
     )
@@ -352,12 +367,13 @@ def build_pass_parts(
 def build_streamed_experts(
     model: nn.Module,
     ring: SlotRing,
-    loader: ExpertLoader | None,
+    loaders: Loaders,
     layout: OffloadLayout,
     compute: ComputeExpert | None,
     forward_pass: Callable[[], ForwardPass],
 ) -> dict[nn.Module, StreamedExperts]:
     """Return the object that replaces each module of experts. ``forward_pass`` returns the pass in progress."""
+    loader = loaders.experts
     if loader is None:
         return {}
     assert compute is not None, "experts stream one by one, so compute_expert is needed"
@@ -368,6 +384,7 @@ def build_streamed_experts(
         forward_pass=forward_pass,
         next_router=NextRouter(ring, find_routers(model, layout.model_blocks)),
         host_numbers=HostNumbers(ring.device),
+        places=loaders.expert_places,
     )
     return {
         module: StreamedExperts(layer, module, blocks, parts)

@@ -74,6 +74,7 @@ class OffloadEngine:
         self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, tiers.links)
         loaders = build_loaders(layout, tiers, config, self._ring, updates)
         self.expert_loader, self._prefetcher = loaders.experts, loaders.prefetcher
+        self._expert_places = loaders.expert_places
         self._plan, self.activations = build_plan(model, layout, tiers, config, events, updates, loaders)
         self.planned_memory = self._plan.memory
         parts = build_pass_parts(
@@ -82,7 +83,7 @@ class OffloadEngine:
         self._pass = ModelPass(parts)
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
         self.experts = build_streamed_experts(
-            model, self._ring, self.expert_loader, layout, compute_expert, self._hooks.current_forward_pass
+            model, self._ring, loaders, layout, compute_expert, self._hooks.current_forward_pass
         )
         self._reads = WeightReads(
             layout.blocks,
@@ -299,6 +300,7 @@ class OffloadEngine:
         self._hooks.remove()
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
+        self._expert_places.close()
         self.activations.close()
         if self._leaves_whole_steps:
             self.commits.request(even_in_place=True)

@@ -8,23 +8,30 @@ Experts have their own loader and thread (`expert_loader`), because the needed e
 ran. `expert_schedule` returns the expert to load next, which is certain or predicted, and `next_expert` chooses the
 slot. For few tokens, `next_router` predicts the next layer's experts. Generation may use an `expert_cache` in RAM,
 whose policy (`cache_policies`) decides which experts it keeps.
+
+With several ranks each expert belongs to one rank, which alone loads and updates it. `expert_ranks` sends the rows of a
+call to the ranks that own their experts.
 """
 
 from hf_lohan.experts.cache_policies import make_policy
 from hf_lohan.experts.expert_cache import ExpertCache
 from hf_lohan.experts.expert_loader import ExpertLoader, LayerAndExpertLoaders
+from hf_lohan.experts.expert_ranks import AllHere, ExpertPlaces, OneOwnerEach
 from hf_lohan.experts.next_router import NextRouter, find_routers
 from hf_lohan.experts.routing import HostNumbers
 from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts, run_experts
 
 __all__ = [
+    "AllHere",
     "ComputeExpert",
     "ExpertCache",
     "ExpertLoader",
     "ExpertParts",
+    "ExpertPlaces",
     "HostNumbers",
     "LayerAndExpertLoaders",
     "NextRouter",
+    "OneOwnerEach",
     "StreamedExperts",
     "find_routers",
     "make_policy",

@@ -28,12 +28,16 @@ class ExpertLoader(LocalLoader):
         layers: Sequence[Sequence[Block]],
         is_in_ram: Callable[[Block], bool] = lambda block: False,
         on_pass_end: Callable[[], None] = lambda: None,
+        *,
+        own: Callable[[Block], bool] = lambda block: True,
     ) -> None:
         """``layers`` are the experts of each layer, in forward order. Only the loading thread uses ``source``.
         ``is_in_ram`` returns whether a block has a copy in RAM, for the figures. The computing thread calls
-        ``on_pass_end``."""
+        ``on_pass_end``. ``own`` returns whether this process loads the block. Numbers of experts are those among the
+        layer's experts that it loads, which may be none."""
         self._on_pass_end = on_pass_end
-        self._experts = ExpertSchedule(layers)
+        self._first_experts = [experts[0] for experts in layers]
+        self._experts = ExpertSchedule([list(filter(own, experts)) for experts in layers])
         self._next_expert = NextExpert(self._experts, ring, is_in_ram)
         super().__init__(
             ring, source, self._experts, self._next_expert, overlaps_loads=True, thread_name="lohan-experts"
@@ -75,17 +79,18 @@ class ExpertLoader(LocalLoader):
             self._next_expert.begin_call(layer, needed)
             here = (block for block in needed if self._ring.is_here(block))
             self._arrived = deque(block for block in here if self._ring.slot_of(block).ready is not None)
-            self._lane_name = self._experts.experts_of(layer)[0].name
+            self._lane_name = self._first_experts[layer].name
             self._order_loads()
 
     def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """Note how many tokens a forward of the layer sent to each of these experts."""
+        """Note how many of this process's tokens a forward of the layer sent to each of these experts, which are
+        numbered among all experts of the layer."""
         for expert, number in zip(experts, num_tokens, strict=True):
             self._num_tokens[layer][expert] += number
 
     def routing(self) -> list[tuple[Block, list[int]]]:
         """Return each layer's first expert, and the number of tokens of each expert so far."""
-        return [(self._experts.experts_of(layer)[0], list(of)) for layer, of in enumerate(self._num_tokens)]
+        return [(first, list(of)) for first, of in zip(self._first_experts, self._num_tokens, strict=True)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """Predict the layer's experts (`ExpertSchedule.hint`). A wrong prediction causes only needless loads."""

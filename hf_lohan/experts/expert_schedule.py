@@ -217,7 +217,7 @@ class ExpertSchedule(PassSchedule[_Pass]):
         if call is not Call.FORWARD:
             now.expect_backward()
         num_experts = len(self._layers[layer])
-        self._follow_rows(now, use_all=num_rows >= ALL_ROWS * num_experts)
+        self._follow_rows(now, use_all=num_rows >= ALL_ROWS * max(1, num_experts))
         visit = layer if call is Call.FORWARD else self._backward_visit(layer)
         if (visit, call) != (now.visit, now.call):
             now.num_calls = 0

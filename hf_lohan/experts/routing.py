@@ -117,15 +117,22 @@ class Routing:
         self.experts = [expert for expert, count in enumerate(self._counts) if count]
         self.num_rows = [count for count in self._counts if count]
 
-    def split(self, pairs: Tensor) -> list[Tensor]:
-        """Split sorted pairs into those of each expert in `experts`."""
-        return list(torch.split(pairs, self.num_rows)) if self.num_rows else []
+    @property
+    def counts(self) -> Sequence[int]:
+        """Number of rows of each expert, after `wait_for_counts`."""
+        assert self._counts is not None
+        return self._counts
+
+    @property
+    def ends(self) -> list[int]:
+        """The index of each expert's first sorted pair, and the number of all pairs, after `wait_for_counts`."""
+        return [0, *itertools.accumulate(self.counts)]
 
     def _refuse_others(self, first: int, last: int) -> None:
         if first < 0 or last >= self._num_experts:
             raise ValueError(
                 f"a router chose expert {first if first < 0 else last} of {self._num_experts}; streamed experts do not "
-                "support expert parallelism, so set experts: with_layer"
+                "support transformers' own expert parallelism, so set experts: with_layer"
             )
 
 

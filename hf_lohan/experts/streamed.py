@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.torch_private import is_in_backward
 from hf_lohan.experts.expert_loader import ExpertLoader
+from hf_lohan.experts.expert_ranks import CallRows, ExpertPlaces, RowGroup, RowGroups
 from hf_lohan.experts.expert_schedule import ALL_ROWS, Call
 from hf_lohan.experts.next_router import NextRouter, most_chosen
 from hf_lohan.experts.routing import HostNumbers, KnownCounts, Routing
@@ -52,6 +53,7 @@ class ExpertParts:
     forward_pass: Callable[[], CurrentForward]
     next_router: NextRouter
     host_numbers: HostNumbers
+    places: ExpertPlaces
 
 
 class StreamedExperts:
@@ -64,9 +66,14 @@ class StreamedExperts:
         self._blocks = list(blocks)
         self._number = {block: expert for expert, block in enumerate(blocks)}
         self._parts = parts
+        self._own = parts.places.own(layer, len(self._blocks))
+        """The numbers of the experts that this process computes. The loader counts from the first."""
+        self._name = blocks[0].name.rpartition(".")[0]
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
         """An input that makes autograd record the operation even if rows and routing weights need no gradient."""
         self._known_counts = KnownCounts()
+        self._hints: list[int] | None = None
+        """The experts that the next layer will probably use, until the loader knows them."""
         self.handle = next(_handles)
         """Number of this object, because an operation takes only numbers and tensors."""
         _known[self.handle] = self
@@ -80,22 +87,17 @@ class StreamedExperts:
         """Run the forward of `run_experts`."""
         loader, call = self._parts.loader, Call.AGAIN if is_in_backward() else Call.FORWARD
         is_few = call is Call.FORWARD and top_k_index.numel() < ALL_ROWS * len(self._blocks)
-        expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if is_few else None
+        may_hint = is_few and self._parts.places.is_one  # a rank does not know the rows of the others
+        expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if may_hint else None
         routed = self._route(top_k_index, expected)
         sorted_rows = rows[routed.token]
         routed.wait_for_counts()
         if call is Call.FORWARD:
             loader.note_tokens(self._layer, routed.experts, routed.num_rows)
-        loader.route(self._layer, routed.experts, num_rows=top_k_index.numel(), call=call)
-        if expected is not None:
-            loader.hint(self._layer + 1, most_chosen(routed.expected))
-        of_each = dict(zip(routed.experts, routed.split(sorted_rows), strict=True))
-        outputs: dict[int, Tensor] = {}
-        for expert, slot in self._as_they_come(routed.experts):
-            outputs[expert] = self._compute(of_each[expert], _weights_in(slot, self._blocks[expert]))
-        if not outputs:
+        self._hints = None if expected is None else most_chosen(routed.expected)
+        (in_order,) = self._run(call, self.forward_number, routed, (sorted_rows,), (True,))
+        if in_order is None:
             return torch.zeros_like(rows)
-        in_order = torch.cat([outputs[expert] for expert in routed.experts])
         weighted = in_order * top_k_weights.reshape(-1)[routed.order].unsqueeze(-1)
         in_place = weighted[routed.place]
         return in_place.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(rows.dtype)
@@ -103,9 +105,41 @@ class StreamedExperts:
     def _route(self, top_k_index: Tensor, expected_ends: Tensor | None = None) -> Routing:
         return Routing(top_k_index, len(self._blocks), self._parts.host_numbers, self._known_counts, expected_ends)
 
-    def _as_they_come(self, experts: Sequence[int]) -> Iterator[tuple[int, Slot]]:
-        """Yield each of ``experts`` with its slot, which is pinned while the caller computes. Experts in slots come
-        first, the others in the order in which they are loaded."""
+    def _run(
+        self, call: Call, forward: int, routed: Routing, given: tuple[Tensor, ...], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Compute ``given`` [n, ...], sorted by expert. Returns the results, [n, ...] each, or None."""
+        rows = CallRows(
+            kind=call,
+            forward=forward,
+            layer=self._layer,
+            name=self._name,
+            routed=routed,
+            given=given,
+            needs=tuple(needs),
+        )
+        return self._parts.places.run(rows, self._work)
+
+    def _work(self, call: Call, forward: int, groups: RowGroups) -> None:
+        """Compute the results of all groups."""
+        if call is Call.BACKWARD:
+            self._run_backward(forward, groups)
+            return
+        with torch.no_grad():
+            for expert, slot in self._as_they_come(call, list(groups), groups):
+                weights = _weights_in(slot, self._blocks[expert])
+                for group in groups[expert]:
+                    group.made = (self._compute(group.given[0], weights),)
+
+    def _as_they_come(self, call: Call, experts: Sequence[int], groups: RowGroups) -> Iterator[tuple[int, Slot]]:
+        """Begin a call with the loader. Yield each of ``experts`` with its slot, which is pinned while the caller
+        computes. Experts in slots come first, the others in the order in which they are loaded."""
+        num_rows = sum(len(group.given[0]) for of_expert in groups.values() for group in of_expert)
+        numbers = [expert - self._own.start for expert in experts]
+        self._parts.loader.route(self._layer, numbers, num_rows=num_rows, call=call)
+        if self._hints is not None:
+            self._parts.loader.hint(self._layer + 1, self._hints)
+            self._hints = None
         for _ in experts:
             block, slot = self._parts.loader.acquire_any()
             try:
@@ -142,38 +176,34 @@ class StreamedExperts:
         spread = torch.zeros_like(spread).index_put_((routed.place,), spread, accumulate=True)
         in_order = rows[routed.token], weights[routed.order], spread
         routed.wait_for_counts()
-        of_each = zip(routed.experts, *map(routed.split, in_order), strict=True)
-        waiting = {expert: (of_rows, of_weights, of_output) for expert, of_rows, of_weights, of_output in of_each}
-        made: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-        descending = routed.experts[::-1]
-        num_rows = top_k_index.numel()
-        self._parts.loader.route(self._layer, descending, num_rows=num_rows, call=Call.BACKWARD)
-        for expert, slot in self._as_they_come(descending):
-            made[expert] = self._backward_of(expert, slot, forward_number, waiting.pop(expert), needs)
-        for expert in sorted(set(range(len(self._blocks))) - set(routed.experts), reverse=True):
-            for part in _trained(self._blocks[expert]):
-                self._parts.forward_pass().take_expert_gradient(forward_number, part, None)
-        sorted_made = [made[expert] for expert in routed.experts]
-        of_all_rows = _gathered(rows, routed.token, [of_rows for of_rows, _ in sorted_made]) if needs[0] else None
-        of_all_weights = _gathered(weights, routed.order, [of_weights for _, of_weights in sorted_made])
-        return of_all_rows, of_all_weights.view_as(top_k_weights) if needs[1] else None
+        of_rows, of_weights = self._run(Call.BACKWARD, forward_number, routed, in_order, needs)
+        return (
+            _gathered(rows, routed.token, of_rows) if needs[0] else None,
+            _gathered(weights, routed.order, of_weights).view_as(top_k_weights) if needs[1] else None,
+        )
 
-    def _backward_of(
-        self,
-        expert: int,
-        slot: Slot,
-        forward_number: int,
-        given: tuple[Tensor, Tensor, Tensor],
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Run one expert's backward. ``given`` has its rows, their routing weights, and the gradient of the weighted
-        output."""
-        rows, weights, gradient = given
-        block = self._blocks[expert]
+    def _run_backward(self, forward_number: int, groups: RowGroups) -> None:
+        forward_pass, places = self._parts.forward_pass(), self._parts.places
+        for expert, slot in self._as_they_come(Call.BACKWARD, list(groups)[::-1], groups):
+            block = self._blocks[expert]
+            totals: dict[ParamSlice, Tensor] = {}
+            for group in groups[expert]:
+                for part, gradient in self._backward_of(block, slot, group).items():
+                    totals[part] = places.add_gradient(totals.get(part), gradient)
+            for part in _trained(block):
+                forward_pass.take_expert_gradient(forward_number, part, totals.pop(part))
+        for expert in sorted(set(range(len(self._blocks))) - groups.keys(), reverse=True):
+            for part in _trained(self._blocks[expert]):
+                forward_pass.take_expert_gradient(forward_number, part, None)
+
+    def _backward_of(self, block: Block, slot: Slot, group: RowGroup) -> dict[ParamSlice, Tensor]:
+        """Run one expert's backward of a group, which gave rows, their routing weights, and the gradients of the
+        weighted outputs. Returns the gradients of the expert's weights."""
+        (rows, weights, gradient), group.given = group.given, ()
         with torch.enable_grad():
             leaves = [
-                rows.detach().requires_grad_(needs[0]),
-                weights.detach().requires_grad_(needs[1]),
+                leaf.detach().requires_grad_(is_needed)
+                for leaf, is_needed in zip((rows, weights), group.needs, strict=True)
             ]
             own = {name: weight.detach() for name, weight in _weights_in(slot, block).items()}
             for part in _trained(block):
@@ -181,18 +211,15 @@ class StreamedExperts:
             made = self._compute(leaves[0], own) * leaves[1].unsqueeze(-1)
             wanted = [leaf for leaf in (*leaves, *own.values()) if leaf.requires_grad]
             found = dict(zip(map(id, wanted), torch.autograd.grad(made, wanted, gradient), strict=True))
-        for part in _trained(block):
-            of_part = found[id(own[_name_in_module(part)])]
-            self._parts.forward_pass().take_expert_gradient(forward_number, part, of_part)
-        return found.get(id(leaves[0])), found.get(id(leaves[1]))
+        group.made = found.get(id(leaves[0])), found.get(id(leaves[1]))
+        return {part: found[id(own[_name_in_module(part)])] for part in _trained(block)}
 
 
-def _gathered(like: Tensor, index: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-    """Return the gradient of ``like`` from the experts' gradients ``parts`` of its rows at ``index``, in the same way
-    as the backward of indexing."""
+def _gathered(like: Tensor, index: Tensor, found: Tensor | None) -> Tensor:
+    """Return the gradient of ``like`` from the gradients of its rows at ``index``, in the same way as the backward of
+    indexing. None if there are no rows."""
     gradient = torch.zeros_like(like)
-    found = [part for part in parts if part is not None]
-    return gradient.index_put_((index,), torch.cat(found), accumulate=True) if found else gradient
+    return gradient if found is None else gradient.index_put_((index,), found, accumulate=True)
 
 
 def _weights_in(slot: Slot, block: Block) -> dict[str, Tensor]:

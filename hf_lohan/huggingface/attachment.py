@@ -140,7 +140,7 @@ def offload_model(
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
     recompute_without_reentry(model)
     refuse_chunks(model, config)
-    config = experts_as_stored(model, config, links_to_other_ranks().ranks)
+    config = experts_as_stored(model, config)
     layout = lay_out(
         model,
         config,

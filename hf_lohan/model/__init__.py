@@ -25,7 +25,7 @@ from hf_lohan.model.discovery import (
     muon_for_matrices,
 )
 from hf_lohan.model.experts import FusedExperts, find_experts
-from hf_lohan.model.stored_form import StoredForm, dtype_name, records_of_rank, stored_form
+from hf_lohan.model.stored_form import StoredForm, assign_shards, dtype_name, records_of_rank, stored_form
 
 __all__ = [
     "PARAM_ALIGN_NUMEL",
@@ -39,6 +39,7 @@ __all__ = [
     "Rules",
     "StoredForm",
     "adamw_everywhere",
+    "assign_shards",
     "discover_blocks",
     "dtype_name",
     "find_experts",

@@ -145,6 +145,8 @@ class Block:
     """Number of elements in a granule of the records."""
     rank_edges: tuple[int, ...] = ()
     """Rank r has elements [rank_edges[r], rank_edges[r + 1]). Empty for one rank."""
+    owner: int | None = None
+    """The rank that stores the whole block and alone computes with it. None if all ranks compute with the block."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -220,6 +222,11 @@ class Block:
         self.rank_edges = cut_for_ranks(
             self.unit_numels, self.numel, num_ranks, granule_numel=self.granule_numel, keeps_units=self.needs_whole
         )
+
+    def give_to_rank(self, owner: int, num_ranks: int) -> None:
+        """Assign the whole block to one rank."""
+        self.owner = owner
+        self.rank_edges = tuple(self.numel if rank > owner else 0 for rank in range(num_ranks + 1))
 
     @property
     def rank_ranges(self) -> list[tuple[int, int]]:

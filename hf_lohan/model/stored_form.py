@@ -13,7 +13,7 @@ from torch import nn
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
 from hf_lohan.model.discovery import ModelBlocks, Rules, adamw_everywhere, discover_blocks
 from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
-from hf_lohan.planner import Quantization
+from hf_lohan.planner import Quantization, owned_experts
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
 assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
@@ -69,13 +69,26 @@ def stored_form(
     return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records, moment_dtype))
 
 
+def assign_shards(model_blocks: ModelBlocks, num_ranks: int) -> None:
+    """Assign a shard of each block to each rank. Experts that are separate blocks are not cut. Each belongs to one
+    rank (`owned_experts`)."""
+    for block in model_blocks.blocks:
+        block.cut_for_ranks(num_ranks)
+    for layer, experts in enumerate(model_blocks.experts.values()):
+        for rank, owned in enumerate(owned_experts(len(experts), layer, num_ranks)):
+            for block in experts[owned.start : owned.stop]:
+                block.give_to_rank(rank, num_ranks)
+
+
 def records_of_rank(blocks: Sequence[Block], rank: int) -> tuple[RecordSpec, ...]:
-    """Return the records of a rank's shards (`Block.cut_for_ranks`)."""
+    """Return the records of a rank's shards (`assign_shards`)."""
     return tuple(spec for block in blocks for spec in _records_of(block, *block.rank_ranges[rank]))
 
 
 def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
     """Return the records of elements [start, stop) of a block."""
+    if start == stop:
+        return []
     master = block.master
     dtype, granule_numel = dtype_name(master.working_dtype), block.granule_numel
     specs = []

@@ -7,7 +7,7 @@ and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways
-from hf_lohan.planner.cuts import cut_for_ranks, cut_units, units_between
+from hf_lohan.planner.cuts import cut_for_ranks, cut_units, owned_experts, units_between
 from hf_lohan.planner.fitting import fits_without_offloading, stock_training_fit
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
 from hf_lohan.planner.hardware_profile import (
@@ -105,6 +105,7 @@ __all__ = [
     "fits_without_offloading",
     "forecast",
     "one_more_ssd",
+    "owned_experts",
     "plan_offload",
     "plan_pools",
     "scaled_to",

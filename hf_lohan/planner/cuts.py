@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
@@ -73,6 +73,15 @@ def cut_for_ranks(
             edge = round(wanted / granule_numel) * granule_numel
         edges.append(min(max(edge, edges[-1]), numel))
     return (*edges, numel)
+
+
+def owned_experts(num_experts: int, layer: int, num_ranks: int) -> list[range]:
+    """Return, for each rank, the numbers of the experts that it owns in a layer, which follow each other. A range may
+    be empty. The first range belongs to another rank in each layer, so that numbers that do not divide evenly balance
+    out."""
+    edges = [-(-part * num_experts // num_ranks) for part in range(num_ranks + 1)]
+    ranges = [range(first, last) for first, last in pairwise(edges)]
+    return [ranges[(rank - layer) % num_ranks] for rank in range(num_ranks)]
 
 
 def _element_at(cost: float, trained: int) -> float:

@@ -23,6 +23,7 @@ from hf_lohan.model import (
     Rules,
     StoredForm,
     adamw_everywhere,
+    assign_shards,
     find_experts,
     muon_for_matrices,
     records_of_rank,
@@ -138,6 +139,11 @@ class OffloadLayout(StoredForm):
     def num_parameters(self) -> int:
         return self.identity.num_parameters
 
+    @property
+    def common_blocks(self) -> list[Block]:
+        """The blocks with which each rank computes, which are all but the experts of other ranks and its own."""
+        return [block for block in self.blocks if block.owner is None]
+
     @cached_property
     def resident_records(self) -> tuple[RecordTraffic, ...]:
         return choose_resident_records(self.records_of_a_step, free_bytes=self.record_bytes)
@@ -162,9 +168,9 @@ class OffloadLayout(StoredForm):
         return replace(
             self,
             collectives=way,
-            copy_bytes=kept_bytes(self.blocks, self.ranks, way),
-            copy_records=kept_records(self.blocks, self.ranks, way),
-            weight_message_bytes=max(self.weight_message_bytes, message_bytes(self.blocks, self.ranks, way)),
+            copy_bytes=kept_bytes(self.common_blocks, self.ranks, way),
+            copy_records=kept_records(self.common_blocks, self.ranks, way),
+            weight_message_bytes=max(self.weight_message_bytes, message_bytes(self.common_blocks, self.ranks, way)),
             record_bytes=max(0, free_bytes - activation_bytes),
             activation_bytes=activation_bytes,
         )
@@ -184,8 +190,8 @@ class OffloadLayout(StoredForm):
 
     def _ram_bytes_of(self, way: Collectives) -> int:
         """Return the bytes of RAM that this way needs beyond what is already reserved."""
-        copy_bytes = kept_bytes(self.blocks, self.ranks, way) if way.backward == "ram" else 0
-        return copy_bytes + max(0, message_bytes(self.blocks, self.ranks, way) - self.weight_message_bytes)
+        copy_bytes = kept_bytes(self.common_blocks, self.ranks, way) if way.backward == "ram" else 0
+        return copy_bytes + max(0, message_bytes(self.common_blocks, self.ranks, way) - self.weight_message_bytes)
 
     def decided(self) -> OffloadLayout:
         """Return this layout for a run without a plan, with the first way that fits RAM, and the default division of
@@ -283,7 +289,6 @@ class OffloadLayout(StoredForm):
 class _WholeBlocks:
     """Sizes for a single rank, which stores whole blocks."""
 
-    can_stream_experts = True
     gradients_are_summed = False
     gradients_stay_in_pool = False
 
@@ -314,8 +319,6 @@ class _WholeBlocks:
 class _Shards(_WholeBlocks):
     """Sizes for one of several ranks, which stores its shard of each block."""
 
-    can_stream_experts = False
-    """Ranks load blocks in one order, but each rank's tokens choose different experts."""
     gradients_are_summed = True
     """Gradients are summed over the ranks in float32."""
     gradients_stay_in_pool = True
@@ -327,16 +330,14 @@ class _Shards(_WholeBlocks):
         return share_of_machine(config, device, paths, links)
 
     def cut(self, form: StoredForm) -> StoredForm:
-        blocks = form.model_blocks.blocks
-        for block in blocks:
-            block.cut_for_ranks(self._ranks.num_ranks)
-        return replace(form, records=records_of_rank(blocks, self._ranks.rank))
+        assign_shards(form.model_blocks, self._ranks.num_ranks)
+        return replace(form, records=records_of_rank(form.model_blocks.blocks, self._ranks.rank))
 
     def shape(self, block: Block) -> BlockShape:
         return block.shape(self._ranks.rank)
 
     def shared_weight_bytes(self, blocks: Sequence[Block]) -> int:
-        return _SHARED_BLOCKS * max(block.param_bytes for block in blocks)
+        return _SHARED_BLOCKS * max(block.param_bytes for block in blocks if block.owner is None)
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
         return tuple(asked) if self._ranks.num_nodes > 1 else (WAY_WITHIN_A_NODE,)
@@ -416,7 +417,8 @@ def lay_out(
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
     open_ways = shards.ways(config.collectives.open_ways())
-    messages = min(message_bytes(blocks, ranks, way) for way in open_ways)
+    common_blocks = [block for block in blocks if block.owner is None]
+    messages = min(message_bytes(common_blocks, ranks, way) for way in open_ways)
     exchange_bytes = shared_bytes // ranks.num_local + messages
     if exchange_bytes >= config.cpu_memory:
         raise BudgetError(
@@ -481,29 +483,58 @@ def refuse_packed_shards(config: OffloadConfig, ranks: Ranks) -> None:
 def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:
     """Return whether experts are loaded one by one. In ``form`` they are in their layers' blocks. Raises ValueError if
     the configuration requires it and the model or the ranks do not allow it."""
-    can_stream = _shards_of(ranks).can_stream_experts
-    if config.experts == "with_layer" or (config.experts == "auto" and not can_stream):
-        return False
     found = find_experts(model)
-    if config.experts == "streamed":
+    divides = config.expert_parallel in ("node", "world")
+    _check_expert_parallel(model, bool(found), config, ranks)
+    if config.experts == "with_layer":
+        return False
+    if config.experts == "streamed" or (divides and ranks.num_ranks > 1):
         if not found:
             raise ValueError(
-                f"experts: streamed is set, but {type(model).__name__} has no experts that can be loaded one by one, "
-                "which must be fused tensors that transformers calls through its registry of implementations, "
-                "without adapters; set experts to auto or with_layer"
-            )
-        if not can_stream:
-            raise ValueError(
-                f"experts: streamed is set with {ranks.num_ranks} ranks, but ranks load blocks in one order, and each "
-                "rank's tokens choose different experts; set experts to with_layer"
+                f"experts: streamed is set, but {_lacks_experts(model)}; set experts to auto or with_layer"
             )
         return True
+    if ranks.num_ranks > 1:
+        return False
     assert isinstance(config.gpu_memory, int)
     fused = [parameter for experts in found.values() for parameter in experts.parameters.values()]
     itemsize = form.master.working_dtype.itemsize
     layer_bytes = max(block.param_bytes for block in form.model_blocks.blocks if block.size_class is SizeClass.LAYER)
     gradient_bytes = max((parameter.numel() * itemsize for parameter in fused), default=0)
     return bool(found) and 2 * layer_bytes + gradient_bytes > config.gpu_memory // _WHOLE_LAYERS_SHARE
+
+
+def _lacks_experts(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} has no experts that can be loaded one by one, which must be fused tensors that "
+        "transformers calls through its registry of implementations, without adapters"
+    )
+
+
+def _check_expert_parallel(model: nn.Module, has_experts: bool, config: OffloadConfig, ranks: Ranks) -> None:
+    """Raise ValueError if `expert_parallel` does not fit the model, the other settings or the ranks."""
+    asked = config.expert_parallel
+    if asked in ("node", "world"):
+        if not has_experts:
+            raise ValueError(
+                f"expert_parallel: {asked} is set, but {_lacks_experts(model)}; set expert_parallel to auto"
+            )
+        if config.experts == "with_layer":
+            raise ValueError(
+                f"expert_parallel: {asked} gives each expert to one rank, which loads it alone, but experts: "
+                "with_layer loads all experts of a layer on each rank; set experts to auto or streamed"
+            )
+    if asked == "node" and ranks.num_nodes > 1:
+        raise ValueError(
+            f"expert_parallel: node is set with {ranks.num_nodes} nodes, but each expert belongs to one rank of all "
+            "nodes, which the tokens of the others must reach; set expert_parallel to world"
+        )
+    if asked == "none" and config.experts == "streamed" and ranks.num_ranks > 1:
+        raise ValueError(
+            f"experts: streamed is set with {ranks.num_ranks} ranks and expert_parallel: none, but streamed experts "
+            "belong to one rank each, so that tokens must go to them; set expert_parallel to auto or world, or experts "
+            "to with_layer"
+        )
 
 
 def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: _WholeBlocks) -> tuple[RecordTraffic, ...]:
@@ -527,16 +558,17 @@ def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: _WholeBlocks) ->
 _LOADED = {"streamed": "are loaded one by one", "with_layer": "are loaded with their layers"}
 
 
-def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
+def experts_as_stored(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
     """Return the configuration with `experts: auto` resolved to the form in the store at its paths, and log it. All
     other settings must be resolved. Raises ForeignStoreError if the configuration requires the other form and the store
     belongs to this model class."""
-    found = find_experts(model) if _shards_of(ranks).can_stream_experts else {}
+    found = find_experts(model)
     manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
     if manifest is None or not _is_of(manifest.model, model):  # opening the store reports the error
         return config
     blocks = {record.block for record in manifest.layout.records}
-    stored: Experts = "streamed" if all(f"{name}.0" in blocks for name in found) else "with_layer"
+    is_streamed = any(f"{name}.{expert}" in blocks for name, of in found.items() for expert in range(of.num_experts))
+    stored: Experts = "streamed" if is_streamed else "with_layer"
     if config.experts == stored:
         return config
     assert config.ssd != "auto"

@@ -10,6 +10,7 @@ from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT
 from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
 from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
 from hf_lohan.ranks.collectives.rank_order_sum import sum_in_rank_order_
+from hf_lohan.ranks.collectives.row_exchange import CallOfRank, ExpertCall, RowExchange
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
 from hf_lohan.ranks.transport.connection import Handler
@@ -27,11 +28,13 @@ __all__ = [
     "SINGLE_RANK",
     "WEIGHTS_INT8",
     "BlockCodec",
+    "CallOfRank",
     "Channel",
     "CodedTraffic",
     "CodingError",
     "CommitAgreement",
     "CompleteGradient",
+    "ExpertCall",
     "GradientExchange",
     "GradientPart",
     "Handler",
@@ -43,6 +46,7 @@ __all__ = [
     "RankTimeoutError",
     "Ranks",
     "RanksDisagreeError",
+    "RowExchange",
     "SharedRegion",
     "StepAgreement",
     "StepDelta",

@@ -62,7 +62,7 @@ class GradientReduction:
         self._put, self._on_failure, self._apply_unexpected = put, on_failure, apply_unexpected
         self._exchange = GradientExchange(
             self._links,
-            {key: chunk.owner for key, chunk in enumerate(self._chunks)},
+            {key: chunk.owner for key, chunk in enumerate(self._chunks) if self.is_shared(chunk)},
             self._memory,
             completed=lambda complete: put(partial(self._apply_mean, complete)),
             release=_release_buffer,
@@ -70,6 +70,11 @@ class GradientReduction:
         )
         this = weakref.ref(self)  # the links live longer
         self._links.add_failure_callback(lambda error: _note_failure(this(), error))
+
+    @staticmethod
+    def is_shared(chunk: Chunk) -> bool:
+        """Return whether each rank has a gradient of the chunk. If not, its owner has the average already."""
+        return chunk.block.owner is None
 
     def owns(self, chunk: Chunk) -> bool:
         """Return whether this rank updates the chunk."""

@@ -106,6 +106,11 @@ class ChunkGradient:
         assert self.buffer is not None
         return self.buffer.view(self.dtype, self.chunk.numel)
 
+    def measure_again(self) -> None:
+        """Have all parameters measured on the host, even those of a single backward. With several ranks nothing is
+        measured as it arrives."""
+        self.summed, self.is_measured = set(self.slices), False
+
     def refuse_not_finite(self) -> None:
         """Raise NonFiniteGradientError if an element is not finite. This protects updates that cannot be undone."""
         if self.is_zero:
@@ -291,6 +296,7 @@ class HeldGradients:
     def measure(self, gradient: ChunkGradient) -> None:
         """Measure the summed parameters. All others were measured as they arrived."""
         gradient.is_measured = True
+        use_all_cores()  # torch measures on all cores
         for piece in gradient.chunk.pieces:
             if piece.param_slice in gradient.summed:
                 self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])

@@ -130,8 +130,10 @@ class Handover:
     """Knows which chunks are still to be updated, and which new parameters are in RAM until they are written. A reader
     of a block first gets its new parameters from here, and then reads only the rest from the store."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, device_of_experts: Device | None = None) -> None:
+        """``device``: copies new parameters to readers. ``device_of_experts``: does so for experts that belong to one
+        rank; by default ``device``."""
+        self._devices = device, device_of_experts or device
         # Callers enter the lock and not the condition. `IoEngine` says why.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -158,8 +160,9 @@ class Handover:
             if delivery is None or chunk not in delivery.to_come:
                 return new, None
         # Nothing else writes to this part of the slot, and readers are still waiting.
-        self._device.copy(Lane.H2D, delivery.weights[chunk.start : chunk.stop], param)
-        copied = self._device.record(Lane.H2D)
+        device = self._device_for(chunk.block)
+        device.copy(Lane.H2D, delivery.weights[chunk.start : chunk.stop], param)
+        copied = device.record(Lane.H2D)
         with self._lock:
             delivery.to_come.discard(chunk)
             is_last = not delivery.to_come and self._deliveries.pop(chunk.block, None) is not None
@@ -211,6 +214,9 @@ class Handover:
         for delivery in deliveries:
             delivery.end_delivery(error())
 
+    def _device_for(self, block: Block) -> Device:
+        return self._devices[block.owner is not None]
+
     # Called by readers.
 
     def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
@@ -222,7 +228,7 @@ class Handover:
                 # The lane must not wait for compute, because compute may wait for new weights, which use the same lane.
                 free.synchronize()
             else:
-                self._device.wait(Lane.H2D, free)
+                self._device_for(block).wait(Lane.H2D, free)
         with self._lock:
             # A delivery to a forgotten slot may still run, and must end first.
             self._changed.wait_for(lambda: self._cause is not None or block not in self._deliveries)
@@ -237,8 +243,9 @@ class Handover:
             if to_come:
                 self._deliveries[block] = delivery
         for chunk, param, buffer in in_ram:
-            self._device.copy(Lane.H2D, weights[chunk.start : chunk.stop], param)
-            delivery.copying.append((self._device.record(Lane.H2D), buffer))
+            device = self._device_for(block)
+            device.copy(Lane.H2D, weights[chunk.start : chunk.stop], param)
+            delivery.copying.append((device.record(Lane.H2D), buffer))
         return delivery
 
 

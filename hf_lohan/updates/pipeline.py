@@ -42,7 +42,7 @@ class GradientPipeline:
         """Chunks that the step's backwards passed, with or without a gradient."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
         self._gradient_buffers = setup.gradients
-        self._handover = Handover(setup.copies_new_weights or setup.device)
+        self._handover = Handover(setup.copies_new_weights or setup.device, setup.device)
         self._failure = FirstFailure(self._abort)
         self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
         self._worker = UpdateWorker(setup, self._norms, self._handover, self._failure.record_error, exchange)
@@ -82,7 +82,7 @@ class GradientPipeline:
 
     def note_passed(self, chunks: Iterable[Chunk]) -> None:
         """Note that a backward passed these chunks. Chunks that get no gradient in this step (experts without tokens)
-        are updated with zeros. Not supported with several ranks."""
+        are updated with zeros."""
         self._passed.update(dict.fromkeys(chunks))
 
     def check_while_waiting(self, since_s: float) -> None:
@@ -244,6 +244,8 @@ class RankGradientPipeline(GradientPipeline):
         self._agreement = agreement
         self._is_agreed = False
         """Whether all ranks know the norms of the step in progress, and apply it."""
+        self._passed_elsewhere: set[Chunk] = set()
+        """Chunks of other ranks' experts that the step's backwards passed. They take the step on their ranks."""
         super().__init__(setup, exchange)
         exchange.start(self._thread.submit, self._failure.record_error, self._worker.apply_unexpected)
 
@@ -258,7 +260,12 @@ class RankGradientPipeline(GradientPipeline):
         return self._exchange.owns(chunk)
 
     def note_passed(self, chunks: Iterable[Chunk]) -> None:
-        raise AssertionError("other ranks may have a gradient of these chunks")
+        for chunk in chunks:
+            assert not self._exchange.is_shared(chunk), "other ranks may have a gradient of this chunk"
+            if self._exchange.owns(chunk):
+                super().note_passed([chunk])
+            else:
+                self._passed_elsewhere.add(chunk)
 
     def check_while_waiting(self, since_s: float) -> None:
         self._exchange.check_while_waiting(since_s)
@@ -273,7 +280,8 @@ class RankGradientPipeline(GradientPipeline):
         self._is_agreed = True
 
     def _updated_by_others(self) -> Set[ParamSlice]:
-        return self._norms.with_gradient
+        passed = {piece.param_slice for chunk in self._passed_elsewhere for piece in chunk.pieces}
+        return self._norms.with_gradient | {part for part in passed if part.parameter.requires_grad}
 
     def abandon_step(self) -> tuple[set[Block], bool]:
         had_gradients = self.has_gradients
@@ -290,6 +298,7 @@ class RankGradientPipeline(GradientPipeline):
 
     def _begin_next(self) -> None:
         super()._begin_next()
+        self._passed_elsewhere.clear()
         self._exchange.end_step()
         self._is_agreed = False
 

@@ -88,10 +88,13 @@ class UpdateWorker:
                 self._queue.refuse_second(arrived)
             self.undo_guesses()
         gradient = self._held.add_arrived(arrived)
+        is_shared = self._exchange is not None and self._exchange.is_shared(arrived.chunk)
+        if self._exchange is not None and not is_shared:
+            gradient.measure_again()
         if not is_final:
             self._held.hold(gradient)
             give_back(borrowed)
-        elif self._exchange is None:
+        elif self._exchange is None or not is_shared:
             self._apply_or_hold(gradient, may_guess=may_guess, borrowed=borrowed)
         else:
             apply = partial(self._apply_or_hold, may_guess=may_guess, borrowed=borrowed)
@@ -131,7 +134,7 @@ class UpdateWorker:
     def publish_rest(self) -> None:
         """Publish to other ranks the gradients that no final backward announced."""
         assert self._exchange is not None
-        for chunk in self._held.chunks - self._exchange.published:
+        for chunk in filter(self._exchange.is_shared, self._held.chunks - self._exchange.published):
             gradient = self._held.pop_gradient(chunk)
             self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
 

@@ -41,14 +41,15 @@ def test_rows_are_counted_in_one_fetch(device: CountingDevice, dtype: torch.dtyp
     assert (routing.experts, routing.num_rows, routing.expected) == ([1, 3, 4], [2, 3, 1], [0, 2, 0, 4])
     assert device.num_fetches == 1
     sorted_ids = chosen.reshape(-1)[routing.order]
-    assert [part.unique().tolist() for part in routing.split(sorted_ids)] == [[1], [3], [4]]
+    assert sorted_ids.tolist() == [1, 1, 3, 3, 3, 4]
+    assert (list(routing.counts), routing.ends) == ([0, 2, 0, 3, 1], [0, 0, 2, 2, 5, 6])
     assert torch.equal(sorted_ids[routing.place], chosen.reshape(-1))
 
 
 def test_no_rows_are_counted_as_none(device: CountingDevice) -> None:
     routing = Routing(torch.empty(0, 2, dtype=torch.long), NUM_EXPERTS, HostNumbers(device), KnownCounts())
     routing.wait_for_counts()
-    assert routing.experts == routing.num_rows == routing.split(torch.empty(0)) == []
+    assert routing.experts == routing.num_rows == []
 
 
 @pytest.mark.parametrize("stranger", [-1, NUM_EXPERTS, NUM_EXPERTS + 3])

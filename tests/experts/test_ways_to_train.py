@@ -244,13 +244,17 @@ def test_auto_streams_experts_if_two_layers_and_a_gradient_exceed_half_of_the_de
         twins.assert_equal()
 
 
-def test_streamed_experts_are_refused_with_several_ranks(make_config: ConfigFactory) -> None:
+def test_several_ranks_stream_experts_only_if_asked_to(make_config: ConfigFactory) -> None:
     model, ranks = tiny_model("mixtral"), Ranks(rank=0, num_ranks=2, local_rank=0, num_local=2)
     of_run: dict[str, Any] = {"working_dtype": None, "hold_gradients": True, "ranks": ranks}
-    with pytest.raises(ValueError, match=r"streamed is set with 2 ranks.*set experts to with_layer"):
-        lay_out(model, make_config(experts="streamed", cpu_memory="16MiB"), **of_run)
-    layout = lay_out(model, make_config(experts="auto", cpu_memory="16MiB"), **of_run)
-    assert layout.plan.num_slots[SizeClass.EXPERT] == 0
+    for settings, streams in (
+        ({"experts": "auto"}, False),
+        ({"experts": "streamed"}, True),
+        ({"expert_parallel": "world"}, True),
+        ({"expert_parallel": "none"}, False),
+    ):
+        layout = lay_out(model, make_config(cpu_memory="16MiB", **{"experts": "auto", **settings}), **of_run)
+        assert (layout.plan.num_slots[SizeClass.EXPERT] > 0) is streams
 
 
 class NotesLargest:

@@ -246,7 +246,7 @@ def from_pretrained(
     encoded = encoded if config.quantize.weights else None
     config = activations_kept_if_needed(skeleton, config)
     refuse_chunks(skeleton, config)
-    config = experts_as_stored(skeleton, config, links_to_other_ranks().ranks)
+    config = experts_as_stored(skeleton, config)
     lay_out_for_this = partial(
         lay_out,
         config=config,

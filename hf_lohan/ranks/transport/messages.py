@@ -29,6 +29,8 @@ class Channel(enum.IntEnum):
     """Small messages. Their handlers never wait."""
     WEIGHTS = 1
     GRADIENTS = 2
+    TOKENS = 3
+    """Rows of tokens on their way to the ranks that own their experts, and back."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -68,6 +70,13 @@ class Kind(enum.IntEnum):
     """A rank's shard of a load has a wrong checksum. Numbers: the load and its block."""
     PREPARED = 30
     """A commit is durable on a rank."""
+    EXPERT_CALL = 40
+    """A rank calls the experts of a layer. Numbers: the call. Payload: its numbers of rows, by expert of the
+    receiver."""
+    EXPERT_ROWS = 41
+    """The rows of a call, for the experts of the receiver."""
+    EXPERT_RESULTS = 42
+    """What the sender's experts made of the receiver's rows."""
 
 
 class DamagedHeadError(ValueError):

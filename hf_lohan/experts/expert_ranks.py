@@ -1,0 +1,231 @@
+"""Where the rows of a call of a layer's experts are computed: all in this process, or each by the rank that owns its
+expert.
+
+The rows that one rank has for one expert are a *group*, which is a product of its own. So a group's result, and its
+gradients of the expert's weights, do not depend on other ranks' rows. An owner adds the gradients of all ranks in rank
+order. Both together equal one process that computes the ranks' batches one after the other, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Device
+from hf_lohan.experts.expert_schedule import Call
+from hf_lohan.experts.routing import Routing
+from hf_lohan.planner import owned_experts
+from hf_lohan.ranks import CallOfRank, ExpertCall, Links, RowExchange
+
+_CALLS = (Call.FORWARD, Call.AGAIN, Call.BACKWARD)
+"""The calls in the order of `CALL_KINDS`."""
+
+
+@dataclass(eq=False)
+class RowGroup:
+    """One rank's rows for one expert."""
+
+    given: tuple[Tensor, ...]
+    """Tensors [n, ...] that the rank gave: its rows, and in backward also their routing weights and the gradients of
+    the weighted outputs."""
+    needs: tuple[bool, ...]
+    """Which results the rank needs."""
+    made: tuple[Tensor | None, ...] = ()
+    """The results, [n, ...] each. None if it is not needed."""
+
+
+RowGroups: TypeAlias = dict[int, list[RowGroup]]
+"""The groups of this process's experts by expert, ascending, and then in rank order."""
+Work: TypeAlias = Callable[[Call, int, RowGroups], None]
+"""Called with a call, the number of its forward, and groups, whose results it makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRows:
+    """One call of a layer's experts, with this process's rows."""
+
+    kind: Call
+    forward: int
+    layer: int
+    name: str
+    """Name of the layer's experts, for errors."""
+    routed: Routing
+    given: tuple[Tensor, ...]
+    """Tensors [n, ...] of the rows, sorted by expert."""
+    needs: tuple[bool, ...]
+
+
+class ExpertPlaces(Protocol):
+    """Knows which process computes which expert."""
+
+    def own(self, layer: int, num_experts: int) -> range:
+        """Return the numbers of the experts that this process computes."""
+
+    def run(self, rows: CallRows, work: Work) -> list[Tensor | None]:
+        """Run one call. Returns the results, each [n, ...] in the order of the rows. None if it is not needed, or if
+        there are no rows."""
+
+    def add_gradient(self, total: Tensor | None, gradient: Tensor) -> Tensor:
+        """Add a group's gradient of a weight to those of the earlier groups. May change ``total``."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this process computes all experts."""
+
+    def close(self) -> None:
+        """Take no more rows of others."""
+
+
+class AllHere:
+    """The `ExpertPlaces` of a single process."""
+
+    is_one = True
+
+    def own(self, layer: int, num_experts: int) -> range:
+        return range(num_experts)
+
+    def run(self, rows: CallRows, work: Work) -> list[Tensor | None]:
+        groups = _groups_of(rows, range(len(rows.routed.counts)))
+        work(rows.kind, rows.forward, groups)
+        return [_joined(groups, index) for index in range(len(rows.needs))]
+
+    def add_gradient(self, total: Tensor | None, gradient: Tensor) -> Tensor:
+        assert total is None, "one process has one group for each expert"
+        return gradient
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(eq=False)
+class _Served:
+    """Another rank's part of a call."""
+
+    rank: int
+    num_rows: tuple[int, ...]
+    groups: RowGroups = field(default_factory=dict)
+
+
+class OneOwnerEach:
+    """The `ExpertPlaces` of one of several ranks. Rows go to the ranks that own their experts. All ranks call the
+    layers' experts in the same order."""
+
+    is_one = False
+
+    def __init__(self, links: Links, exchange: RowExchange, device: Device) -> None:
+        self._ranks = links.ranks
+        self._exchange = exchange
+        self._device = device
+        self._scale = 1.0 / links.ranks.num_ranks
+
+    def own(self, layer: int, num_experts: int) -> range:
+        return owned_experts(num_experts, layer, self._ranks.num_ranks)[self._ranks.rank]
+
+    def add_gradient(self, total: Tensor | None, gradient: Tensor) -> Tensor:
+        # Multiply and add in two operations, as `sum_in_rank_order_` does.
+        scaled = gradient.to(torch.float32) * self._scale
+        return scaled if total is None else total.add_(scaled)
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def run(self, rows: CallRows, work: Work) -> list[Tensor | None]:
+        call = ExpertCall(rows.layer, _CALLS.index(rows.kind), rows.forward)
+        owned = owned_experts(len(rows.routed.counts), rows.layer, self._ranks.num_ranks)
+        ends = rows.routed.ends
+        for rank in self._ranks.others:
+            experts = owned[rank]
+            first, last = ends[experts.start], ends[experts.stop]
+            sent = [self._to_host(tensor[first:last]) for tensor in rows.given] if first < last else []
+            counts = tuple(rows.routed.counts[experts.start : experts.stop])
+            self._exchange.send_call(rank, CallOfRank(call, _bits(rows.needs), counts), sent)
+        own = owned[self._ranks.rank]
+        what = f"the rows of {rows.name}"
+        while True:
+            now, ranks = self._exchange.next_call(call, what)
+            is_own = now == call
+            served = [self._take(rank, own, len(rows.given) if is_own else 1, what) for rank in ranks]
+            parts = {part.rank: part.groups for part in served}
+            if is_own:
+                parts[self._ranks.rank] = _groups_of(rows, own)
+            work(_CALLS[now.kind], now.forward, _in_rank_order(parts))
+            for part in served:
+                self._return(part)
+            if is_own:
+                return self._results(rows, owned, parts[self._ranks.rank])
+
+    def _take(self, rank: int, own: range, num_tensors: int, what: str) -> _Served:
+        """Take another rank's part of the call that runs now."""
+        call = self._exchange.take_call(rank)
+        served = _Served(rank, call.num_rows)
+        num_rows = sum(call.num_rows)
+        if num_rows:
+            given = [self._exchange.take_rows(rank, num_rows, what) for _ in range(num_tensors)]
+            of_each = zip(*(tensor.to(self._device.torch_device).split(call.num_rows) for tensor in given), strict=True)
+            needs = tuple(bool(call.flags >> bit & 1) for bit in range(max(1, num_tensors - 1)))
+            served.groups.update(
+                {
+                    expert: [RowGroup(parts, needs)]
+                    for expert, number, parts in zip(own, call.num_rows, of_each, strict=True)
+                    if number
+                }
+            )
+        return served
+
+    def _return(self, served: _Served) -> None:
+        if served.groups:
+            needs = next(iter(served.groups.values()))[0].needs
+            made = [_joined(served.groups, index) for index in range(len(needs))]
+            self._exchange.send_results(served.rank, [self._to_host(result) for result in made if result is not None])
+
+    def _results(self, rows: CallRows, owned: Sequence[range], mine: RowGroups) -> list[Tensor | None]:
+        """Return the results of this rank's rows, in their order."""
+        ends = rows.routed.ends
+        found: list[list[Tensor]] = [[] for _ in rows.needs]
+        for rank in sorted(range(self._ranks.num_ranks), key=lambda rank: owned[rank].start):
+            num_rows = ends[owned[rank].stop] - ends[owned[rank].start]
+            for index, is_needed in enumerate(rows.needs):
+                if num_rows and is_needed and rank == self._ranks.rank:
+                    part = _joined(mine, index)
+                    assert part is not None
+                    found[index].append(part)
+                elif num_rows and is_needed:
+                    taken = self._exchange.take_results(rank, num_rows, f"the results of {rows.name}")
+                    found[index].append(taken.to(self._device.torch_device))
+        return [torch.cat(parts) if parts else None for parts in found]
+
+    @staticmethod
+    def _to_host(tensor: Tensor) -> Tensor:
+        return tensor.detach().contiguous().cpu()
+
+
+def _groups_of(rows: CallRows, own: range) -> RowGroups:
+    """Return this process's rows for the experts ``own``."""
+    ends = rows.routed.ends
+    return {
+        expert: [RowGroup(tuple(tensor[ends[expert] : ends[expert + 1]] for tensor in rows.given), rows.needs)]
+        for expert in own
+        if ends[expert] < ends[expert + 1]
+    }
+
+
+def _in_rank_order(parts: Mapping[int, RowGroups]) -> RowGroups:
+    joined: RowGroups = {}
+    for expert in sorted({expert for groups in parts.values() for expert in groups}):
+        joined[expert] = [group for rank in sorted(parts) for group in parts[rank].get(expert, ())]
+    return joined
+
+
+def _joined(groups: RowGroups, index: int) -> Tensor | None:
+    """Return one rank's result ``index``, by expert; None if it is not needed."""
+    found = [group.made[index] for of_expert in groups.values() for group in of_expert]
+    made = [part for part in found if part is not None]
+    return torch.cat(made) if made else None
+
+
+def _bits(needs: Sequence[bool]) -> int:
+    return sum(1 << bit for bit, is_needed in enumerate(needs) if is_needed)

@@ -1,0 +1,503 @@
+"""Ranks that divide the experts among themselves equal one torch process that accumulates the ranks' batches."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import slow_but
+from engines import open_engine, resolved
+from expert_models import expert_model
+from rank_processes import RankProcesses
+from torch import Tensor, nn
+
+from hf_lohan.config import ConfigError, OffloadConfig
+from hf_lohan.device import CpuDevice, Device
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attachment import (
+    compute_expert,
+    enable_checkpointing,
+    enable_recompute,
+    stream_experts,
+)
+from hf_lohan.model import find_experts
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
+from hf_lohan.planning.layout import resolved_here
+from hf_lohan.ranks import CallOfRank, Channel, ExpertCall, Links, Ranks, RowExchange
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+
+NUM_STEPS = 3
+LR = 1e-2
+SETTINGS: dict[str, Any] = {
+    "cpu_memory": "16MiB",
+    "gpu_memory": "1MiB",
+    "io_threads": 1,
+    "prefetch_blocks": 1,
+    "activations": "recompute",
+    "experts": "streamed",
+}
+_ONE_GENERATOR = threading.Lock()
+"""Ranks are threads here, and all threads share torch's generator."""
+MakeModel = Callable[[], Any]
+
+
+@dataclass
+class Trained:
+    """The results of a run."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    sent_bytes: int = 0
+    """Bytes that the rank sent on the channel of tokens while it trained."""
+    num_behind: int = 0
+    """Number of the rank's experts that were behind at the end."""
+
+
+def batch(step: int, rank: int, micro: int = 0) -> dict[str, Tensor]:
+    """Return a batch whose length depends on the rank."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    ids = torch.randint(5, VOCAB_SIZE, (2, 11 - 2 * rank), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def train_stock(
+    make_model: MakeModel,
+    num_ranks: int,
+    *,
+    num_local: int = 8,
+    accumulation: int = 1,
+    norms: list[Tensor] | None = None,
+    max_norm: float = 0.0,
+    recompute: bool = False,
+) -> Trained:
+    """Train one process in memory with the batches of all ranks, and clip by ``norms``.
+
+    Other gradients than those of experts are summed over micro-batches first, then over the ranks of a node, and then
+    over nodes. For a single micro-batch and one node this is torch's order.
+    """
+    model = make_model()
+    if recompute:
+        enable_checkpointing(model)
+    experts = {id(parameter) for of in find_experts(model).values() for parameter in of.parameters.values()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
+    trained = Trained()
+    is_simple = accumulation == 1 and num_ranks <= num_local
+    for step in range(NUM_STEPS):
+        found: dict[tuple[int, int], list[Tensor]] = {}
+        for micro in range(accumulation):
+            for rank in range(num_ranks):
+                loss = model(**batch(step, rank, micro)).loss
+                (loss / accumulation / num_ranks).backward()
+                trained.losses.append(loss.detach())
+                if not is_simple:
+                    found[micro, rank] = [parameter.grad for parameter in model.parameters()]
+                    model.zero_grad()
+        if not is_simple:
+            for index, parameter in enumerate(model.parameters()):
+                of = {key: gradients[index] for key, gradients in found.items()}
+                if id(parameter) in experts:
+                    sums = [sum(of[micro, rank] for rank in range(num_ranks)) for micro in range(accumulation)]
+                else:
+                    of_ranks = [sum(of[micro, rank] for micro in range(accumulation)) for rank in range(num_ranks)]
+                    sums = [sum(of_ranks[first : first + num_local]) for first in range(0, num_ranks, num_local)]
+                parameter.grad = sum(sums)
+        if norms is not None:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norms[step])
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        trained.weights[name] = parameter.detach()
+        trained.states[name] = state["exp_avg"], state["exp_avg_sq"]
+        trained.counts[name] = int(state["step"])
+    return trained
+
+
+@contextmanager
+def opened(
+    links: Links,
+    folder: Path,
+    make_model: MakeModel,
+    *,
+    hold_gradients: bool = False,
+    device: Device | None = None,
+    recompute: bool = False,
+    **settings: Any,
+) -> Iterator[OffloadEngine]:
+    """Open the engine of one rank."""
+    with _ONE_GENERATOR:
+        model = make_model()
+    config = resolved(folder / f"rank-{links.ranks.rank}", **{**SETTINGS, **settings})
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=hold_gradients, ranks=links.ranks)
+    engine = open_engine(model, layout, config, device, links, compute_expert=compute_expert)
+    stream_experts(engine.experts)
+    if recompute:
+        enable_recompute(model, engine)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def train_rank(
+    links: Links,
+    folder: Path,
+    make_model: MakeModel,
+    *,
+    max_norm: float = 0.0,
+    accumulation: int = 1,
+    is_joint: bool = False,
+    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
+    **settings: Any,
+) -> Trained:
+    """Train one rank of several."""
+    rank, trained = links.ranks.rank, Trained()
+    holds = max_norm > 0 or accumulation > 1
+    with opened(links, folder, make_model, hold_gradients=holds, **settings) as engine:
+        model = engine.model
+        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
+
+        def run_one(step: int, micro: int) -> None:
+            loss = model(**batch(step, rank, micro)).loss
+            trained.losses.append(loss.detach())
+            if not engine.defer_backward(loss / accumulation):
+                engine.announce_backward(is_final=micro == accumulation - 1)
+                (loss / accumulation).backward()
+
+        for step in range(NUM_STEPS):
+            before = links.sent_bytes[Channel.TOKENS]
+            calls = [partial(run_one, step, micro) for micro in range(accumulation)]
+            if is_joint:
+                engine.run_micro_batches(calls)
+            else:
+                for call in calls:
+                    call()
+            trained.sent_bytes += links.sent_bytes[Channel.TOKENS] - before
+            if max_norm:
+                trained.norms.append(engine.clip_grad_norm(max_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+            after_step(engine, step)
+        access = engine.parameters
+        missed = engine.records.missed
+        trained.num_behind = sum(missed.is_block_behind(block) for block in engine.layout.blocks)
+        for name, _ in model.named_parameters():
+            trained.weights[name] = access.read_parameter(name)
+            trained.states[name] = access.read_flat(name, "exp_avg"), access.read_flat(name, "exp_avg_sq")
+        for part in engine.parameter_slices:
+            assert trained.counts.setdefault(part.name, engine.step_counts[part]) == engine.step_counts[part]
+    return trained
+
+
+def check_equal(trained: list[Trained], stock: Trained) -> None:
+    for rank, ours in enumerate(trained):
+        assert sorted(map(float, ours.losses)) == sorted(map(float, stock.losses[rank :: len(trained)]))
+        assert ours.counts == stock.counts
+        for name, weight in stock.weights.items():
+            assert torch.equal(ours.weights[name], weight), name
+            for mine, of_stock in zip(ours.states[name], stock.states[name], strict=True):
+                assert torch.equal(mine, of_stock.flatten()), name
+
+
+def check_ranks(
+    num_ranks: int,
+    folder: Path,
+    make_model: MakeModel,
+    *,
+    num_local: int | None = None,
+    accumulation: int = 1,
+    recompute: bool = False,
+    **settings: Any,
+) -> list[Trained]:
+    """Train ranks, and check that they equal one process."""
+    stock = train_stock(
+        make_model, num_ranks, num_local=num_local or num_ranks, accumulation=accumulation, recompute=recompute
+    )
+    train = partial(train_rank, folder=folder, make_model=make_model, accumulation=accumulation, recompute=recompute)
+    trained = run_ranks(num_ranks, lambda links: train(links, **settings), num_local=num_local)
+    check_equal(trained, stock)
+    assert sum(ours.sent_bytes for ours in trained), "no row was sent"
+    return trained
+
+
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemoe"]
+
+
+@pytest.mark.parametrize("family", slow_but(("mixtral", "gpt_oss"), FAMILIES))
+@pytest.mark.parametrize("parallel", slow_but(("node",), ("node", "world", "auto")))
+def test_two_ranks_train_as_one_process(family: str, parallel: str, tmp_path: Path) -> None:
+    check_ranks(2, tmp_path, partial(expert_model, family), expert_parallel=parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_local", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_ranks_train_as_one_process(family: str, num_local: int, tmp_path: Path) -> None:
+    check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, expert_parallel="world")
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_micro_batches_add_to_the_sums_of_the_ranks(is_joint: bool, tmp_path: Path) -> None:
+    check_ranks(2, tmp_path, partial(expert_model, "mixtral"), accumulation=2, is_joint=is_joint, recompute=True)
+
+
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+def test_the_norm_of_all_ranks_clips_all_experts(clip: str, tmp_path: Path) -> None:
+    make_model = partial(expert_model, "mixtral")
+    train = partial(train_rank, folder=tmp_path, make_model=make_model, max_norm=0.5, clip=clip)
+    trained = run_ranks(2, train)
+    assert all(map(torch.equal, trained[0].norms, trained[1].norms)) and max(trained[0].norms) > 0.5
+    check_equal(trained, train_stock(make_model, 2, norms=trained[0].norms, max_norm=0.5))
+    with_torch = train_rank(Links.alone(), tmp_path / "alone", make_model, max_norm=0.5)
+    assert float(trained[0].norms[0]) > 0 and len(with_torch.norms) == NUM_STEPS
+
+
+@pytest.mark.parametrize("activations", ["keep", "swap", "recompute"])
+def test_checkpointed_layers_train_as_one_process(activations: str, tmp_path: Path) -> None:
+    check_ranks(2, tmp_path, partial(expert_model, "qwen3_moe"), recompute=True, activations=activations)
+
+
+def test_ranks_that_kept_their_outputs_serve_a_recomputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ExpertCall] = []
+    next_call = RowExchange.next_call
+
+    def noted(exchange: RowExchange, own: ExpertCall, what: str) -> tuple[ExpertCall, list[int]]:
+        now, ranks = next_call(exchange, own, what)
+        if now != own:
+            assert len(ranks) == 2
+            served.append(now)
+        return now, ranks
+
+    monkeypatch.setattr(RowExchange, "next_call", noted)
+    make_model = partial(expert_model, "mixtral")
+
+    def train(links: Links) -> Trained:
+        return train_rank(links, tmp_path, make_model, recompute=links.ranks.rank > 0)
+
+    trained = run_ranks(3, train)
+    assert [call.layer for call in served] == [3, 2, 1, 0] * NUM_STEPS and all(call.is_repeat for call in served)
+    assert all(torch.equal(trained[0].weights[name], weight) for name, weight in trained[2].weights.items())
+    again = run_ranks(3, lambda links: train_rank(links, tmp_path / "again", make_model, recompute=True))
+    assert all(torch.equal(trained[0].weights[name], weight) for name, weight in again[0].weights.items())
+
+
+class Chosen:
+    """Makes models whose routers choose experts by a function of their choice and the number of experts."""
+
+    def __init__(self, family: str, choose: Callable[[Tensor, int], Tensor]) -> None:
+        self._family = family
+        self._choose = choose
+
+    def __call__(self) -> Any:
+        model = expert_model(self._family)
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                module.register_forward_hook(self._chosen)
+        return model
+
+    def _chosen(self, router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        *others, index = output
+        return *others, self._choose(index, int(router.num_experts))
+
+
+CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "all to one expert": lambda index, num: torch.full_like(index, num - 1),
+    "half of the experts": lambda index, num: index % (num // 2),
+    "none to one rank": lambda index, num: index % 1,
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_experts_without_tokens_take_the_step(choice: str, lazy: bool, tmp_path: Path) -> None:
+    make_model = Chosen("mixtral", CHOICES[choice])
+    trained = check_ranks(2, tmp_path, make_model, recompute=True, lazy_experts=lazy)
+    assert any(ours.num_behind for ours in trained) == lazy
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_there_may_be_fewer_experts_than_ranks(num_ranks: int, tmp_path: Path) -> None:
+    def make_model() -> Any:
+        return tiny_model("mixtral", num_local_experts=2, intermediate_size=32).train()
+
+    if num_ranks == 4:
+        check_ranks(num_ranks, tmp_path, make_model)
+        return
+    trained = run_ranks(num_ranks, lambda links: train_rank(links, tmp_path, make_model))
+    for ours in trained[1:]:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> None:
+    make_model = partial(expert_model, "mixtral")
+    devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]
+
+    def train(links: Links) -> Trained:
+        return train_rank(links, tmp_path, make_model, device=devices[links.ranks.rank])
+
+    check_equal(run_ranks(2, train, delays_seed=seed), train_stock(make_model, 2))
+
+
+def test_sent_bytes_follow_from_the_routing(tmp_path: Path) -> None:
+    """Each choice of another rank's expert is sent once in the forward, and with its gradient and weight in the
+    backward. Results have as many bytes."""
+    sent = []
+    hidden = 0
+    num_ranks, make_model = 2, partial(expert_model, "qwen3_moe")
+    routed: dict[tuple[int, int], Tensor] = {}
+    owned: dict[int, list[range]] = {}
+
+    def note(layer: int, rank: int, _module: nn.Module, args: Any) -> None:
+        routed[layer, rank] = routed.get((layer, rank), 0) + torch.bincount(args[1].flatten(), minlength=4)
+
+    def train(links: Links) -> Trained:
+        rank = links.ranks.rank
+
+        def make_noted() -> Any:
+            model = make_model()
+            for layer, of in enumerate(find_experts(model).values()):
+                of.module.register_forward_pre_hook(partial(note, layer, rank))
+            return model
+
+        def after_step(engine: OffloadEngine, _step: int) -> None:
+            for layer, blocks in enumerate(engine.layout.model_blocks.experts.values()):
+                of_ranks = [[e for e, block in enumerate(blocks) if block.owner == other] for other in range(num_ranks)]
+                owned[layer] = [range(of[0], of[-1] + 1) for of in of_ranks]
+
+        return train_rank(links, tmp_path, make_noted, after_step=after_step)
+
+    trained = run_ranks(num_ranks, train)
+    hidden = make_model().config.hidden_size
+    for rank, ours in enumerate(trained):
+        expected = 0
+        for layer, ranges in owned.items():
+            gone = sum(int(routed[layer, rank][ranges[other]].sum()) for other in range(num_ranks) if other != rank)
+            come = sum(int(routed[layer, other][ranges[rank]].sum()) for other in range(num_ranks) if other != rank)
+            heads = 2 * NUM_STEPS * 8 * sum(len(ranges[other]) for other in range(num_ranks) if other != rank)
+            forward = 4 * hidden * (gone + come)
+            backward = 4 * (2 * hidden + 1) * gone + 4 * (hidden + 1) * come
+            expected += heads + forward + backward
+        assert ours.sent_bytes == expected
+        sent.append(expected)
+    assert min(sent) > 0
+
+
+def error_of(function: Callable[[], object]) -> tuple[str, float]:
+    """Return the error of a rank, and the seconds until it came. The error's traceback would keep threads alive."""
+    began_s = time.monotonic()
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began_s
+    return "", 0.0
+
+
+@pytest.mark.parametrize("at_message", [1, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in range(7, 60, 4))])
+def test_a_rank_that_dies_in_the_exchange_ends_the_others(at_message: int, tmp_path: Path) -> None:
+    fault = Fault(1, "die", at_message, Channel.TOKENS)
+    train = partial(train_rank, folder=tmp_path, make_model=partial(expert_model, "mixtral"))
+    for error, took_s in run_ranks(3, lambda links: error_of(partial(train, links)), faults=[fault]):
+        assert re.match(r"RankFailedError: rank \d \(pid \d+, \S+\) ", error), error
+        assert took_s < 5
+
+
+def test_a_rank_that_hangs_in_the_exchange_is_named(tmp_path: Path) -> None:
+    fault = Fault(1, "hang", 9, Channel.TOKENS)
+    train = partial(train_rank, folder=tmp_path, make_model=partial(expert_model, "mixtral"))
+    outcomes = rank_outcomes(2, lambda links: error_of(partial(train, links)), faults=[fault], timeout_s=1.0)
+    assert outcomes[0].result is not None
+    error, took_s = outcomes[0].result
+    assert re.match(r"RankTimeoutError: rank 1 .*said nothing for 1 s while rank 0 waited for ", error), error
+    assert took_s < 5
+
+
+def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int) -> None:
+    """Kill rank 1 when it is about to return results."""
+    calls = iter(range(at_call))
+    send_results = RowExchange.send_results
+
+    def send(exchange: RowExchange, rank: int, results: Any) -> None:
+        if links.ranks.rank == 1 and next(calls, None) is None:
+            report(time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+        send_results(exchange, rank, results)
+
+    RowExchange.send_results = send  # type: ignore[method-assign]
+    train_rank(links, folder, partial(expert_model, "mixtral"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_call", [0, 7, 20])
+def test_the_kill_of_a_rank_in_the_exchange_ends_the_others(fork_server: None, at_call: int, tmp_path: Path) -> None:
+    ranks = RankProcesses(3, partial(kills_itself, folder=tmp_path, at_call=at_call))
+    try:
+        killed_s = ranks.report_of(1)
+        ends = ranks.ends()
+    finally:
+        ranks.close()
+    assert ends[1] is None
+    for end in (ends[0], ends[2]):
+        assert end is not None
+        assert re.search(r"RankFailedError: rank 1 \(pid \d+, \S+\) ended", end.error), end.error
+        assert end.at_s - killed_s < 5
+
+
+def test_ranks_in_different_calls_are_refused() -> None:
+    def call(links: Links) -> None:
+        exchange = RowExchange(links)
+        links.barrier("all to listen")
+        own = ExpertCall(links.ranks.rank, 0, 0)
+        exchange.send_call(1 - links.ranks.rank, CallOfRank(own, 1, (0, 0)), [])
+        exchange.next_call(own, "rows")
+
+    errors = [str(outcome.error) for outcome in rank_outcomes(2, call)]
+    assert any(
+        "the forward of the experts of layer 1" in error and "must run the same passes" in error for error in errors
+    )
+
+
+BAD_SETTINGS: list[tuple[str, dict[str, Any], int, str]] = [
+    ("llama", {"expert_parallel": "world"}, 1, "expert_parallel: world is set, but LlamaForCausalLM has no experts"),
+    ("llama", {"expert_parallel": "node"}, 2, "expert_parallel: node is set, but LlamaForCausalLM has no experts"),
+    ("mixtral", {"expert_parallel": "node"}, 1, "expert_parallel: node is set with 2 nodes"),
+    ("mixtral", {"expert_parallel": "world", "experts": "with_layer"}, 2, "expert_parallel: world gives each expert"),
+    ("mixtral", {"expert_parallel": "none", "experts": "streamed"}, 2, "2 ranks and expert_parallel: none"),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "num_local", "message"), BAD_SETTINGS)
+def test_settings_that_do_not_fit_are_refused(
+    family: str, settings: dict[str, Any], num_local: int, message: str, tmp_path: Path
+) -> None:
+    config = resolved(tmp_path, **{**SETTINGS, "experts": "auto", **settings})
+    with pytest.raises(ValueError, match=message):
+        lay_out(tiny_model(family), config, working_dtype=None, hold_gradients=True, ranks=Ranks(0, 2, 0, num_local))
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
+    def resolve(links: Links) -> None:
+        way = ("auto", "world")[links.ranks.rank]
+        resolved_here(OffloadConfig.load({"expert_parallel": way}), CpuDevice(), tmp_path, links)
+
+    for outcome in rank_outcomes(2, resolve):
+        assert isinstance(outcome.error, ConfigError)
+        assert "expert_parallel is 'auto' on rank 0 and 'world' on rank 1" in str(outcome.error)
