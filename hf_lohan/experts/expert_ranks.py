@@ -21,6 +21,8 @@ from hf_lohan.experts.routing import Routing
 from hf_lohan.planner import owned_experts
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, RowExchange
 
+_IS_OF_TOKEN = (True, False, True)
+"""Which of `CallRows.given` are equal for all choices of a token."""
 _CALLS = (Call.FORWARD, Call.AGAIN, Call.BACKWARD)
 """The calls in the order of `CALL_KINDS`."""
 
@@ -40,7 +42,7 @@ class RowGroup:
 
 RowGroups: TypeAlias = dict[int, list[RowGroup]]
 """The groups of this process's experts by expert, ascending, and then in rank order."""
-Work: TypeAlias = Callable[[Call, int, RowGroups], None]
+ComputeGroups: TypeAlias = Callable[[Call, int, RowGroups], None]
 """Called with a call, the number of its forward, and groups, whose results it makes."""
 
 
@@ -55,7 +57,8 @@ class CallRows:
     """Name of the layer's experts, for errors."""
     routed: Routing
     given: tuple[Tensor, ...]
-    """Tensors [n, ...] of the rows, sorted by expert."""
+    """Tensors [n, ...] for the choices, sorted by expert: the rows, and in backward also their routing weights and the
+    gradients of the weighted outputs. All choices of a token have the same row and the same gradient."""
     needs: tuple[bool, ...]
 
 
@@ -65,7 +68,7 @@ class ExpertPlaces(Protocol):
     def own(self, layer: int, num_experts: int) -> range:
         """Return the numbers of the experts that this process computes."""
 
-    def run(self, rows: CallRows, work: Work) -> list[Tensor | None]:
+    def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         """Run one call. Returns the results, each [n, ...] in the order of the rows. None if it is not needed, or if
         there are no rows."""
 
@@ -88,7 +91,7 @@ class AllHere:
     def own(self, layer: int, num_experts: int) -> range:
         return range(num_experts)
 
-    def run(self, rows: CallRows, work: Work) -> list[Tensor | None]:
+    def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         groups = _groups_of(rows, range(len(rows.routed.counts)))
         work(rows.kind, rows.forward, groups)
         return [_joined(groups, index) for index in range(len(rows.needs))]
@@ -133,14 +136,14 @@ class OneOwnerEach:
     def close(self) -> None:
         self._exchange.close()
 
-    def run(self, rows: CallRows, work: Work) -> list[Tensor | None]:
+    def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         call = ExpertCall(rows.layer, _CALLS.index(rows.kind), rows.forward)
         owned = owned_experts(len(rows.routed.counts), rows.layer, self._ranks.num_ranks)
         ends = rows.routed.ends
         for rank in self._ranks.others:
             experts = owned[rank]
             first, last = ends[experts.start], ends[experts.stop]
-            sent = [self._to_host(tensor[first:last]) for tensor in rows.given] if first < last else []
+            sent = self._packed(rows, first, last) if first < last else []
             counts = tuple(rows.routed.counts[experts.start : experts.stop])
             self._exchange.send_call(rank, CallOfRank(call, _bits(rows.needs), counts), sent)
         own = owned[self._ranks.rank]
@@ -158,14 +161,30 @@ class OneOwnerEach:
             if is_own:
                 return self._results(rows, owned, parts[self._ranks.rank])
 
+    def _packed(self, rows: CallRows, first: int, last: int) -> list[Tensor]:
+        """Return what is sent for the sorted choices [first, last): the index of each choice's token among the sent
+        tokens, and then `CallRows.given`, once for each token where all its choices have the same."""
+        tokens, of_choice = torch.unique(rows.routed.token[first:last], return_inverse=True)
+        choices = torch.arange(first, last, device=tokens.device)
+        one_choice = torch.empty_like(tokens).scatter_(0, of_choice, choices)  # any choice of each token
+        packed = [
+            tensor[one_choice] if is_of_token else tensor[first:last]
+            for tensor, is_of_token in zip(rows.given, _IS_OF_TOKEN, strict=False)
+        ]
+        return [self._to_host(tensor) for tensor in (of_choice.to(torch.int32), *packed)]
+
     def _take(self, rank: int, own: range, num_tensors: int, what: str) -> _Served:
         """Take another rank's part of the call that runs now."""
         call = self._exchange.take_call(rank)
         served = _Served(rank, call.num_rows)
         num_rows = sum(call.num_rows)
         if num_rows:
-            given = [self._exchange.take_rows(rank, num_rows, what) for _ in range(num_tensors)]
-            of_each = zip(*(tensor.to(self._device.torch_device).split(call.num_rows) for tensor in given), strict=True)
+            of_choice = self._to_device(self._exchange.take_rows(rank, num_rows, what)).long()
+            given = []
+            for is_of_token in _IS_OF_TOKEN[:num_tensors]:
+                sent = self._exchange.take_rows(rank, None if is_of_token else num_rows, what)
+                given.append(self._to_device(sent)[of_choice] if is_of_token else self._to_device(sent))
+            of_each = zip(*(tensor.split(call.num_rows) for tensor in given), strict=True)
             needs = tuple(bool(call.flags >> bit & 1) for bit in range(max(1, num_tensors - 1)))
             served.groups.update(
                 {
@@ -195,8 +214,11 @@ class OneOwnerEach:
                     found[index].append(part)
                 elif num_rows and is_needed:
                     taken = self._exchange.take_results(rank, num_rows, f"the results of {rows.name}")
-                    found[index].append(taken.to(self._device.torch_device))
+                    found[index].append(self._to_device(taken))
         return [torch.cat(parts) if parts else None for parts in found]
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device.torch_device)
 
     @staticmethod
     def _to_host(tensor: Tensor) -> Tensor:

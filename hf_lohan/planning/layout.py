@@ -141,7 +141,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def common_blocks(self) -> list[Block]:
-        """The blocks with which each rank computes, which are all but the experts of other ranks and its own."""
+        """The blocks that all ranks load, which are all but experts that belong to one rank."""
         return [block for block in self.blocks if block.owner is None]
 
     @cached_property

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from hf_lohan.huggingface.attachment import (
 )
 from hf_lohan.model import find_experts
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.ranks import CallOfRank, Channel, ExpertCall, Links, Ranks, RowExchange
@@ -357,47 +359,36 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> Non
 
 
 def test_sent_bytes_follow_from_the_routing(tmp_path: Path) -> None:
-    """Each choice of another rank's expert is sent once in the forward, and with its gradient and weight in the
-    backward. Results have as many bytes."""
-    sent = []
-    hidden = 0
+    """A token's row goes once to each other rank that owns an expert of it. Results come back for each choice."""
     num_ranks, make_model = 2, partial(expert_model, "qwen3_moe")
-    routed: dict[tuple[int, int], Tensor] = {}
-    owned: dict[int, list[range]] = {}
+    num_tokens: Counter[tuple[int, int]] = Counter()
+    num_choices: Counter[tuple[int, int]] = Counter()
 
-    def note(layer: int, rank: int, _module: nn.Module, args: Any) -> None:
-        routed[layer, rank] = routed.get((layer, rank), 0) + torch.bincount(args[1].flatten(), minlength=4)
+    def note(layer: int, rank: int, module: nn.Module, args: Any) -> None:
+        for other, experts in enumerate(owned_experts(module.num_experts, layer, num_ranks)):  # type: ignore[arg-type]
+            is_there = (args[1] >= experts.start) & (args[1] < experts.stop)
+            num_tokens[rank, other] += int(is_there.any(dim=1).sum())
+            num_choices[rank, other] += int(is_there.sum())
 
     def train(links: Links) -> Trained:
-        rank = links.ranks.rank
-
         def make_noted() -> Any:
             model = make_model()
             for layer, of in enumerate(find_experts(model).values()):
-                of.module.register_forward_pre_hook(partial(note, layer, rank))
+                of.module.register_forward_pre_hook(partial(note, layer, links.ranks.rank))
             return model
 
-        def after_step(engine: OffloadEngine, _step: int) -> None:
-            for layer, blocks in enumerate(engine.layout.model_blocks.experts.values()):
-                of_ranks = [[e for e, block in enumerate(blocks) if block.owner == other] for other in range(num_ranks)]
-                owned[layer] = [range(of[0], of[-1] + 1) for of in of_ranks]
-
-        return train_rank(links, tmp_path, make_noted, after_step=after_step)
+        return train_rank(links, tmp_path, make_noted)
 
     trained = run_ranks(num_ranks, train)
-    hidden = make_model().config.hidden_size
-    for rank, ours in enumerate(trained):
-        expected = 0
-        for layer, ranges in owned.items():
-            gone = sum(int(routed[layer, rank][ranges[other]].sum()) for other in range(num_ranks) if other != rank)
-            come = sum(int(routed[layer, other][ranges[rank]].sum()) for other in range(num_ranks) if other != rank)
-            heads = 2 * NUM_STEPS * 8 * sum(len(ranges[other]) for other in range(num_ranks) if other != rank)
-            forward = 4 * hidden * (gone + come)
-            backward = 4 * (2 * hidden + 1) * gone + 4 * (hidden + 1) * come
-            expected += heads + forward + backward
-        assert ours.sent_bytes == expected
-        sent.append(expected)
-    assert min(sent) > 0
+    model = make_model()
+    hidden, num_layers = model.config.hidden_size, len(find_experts(model))
+    heads = 2 * NUM_STEPS * num_layers * model.config.num_experts // num_ranks * 8
+    for rank, other in ((0, 1), (1, 0)):
+        tokens, choices, returned = num_tokens[rank, other], num_choices[rank, other], num_choices[other, rank]
+        assert 0 < tokens < choices, "no token has two experts on the other rank"
+        forward = tokens * hidden + choices + returned * hidden
+        backward = 2 * tokens * hidden + 2 * choices + returned * (hidden + 1)
+        assert trained[rank].sent_bytes == heads + 4 * (forward + backward)
 
 
 def error_of(function: Callable[[], object]) -> tuple[str, float]:

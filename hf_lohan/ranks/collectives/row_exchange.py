@@ -1,7 +1,8 @@
 """Sends rows of tokens to the ranks that own their experts, and brings back what the experts made of them.
 
 All ranks call the experts of the layers in the same order. In each call every rank sends a head to every other rank,
-with the number of rows for each of the receiver's experts, and then the rows. An owner returns a result for each row.
+with the number of its choices of each of the receiver's experts, and then the rows of the tokens that made them. A
+token with several choices there is sent once. An owner returns a result for each choice.
 No rank is more than one call ahead, because it waits for the heads of all others, so a rank holds the rows of at most
 one call of each rank in addition to its own.
 
@@ -23,8 +24,8 @@ from hf_lohan.ranks.transport.failures import RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Channel, Kind, PayloadReader
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types of rows. A message has the index of one."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
+"""Types of rows and of indices. A message has the index of one."""
 CALL_KINDS = ("forward", "recomputation", "backward")
 _KINDS = (Kind.EXPERT_CALL, Kind.EXPERT_ROWS, Kind.EXPERT_RESULTS)
 
@@ -57,7 +58,7 @@ class CallOfRank:
     flags: int
     """Bits for the caller's use."""
     num_rows: tuple[int, ...]
-    """Number of the rank's rows for each expert of the receiver."""
+    """Number of the rank's choices of each expert of the receiver."""
 
 
 class RowExchange:
@@ -70,10 +71,6 @@ class RowExchange:
         """The calls of each other rank that this rank has not served. The links' lock guards these three."""
         self._rows: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.others}
         self._results: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.others}
-        self.num_sent_rows = 0
-        """Number of (token, choice) pairs that this rank has sent to other ranks."""
-        self.num_returned_rows = 0
-        """Number of results that this rank has sent."""
         links.set_handler(Kind.EXPERT_CALL, self._on_call)
         links.set_handler(Kind.EXPERT_ROWS, partial(self._on_rows, self._rows))
         links.set_handler(Kind.EXPERT_RESULTS, partial(self._on_rows, self._results))
@@ -86,19 +83,17 @@ class RowExchange:
     # Sending.
 
     def send_call(self, rank: int, call: CallOfRank, rows: Sequence[Tensor]) -> None:
-        """Send this rank's part of a call to another rank. Each tensor of ``rows`` [n, ...] is contiguous, on the host,
-        and sorted by expert. Nothing of it is sent if n is 0."""
+        """Send this rank's part of a call to another rank. Each tensor of ``rows`` [n, ...] is contiguous and on the
+        host. Nothing of it is sent without choices."""
         name = call.call
         numbers = (name.layer, name.kind, name.forward, call.flags)
         counts = torch.tensor(call.num_rows, dtype=torch.int64).numpy().tobytes()
         self._links.send(rank, Kind.EXPERT_CALL, *numbers, payload=counts, channel=Channel.TOKENS)
-        if num_rows := sum(call.num_rows):
-            self.num_sent_rows += num_rows
+        if sum(call.num_rows):
             self._send(rank, Kind.EXPERT_ROWS, rows)
 
     def send_results(self, rank: int, results: Sequence[Tensor]) -> None:
         """Send the results of a rank's rows, in the order of its rows. For tensors see `send_call`."""
-        self.num_returned_rows += len(results[0]) if results else 0
         self._send(rank, Kind.EXPERT_RESULTS, results)
 
     def _send(self, rank: int, kind: Kind, tensors: Sequence[Tensor]) -> None:
@@ -135,19 +130,19 @@ class RowExchange:
         with self._links.lock:
             return self._calls[rank].popleft()
 
-    def take_rows(self, rank: int, num_rows: int, what: str) -> Tensor:
-        """Return the next tensor [num_rows, ...] of the rank's rows, on the host. Waits for it."""
+    def take_rows(self, rank: int, num_rows: int | None, what: str) -> Tensor:
+        """Return the next tensor [num_rows, ...] of the rank's rows, on the host. Waits for it. None is any number."""
         return self._take(self._rows, rank, num_rows, what)
 
     def take_results(self, rank: int, num_rows: int, what: str) -> Tensor:
         """Return the next tensor [num_rows, ...] of results of this rank's rows, on the host. Waits for it."""
         return self._take(self._results, rank, num_rows, what)
 
-    def _take(self, tensors: dict[int, deque[Tensor]], rank: int, num_rows: int, what: str) -> Tensor:
+    def _take(self, tensors: dict[int, deque[Tensor]], rank: int, num_rows: int | None, what: str) -> Tensor:
         self._links.wait_for(lambda: tensors[rank], what, peers=[rank])
         with self._links.lock:
             taken = tensors[rank].popleft()
-        if len(taken) != num_rows:
+        if num_rows is not None and len(taken) != num_rows:
             raise RanksDisagreeError(
                 f"rank {rank} sent {len(taken)} rows where rank {self._links.ranks.rank} expects {num_rows} ({what}); "
                 "load the same model on all ranks"
