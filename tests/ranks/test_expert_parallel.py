@@ -401,12 +401,12 @@ def error_of(function: Callable[[], object]) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("at_message", [1, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in range(7, 60, 4))])
+@pytest.mark.parametrize("at_message", [3, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in range(7, 60, 4))])
 def test_a_rank_that_dies_in_the_exchange_ends_the_others(at_message: int, tmp_path: Path) -> None:
     fault = Fault(1, "die", at_message, Channel.TOKENS)
     train = partial(train_rank, folder=tmp_path, make_model=partial(expert_model, "mixtral"))
     for error, took_s in run_ranks(3, lambda links: error_of(partial(train, links)), faults=[fault]):
-        assert re.match(r"RankFailedError: rank \d \(pid \d+, \S+\) ", error), error
+        assert re.match(r"RankFailedError: rank \d (\(pid \d+, \S+\) )?", error), error
         assert took_s < 5
 
 
