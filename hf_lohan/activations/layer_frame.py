@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -108,6 +109,17 @@ class LayerFrame:
         """Return the contexts of the layer's forward and of its recomputation, for torch's `checkpoint`."""
         return _ForwardMode(self), _RecomputeMode(self)
 
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Run the forward again in this context, and leave the random generator as it was."""
+        before = self._device.rng_state() if self._rng_after else None
+        try:
+            with _RecomputeMode(self):
+                yield
+        finally:
+            if before is not None:
+                self._device.set_rng_state(before)
+
     # Inputs, as autograd saves and restores them.
 
     def store_input(self, tensor: Tensor) -> Tensor | StoredTensor:
@@ -149,7 +161,7 @@ class LayerFrame:
             return  # without room for the whole output, it is recomputed
         self.stored += tensors
         self._outputs[name] = stored_output
-        if _is_random(operation):
+        if is_random(operation):
             self._rng_after[name] = self._device.rng_state()
 
     def _store(self, tensor: Tensor, placement: Placement) -> StoredTensor | None:
@@ -274,7 +286,7 @@ def _writes_arguments(operation: Any) -> bool:
 
 
 @cache
-def _is_random(operation: Any) -> bool:
+def is_random(operation: Any) -> bool:
     """Return whether the operation may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, num_bytes_of
 from hf_lohan.compat.torch_private import tree_leaves
 from hf_lohan.device import Device, HostStack
-from hf_lohan.planner import ActivationPlacements, Placement
+from hf_lohan.planner import INPUT, ActivationPlacements, LayerPlacements, Placement
 
 Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
 """Bytes that one micro-batch could swap, by layer and operation. Operations are in the order of backward."""
@@ -51,6 +51,9 @@ class ActivationTiers:
         self._frames: list[weakref.ref[LayerFrame]] = []
         self._forward_number = 0
         self._saving: tuple[LayerFrame, int] | None = None
+        self.runs_in_chunks: dict[nn.Module, Callable[[tuple[Any, ...], Any], bool]] = {}
+        """By layer that may run in chunks, a function that returns whether a call does, from its positional arguments
+        and the function that `run_layer` gets."""
 
     def watch(self) -> Mapping[str, LayerTrace]:
         """Trace layers until `end_watching`. Returns the mapping that receives the traces."""
@@ -72,6 +75,8 @@ class ActivationTiers:
     def run_layer(self, function: Any, *args: Any) -> Any:
         """Replaces `torch.utils.checkpoint.checkpoint` in a model's layers."""
         layer = _layer_of(function)
+        if layer is not None and layer in self.runs_in_chunks and self.runs_in_chunks[layer](args, function):
+            return function(*args)  # its chunks are run again instead
         name = self._layer_names.get(layer) if layer is not None else None
         is_plain = name is None or (self._trace is None and not self._placements.get(name))
         if name is None or is_plain or not torch.is_grad_enabled():
@@ -101,6 +106,32 @@ class ActivationTiers:
         frame.finish_storing(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         self.swapper.mark(name)
         return output
+
+    # Layers in chunks (`ChunkFrames`). Each chunk has a frame, and the placements hold for every chunk.
+
+    def begin_chunk(self, layer_name: str) -> LayerFrame | None:
+        """Begin a chunk of a layer. Returns None if everything is recomputed."""
+        self._let_earlier_layers_leave()
+        placements = self._placements.get(layer_name, {})
+        return self._begin_frame(layer_name, {name: at for name, at in placements.items() if name != INPUT})
+
+    def begin_input(self, layer_name: str) -> LayerFrame | None:
+        """Begin to store a layer's input. Returns None if it stays on the device."""
+        placements = self._placements.get(layer_name, {})
+        return self._begin_frame(layer_name, {INPUT: placements[INPUT]} if INPUT in placements else {})
+
+    def end_layer(self, layer_name: str) -> None:
+        """End a layer's forward in chunks."""
+        self.swapper.mark(layer_name)
+
+    def _begin_frame(self, layer_name: str, placements: LayerPlacements) -> LayerFrame | None:
+        if not placements:
+            return None
+        frame = LayerFrame(
+            layer_name, placements, self.swapper, self._device, observer=self, forward_number=self._forward_number
+        )
+        self._frames.append(weakref.ref(frame))
+        return frame
 
     def begin_forward(self) -> None:
         """Begin a forward of the model. A loss or an error may keep frames of earlier forwards alive."""

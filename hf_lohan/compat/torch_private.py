@@ -21,6 +21,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -193,3 +195,62 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
             after.update(module._forward_hooks)
             ahead.update(module._forward_pre_hooks)
             module._forward_hooks, module._forward_pre_hooks = after, ahead
+
+
+# Attention.
+
+
+def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    """Return the attention of the last tokens of a row over all earlier ones and themselves, without a mask.
+
+    Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size], with at least as many keys as queries. On
+    the CPU, which has no kernel for it, this joins the attention over earlier keys and the causal one.
+    """
+    num_earlier = key.shape[2] - query.shape[2]
+    is_grouped = query.shape[1] != key.shape[1]
+    if num_earlier == 0:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    if query.device.type != "cpu":
+        mask: Any = causal_lower_right(query.shape[2], key.shape[2])
+        lower: Tensor = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=is_grouped)
+        return lower
+    output: Tensor = _AttentionAfter.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _AttentionAfter(torch.autograd.Function):
+    """Attention over earlier keys and over the queries' own keys, joined by their sums of exponentials."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        num = key.shape[2] - query.shape[2]
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        own, own_sums = kernel(query, key[:, :, num:], value[:, :, num:], 0.0, True, scale=scale)
+        past, past_sums = kernel(query, key[:, :, :num], value[:, :, :num], 0.0, False, scale=scale)
+        sums = torch.logaddexp(own_sums, past_sums)
+        output: Tensor = (own.to(sums.dtype) * (own_sums - sums).exp().unsqueeze(-1)).add_(
+            past.to(sums.dtype) * (past_sums - sums).exp().unsqueeze(-1)
+        )
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, output, sums = ctx.saved_tensors
+        num = key.shape[2] - query.shape[2]
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+        def back(first: int, last: int, *, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            keys, values = key[:, :, first:last], value[:, :, first:last]
+            grads: tuple[Tensor, Tensor, Tensor] = kernel(
+                gradient, query, keys, values, output, sums, 0.0, is_causal, scale=ctx.scale
+            )
+            return grads
+
+        of_key, of_value = torch.empty_like(key), torch.empty_like(value)
+        past_query, of_key[:, :, :num], of_value[:, :, :num] = back(0, num, is_causal=False)
+        of_query, of_key[:, :, num:], of_value[:, :, num:] = back(num, key.shape[2], is_causal=True)
+        return past_query.add_(of_query), of_key, of_value, None

@@ -7,15 +7,19 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainingArguments, masking_utils
 from transformers import trainer as stock_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """Attributes of Trainer with sums since the last log, which a checkpoint does not have."""
@@ -209,3 +213,121 @@ def _one_group_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, is_t
     with torch.autocast(rows.device.type, enabled=False):  # autocast does not apply to grouped products
         output: Tensor = rows.to(weight.dtype) @ (weight if is_transposed else weight.T)
     return output if bias is None else output.add_(bias)
+
+
+# Masks and attention.
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """What is known of a function (row, head, query, key) that says whether the query sees the key."""
+
+    is_causal: bool
+    """Whether no query sees a later key."""
+    is_known: bool
+    """Whether a query sees all other keys within the window and its document."""
+    window: int | None = None
+    """Keys that a query sees, with its own."""
+    documents: Tensor | None = None
+    """[rows, tokens], the number of each token's document."""
+
+
+def mask_pattern(function: Callable[..., Any]) -> MaskPattern:
+    """Return what is known of one of transformers' mask functions."""
+    name = getattr(function, "__qualname__", "")
+    code = getattr(function, "__code__", None)
+    if code is None or getattr(function, "__module__", "") != masking_utils.__name__:
+        return MaskPattern(is_causal=False, is_known=False)
+    closure = getattr(function, "__closure__", None) or ()
+    cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
+    if function is masking_utils.causal_mask_function:
+        return MaskPattern(is_causal=True, is_known=True)
+    if name == "sliding_window_overlay.<locals>.inner_mask":
+        return MaskPattern(is_causal=False, is_known=True, window=cells["sliding_window"])
+    if name == "packed_sequence_mask_function.<locals>.inner_mask":
+        return MaskPattern(is_causal=False, is_known=True, documents=cells["packed_sequence_mask"])
+    if name == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        return mask_pattern(cells["mask_function"])  # positions rise within a document, and `and_masks` adds documents
+    if name == "and_masks.<locals>.and_mask":
+        parts = [mask_pattern(part) for part in cells["mask_functions"]]
+        return MaskPattern(
+            is_causal=any(part.is_causal for part in parts),
+            is_known=all(part.is_known for part in parts),
+            window=min((part.window for part in parts if part.window is not None), default=None),
+            documents=next((part.documents for part in parts if part.documents is not None), None),
+        )
+    if name == "or_masks.<locals>.or_mask":
+        parts = [mask_pattern(part) for part in cells["mask_functions"]]
+        return MaskPattern(is_causal=all(part.is_causal for part in parts), is_known=False)
+    return MaskPattern(is_causal=False, is_known=False)
+
+
+def is_causal_mask_skipped(options: Mapping[str, Any]) -> bool:
+    """Return whether `sdpa_mask` makes no mask for these options, because attention is causal without one."""
+    if not options.get("allow_is_causal_skip", True):
+        return False
+    padding = options.get("attention_mask")
+    return bool(
+        masking_utils._ignore_causal_mask_sdpa(
+            padding,
+            options["q_length"],
+            options["kv_length"],
+            options.get("q_offset", 0),
+            options.get("kv_offset", 0),
+            options.get("local_size"),
+        )
+    )
+
+
+def replace_mask(name: str, replacement: Callable[..., Any]) -> None:
+    """Have transformers make masks by ``replacement``, whose first argument is the stock function."""
+    stock = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    if getattr(stock, "func", None) is not replacement:
+        type(ALL_MASK_ATTENTION_FUNCTIONS).register(name, functools.partial(replacement, stock))
+
+
+def replace_attention(name: str, replacement: Callable[..., Any]) -> None:
+    """Have transformers run an attention by ``replacement``, whose first argument is the stock function."""
+    stock = ALL_ATTENTION_FUNCTIONS[name]
+    if getattr(stock, "func", None) is not replacement:
+        type(ALL_ATTENTION_FUNCTIONS).register(name, functools.partial(replacement, stock))
+
+
+# Outputs that models record of their modules, such as routers' logits.
+
+
+def recorded_names() -> tuple[str, ...]:
+    """Return the names of the outputs that the model of the running forward records, without the hidden states, which
+    it records of whole layers."""
+    return tuple(name for name in _active_collector.get() or () if name != "hidden_states" and name[0] != "_")
+
+
+class _InOrder(list[Any]):
+    """A list of one name's outputs that also notes the order of all names."""
+
+    def __init__(self, name: str, order: list[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self._name = name
+        self._order = order
+
+    def append(self, output: Any) -> None:
+        self._order.append((self._name, output))
+
+
+@contextlib.contextmanager
+def recording_outputs(names: Sequence[str]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Record the outputs of these names in this context, apart from those of the running forward."""
+    order: list[tuple[str, Tensor]] = []
+    token = _active_collector.set({name: _InOrder(name, order) for name in names})
+    try:
+        yield order
+    finally:
+        _active_collector.reset(token)
+
+
+def add_recorded_outputs(outputs: Sequence[tuple[str, Tensor]]) -> None:
+    """Add (name, output) pairs to what the running forward records."""
+    collected = _active_collector.get() or {}
+    for name, output in outputs:
+        if name in collected:
+            collected[name].append(output)

@@ -13,6 +13,7 @@ from hf_lohan.config.values import (
     ConfigError,
     SsdPath,
     check_choice,
+    check_chunk,
     check_collectives,
     check_count,
     check_flag,
@@ -145,6 +146,12 @@ class OffloadConfig:
     chunked_loss: bool | Literal["auto"] = AUTO
     """Whether the logits are computed for some tokens at a time, so that they never all exist at once. "auto" does so
     if they would take more than a sixteenth of `gpu_memory`. Only the order of sums in the loss changes."""
+
+    chunked_layers: int | Literal[False] = False
+    """Tokens that a layer computes at a time, for sequences whose layers do not fit the device. Rows are cut from each
+    other first, and a longer row is cut within, where each chunk attends to the chunks before it. Only the order of
+    sums changes. false runs whole layers. A resumed run has the bits of an uninterrupted one only with the same
+    number."""
 
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the previous one; "naive" reads it
@@ -330,6 +337,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "expert_cache": partial(check_choice, allowed=get_args(ExpertCachePolicy)),
     "activations": partial(check_choice, allowed=get_args(Activations)),
     "chunked_loss": check_flag_or_auto,
+    "chunked_layers": check_chunk,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),
     "durability": partial(check_choice, allowed=get_args(DurabilitySetting)),
     "commit_every": check_interval,

@@ -158,6 +158,16 @@ def check_number(name: str, value: object, *, most: int = _MAX_NUMBER) -> int:
     raise ConfigError(f"{name}: {shown} is not allowed; give a whole number of at least 1")
 
 
+def check_chunk(name: str, value: object) -> int | Literal[False]:
+    """Return ``value`` if it is False or a whole number of tokens. Raises ConfigError if not."""
+    if value is False:
+        return False
+    try:
+        return check_number(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (tokens), or false") from None
+
+
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) *(s|min|h)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 

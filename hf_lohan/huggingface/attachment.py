@@ -46,6 +46,7 @@ from hf_lohan.engine import (
 from hf_lohan.experts import StreamedExperts, run_experts
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
+from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_store, needs_all_kept
 from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
@@ -172,6 +173,11 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
     a notebook) has the store open for the same model, close it first."""
     assert isinstance(config.cpu_threads, int)
     check_layout(layout, config, links_to_other_ranks())
+    if layout.model_blocks.experts and config.chunked_layers is not False:
+        raise ValueError(
+            f"chunked_layers: {config.chunked_layers} would load each expert again for every chunk, because experts "
+            "stream one by one; set chunked_layers: false, or experts: with_layer"
+        )
     _refuse_a_second_model(config)
     set_compute_threads(config.cpu_threads)
     keep_freed_memory()
@@ -241,6 +247,10 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
             setattr(model, name, functools.partial(_refuse, name, advice))
     if engine.config.activations != "keep":
         enable_recompute(model, engine)
+    if config.chunked_layers is not False:
+        names = {module: name for name, module in model.named_modules()}
+        layers = {layer: names[layer] for layer in layout.model_blocks.layers}
+        run_layers_in_chunks(model, engine.activations, layers).cut(config.chunked_layers)
     computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(

@@ -159,6 +159,7 @@ def _type(annotation: str) -> str:
         return " \\| ".join(f"`{choice}`" for choice in choices.__args__)
     words = {
         "bool": "true or false",
+        "Literal[False]": "`false`",
         "Literal['auto']": "`auto`",
         "tuple[SsdPath, ...]": "path, list of paths or of {path, capacity}",
         "Collectives": "`exact` \\| `quantized` \\| {forward, backward, gradients}",

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
+from hf_lohan.activations.chunked_layers import whole_layers
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
@@ -69,6 +70,7 @@ def trace_model(
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
         stack.enter_context(whole_logits(model))
         chunked_loss = chunked_loss and replace(chunked_loss, on_repeat=trace.repeat)
+        stack.enter_context(whole_layers(model))
         chunked_head = chunked_head_of(model, chunked_loss)
         if chunked_head is not None:
             stack.callback(chunked_head.attach())

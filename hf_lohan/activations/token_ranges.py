@@ -1,0 +1,144 @@
+"""The chunks of a batch, and the keys and values that a chunk of a row sees."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """A chunk: the tokens ``start`` to ``stop`` of the rows ``first_row`` to ``last_row``, without the last ones."""
+
+    first_row: int
+    last_row: int
+    start: int
+    stop: int
+
+    @property
+    def index(self) -> tuple[slice, slice]:
+        return slice(self.first_row, self.last_row), slice(self.start, self.stop)
+
+
+def cut_batch(num_rows: int, length: int, chunk_tokens: int) -> list[list[TokenRange]]:
+    """Return the chunks of a batch, by group of rows whose keys are on the device together."""
+    if length <= chunk_tokens:
+        step = chunk_tokens // length
+        return [[TokenRange(row, min(row + step, num_rows), 0, length)] for row in range(0, num_rows, step)]
+    starts = range(0, length, chunk_tokens)
+    return [
+        [TokenRange(row, row + 1, start, min(start + chunk_tokens, length)) for start in starts]
+        for row in range(num_rows)
+    ]
+
+
+class NotCuttableError(Exception):
+    """A layer must see all tokens at once. The text completes "because it ..."."""
+
+
+class _KeysTaken(BaseException):
+    """Leaves a layer's forward when its keys and values are known. It is not an `Exception`, so no layer catches it."""
+
+
+class ChunkKeys:
+    """Stands in for the cache of one layer in a forward of chunks. It has the keys and values of a group of rows, and
+    the sums of their gradients."""
+
+    is_compileable = False
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._tensors: tuple[Tensor, ...] = ()
+        """Keys and values, [rows, heads, length, size of a head]."""
+        self._sums: list[Tensor | None] = [None, None]
+        self._range: TokenRange | None = None
+        self._first_key = 0
+        self._only_keys = False
+        self.num_updates = 0
+
+    @contextlib.contextmanager
+    def at(self, tokens: TokenRange, first_key: int, *, only_keys: bool = False) -> Iterator[None]:
+        """Run a chunk in this context, which sees the keys from ``first_key`` on. ``only_keys``: end its forward as
+        soon as its keys are known."""
+        self._range, self._first_key, self._only_keys, self.num_updates = tokens, first_key, only_keys, 0
+        try:
+            yield
+        except _KeysTaken:
+            pass
+        finally:
+            self._range = None
+
+    # The interface of transformers' caches that layers use in training.
+
+    def update(self, keys: Tensor, values: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        tokens = self._range
+        assert tokens is not None
+        self.num_updates += 1
+        if self.num_updates > 1 or any(
+            t.dim() != 4 or t.shape[2] != tokens.stop - tokens.start for t in (keys, values)
+        ):
+            raise NotCuttableError("keeps its keys in another form")
+        if not self._tensors:
+            self._tensors = tuple(
+                t.new_empty((t.shape[0], t.shape[1], self._length, t.shape[3])) for t in (keys, values)
+            )
+        with torch.no_grad():
+            for all_tokens, own in zip(self._tensors, (keys, values), strict=True):
+                all_tokens[:, :, tokens.start : tokens.stop] = own
+        if self._only_keys:
+            raise _KeysTaken
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            seen: tuple[Tensor, Tensor] = _SeenKeys.apply(keys, values, self, tokens, self._first_key)  # type: ignore[no-untyped-call]
+            return seen
+        return self.seen(tokens, self._first_key)
+
+    def get_seq_length(self, *_args: Any, **_kwargs: Any) -> int:
+        return 0 if self._range is None else self._range.start
+
+    # Gradients.
+
+    def seen(self, tokens: TokenRange, first_key: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values from ``first_key`` to the end of a chunk."""
+        keys, values = (tensor[:, :, first_key : tokens.stop] for tensor in self._tensors)
+        return keys, values
+
+    def gradient_of(self, number: int, gradient: Tensor | None, tokens: TokenRange, first_key: int) -> Tensor | None:
+        """Return the gradient of a chunk's own keys (0) or values (1), which later chunks have added to. Adds
+        ``gradient``, of all that the chunk has seen, to the sums of earlier chunks."""
+        if gradient is None:
+            return None
+        own, num_earlier = gradient[:, :, tokens.start - first_key :], tokens.start - first_key
+        total = self._sums[number]
+        if total is None and num_earlier:
+            total = self._sums[number] = torch.zeros_like(self._tensors[number], dtype=torch.float32)
+        if total is None:
+            return own
+        if num_earlier:
+            total[:, :, first_key : tokens.start] += gradient[:, :, :num_earlier]
+        return (total[:, :, tokens.start : tokens.stop] + own).to(gradient.dtype)
+
+
+class _SeenKeys(torch.autograd.Function):
+    """Returns the keys and values that a chunk sees, with a graph to its own ones."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, values: Tensor, cache: ChunkKeys, tokens: TokenRange, first: int) -> Any:
+        ctx.own = cache, tokens, first
+        ctx.set_materialize_grads(False)
+        return cache.seen(tokens, first)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        cache, tokens, first = ctx.own
+        return (
+            *(cache.gradient_of(n, gradient, tokens, first) for n, gradient in enumerate(gradients)),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,110 @@
+"""Training with `chunked_layers: N` differs from training with whole layers only in the order of sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trajectories import (
+    SMALL_BUDGETS,
+    Trajectory,
+    arguments,
+    assert_same_bits,
+    dataset,
+    finish,
+    train_offloaded,
+    train_stock,
+)
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_model
+
+N = 6
+"""Tokens of a chunk. The rows of 16 tokens have chunks of 6, 6 and 4."""
+CHUNKED = {**SMALL_BUDGETS, "chunked_layers": N, "activations": "recompute"}
+
+
+def assert_nearly_equal(ours: Trajectory, stock: Trajectory) -> None:
+    """Weights have a larger tolerance than losses, because AdamW amplifies the rounding of gradients near zero."""
+    assert len(ours.losses) == len(stock.losses) > 0
+    assert ours.losses == pytest.approx(stock.losses, abs=1e-6)
+    assert ours.norms == pytest.approx(stock.norms, rel=1e-5)
+    for name, weight in stock.weights.items():
+        assert torch.allclose(ours.weights[name], weight, rtol=0, atol=2e-5), name
+    assert any(not torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items()), "not cut"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "alone": {"max_steps": 12},
+    "together": {"gradient_accumulation_steps": 2, "max_steps": 4},
+    "rows": {"per_device_train_batch_size": 3, "max_steps": 4},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_whole_layers_up_to_rounding(case: str, tmp_path: Path) -> None:
+    stock = train_stock("llama", tmp_path / "stock", {}, **CASES[case])
+    offload = {**CHUNKED, "vertical_micro_batches": case == "together", "cpu_memory": "6MiB"}
+    if case == "rows":
+        offload["chunked_layers"] = 32  # two rows, then one
+    assert_nearly_equal(train_offloaded("llama", tmp_path / "ours", {}, offload=offload, **CASES[case]), stock)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "swap": {"activations": "swap"},
+    "keep": {"activations": "keep"},
+    "auto": {"activations": "auto"},
+    "speculate": {"clip": "speculate"},
+}
+
+
+def test_placements_clipping_and_resuming_change_no_bit(tmp_path: Path) -> None:
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 3.1}
+    expected = train_offloaded("llama", tmp_path / "defer", {}, offload={**CHUNKED, "clip": "defer"}, **settings)
+    for way, changed in WAYS.items():
+        ours = train_offloaded("llama", tmp_path / way, {}, offload={**CHUNKED, **changed}, **settings)
+        assert_same_bits(ours, expected)
+    resumed = hf_lohan.Trainer(
+        tiny_model("llama", seed=9), arguments(tmp_path / "defer", **settings), train_dataset=dataset(), offload=CHUNKED
+    )
+    assert_same_bits(finish(resumed, str(tmp_path / "defer" / "checkpoint-2")), expected)
+
+
+@pytest.mark.parametrize("value", [0, -4, 2.5, True, "auto"])
+def test_a_chunk_of_no_tokens_is_refused(value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^chunked_layers: .* is not allowed; give a whole number .* \(tokens\), or false$"
+    ):
+        hf_lohan.OffloadConfig(chunked_layers=value)
+
+
+def test_what_needs_whole_layers_is_refused(tmp_path: Path) -> None:
+    settings = {"max_steps": 1}
+    with pytest.raises(ValueError, match="chunked_layers: 6 would load each expert again for every chunk"):
+        train_offloaded(
+            "mixtral",
+            tmp_path / "experts",
+            {},
+            offload={**CHUNKED, "experts": "streamed", "cpu_memory": "16MiB"},
+            **settings,
+        )
+    with pytest.raises(ValueError, match="output_attentions=True needs the attention of all pairs of tokens"):
+        overrides = {"output_attentions": True, "attn_implementation": "eager"}
+        train_offloaded("llama", tmp_path / "attentions", overrides, offload=CHUNKED, **settings)
+
+
+def test_routers_reach_the_auxiliary_loss(tmp_path: Path) -> None:
+    router = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    stock = train_stock("mixtral", tmp_path / "stock", router, max_steps=3)
+    offload = {**CHUNKED, "cpu_memory": "16MiB", "gpu_memory": "8MiB"}
+    assert_nearly_equal(train_offloaded("mixtral", tmp_path / "ours", router, offload=offload, max_steps=3), stock)
+
+
+def test_dropout_keeps_layers_whole(tmp_path: Path) -> None:
+    stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, max_steps=2)
+    ours = train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=CHUNKED, max_steps=2)
+    whole = train_offloaded("opt", tmp_path / "whole", {"dropout": 0.1}, offload=SMALL_BUDGETS, max_steps=2)
+    assert_same_bits(ours, whole)
+    assert ours.losses == pytest.approx(stock.losses, abs=1e-6)
