@@ -61,6 +61,11 @@ class ActivationSwapper:
         assert staging.num_buffers and staging.buffer_bytes % GRANULE_NUMEL == 0
         self._spill = _Spill(files, staging, IntervalStack(num_bytes, GRANULE_NUMEL))
 
+    def leave_ssd(self) -> None:
+        """Swap to RAM alone, because the files are closed. No tensor may be on the SSD."""
+        assert not self.ssd_bytes_in_use, "the SSD has swapped tensors"
+        self._spill = None
+
     def begin_forward(self) -> None:
         """Forget the RAM marks of the previous forward."""
         self._ram.forget_marks()
@@ -76,6 +81,10 @@ class ActivationSwapper:
     @property
     def ssd_bytes(self) -> int:
         return self._spill.intervals.capacity if self._spill is not None else 0
+
+    @property
+    def ssd_bytes_in_use(self) -> int:
+        return self._spill.intervals.in_use if self._spill is not None else 0
 
     @property
     def high_water_bytes(self) -> int:

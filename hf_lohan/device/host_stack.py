@@ -115,6 +115,10 @@ class HostStack:
         """Replace the memory. No part of it may be allocated."""
         with self._lock:
             assert not self._bytes_in_use, "the memory is in use"
+            for read in self._reads:
+                read.event.synchronize()
+            self._reads.clear()
+            self._memory = torch.empty(0, dtype=torch.uint8)  # both would not fit
             self._allocate(num_bytes)
 
     @property

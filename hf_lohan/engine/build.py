@@ -312,6 +312,7 @@ def build_plan(
         updates.clip_history,
         updates.commits,
         _routing_of(loaders.experts, layers.values()),
+        plans_longer_batches=tiers.rank_memory is None,
     )
     return plan, activations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from hf_lohan.engine.commits import CommitInterval, StepCommits
-from hf_lohan.engine.planned_memory import PlannedMemory
+from hf_lohan.engine.planned_memory import HEADROOM, PlannedMemory
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
@@ -21,6 +21,8 @@ class StepsSoFar:
 
     clip_rate: float
     """Fraction of the last steps that clipped."""
+    is_as_planned: bool = True
+    """Whether the last step had batches of about the planned length. Only such steps are timed if lengths vary."""
     routing: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Number of tokens of each expert, by name of the layer, if experts stream one by one."""
 
@@ -57,7 +59,11 @@ class FollowedPlan:
         clip_history: ClipHistory,
         commits: StepCommits,
         routing: Callable[[], Mapping[str, Sequence[int]]],
+        *,
+        plans_longer_batches: bool,
     ) -> None:
+        """``plans_longer_batches``: whether a batch that is longer than the planned one gets a plan. Ranks plan
+        together, but not all of them have such a batch."""
         self._events = events
         self.memory = planned_memory
         self._pipeline = pipeline
@@ -65,10 +71,17 @@ class FollowedPlan:
         self._clip_history = clip_history
         self._commits = commits
         self._routing = routing
+        self._plans_longer_batches = plans_longer_batches
         self._is_first_forward = True
         """Whether the next training forward is the first of a step."""
         self._needs_plan = True
         """Whether the next training forward needs a plan."""
+        self._planned_tokens = 0
+        """Tokens of the batch for which the plan was made."""
+        self._step_tokens = 0
+        """Tokens of the step's longest batch so far."""
+        self._has_longer_batches = False
+        """Whether a batch was so much longer than the first one that it needed a plan of its own."""
         self._step_has_ended = False
         """Whether a step has ended since the last training forward."""
 
@@ -81,7 +94,8 @@ class FollowedPlan:
         if self._step_has_ended:
             self._step_has_ended = False
             self.memory.begin_step()
-            self._follow(self._events.step_began(StepsSoFar(self._clip_history.clip_rate, self._routing())))
+            self._follow(self._events.step_began(self._steps_so_far()))
+            self._step_tokens = 0
         if self._is_first_forward:
             self._is_first_forward = False
             self._commits.begin_step()
@@ -93,6 +107,7 @@ class FollowedPlan:
     def choose_order(self, shape: StepShape) -> bool:
         """Plan a step with micro-batches of this shape. Returns whether they should run together."""
         self._pipeline.wait_for_updates()
+        self._planned_tokens = shape.batch_size * shape.sequence_length
         planned = self._events.plan_order(shape, self.memory.layout)
         self._needs_plan = False
         if planned is None:
@@ -104,12 +119,26 @@ class FollowedPlan:
     def see_batch(self, shape: StepShape | None) -> None:
         """Begin a training forward. ``shape`` is None if the batch has no token ids."""
         self.memory.last_shape = shape
+        if shape is not None:
+            self._note_length(shape.batch_size * shape.sequence_length)
         if self._needs_plan and shape is not None:
             self._needs_plan = False
             self._pipeline.wait_for_updates()  # running updates would slow down the hardware's measurement
+            self._planned_tokens = shape.batch_size * shape.sequence_length
             shape = replace(shape, num_together=self.memory.num_together)
             self._follow(self._events.plan(shape, self.memory.layout))
         self.memory.allocate_copies()
+
+    def _note_length(self, num_tokens: int) -> None:
+        """Ask for another plan if a batch is much longer than the planned one."""
+        self._step_tokens = max(self._step_tokens, num_tokens)
+        is_longer = num_tokens > HEADROOM * self._planned_tokens
+        if is_longer and self._plans_longer_batches and self.memory.has_plan and not self._needs_plan:
+            self._needs_plan = self._has_longer_batches = True
+
+    def _steps_so_far(self) -> StepsSoFar:
+        is_short = self._has_longer_batches and HEADROOM * self._step_tokens < self._planned_tokens
+        return StepsSoFar(self._clip_history.clip_rate, not is_short, self._routing())
 
     def see_evaluation(self) -> None:
         """Begin a forward without gradients."""

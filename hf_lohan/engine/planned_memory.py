@@ -21,13 +21,13 @@ from hf_lohan.files import CapacityError
 from hf_lohan.planner import ActivationPlacements
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
-from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordSpec
+from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec
 from hf_lohan.wording import UNIT_BYTES, format_bytes
 
 logger = logging.getLogger(__name__)
 
-_HEADROOM = 1.25
-"""Memory is allocated for this multiple of the first batch, because later batches may be longer."""
+HEADROOM = 1.25
+"""Memory is allocated for this multiple of the planned batch, because later batches may be longer."""
 _SPILL_NAME = "activations"
 _SIGNS = ("CUDA out of memory.", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _TRIED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>[KMG]iB)")
@@ -70,6 +70,11 @@ class PlannedMemory:
         self.sizes: Sizes = {}
         """Bytes that one micro-batch could swap. Empty until they are known."""
         self._staging: BufferPool | None = None
+        self._spill_files: RecordFiles | None = None
+
+    @property
+    def has_plan(self) -> bool:
+        return self._planned is not None
 
     def follow_plan(self, planned: PlannedStep) -> None:
         """Follow a plan from the next layer on."""
@@ -131,11 +136,11 @@ class PlannedMemory:
         self._end_watching()
         ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
-        room_bytes, gradient_bytes = int(all_bytes * _HEADROOM), self._gradient_bytes()
-        if (ram_bytes or ssd_bytes or gradient_bytes) and not self._tiers.shared_ram.num_bytes:
-            self._tiers.shared_ram.reallocate(min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes))
-        if ssd_bytes and not self._activations.swapper.ssd_bytes:
-            self._allocate_ssd(room_bytes)
+        room_bytes, gradient_bytes = int(all_bytes * HEADROOM), self._gradient_bytes()
+        if ram_bytes or ssd_bytes or gradient_bytes:
+            self._grow_ram(min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes))
+        if ssd_bytes:
+            self._grow_ssd(room_bytes)
         self._activations.set_placements(placements)
         logger.info(
             "of %s that the layers keep for backward, %s are swapped to RAM and %s to the SSD",
@@ -151,6 +156,17 @@ class PlannedMemory:
         num_chunks = len(self.layout.chunks()) - self.layout.num_held_chunks
         return sum(record.num_bytes for record in self.layout.spill_records()) + num_chunks * CACHE_LINE_BYTES
 
+    def _grow_ram(self, num_bytes: int) -> None:
+        """Have at least this much RAM. Memory in use cannot grow, and what does not fit it goes to the SSD."""
+        ram = self._tiers.shared_ram
+        if num_bytes > ram.num_bytes and not (ram.bytes_in_use or ram.top_bytes_in_use):
+            ram.reallocate(num_bytes)
+
+    def _grow_ssd(self, num_bytes: int) -> None:
+        swapper = self._activations.swapper
+        if num_bytes > swapper.ssd_bytes and not swapper.ssd_bytes_in_use:
+            self._allocate_ssd(num_bytes)
+
     def _allocate_ssd(self, num_bytes: int) -> None:
         if self.layout.activation_staging_bytes < GRANULE_NUMEL:
             logger.warning("cpu_memory leaves no buffers to swap activations to the SSD, so they are recomputed")
@@ -161,11 +177,14 @@ class PlannedMemory:
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:
-            files = self._tiers.store.scratch([record], _SPILL_NAME)
+            if self._spill_files is not None:  # for shorter batches
+                self._activations.swapper.leave_ssd()
+                self._spill_files.close()
+            self._spill_files = files = self._tiers.store.scratch([record], _SPILL_NAME)
         except CapacityError as error:
             logger.warning("there is no room to swap activations to the SSD, so they are recomputed: %s", error)
             return
-        self._staging = BufferPool(
+        self._staging = self._staging or BufferPool(
             self._tiers.device,
             name="activation staging",
             num_buffers=NUM_ACTIVATION_STAGING_BUFFERS,

@@ -226,7 +226,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
         plan=functools.partial(_plan_step, weakref.ref(model), plan),
         plan_order=functools.partial(_plan_order, plan),
-        step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing),
+        step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing, is_as_planned=steps.is_as_planned),
         block_began=show_blocks(layout.model_blocks, tiers.device.timeline),
     )
     with OutOfMemoryAdvice(config).added_to_errors():

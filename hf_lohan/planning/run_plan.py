@@ -121,6 +121,7 @@ class RunPlan:
         self.now = planned
         self.first = self.first or self.now
         self._tried_after = None
+        self._steps, self._before = [], None  # steps with shorter batches say nothing about these
         self._layout = self.now.layout  # the memory is taken only once
         if self.now.plan.refusal is not None:
             logger.warning("the plan says that this run does not fit: %s", self.now.plan.refusal)
@@ -182,15 +183,18 @@ class RunPlan:
             logger.warning("this run has no plan, and recomputes its activations: %s", error)
             return None
 
-    def step_began(self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None) -> PlannedStep | None:
+    def step_began(
+        self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None, *, is_as_planned: bool = True
+    ) -> PlannedStep | None:
         """Time the previous step. After enough steps, plan again with the measured rates and ``routing`` (by layer, the
         number of tokens of each expert), and return the new plan. A plan with other placements or another clipping mode
-        is on trial first. If its steps are longer, return the previous plan."""
+        is on trial first. If its steps are longer, return the previous plan. ``is_as_planned``: whether the previous
+        step had batches of the planned length. If not, its time does not count."""
         now = StepTimes.so_far(self._device.timeline)
-        if self._before is not None:
+        if self._before is not None and is_as_planned:
             self._steps.append(now.since(self._before))
         self._before = now
-        if self.now is None:
+        if self.now is None or not is_as_planned:
             return None
         if len(self._steps) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
             return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
