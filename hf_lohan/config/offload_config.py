@@ -151,7 +151,7 @@ class OffloadConfig:
     """Tokens that a layer computes at a time, for sequences whose layers do not fit the device. Rows are cut from each
     other first, and a longer row is cut within, where each chunk attends to the chunks before it. Only the order of
     sums changes. false runs whole layers. A resumed run has the bits of an uninterrupted one only with the same
-    number."""
+    number. The plan counts whole layers."""
 
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the previous one; "naive" reads it
