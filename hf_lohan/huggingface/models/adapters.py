@@ -129,13 +129,18 @@ class PendingMerges:
         """Return a parameter with its adapters merged into it, and what the same adapters change besides, such as its
         bias. ``read`` returns the values of a parameter in memory of its own."""
         merges = self._merges[parameter]
-        changed = {changed for layer, _ in merges for changed in _changed_by(layer).values()}
-        with _with_values([layer for layer, _ in merges], read) as values:
-            for layer, merge in merges:
-                before = list(layer.merged_adapters)
+        changed = [_changed_by(layer) for layer, _ in merges]
+        merged: dict[nn.Parameter, Tensor] = {}
+        with _with_values([layer for layer, _ in merges], read):
+            for (layer, merge), of_layer in zip(merges, changed, strict=True):
+                before, base = list(layer.merged_adapters), layer.get_base_layer()
                 merge()
+                merged_base = layer.get_base_layer()
+                merged |= {own: getattr(merged_base, name).data for name, own in of_layer.items()}
+                if merged_base is not base:
+                    layer.unmerge()  # LNTuning exchanges the base and its copy
                 layer.merged_adapters[:] = before  # the weights in the store are as before
-            return {parameter: values[parameter].data for parameter in changed}
+        return merged
 
     def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
         _refuse_merged()
@@ -158,11 +163,9 @@ def _changed_by(layer: Any) -> dict[str, nn.Parameter]:
 
 
 @contextlib.contextmanager
-def _with_values(
-    layers: Sequence[Any], read: Callable[[nn.Parameter], Tensor]
-) -> Iterator[Mapping[nn.Parameter, nn.Parameter]]:
-    """Within, these layers of PEFT have ordinary parameters with the values that ``read`` returns. Yields them by the
-    parameters that they replace. Other parameters of the base that are wrapped by several layers stay as they are."""
+def _with_values(layers: Sequence[Any], read: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+    """Within, these layers of PEFT have ordinary parameters with the values that ``read`` returns. Other parameters of
+    the base that are wrapped by several layers stay as they are."""
     changed = {parameter for layer in layers for parameter in _changed_by(layer).values()}
     others = {parameter for layer in layers for parameter in layer.get_base_layer().parameters()} - changed
     places = {
@@ -178,7 +181,7 @@ def _with_values(
             if parameter not in values:
                 values[parameter] = nn.Parameter(read(parameter).to(parameter.device), requires_grad=False)
             setattr(module, name, values[parameter])
-        yield values
+        yield
     finally:
         for (module, name), parameter in places.items():
             setattr(module, name, parameter)

@@ -68,7 +68,8 @@ def merge(
     folder, target = adapter_folder(adapter), Path(os.path.abspath(output))
     checkpoint = Checkpoint.open(base, kwargs)
     model, weights = _unread_model(checkpoint, model_class, dtype, target.parent, kwargs)
-    readable = ReadableBase(lambda parameter: weights[parameter]())
+    # PEFT loads saved modules into copies of weights. What is read may be a view of the file, which later reads share.
+    readable = ReadableBase(lambda parameter: weights[parameter]().clone())
     readable.hide(weights)
     adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), checkpoint.name)
     merged: list[tuple[Any, PendingMerges]] = []
@@ -158,7 +159,7 @@ def _with_saved_adapter(
 
 def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight], saved: Mapping[str, Tensor]) -> None:
     """Make weights of the base that are saved with the adapter, such as resized embeddings, ordinary parameters."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in saved:
         parameter = parameters.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
         if parameter is not None and parameter in weights:

@@ -172,6 +172,13 @@ ADAPTERS: dict[str, tuple[str, torch.dtype, Callable[[], Any]]] = {
         *("gpt2", torch.float32),
         lambda: peft.LoraConfig(r=4, fan_in_fan_out=True, target_modules=["c_attn", "c_fc", "wte"], **CAUSAL),
     ),
+    "tied head": ("gpt2", torch.bfloat16, lambda: peft.LoraConfig(r=4, target_modules=["lm_head"], **CAUSAL)),
+    "tied head, saved": (
+        *("gpt2", torch.bfloat16),
+        lambda: peft.LoraConfig(
+            r=4, fan_in_fan_out=True, target_modules=["c_fc"], modules_to_save=["lm_head"], **CAUSAL
+        ),
+    ),
     "all experts": (
         *("mixtral", torch.bfloat16),
         lambda: peft.LoraConfig(
