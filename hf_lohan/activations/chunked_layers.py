@@ -109,8 +109,9 @@ class ChunkedLayer:
         self.is_whole = False
         """Whether the layer runs whole, for example to be traced."""
         self._before = vars(layer).get("forward")  # a wrapper may have set it on the instance
-        self._reasons: dict[bool, str | None] = {}
-        """Why the layer stays whole, or None if it is cut, by whether rows are cut within."""
+        self._reasons: dict[tuple[bool, bool], str | None] = {}
+        """Why the layer stays whole, or None if it is cut, by whether rows are cut within and whether it trains. An
+        evaluation draws no random numbers."""
 
     def attach(self) -> None:
         """Replace the layer's forward."""
@@ -146,9 +147,10 @@ class ChunkedLayer:
         if hidden is None or hidden.dim() != 3 or hidden.shape[0] * hidden.shape[1] <= chunk_tokens:
             return None
         within_rows = hidden.shape[1] > chunk_tokens
-        if within_rows not in self._reasons:
-            self._reasons[within_rows] = self._find_reason(hidden, inputs, within_rows=within_rows)
-        if self._reasons[within_rows] is not None:
+        case = within_rows, any(module.training for module in self.layer.modules())
+        if case not in self._reasons:
+            self._reasons[case] = self._find_reason(hidden, inputs, within_rows=within_rows)
+        if self._reasons[case] is not None:
             return None
         try:
             inputs.refuse(within_rows=within_rows)
@@ -191,6 +193,10 @@ class ChunkedLayer:
                 raise
             except (AttributeError, NotImplementedError, TypeError) as error:
                 raise NotCuttableError(f"uses its cache in another way ({error})") from error
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:  # memory or the device failed
+                    raise
+                raise NotCuttableError(f"does not compute a part of its inputs ({error})") from error
         if random.found:
             raise NotCuttableError("draws random numbers")
         change = (first - tried).float().norm()

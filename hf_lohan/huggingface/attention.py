@@ -415,7 +415,9 @@ class LayerCall:
             raise NotCuttableError("has an input with a gradient beside the hidden states")
         rows, length = self._shape[:2]
         token_dim = _only_dim(value, length, preferred=1)
-        row_dim = _only_dim(value, rows, preferred=0, besides=token_dim) if rows > 1 else None
+        row_dim = None
+        if rows > 1:  # rows come before tokens; a later dimension of their size, such as that of a head, is not theirs
+            row_dim = _only_dim(value, rows, preferred=0, before=token_dim)
         if row_dim is not None:
             value = value.narrow(row_dim, tokens.first_row, tokens.last_row - tokens.first_row)
         if token_dim is not None:
@@ -423,9 +425,9 @@ class LayerCall:
         return value
 
 
-def _only_dim(tensor: Tensor, size: int, *, preferred: int, besides: int | None = None) -> int | None:
-    """Return the dimension of a tensor that has ``size`` elements, or None."""
-    dims = [dim for dim, of_dim in enumerate(tensor.shape) if of_dim == size and dim != besides]
+def _only_dim(tensor: Tensor, size: int, *, preferred: int, before: int | None = None) -> int | None:
+    """Return the dimension of a tensor, ``before`` a given one, that has ``size`` elements, or None."""
+    dims = [dim for dim, of_dim in enumerate(tensor.shape[:before]) if of_dim == size]
     if len(dims) > 1 and preferred not in dims:
         raise NotCuttableError("has an input whose dimensions are not clear")
     return None if not dims else preferred if preferred in dims else dims[0]

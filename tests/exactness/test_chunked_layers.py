@@ -72,6 +72,14 @@ def test_placements_clipping_and_resuming_change_no_bit(tmp_path: Path) -> None:
     assert_same_bits(finish(resumed, str(tmp_path / "defer" / "checkpoint-2")), expected)
 
 
+def test_as_many_rows_as_a_head_has_elements(tmp_path: Path) -> None:
+    rows = {"per_device_train_batch_size": 16, "max_steps": 1}
+    assert tiny_model("llama").config.head_dim == 16
+    stock = train_stock("llama", tmp_path / "stock", {}, **rows)
+    ours = train_offloaded("llama", tmp_path / "ours", {}, offload={**CHUNKED, "chunked_layers": 32}, **rows)
+    assert_nearly_equal(ours, stock)
+
+
 @pytest.mark.parametrize("value", [0, -4, 2.5, True, "auto"])
 def test_a_chunk_of_no_tokens_is_refused(value: Any) -> None:
     with pytest.raises(
@@ -108,3 +116,14 @@ def test_dropout_keeps_layers_whole(tmp_path: Path) -> None:
     whole = train_offloaded("opt", tmp_path / "whole", {"dropout": 0.1}, offload=SMALL_BUDGETS, max_steps=2)
     assert_same_bits(ours, whole)
     assert ours.losses == pytest.approx(stock.losses, abs=1e-6)
+
+
+def test_an_evaluation_before_training_does_not_hide_dropout(tmp_path: Path) -> None:
+    def run(folder: Path, offload: dict[str, Any]) -> Trajectory:
+        args = arguments(folder, max_steps=1)
+        data = {"train_dataset": dataset(), "eval_dataset": dataset()}
+        trainer = hf_lohan.Trainer(tiny_model("opt", dropout=0.1), args, offload=offload, **data)
+        trainer.evaluate()
+        return finish(trainer)
+
+    assert_same_bits(run(tmp_path / "ours", CHUNKED), run(tmp_path / "whole", SMALL_BUDGETS))
