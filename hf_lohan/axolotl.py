@@ -22,7 +22,7 @@ _REFUSED = {
     "reward_model": "trains a reward model; use hf_lohan.trl.RewardTrainer for it",
     "process_reward_model": "trains a reward model; use the trainers of hf_lohan.trl for it",
     "load_in_4bit": "has bitsandbytes pack the base; write adapter: lora, and quantize: nf4 in the section lohan",
-    "load_in_8bit": "has bitsandbytes pack the base; write adapter: lora, and quantize: nf4 in the section lohan",
+    "load_in_8bit": "has bitsandbytes pack the base; write adapter: lora, and quantize: int8 in the section lohan",
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "device_map", "max_memory"), _PLACED),
     **dict.fromkeys(("activation_offloading", "layer_offloading"), "is what offload does as planned; leave it out"),
     **dict.fromkeys(("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale", "lr_groups"), _LEARNING_RATES),

@@ -15,7 +15,7 @@ from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.models.encoded_checkpoints import packed_as_published
 from hf_lohan.huggingface.models.hub import read_model_config
-from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of
+from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, refuse_other_methods
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
@@ -156,7 +156,10 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     model_config = read_model_config(request.model, {"revision": request.revision, **code})
     dtype = planning_dtype(model_config, request.dtype)
     model = weightless_model(model_config, dtype, request.lora_rank, code=code)
-    if request.lora_rank is not None and quantization_of(model_config) is not None and can_pack(ranks):
+    published = quantization_of(model_config)
+    if published is not None and not published.get("load_in_4bit"):
+        refuse_other_methods(request.model, published)
+    if request.lora_rank is not None and published is not None and can_pack(ranks):
         base = weightless_model(model_config, dtype, code=code)
         config = packed_as_published(request.model, model_config, base, config, dtype)
     config = activations_kept_if_needed(model, config)

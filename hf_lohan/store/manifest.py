@@ -145,8 +145,8 @@ class Manifest:
             if is_alike and model.quantize != self.model.quantize:
                 raise ForeignStoreError(
                     f"{directory} holds a store with quantize: {self.model.quantize}, this run has {model.quantize}; "
-                    "set it to that to go on from there, choose another directory, or delete this one if its state is "
-                    "no longer needed"
+                    "set it to that (or leave it out, if the checkpoint has that form) to go on from there, choose "
+                    "another directory, or delete this one if its state is no longer needed"
                 )
             if is_alike and ours != theirs:
                 raise ForeignStoreError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import hf_lohan
 from hf_lohan.cli.plan_request import PlanRequest, plan_run
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface import engine_of
 from hf_lohan.model.packed_weights import name_in_base
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -117,6 +119,8 @@ def test_a_run_resumes_over_a_base_that_stays_packed(tmp_path: Path) -> None:
     found = {name: again.offload_engine.parameters.read_parameter(name) for name in expected.weights}
     again.offload_engine.close()
     assert all(torch.equal(found[name], weight) for name, weight in expected.weights.items())
+    with pytest.raises(ForeignStoreError, match=r"with quantize: fp8, this run has none; .*or leave it out"):
+        offloaded(tmp_path / "broken", path, quantize="none")
 
 
 @pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])
@@ -187,6 +191,31 @@ def test_a_plan_has_the_records_of_the_run(kind: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_packed"),
+    [
+        ({"quant_method": "mxfp8"}, 3 * 7),
+        ({"quant_method": "compressed-tensors", "config_groups": None}, 0),
+        ({"quant_method": "gptq", "bits": 4}, None),
+    ],
+)
+def test_a_config_without_files_is_planned_or_refused(
+    settings: dict[str, Any], num_packed: int | None, tmp_path: Path
+) -> None:
+    config = tiny_model("llama").config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    request = PlanRequest(
+        model=str(tmp_path), lora_rank=4, batch_size=1, sequence_length=16, hardware=str(DESKTOP), dtype="float32"
+    )
+    if num_packed is not None:
+        blocks = plan_run(request).layout.blocks
+        assert sum(len(block.packed_slices) for block in blocks) == num_packed
+        return
+    for rank in (4, None):
+        with pytest.raises(ValueError, match="is quantized by gptq"):
+            plan_run(replace(request, lora_rank=rank))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_adapters_over_int8_equal_those_over_the_decoded_base(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
@@ -232,6 +261,9 @@ def test_an_int8_checkpoint_of_bitsandbytes_stays_as_it_is(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=message):
             offloaded(tmp_path / "damaged", tmp_path / "packed")
         assert not (tmp_path / "damaged").exists()
+    save_file({**saved, name.replace("SCB", "weight_format"): torch.tensor(2, dtype=torch.uint8)}, file)
+    with pytest.raises(ValueError, match=r"up_proj\.weight is int8 in an order of an early bitsandbytes"):
+        offloaded(tmp_path / "damaged", tmp_path / "packed")
     with pytest.raises(ValueError, match=r"Conv1D"):
         tiny_gpt2 = tiny_model("gpt2")
         tiny_gpt2.save_pretrained(tmp_path / "gpt2")

@@ -147,16 +147,14 @@ def _named_in_config(fields: Mapping[str, Any], skeleton: nn.Module) -> Quantiza
         is_double = bool(fields.get("bnb_4bit_use_double_quant"))
         of_bnb = Quantization(method=fields.get("bnb_4bit_quant_type", "fp4"), double=is_double, skip=names)
         return replace(of_bnb, skip=(*names, FUSED_EXPERTS))
-    make = _USUAL.get(method)
-    if make is None:
-        return FORM_OF_THE_CHECKPOINT
+    make = _USUAL[method]
     candidates = packed_forms(skeleton, find_layers(skeleton), Quantization(method="nf4", block=32, skip=names))
     weights = []
     for name, parameter in skeleton.named_parameters():
         of_unit = make(fields, parameter.shape) if parameter in candidates else ()
         if of_unit:
             weights.append((name, of_unit))
-    return Quantization(method=method, weights=tuple(weights))
+    return Quantization(method=method, weights=tuple(weights)) if weights else FORM_OF_THE_CHECKPOINT
 
 
 def _usual_fp8(fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
@@ -164,6 +162,12 @@ def _usual_fp8(fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMat
     block = fields.get("weight_block_size", (128, 128)) or (rows, columns)
     of_block = min(block[0], rows), min(block[1], columns)
     return (EncodedMatrix(rows=rows, columns=columns, codes="float8_e4m3fn", scales="float32", block=of_block),)
+
+
+def _usual_mxfp8(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
+    rows, columns = shape[-2:]
+    block = 1, min(32, columns)
+    return (EncodedMatrix(rows=rows, columns=columns, codes="float8_e4m3fn", scales="uint8", block=block),)
 
 
 def _usual_mxfp4(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedMatrix, ...]:
@@ -197,6 +201,7 @@ def _usual_int8(_fields: Mapping[str, Any], shape: torch.Size) -> tuple[EncodedM
 
 _USUAL: Mapping[str, Callable[[Mapping[str, Any], torch.Size], tuple[EncodedMatrix, ...]]] = {
     "fp8": _usual_fp8,
+    "mxfp8": _usual_mxfp8,
     "mxfp4": _usual_mxfp4,
     "compressed-tensors": _usual_compressed,
     "int8": _usual_int8,

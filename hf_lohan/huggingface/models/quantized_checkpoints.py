@@ -95,23 +95,29 @@ def quantized_checkpoint(path: str | Path, model_config: Any) -> QuantizedCheckp
     settings = quantization_of(model_config)
     if settings is None:
         return None
+    refuse_other_methods(path, settings)
     method = method_of(settings)
-    find = _FINDERS.get(method)
-    if find is None:
+    find = _FINDERS[method]
+    checkpoint = QuantizedCheckpoint(Path(path), without_quantization(model_config), method, partial(find, settings))
+    checkpoint.check()
+    return checkpoint
+
+
+def refuse_other_methods(path: str | Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a `quantization_config` whose method is not decoded."""
+    method = method_of(settings)
+    if method not in _FINDERS:
         raise ValueError(
             f"{str(path)!r} is quantized by {method}, which is not dequantized while it streams (as "
             f"{', '.join(_FINDERS)} are); use the model's original in bfloat16"
         )
-    checkpoint = QuantizedCheckpoint(Path(path), without_quantization(model_config), method, partial(find, settings))
-    checkpoint.check()
-    return checkpoint
 
 
 def check_dequantizes(quantization_config: Any) -> None:
     """Raises ValueError if the `quantization_config=` of a call asks for quantized weights of such a checkpoint."""
     if quantization_config is not None and not getattr(quantization_config, "dequantize", False):
         raise ValueError(
-            f"the checkpoint is quantized, and is dequantized while it streams; leave out "
+            f"the checkpoint is quantized already, and is decoded as it was published; leave out "
             f"quantization_config={type(quantization_config).__name__}(...), or set its dequantize=True"
         )
 
@@ -290,7 +296,7 @@ def _find_compressed(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
                 allowed |= dict.fromkeys(((), (1,)), size)
         size = _check_scales(codes, scales, tensors, allowed)
         is_reordered = any(
-            group.get("actorder") in ("group", True) and compressed_block(group, rows, columns) == size
+            group.get("actorder") in ("group", "dynamic", True) and compressed_block(group, rows, columns) == size
             for group in groups
         )
         _check_order(name, columns, size[1], tensors, is_reordered=is_reordered)
@@ -351,7 +357,7 @@ def compressed_block(group: Mapping[str, Any], rows: int, columns: int) -> tuple
 
 def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """How weights are quantized, by group. Raises ValueError for what is not dequantized."""
-    groups = [group for group in settings.get("config_groups", {}).values() if group.get("weights")]
+    groups = [group for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
     whole, sparsity = settings.get("format", "dense"), (settings.get("sparsity_config") or {}).get("format", "dense")
     formats = {group.get("format") or whole for group in groups} | {whole, sparsity} - {"mixed-precision"}
     strategies = {group["weights"].get("strategy") for group in groups}
@@ -378,6 +384,12 @@ def _find_int8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
         scales = _scales_of(name, [f"{stem}.SCB"], tensors)
         rows, columns = _matrices(name, tensor)
         size = _check_scales(name, scales, tensors, {(rows,): (1, columns), (rows, 1): (1, columns)})
+        layout = tensors.get(f"{stem}.weight_format")
+        if layout is not None and int(layout[...].item()) != 0:
+            raise ValueError(
+                f"{name} is int8 in an order of an early bitsandbytes ({stem}.weight_format is not 0), which is not "
+                "decoded; use the checkpoint from before it was packed, with quantize: int8"
+            )
         weight = EncodedWeight(
             torch.Size((rows, columns)), tensor, _AsColumn(tensors[scales]), decode_numbers, size, is_of_127=True
         )

@@ -109,7 +109,7 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading
         checkpoint = Checkpoint.open(model, loading, weights=False)
         config = loading.get("config") or checkpoint.read_config()
         if quantization_of(config) is not None:
-            raise ValueError("the checkpoint is quantized, and is dequantized while it streams")
+            raise ValueError("the checkpoint is quantized, and only offload decodes its weights for training")
         dtype = load_dtype(model, config, loading.get("dtype", "float32" if is_float32 else "auto"))
         skeleton = weightless_model(config, dtype, model_class=loading.get("model_class"), code=checkpoint.code)
     if peft_config is not None:

@@ -283,12 +283,13 @@ def test_other_formats_are_refused_by_name(
     assert named in refusal(path, load_streamed, tmp_path)
 
 
-@pytest.mark.parametrize("order", ["in order", "reordered", "missing"])
+@pytest.mark.parametrize("order", ["in order", "reordered", "missing", "missing, by its other name"])
 def test_groups_of_other_columns_are_refused(order: str, load_streamed: Load, tmp_path: Path) -> None:
     group = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
-    path, products = compressed_folder(tmp_path / "quantized", {**group, "actorder": "group"}, "int32")
+    actorder = "dynamic" if "other" in order else "group"
+    path, products = compressed_folder(tmp_path / "quantized", {**group, "actorder": actorder}, "int32")
     tensors = read_files(path)
-    for name in products if order != "missing" else ():
+    for name in products if "missing" not in order else ():
         tensors[f"{name}_g_idx"] = torch.arange(products[name].shape[1], dtype=torch.int32) // 32
     name = "model.layers.1.mlp.up_proj.weight"
     if order == "reordered":
