@@ -66,7 +66,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path != _last_file[0]:
         _last_file[0] = item.path
         freeze_objects()
-        measure_briefly(item.path)
 
 
 _last_file: list[Path | None] = [None]
@@ -76,21 +75,6 @@ def freeze_objects() -> None:
     """Freeze the half million objects of imported modules, which each run of Trainer would search for garbage."""
     gc.collect()
     gc.freeze()
-
-
-def measure_briefly(file: Path) -> None:
-    """Have runs of a few steps measure the hardware in a tenth of the time, because each new shape of a model is
-    measured. `tests/hardware` tests the samples of full length, and tests in subprocesses measure as users do."""
-    run_plan = sys.modules.get("hf_lohan.planning.run_plan")
-    if run_plan is not None:
-        from hf_lohan.hardware import MeasuringEffort, rates
-
-        run_plan._QUICK = MeasuringEffort(budget_s=0.0, scratch_bytes=1 << 20)  # type: ignore[attr-defined]
-        full_s = _full_sample_s.setdefault("seconds", rates._SAMPLE_S)
-        rates._SAMPLE_S = full_s if file.parent.name == "hardware" else full_s / 10
-
-
-_full_sample_s: dict[str, float] = {}
 
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m
