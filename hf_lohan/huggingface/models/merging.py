@@ -64,6 +64,12 @@ def merge(
     other shapes, or if the adapter cannot be merged.
     """
     dtype = take_torch_dtype(kwargs, dtype)
+    asked = kwargs.pop("quantization_config", None)
+    if asked is not None and not getattr(asked, "dequantize", False):
+        raise ValueError(
+            f"quantization_config={type(asked).__name__} was given, and a merged model is saved without quantization; "
+            "leave it out"
+        )
     check_new_folder(output)
     folder, target = adapter_folder(adapter), Path(os.path.abspath(output))
     checkpoint = Checkpoint.open(base, kwargs)

@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -273,6 +273,8 @@ def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None
     base = adapter.parent / "base"
     with pytest.raises(ValueError, match="exists and is not an empty folder"):
         hf_lohan.merge(adapter, base, base)
+    with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig was given"):
+        hf_lohan.merge(adapter, base, tmp_path / "merged", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
         hf_lohan.merge(base, base, tmp_path / "merged")
     with pytest.raises(ValueError, match="is not a checkpoint folder"):
