@@ -94,6 +94,8 @@ class PendingMask(Tensor):
     _documents: list[list[int]] | None
     """By row, the first token of the document of each token."""
     _is_padded: bool
+    is_padded_before: bool
+    """Whether some row has padding before a token."""
 
     @classmethod
     def from_function(cls, make: Callable[..., Tensor], options: dict[str, Any], pattern: MaskPattern) -> PendingMask:
@@ -105,6 +107,10 @@ class PendingMask(Tensor):
         mask._make, mask._options, mask._whole, mask._pattern = make, options, None, pattern
         padding = options.get("attention_mask")
         mask._is_padded = padding is not None and not bool(padding.all())
+        mask.is_padded_before = False
+        if padding is not None and mask._is_padded:
+            is_token = padding.bool()
+            mask.is_padded_before = bool((is_token[:, 1:] & ~is_token[:, :-1]).any())
         mask._documents = None if pattern.documents is None else _first_tokens(pattern.documents)
         return mask
 
@@ -323,6 +329,9 @@ class LayerCall:
         mask = self._arguments.get("attention_mask")
         if mask is None and implementation != "sdpa":
             raise NotCuttableError("has attention without a mask")
+        if isinstance(mask, PendingMask) and mask.is_padded_before and implementation == "eager":
+            # The last padding predicts the first token. It sees no key, which eager softmax makes all keys of the row.
+            raise NotCuttableError("runs eager attention over padding before tokens")
         if isinstance(mask, PendingMask) and not mask.is_causal:
             raise NotCuttableError("sees later tokens")
 

@@ -91,6 +91,20 @@ def test_layers_in_chunks_equal_whole_layers(case: str) -> None:
         assert (chunked[name] - gradient).norm() <= 2e-5 * gradient.norm() + 1e-8, name
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_before_tokens(implementation: str) -> None:
+    model, batch = model_and_batch("causal")
+    model.config._attn_implementation = implementation
+    batch["attention_mask"] = (torch.arange(TOKENS) >= torch.tensor([[0], [25]])).long()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss, gradients = step(copy.deepcopy(model), batch)
+    in_chunks(model, CHUNK)
+    chunked_loss, chunked = step(model, batch)
+    assert chunked_loss == pytest.approx(loss, abs=2e-6)
+    for name, gradient in gradients.items():
+        assert (chunked[name] - gradient).norm() <= 2e-5 * gradient.norm() + 1e-8, name
+
+
 def test_frozen_weights_get_no_gradient() -> None:
     model, batch = model_and_batch("causal")
     for name, parameter in model.named_parameters():

@@ -80,7 +80,11 @@ class RankTrainerMixin(_TrainerBase):
             return asked
         point = point_of_attempt(launch, self._wait_for_store_paths(), self._links)
         if self.args.should_log:
-            found = "from its beginning, because nothing was committed" if point is None else f"from {point}"
+            found = (
+                "from its beginning, because this launch committed nothing that all ranks have"
+                if point is None
+                else f"from {point}"
+            )
             logger.warning("attempt %d of this run continues %s", num_restarts() + 1, found)
         return asked if point is None else point
 
