@@ -103,13 +103,13 @@ class HostStack:
         self._lock = threading.Lock()
         self._marks: dict[str, int] = {}
         self._reads: deque[HostRead] = deque()
+        self._high_water_bytes = 0
         self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
         self._memory = self._device.host_empty(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
         self._bottom = IntervalStack(num_bytes, CACHE_LINE_BYTES)
         self._top = IntervalStack(num_bytes // CACHE_LINE_BYTES * CACHE_LINE_BYTES, CACHE_LINE_BYTES)
-        self._high_water_bytes = 0
 
     def reallocate(self, num_bytes: int) -> None:
         """Replace the memory. No part of it may be allocated."""
@@ -118,7 +118,7 @@ class HostStack:
             for read in self._reads:
                 read.event.synchronize()
             self._reads.clear()
-            self._memory = torch.empty(0, dtype=torch.uint8)  # both would not fit
+            self._allocate(0)  # both would not fit; and if there is no memory, the stack is empty
             self._allocate(num_bytes)
 
     @property

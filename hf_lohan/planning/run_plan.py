@@ -180,7 +180,10 @@ class RunPlan:
                     ways=ways,
                 )
         except Exception as error:  # the model may not be traceable, or a drive not measurable
-            logger.warning("this run has no plan, and recomputes its activations: %s", error)
+            what = "this run has no plan, and recomputes its activations"
+            logger.warning(
+                "%s: %s", what if self.now is None else "the plan stays, because the new batch has none", error
+            )
             return None
 
     def step_began(

@@ -121,6 +121,8 @@ def test_bytes_of_a_host_stack_do_not_overlap() -> None:
     for place in reversed(allocated):
         stack.free(place[0])
     assert stack.bytes_in_use == 0
+    stack.reallocate(20 * CACHE_LINE_BYTES)
+    assert stack.high_water_bytes == 4 * CACHE_LINE_BYTES and stack.push(20 * CACHE_LINE_BYTES) is not None
 
 
 def test_an_empty_stack_allocates_nothing() -> None:

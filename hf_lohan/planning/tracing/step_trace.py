@@ -392,8 +392,14 @@ def trace_step(
     chunked_loss: ChunkedLoss | None = None,
 ) -> StepTrace:
     """Trace the forward and backward of one micro-batch, whose layers are recomputed. Arguments are those of
-    `trace_model`. Gradients of weights die when they are complete. Raises ValueError if a layer runs more than once."""
+    `trace_model`. Gradients of weights die when they are complete. Raises ValueError if a layer runs more than once,
+    and for experts that stream one by one."""
     modules = modules_of(blocks)
+    if blocks.experts:
+        raise ValueError(
+            "lifetimes are traced for whole layers, and the experts of this model stream one by one; leave --lifetimes "
+            "out, or set experts: with_layer"
+        )
     layers = {block.name: users[0] for block, users in modules.items() if block.size_class is SizeClass.LAYER}
     kinds, is_trained = (
         [],

@@ -126,3 +126,11 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
     layers[1].forward = lambda hidden, **kwargs: layers[0](forward(hidden, **kwargs), **kwargs)
     with pytest.raises(ValueError, match="does not run once in a forward"):
         trace_step(model, blocks, batch_size=1, sequence_length=8)
+
+
+def test_experts_that_stream_one_by_one_are_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("mixtral", num_layers=2, hidden_size=32))
+    blocks = discover_blocks(model, streams_experts=True)
+    with pytest.raises(ValueError, match="the experts of this model stream one by one; leave --lifetimes out"):
+        trace_step(model, blocks, batch_size=1, sequence_length=8)
