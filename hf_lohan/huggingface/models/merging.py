@@ -74,7 +74,7 @@ def merge(
     folder, target = adapter_folder(adapter), Path(os.path.abspath(output))
     checkpoint = Checkpoint.open(base, kwargs)
     model, weights = _unread_model(checkpoint, model_class, dtype, target.parent, kwargs)
-    # PEFT loads saved modules into copies of weights. What is read may be a view of the file, which later reads share.
+    # A weight that is read may be a view of the file, and PEFT writes saved modules into it. So it gets a clone.
     readable = ReadableBase(lambda parameter: weights[parameter]().clone())
     readable.hide(weights)
     adapted = _with_saved_adapter(model, weights, folder, os.fspath(adapter), checkpoint.name)
