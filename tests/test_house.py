@@ -62,7 +62,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "store": {"torch", "numpy", "safetensors", "xxhash"},
     "ranks": {"numpy", "psutil", "torch", "triton"},
     "optim": {"torch"},
-    "quantize": {"torch"},
+    "quantize": {"torch", "triton"},
     "report": set[str](),
 }
 """The only packages outside the standard library that the lowest floors may use."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.planner.quantization import CodeKind, EncodedMatrix
+from hf_lohan.quantize import packed_form
 from hf_lohan.quantize.packed_form import PackedForm, WeightPacker
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -113,6 +114,23 @@ _DECODERS: dict[CodeKind, Callable[[Tensor], Tensor]] = {
     "int4_in_int32": decode_int4,
     "int8_in_int32": decode_int8,
 }
+
+
+@cache
+def _values_of(codes: CodeKind, device: torch.device) -> Tensor:
+    """The values of all codes of a kind, float32 [16] or [256]. Codes of 4 bits come from the lower half of a byte."""
+    match codes:
+        case "fp4":
+            values = torch.tensor(_FP4_VALUES)
+        case "int4_in_int32":
+            values = torch.arange(-8.0, 8.0)
+        case "int8_in_int32":
+            values = torch.arange(-128.0, 128.0)
+        case "int8" | "int8_of_127":
+            values = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
+        case _:
+            values = _float8_values(getattr(torch, codes))
+    return values.to(device)
 
 
 _INT8_FACTOR = 7.874015718698502e-3
@@ -283,6 +301,11 @@ def _decode_matrix_(
         zero_points = scales[matrix.zero_points_start :].view(torch.int8)[: matrix.rows * matrix.grid[1]]
         zero_points = zero_points.view(matrix.rows, -1)
     is_of_127 = matrix.codes == "int8_of_127"
+    if (kernels := packed_form.kernels_for(out)) is not None:
+        values, factor = _values_of(matrix.codes, out.device), _INT8_FACTOR if is_of_127 else 1.0
+        scale_values = decode_scales(by_block).contiguous()
+        kernels.decode_matrix_(out, origin, codes, first_byte, scale_values, zero_points, values, matrix, factor)
+        return
     dtype = torch.int8 if is_of_127 else getattr(torch, matrix.codes, torch.uint8)
     words = codes.view(torch.int32 if matrix.cut_bytes == 4 else dtype)
     decode, num_bytes = _DECODERS.get(matrix.codes, decode_numbers), codes.numel()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.planner.quantization import SCALES_PER_SCALE, Quantization
+from hf_lohan.quantize import packed_form
 from hf_lohan.quantize.packed_form import PackedForm
 
 _NF4 = (
@@ -35,6 +36,11 @@ def values_of(method: str) -> Tensor:
     """The values [16] of the codes of a method."""
     values = torch.tensor(_VALUES[method], dtype=torch.float32)
     return values / values.abs().max()
+
+
+@cache
+def _values_on(method: str, device: torch.device) -> Tensor:
+    return values_of(method).to(device)
 
 
 @cache
@@ -170,6 +176,9 @@ def decode_(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization, nume
     ``codes`` begins at ``first``; ``scales`` are the stored bytes of all scales. All tensors are on one device.
     """
     assert first % form.block == 0, f"element {first} begins no block of {form.block}"
+    if packed_form.kernels_for(out) is not None:
+        _decode_in_kernel_(out, first, codes, scales, form, numel, first, first + out.numel())
+        return
     step = max(_DECODED_AT_ONCE_NUMEL if out.device.type == "cpu" else out.numel(), form.block)
     for start in range(0, out.numel(), step):
         part = out[start : start + step]
@@ -177,6 +186,40 @@ def decode_(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization, nume
         high = form.num_scales(first + start + part.numel())
         of_part = unpack_scales(scales, form, numel, low, high)
         _decode_part(part, codes[start // 2 : -(-(start + part.numel()) // 2)], of_part, form)
+
+
+def _decode_in_kernel_(
+    out: Tensor,
+    origin: int,
+    codes: Tensor,
+    scales: Tensor,
+    form: Quantization,
+    numel: int,
+    first: int,
+    stop: int,
+    width: int = 0,
+) -> None:
+    """Decode the elements [first, stop) into ``out``, which begins with element ``origin``. ``width``: see
+    `FourBitForm.transposed_width`."""
+    kernels = packed_form.kernels_for(out)
+    assert kernels is not None
+    num_scales = form.num_scales(numel)
+    num_floats = -(-num_scales // SCALES_PER_SCALE) + 1 if form.double else num_scales
+    floats, device = scales[: 4 * num_floats].view(torch.float32), out.device
+    kernels.decode_four_bit_(
+        out,
+        origin,
+        codes,
+        scales[4 * num_floats :][:num_scales] if form.double else floats,
+        floats if form.double else None,
+        _values_on(form.method, device),
+        scale_values(device),
+        block=form.block,
+        first=first,
+        stop=stop,
+        width=width,
+        height=numel // width if width else 0,
+    )
 
 
 def _decode_part(out: Tensor, codes: Tensor, scales: Tensor, form: Quantization) -> None:
@@ -238,6 +281,10 @@ class FourBitForm(PackedForm):
         first, last = 2 * first_byte, min(2 * (first_byte + codes.numel()), numel)
         if not self.transposed_width:
             decode_(out[first - origin : last - origin], codes, scales, self.quantization, numel, first)
+            return
+        if packed_form.kernels_for(out) is not None:
+            form, width = self.quantization, self.transposed_width
+            _decode_in_kernel_(out, origin, codes, scales, form, numel, first, last, width)
             return
         part = out.new_empty(last - first)
         decode_(part, codes, scales, self.quantization, numel, first)

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _triton_decoder() -> ModuleType | None:
+    try:
+        decoder = import_module("hf_lohan.quantize.triton_decoder")
+    except ImportError as error:
+        logger.warning(
+            "packed weights are decoded by torch operations, which is slower on a GPU, because Triton cannot be "
+            "imported: %s",
+            error,
+        )
+        return None
+    logger.info("packed weights are decoded by a Triton kernel")
+    return decoder
+
+
+def kernels_for(tensor: Tensor) -> ModuleType | None:
+    """The module that decodes to this tensor's device in one kernel, `triton_decoder`, or None for torch operations."""
+    return _triton_decoder() if tensor.device.type == "cuda" else None
 
 
 class WeightPacker(Protocol):

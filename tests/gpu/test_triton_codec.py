@@ -1,4 +1,5 @@
-"""Encoding values in 8 or 4 bits on CUDA, with Triton if installed, equals encoding on the CPU to the bit."""
+"""Encoding values in 8 or 4 bits on CUDA, and decoding packed weights, with Triton if installed, equal the CPU to the
+bit."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import importlib.util
 import pytest
 import torch
 
+from hf_lohan.planner import Quantization
+from hf_lohan.planner.quantization import EncodedMatrix
+from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form, packed_form
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec
 
 NUMEL = (1 << 20) + 77
@@ -62,3 +66,44 @@ def test_triton_computes_the_codes() -> None:
         message = torch.empty(WEIGHTS_INT8.message_bytes(NUMEL), dtype=torch.uint8, device="cuda")
         WEIGHTS_INT8.encode(torch.randn(NUMEL, device="cuda"), message)
     assert any("_quantize_kernel" in event.key for event in profile.key_averages())
+
+
+FORMS: dict[str, PackedForm] = {
+    "nf4": FourBitForm(Quantization(method="nf4"), 4096 * 1024),
+    "fp4-transposed": FourBitForm(Quantization(method="fp4", double=False), 1024 * 768, transposed_width=768),
+    "fp8": EncodedForm.of(
+        "fp8",
+        (EncodedMatrix(rows=1000, columns=900, codes="float8_e4m3fn", scales="float32", block=(128, 128)),),
+    ),
+    "mxfp4": EncodedForm.of(
+        "mxfp4",
+        (EncodedMatrix(rows=96, columns=64, codes="fp4", scales="uint8", block=(1, 32), is_transposed=True),) * 2,
+    ),
+    "int4": EncodedForm.of(
+        "int4",
+        (
+            EncodedMatrix(
+                rows=50, columns=512, codes="int4_in_int32", scales="bfloat16", block=(1, 128), has_zero_points=True
+            ),
+        ),
+    ),
+    "int8": int8_form(300, 200),
+}
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_packed_weights_decode_on_cuda_as_on_the_cpu(
+    name: str, dtype: torch.dtype, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, generator = FORMS[name], torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (form.unit_codes_bytes,), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(55, 61, (form.unit_scales_bytes,), dtype=torch.uint8, generator=generator)
+    out, expected = torch.zeros(form.unit_numel, dtype=dtype, device="cuda"), torch.zeros(form.unit_numel, dtype=dtype)
+    form.decode_(expected, 0, codes, 0, scales)
+    if not with_kernels:
+        monkeypatch.setattr(packed_form, "kernels_for", lambda tensor: None)
+    form.decode_(out, 0, codes.cuda(), 0, scales.cuda())
+    assert expected.unique().numel() > 10
+    assert_same(out, expected)
