@@ -63,6 +63,12 @@ _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
 ]
+_ExpertParallel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="W", help="Whether ranks divide a mixture's experts: auto, none, node or world. Default: as --offload."
+    ),
+]
 _CHECKPOINT = "A checkpoint folder, a config.json, or the name of a model in the Hub."
 _Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a model in the Hub.")]
 _TrustRemoteCode = Annotated[
@@ -217,6 +223,7 @@ def plan(
     boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
+    expert_parallel: _ExpertParallel = None,
     paper: _Paper = False,
     revision: _Revision = None,
     trust_remote_code: _TrustRemoteCode = False,
@@ -247,6 +254,7 @@ def plan(
             num_nodes=nodes,
             link=link,
             collectives=collectives,
+            expert_parallel=expert_parallel,
             paper=paper,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -270,6 +278,7 @@ def estimate(
     boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
+    expert_parallel: _ExpertParallel = None,
     paper: _Paper = False,
     revision: _Revision = None,
     trust_remote_code: _TrustRemoteCode = False,
@@ -292,6 +301,7 @@ def estimate(
             num_nodes=nodes,
             link=link,
             collectives=collectives,
+            expert_parallel=expert_parallel,
             paper=paper,
             revision=revision,
             trust_remote_code=trust_remote_code,

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_lohan.cli.plan_ranks import divides_experts
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, plan_run
+from hf_lohan.model import find_experts
 from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, with_changed
 from hf_lohan.wording import format_bytes
 
@@ -56,7 +58,34 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
         "times_slower_than_hidden": times_slower_than_hidden(planned),
         "drive_life": {"steps": life.steps, "tokens": life.tokens, "days": life.days} if life else None,
         "nearest_changes": [change.to_mapping() for change in nearest_changes(planned)] if step.fits else [],
+        **_expert_facts(planned),
     }
+
+
+def with_other_experts(planned: PlannedRun) -> PlannedRun | None:
+    """Return the plan with undivided experts if `expert_parallel: auto` divides them among ranks, and the reverse. None
+    if the settings, the model or the budgets leave no choice."""
+    config = planned.config
+    is_open = planned.plan.prediction.ranks is not None and config.expert_parallel == config.experts == "auto"
+    if not (is_open and find_experts(planned.model)):
+        return None
+    request = replace(planned.request, expert_parallel="none" if divides_experts(planned.plan) else "world")
+    try:
+        return plan_run(request, OtherMachine(planned.hardware))
+    except BudgetError:
+        return None
+
+
+def _expert_facts(planned: PlannedRun) -> dict[str, Any]:
+    other = with_other_experts(planned)
+    if other is None:
+        return {}
+    ways = {divides_experts(way.plan): way.plan for way in (planned, other)}
+    tried = {
+        name: {"step_s": plan.prediction.step_s, "fits": plan.fits}
+        for name, plan in (("none", ways[False]), ("world", ways[True]))
+    }
+    return {"expert_parallel": {"divides": divides_experts(planned.plan), "tried": tried}}
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:

@@ -18,6 +18,8 @@ _COLLECTIVES = {
     "forward_weights": "weights, forward",
     "backward_weights": "weights, backward",
     "gradients": "gradients",
+    "forward_tokens": "tokens to experts, forward",
+    "backward_tokens": "tokens to experts, backward",
 }
 _SOURCES = {"world": "all nodes", "ram": "each node's RAM", "ssd": "each node's SSDs"}
 _FORMS = {"exact": "exact", "delta": "exact, as a change", "int8": "int8", "int4": "int4"}
@@ -71,6 +73,11 @@ def of_each_rank(cluster: Cluster) -> str:
     )
 
 
+def divides_experts(plan: OffloadPlan) -> bool:
+    """Return whether each expert belongs to one of several ranks."""
+    return plan.prediction.ranks is not None and plan.prediction.experts is not None
+
+
 def nodes_send(plan: OffloadPlan) -> bool:
     """Return whether nodes send weights and gradients to each other."""
     return plan.cluster.num_nodes > 1
@@ -84,6 +91,8 @@ def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
         "forward_weights": _FORMS[ways.forward],
         "backward_weights": _FORMS[ways.forward] if ways.backward == "world" else f"from {_SOURCES[ways.backward]}",
         "gradients": _FORMS[ways.gradients],
+        "forward_tokens": _FORMS["exact"],
+        "backward_tokens": _FORMS["exact"],
     }
     for name, num_bytes in plan.prediction.ranks.bytes_by_collective.items():
         yield _COLLECTIVES[name], forms[name], f"{num_bytes:,}"

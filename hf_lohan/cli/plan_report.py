@@ -19,8 +19,17 @@ from hf_lohan.cli.plan_changes import (
     plan_facts,
     times_slower_than_hidden,
     tokens_at_once,
+    with_other_experts,
 )
-from hf_lohan.cli.plan_ranks import nodes_send, of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
+from hf_lohan.cli.plan_ranks import (
+    divides_experts,
+    nodes_send,
+    of_each_rank,
+    sent_in_a_line,
+    sent_rows,
+    tried_rows,
+    what_hides,
+)
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, lifetimes_of_run, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
@@ -103,7 +112,14 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
     hidden = (hiding(planned), *what_hides(planned.plan))
-    lines_below = (*_experts(planned), *_wear(planned), *hidden, *_what_helps(planned), without_offloading(planned))
+    lines_below = (
+        *_experts(planned),
+        *_other_experts(planned),
+        *_wear(planned),
+        *hidden,
+        *_what_helps(planned),
+        without_offloading(planned),
+    )
     for line in (heading(planned), summary(planned), *figures, *lines_below):
         console.print(line, soft_wrap=True)
 
@@ -122,6 +138,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         *_records(planned),
         *_gradients(planned),
         *_experts(planned),
+        *_other_experts(planned),
         *_wear(planned),
         hiding(planned),
         *what_hides(planned.plan),
@@ -301,6 +318,10 @@ def _experts(planned: PlannedRun) -> Iterable[str]:
     from_tokens = experts.all_hit_from_tokens
     all_hit = "no number of tokens reaches all" if from_tokens is None else f"{from_tokens} or more reach all"
     slots = "" if plan.pools is None else f" into {times(plan.pools.num_slots[SizeClass.EXPERT], 'slot')}"
+    num_ranks = plan.cluster.num_ranks
+    if divides_experts(plan):
+        num_tokens *= num_ranks
+        yield f"Each expert belongs to one of {num_ranks} ranks, which loads it for the tokens of all ranks."
     yield (
         f"Balanced routing sends {num_tokens} tokens to {100 * share:.3g}% of a layer's experts ({all_hit}). A step "
         f"loads {count(experts.loads_per_step)}{slots}, {format_bytes(experts.loaded_bytes_per_step)}."
@@ -310,6 +331,28 @@ def _experts(planned: PlannedRun) -> Iterable[str]:
         f"A step needs these SSDs for at least {seconds(step.floor_by_resource_s['ssd'])}, to move "
         f"{drive_bytes(moved_bytes)}."
     )
+
+
+def _other_experts(planned: PlannedRun) -> Iterable[str]:
+    """Yield sentences that compare divided and undivided experts of several ranks."""
+    ranks = planned.plan.prediction.ranks
+    if ranks is not None and ranks.rows_equal_weights_at_tokens is not None:
+        yield (
+            f"Up to {count(ranks.rows_equal_weights_at_tokens)} tokens in a rank's micro-batch, the rows of tokens are "
+            "fewer bytes between nodes than the experts' weights and gradients would be."
+        )
+    other = with_other_experts(planned)
+    if other is None:
+        return
+    other_s = seconds(other.plan.prediction.step_s)
+    would = f"a step would take {other_s}" if other.plan.fits else "the step would not fit"
+    if divides_experts(planned.plan):
+        yield f"If each rank loaded all experts with their layers (expert_parallel: none), {would}."
+    else:
+        yield (
+            "Each rank loads all experts with their layers. If each expert belonged to one rank (expert_parallel: "
+            f"world), {would}."
+        )
 
 
 def _wear(planned: PlannedRun) -> Iterable[str]:

@@ -69,6 +69,8 @@ class PlanRequest:
     """Rate of the link between nodes. None is the rate in the hardware profile."""
     collectives: str | None = None
     """How ranks exchange weights and gradients. None is the setting of the configuration."""
+    expert_parallel: str | None = None
+    """Whether ranks divide experts. None is the setting of the configuration."""
     paper: bool = False
     """Whether all state is on the SSDs, without copies in RAM, as in LoHan's paper."""
 
@@ -124,6 +126,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     asked = OffloadConfig.load(request.offload)
     if request.quantize is not None:
         asked = replace(asked, quantize=Quantization.parse(request.quantize))
+    if request.expert_parallel is not None:
+        asked = OffloadConfig.load({**asked.to_dict(), "expert_parallel": request.expert_parallel})
     if request.paper:
         asked = replace(asked, resident_records="none")
     hardware, device = None, device_for(default_torch_device())

@@ -173,7 +173,9 @@ class Cluster:
         }
 
 
-CollectiveName: TypeAlias = Literal["forward_weights", "backward_weights", "gradients"]
+CollectiveName: TypeAlias = Literal[
+    "forward_weights", "backward_weights", "gradients", "forward_tokens", "backward_tokens"
+]
 ONE_RANK = Cluster()
 
 

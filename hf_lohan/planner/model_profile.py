@@ -56,6 +56,13 @@ class ExpertsProfile:
             return [(_chance_of_any(self.num_chosen / self.num_experts, num_tokens), self.num_experts)]
         return [(_chance_of_any(chance, num_tokens), 1) for chance in self.chances]
 
+    def chance_to_reach(self, experts: range) -> float:
+        """Return the probability that a token chooses at least one of these experts."""
+        if self.chances:
+            return 1 - math.prod(1 - self.chances[expert] for expert in experts)
+        others = math.comb(self.num_experts - len(experts), self.num_chosen)
+        return 1 - others / math.comb(self.num_experts, self.num_chosen)
+
     @property
     def hit_bytes(self) -> float:
         """Bytes of weights that a forward of one micro-batch needs."""
@@ -165,9 +172,13 @@ class ModelProfile:
         return tuple(block.experts for block in self.blocks if block.experts is not None)
 
     @property
+    def num_dense_params(self) -> int:
+        """Number of parameters without those of streamed experts."""
+        return sum(block.num_params for block in self.blocks)
+
+    @property
     def num_params(self) -> int:
-        own = sum(block.num_params for block in self.blocks)
-        return own + sum(experts.num_experts * experts.num_params for experts in self.experts)
+        return self.num_dense_params + sum(experts.num_experts * experts.num_params for experts in self.experts)
 
     @property
     def num_trainable_params(self) -> int:

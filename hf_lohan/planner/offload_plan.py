@@ -179,6 +179,9 @@ class RankPrediction:
     hides_from_tokens: dict[str, float | None]
     """For each resource, the number of tokens per step (of all ranks) with which it is busy for as long as the devices
     compute. None if it takes longer than computing with any number of tokens."""
+    rows_equal_weights_at_tokens: float | None = None
+    """The number of tokens of a rank's micro-batch with which the rows that go to experts are as many bytes between
+    nodes as the experts' weights and gradients would be. None if no rows leave a node."""
 
     @property
     def sent_bytes_per_step(self) -> int:

@@ -494,7 +494,7 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
                 f"experts: streamed is set, but {_lacks_experts(model)}; set experts to auto or with_layer"
             )
         return True
-    if ranks.num_ranks > 1:
+    if ranks.num_ranks > 1 and config.expert_parallel == "none":
         return False
     assert isinstance(config.gpu_memory, int)
     fused = [parameter for experts in found.values() for parameter in experts.parameters.values()]

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from hf_lohan.cli import app
 from hf_lohan.cli.plan_ranks import PAYLOAD_OF_LINE_RATE, link_bytes_per_s
+from hf_lohan.testing.models import tiny_config
 
 NUM_PARAMS = 8_030_261_248
 
@@ -152,3 +153,41 @@ def test_estimate_prints_the_bytes_that_a_node_sends(tiny: str) -> None:
     assert "on each of 2 ranks in 2 nodes" in result.stdout
     assert "sends     " in result.stdout and "from each node: weights " in result.stdout
     assert "that hide a resource behind computing: " in result.stdout
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    """A mixture whose experts have most of its weights."""
+    config = tiny_config("qwen3_moe", num_layers=2, hidden_size=512, num_experts=16, moe_intermediate_size=1024)
+    config.save_pretrained(tmp_path / "mixture")
+    return str(tmp_path / "mixture")
+
+
+@pytest.mark.usefixtures("equal_requests_planned_once")
+def test_divided_experts_are_compared_with_undivided_ones(mixture: str) -> None:
+    arguments = (mixture, "--hardware", DESKTOP, "--ranks", 2, "--nodes", 2, "--link", "1Gbit")
+    size = {"batch_size": 1, "seq_len": 64}
+    asked_both = planned(*arguments, **size)
+    none, world = (planned(*arguments, "--expert-parallel", word, **size) for word in ("none", "world"))
+    tried = asked_both["expert_parallel"]["tried"]
+    assert not asked_both["expert_parallel"]["divides"] and asked_both["step_s"] == none["step_s"]
+    assert (tried["none"]["step_s"], tried["world"]["step_s"]) == (none["step_s"], world["step_s"])
+    assert world["step_s"] < none["step_s"] / 2, "64 tokens are fewer bytes than the experts"
+    assert "expert_parallel" not in world, "a given word leaves no choice"
+    sent = [values["ranks"]["bytes_by_collective"] for values in (none, world)]
+    assert "forward_tokens" not in sent[0] and sent[1]["forward_tokens"] > 0
+    assert sent[1]["gradients"] < sent[0]["gradients"] / 3
+    assert world["ranks"]["rows_equal_weights_at_tokens"] > 64
+    printed = plan(*arguments, **size).stdout
+    assert "If each expert belonged to one rank (expert_parallel: world), a step would take " in printed
+    printed = plan(*arguments, "--expert-parallel", "world", **size).stdout
+    for text in ("tokens to experts, forward", "Each expert belongs to one of 2 ranks", "fewer bytes between nodes"):
+        assert text in printed, text
+
+
+def test_a_wrong_expert_parallel_is_refused(mixture: str, llama_of_4_layers: str) -> None:
+    sizes = ("--batch-size", "1", "--seq-len", "64", "--hardware", str(DESKTOP), "--ranks", "2")
+    wrong = runner.invoke(app, ["plan", "--model", mixture, *sizes, "--expert-parallel", "wrld"])
+    assert wrong.exit_code == 2 and "'wrld'" in wrong.stderr and "world" in wrong.stderr
+    dense = runner.invoke(app, ["plan", "--model", llama_of_4_layers, *sizes, "--expert-parallel", "world"])
+    assert dense.exit_code == 2 and "expert_parallel: world is set" in dense.stderr

@@ -244,11 +244,12 @@ def test_auto_streams_experts_if_two_layers_and_a_gradient_exceed_half_of_the_de
         twins.assert_equal()
 
 
-def test_several_ranks_stream_experts_only_if_asked_to(make_config: ConfigFactory) -> None:
+def test_several_ranks_stream_experts_if_layers_are_large_or_they_are_asked_to(make_config: ConfigFactory) -> None:
     model, ranks = tiny_model("mixtral"), Ranks(rank=0, num_ranks=2, local_rank=0, num_local=2)
     of_run: dict[str, Any] = {"working_dtype": None, "hold_gradients": True, "ranks": ranks}
     for settings, streams in (
-        ({"experts": "auto"}, False),
+        ({"experts": "auto"}, True),
+        ({"experts": "auto", "gpu_memory": "64MiB"}, False),
         ({"experts": "streamed"}, True),
         ({"expert_parallel": "world"}, True),
         ({"expert_parallel": "none"}, False),

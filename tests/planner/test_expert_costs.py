@@ -22,7 +22,16 @@ from hf_lohan.planner import (
     TrainingSetup,
     plan_offload,
 )
-from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND, ROUTER_SYNC_S, left_out_share
+from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE, Cluster
+from hf_lohan.planner.costs.expert_costs import (
+    MOST_STEPS_BEHIND,
+    ROUTER_SYNC_S,
+    ExpertCosts,
+    left_out_share,
+    most_loaded,
+    row_traffic,
+)
+from hf_lohan.planner.cuts import owned_experts
 from hf_lohan.planner.model_profile import ExpertsProfile, expected_hits
 
 EXPERT_BYTES = 40
@@ -232,3 +241,68 @@ def test_auto_makes_updates_lazy_if_a_step_leaves_out_a_fifth(num_tokens: int, i
         for value in ("auto", is_lazy)
     )
     assert automatic == explicit
+
+
+# Several ranks: each expert belongs to one of them.
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (2, 2), (4, 1), (4, 2), (3, 3)])
+def test_rows_to_owners_equal_a_count_of_random_choices(num_ranks: int, num_local: int) -> None:
+    """Every rank draws the experts of its tokens, and the rows that leave a rank or a node are counted."""
+    num_tokens, row_bytes, draw = 4000, 100, random.Random(1)
+    model = moe_model(num_layers=2, num_tokens=num_tokens, num_chosen=3)
+    blocks = tuple(replace(block, input_bytes=num_tokens * row_bytes) for block in model.blocks)
+    rows = choices = 0
+    for layer in range(2):
+        ranges = owned_experts(16, layer, num_ranks)
+        for sender in range(num_ranks):
+            for _ in range(num_tokens):
+                chosen = draw.sample(range(16), 3)
+                owners = [next(rank for rank, own in enumerate(ranges) if expert in own) for expert in chosen]
+                away = [owner for owner in owners if owner // num_local != sender // num_local]
+                rows, choices = rows + len(set(away)), choices + len(away)
+    traffic = row_traffic(replace(model, blocks=blocks), num_ranks, num_local)
+    assert traffic.row_bytes == pytest.approx(row_bytes * rows / num_ranks, rel=0.02)
+    assert traffic.result_bytes == pytest.approx(row_bytes * choices / num_ranks, rel=0.02)
+    assert traffic.index_bytes == pytest.approx(4 * choices / num_ranks, rel=0.02)
+    assert traffic.forward_bytes == traffic.row_bytes + traffic.index_bytes + traffic.result_bytes
+
+
+def test_an_owner_loads_its_experts_for_the_tokens_of_all_ranks() -> None:
+    setup = paper_setup(pools=slots(2), cluster=Cluster(num_nodes=1, num_local=2, collectives=WAY_WITHIN_A_NODE))
+    costs = ExpertCosts(moe_model(), machine(), setup)
+    hits = 16 * (1 - (1 - 2 / 16) ** (2 * 8))
+    assert costs.forward_bytes == pytest.approx(hits * EXPERT_BYTES / 2)
+    assert costs.backward_bytes == pytest.approx(hits * EXPERT_BYTES / 2 - 2 * EXPERT_BYTES)
+    assert costs.gradient_bytes == pytest.approx(hits * 20 * moe_model().param_itemsize / 2)
+
+
+def test_a_layer_waits_for_the_rank_with_the_most_rows() -> None:
+    balanced = EXPERTS
+    assert most_loaded(balanced, 0, 4) == pytest.approx(1)
+    hot = balanced.routed([100 if expert == 0 else 1 for expert in range(16)])
+    share = (hot.chances[0] + 3 * hot.chances[1]) / sum(hot.chances)
+    assert most_loaded(hot, 0, 4) == pytest.approx(4 * share)
+    setup = paper_setup(cluster=Cluster(num_nodes=1, num_local=4, collectives=WAY_WITHIN_A_NODE))
+    steps = [
+        plan_offload(moe_model(chances=experts.chances), machine(), setup).prediction.forward.compute_s
+        for experts in (balanced, hot)
+    ]
+    assert steps[1] - steps[0] == pytest.approx((4 * share - 1) * 400 / machine().device.flops_per_s)
+
+
+def test_two_nodes_send_rows_and_no_expert() -> None:
+    cluster = Cluster(num_nodes=2, num_local=1, collectives=WAY_WITHIN_A_NODE)
+    model = moe_model()
+    prediction = plan_offload(model, machine(net_bytes_per_s=10.0), paper_setup(cluster=cluster)).prediction
+    assert prediction.ranks is not None
+    sent, rows = prediction.ranks.bytes_by_collective, row_traffic(model, 2, 1)
+    assert sent["forward_weights"] == model.dense_param_bytes // 2
+    assert sent["forward_tokens"] == round(rows.forward_bytes)
+    assert sent["backward_tokens"] >= round(rows.backward_bytes)
+    assert prediction.forward.net_s == pytest.approx((sent["forward_weights"] + rows.forward_bytes) / 10.0)
+    meets = prediction.ranks.rows_equal_weights_at_tokens
+    assert meets is not None
+    # Undivided, half of all experts would be sent as weights in both passes, and as gradients.
+    undivided = 2 * (16 * EXPERT_BYTES // 2) + 16 * 20 // 2 * model.param_itemsize
+    assert meets == pytest.approx(model.num_tokens * undivided / (sent["forward_tokens"] + sent["backward_tokens"]))

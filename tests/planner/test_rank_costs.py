@@ -62,7 +62,7 @@ def test_one_rank_costs_the_same_in_both_models(
 ) -> None:
     """The two cost models agree to the last digit, although they compute a step in different ways."""
     setup = replace(setup, records=records_of(model), record_cpu_bytes=2 * model.param_bytes)
-    choice = Choice(*(np.array([float(value)]) for value in (swapped, min(swapped, spilled), 3, spilled // 2, 0)))
+    choice = Choice(*(np.array([float(value)]) for value in (swapped, min(swapped, spilled), 3, spilled // 2, 0, 0)))
     alone, ranks = (kind(model, hardware, setup) for kind in (StepCosts, RankStepCosts))
     assert isinstance(step_costs(model, hardware, setup), StepCosts)
     assert not isinstance(step_costs(model, hardware, setup), RankStepCosts)

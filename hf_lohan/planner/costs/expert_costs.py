@@ -1,11 +1,17 @@
-"""Costs of streamed experts for drives, link and RAM, beside the rest of the model."""
+"""Costs of streamed experts for drives, link and RAM, beside the rest of the model.
+
+With several ranks each expert belongs to one rank. The owner loads it if a token of any rank chooses it, and the rows
+of tokens go to the owner.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
+from hf_lohan.planner.cuts import owned_experts
 from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planner.model_profile import BlockProfile, ExpertsProfile, ModelProfile
 from hf_lohan.planner.offload_plan import ExpertPrediction, TrainingSetup
 from hf_lohan.planner.pool_plan import MIN_SLOTS_TO_LEND, SizeClass
 
@@ -25,13 +31,14 @@ class ExpertCosts:
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
         self._model = model
         self._num_micro_batches = setup.num_micro_batches
-        layers = model.experts
-        all_bytes = sum(experts.num_experts * experts.param_bytes for experts in layers)
+        num_ranks = self._num_ranks = setup.cluster.num_ranks
+        layers = self._layers = [_of_all_ranks(experts, num_ranks) for experts in model.experts]
+        all_bytes = sum(experts.num_experts * experts.param_bytes for experts in layers) / num_ranks
         resident_bytes = sum(record.num_bytes for record in setup.resident_records if record.is_expert_weight)
         slot_bytes = _slot_bytes(setup)
         self._slot_bytes = slot_bytes
-        self.forward_bytes = math.fsum(experts.hit_bytes for experts in layers)
-        """Bytes of weights that a forward of one micro-batch needs."""
+        self.forward_bytes = math.fsum(experts.hit_bytes for experts in layers) / num_ranks
+        """Bytes of the rank's weights that a forward of one micro-batch needs."""
         self.backward_bytes = max(0.0, self.forward_bytes - slot_bytes)
         """Bytes of weights that the backward needs and that are in no slot."""
         share = self.forward_bytes / all_bytes if all_bytes else 0.0
@@ -41,7 +48,7 @@ class ExpertCosts:
         self.from_ssd = 1 - resident_bytes / all_bytes if all_bytes else 0.0
         """The share of weights without a copy in RAM."""
         self.resident_bytes = resident_bytes
-        hit_params = math.fsum(experts.hits() * experts.num_trainable_params for experts in layers)
+        hit_params = math.fsum(experts.hits() * experts.num_trainable_params for experts in layers) / num_ranks
         self.gradient_bytes = hit_params * model.param_itemsize
         """Bytes of gradients of experts with tokens. Other experts are updated with zeros."""
         self.lent_bytes = self.gradient_bytes if _lends(setup) else 0.0
@@ -50,21 +57,23 @@ class ExpertCosts:
         """Seconds in which a forward does not compute, because it waits for routers and for the first expert of each
         layer."""
         self.updates_left_out = 0.0
-        """Number of parameters of experts whose updates wait for a later step."""
+        """Number of parameters of all experts whose updates wait for a later step."""
         self.catch_up_bytes = 0.0
-        """Bytes of states that a forward reads together with weights that missed steps."""
+        """Bytes of states of all experts that a forward reads together with weights that missed steps."""
         if setup.lazy_experts is True or (setup.lazy_experts and self._left_out_share(setup) >= LAZY_FROM_SHARE):
-            self._count_lazy_updates(model, setup)
+            self._count_lazy_updates(setup)
 
     def reload_bytes(self, layer: BlockProfile) -> float:
         """Return the bytes that a layer's backward loads again to recompute the experts' output. Slots keep the last
         experts until the experts' own backward."""
-        return max(0.0, layer.experts.hit_bytes - self._slot_bytes) if layer.experts is not None else 0.0
+        if layer.experts is None:
+            return 0.0
+        return max(0.0, _of_all_ranks(layer.experts, self._num_ranks).hit_bytes / self._num_ranks - self._slot_bytes)
 
     def predict(self, reloaded_bytes: float) -> ExpertPrediction | None:
         """Return the prediction for a step. ``reloaded_bytes``: bytes that its backwards load again."""
         model = self._model
-        if not (layers := model.experts):
+        if not (layers := self._layers):
             return None
         loaded = self._num_micro_batches * (self.forward_bytes + self.backward_bytes + reloaded_bytes)
         num_experts = sum(experts.num_experts for experts in layers)
@@ -84,18 +93,83 @@ class ExpertCosts:
 
     def _left_out_share(self, setup: TrainingSetup) -> float:
         """Return the share of all experts whose update a step postpones."""
-        layers = [experts for experts in self._model.experts if experts.num_tokens]
+        layers = [experts for experts in self._layers if experts.num_tokens]
         hits = math.fsum(experts.hits(setup.num_micro_batches) for experts in layers)
         return 1 - hits / sum(experts.num_experts for experts in layers) if layers else 0.0
 
-    def _count_lazy_updates(self, model: ModelProfile, setup: TrainingSetup) -> None:
-        for experts in model.experts:
+    def _count_lazy_updates(self, setup: TrainingSetup) -> None:
+        for experts in self._layers:
             of_step = experts.chances_of_hit(setup.num_micro_batches)
             for (chance, number), (of_forward, _) in zip(of_step, experts.chances_of_hit(), strict=True):
                 num_trained = number * experts.num_trainable_params
                 self.updates_left_out += num_trained * left_out_share(1 - chance)
                 # If an expert missed the previous step, each forward until its update also reads its moments.
                 self.catch_up_bytes += num_trained * of_forward * (1 - chance) * setup.state_bytes_per_param
+
+
+@dataclass(frozen=True, slots=True)
+class RowTraffic:
+    """Bytes of rows that one rank sends to owners in a pass over all layers, and that all ranks get back as results.
+    With equal ranks, a rank receives as many."""
+
+    row_bytes: float
+    """Rows of tokens, once for each rank that owns an expert of the token."""
+    result_bytes: float
+    """Results, one for each choice."""
+    index_bytes: float
+    """Indices or routing weights, one for each choice."""
+
+    @property
+    def forward_bytes(self) -> float:
+        """The owner gets rows and indices, and returns results."""
+        return self.row_bytes + self.index_bytes + self.result_bytes
+
+    @property
+    def backward_bytes(self) -> float:
+        """The owner gets rows, their gradients, indices and routing weights. It returns gradients of rows and of
+        weights."""
+        return 2 * self.row_bytes + 3 * self.index_bytes + self.result_bytes
+
+
+_INDEX_BYTES = 4
+
+
+def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = None) -> RowTraffic:
+    """Return the rows of one rank's micro-batch that go to the experts of ``num_ranks`` ranks. With ``num_local``, only
+    those that leave its node of this number of ranks.
+
+    A token reaches an owner of m of E experts with the probability 1 - C(E - m, k) / C(E, k) for k choices.
+    """
+    rows = choices = 0.0
+    index_bytes = 0.0
+    layers = [block for block in model.blocks if block.experts is not None]
+    for number, block in enumerate(layers):
+        experts = block.experts
+        assert experts is not None
+        if not experts.num_tokens:
+            continue
+        row_bytes = block.input_bytes / experts.num_tokens
+        ranges = owned_experts(experts.num_experts, number, num_ranks)
+        # The mean over all senders of what goes to other ranks, or to other nodes.
+        share = 1 - (num_local or 1) / num_ranks
+        reached = math.fsum(experts.chance_to_reach(own) for own in ranges)
+        rows += share * experts.num_tokens * reached * row_bytes
+        choices += share * experts.num_tokens * experts.num_chosen * row_bytes
+        index_bytes += share * experts.num_tokens * experts.num_chosen * _INDEX_BYTES
+    return RowTraffic(rows, choices, index_bytes)
+
+
+def most_loaded(experts: ExpertsProfile, layer: int, num_ranks: int) -> float:
+    """Return the rows of the rank with the most rows over the mean of all ranks, by the measured routing. A layer waits
+    for this rank. ``layer``: the index among the layers with experts."""
+    chances = experts.chances or (1.0,) * experts.num_experts
+    loads = [math.fsum(chances[expert] for expert in own) for own in owned_experts(len(chances), layer, num_ranks)]
+    return max(loads) * num_ranks / math.fsum(chances)
+
+
+def _of_all_ranks(experts: ExpertsProfile, num_ranks: int) -> ExpertsProfile:
+    """Return the profile with the tokens of all ranks, which share the experts."""
+    return replace(experts, num_tokens=num_ranks * experts.num_tokens)
 
 
 def left_out_share(miss_chance: float) -> float:

@@ -3,7 +3,8 @@ shares with other ranks.
 
 All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,
 CPU, RAM and the network to other nodes. They pass weights and gradients through RAM. Each of Y nodes owns 1/Y of the
-records, and its ranks read, update and write these. All weights go to every device.
+records, and its ranks read, update and write these. All weights go to every device, except those of streamed experts,
+to whose owners the rows of tokens go.
 """
 
 from __future__ import annotations
@@ -13,8 +14,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_lohan.planner.collectives import SUM_BYTES
-from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY, Choice, ResourceUse, StepCosts, Values
+from hf_lohan.planner.collectives import SUM_BYTES, CollectiveName
+from hf_lohan.planner.costs.expert_costs import RowTraffic, most_loaded, row_traffic
+from hf_lohan.planner.costs.step_costs import (
+    SHARED_CORES_EFFICIENCY,
+    Choice,
+    ResourceUse,
+    StepCosts,
+    Values,
+    experts_forward_s,
+)
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import ClipMode, RankPrediction, TrainingSetup
@@ -52,13 +61,34 @@ class RankStepCosts(StepCosts):
         self._spilled_gradient_bytes *= num_local
         self._own_param_bytes = self._param_bytes / num_nodes
         self._copied_bytes = cluster.copied_bytes(self._param_bytes)
+        self._num_summed_params = model.dense_trainable_params / num_nodes
         self._sent_bytes = cluster.bytes_by_collective(
             param_bytes=self._param_bytes,
-            num_params=model.num_params,
-            num_trainable_params=model.num_trainable_params,
+            num_params=model.num_dense_params,
+            num_trainable_params=model.dense_trainable_params,
             gradient_itemsize=model.param_itemsize,
             is_summed=setup.num_together > 1,
         )
+        self._rows = row_traffic(model, cluster.num_ranks)
+        """Rows that leave a rank."""
+        self._rows_to_nodes = row_traffic(model, cluster.num_ranks, num_local)
+        """Rows that leave a rank's node."""
+        self._wait_for_most_loaded()
+
+    def _backward_row_bytes(self, rows: RowTraffic, choice: Choice) -> Values:
+        """Return the bytes of rows of a backward, which recomputes the experts of some layers."""
+        share = choice.num_expert_calls / max(1, len(self._model.experts))
+        return rows.backward_bytes + share * rows.forward_bytes
+
+    def _wait_for_most_loaded(self) -> None:
+        """Count the computing of each layer's experts as long as that of the rank with the most rows."""
+        layers = [block for block in self._model.blocks if block.experts is not None]
+        for number, block in enumerate(layers):
+            assert block.experts is not None
+            more = most_loaded(block.experts, number, self._cluster.num_ranks) - 1
+            more_s = more * experts_forward_s(block, self._hardware)
+            self._forward_s += more_s
+            self._backward_s += (2 + block.trained_fraction) * more_s  # the experts compute again before their backward
 
     def lanes(self, load: ResourceUse, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
         hardware, num_local = self._hardware, self._num_local
@@ -94,23 +124,34 @@ class RankStepCosts(StepCosts):
         copied_bytes = self._copied_bytes if self._cluster.collectives.backward == "ssd" else 0
         return self._passing_ram(
             replace(
-                load,
+                self._with_rows(load, self._rows.forward_bytes),
                 ssd_write_bytes=load.ssd_write_bytes + copied_bytes,
-                net_bytes=load.net_bytes + self._sent_bytes["forward_weights"],
+                net_bytes=load.net_bytes
+                + self._sent_bytes["forward_weights"]
+                + self._num_local * self._rows_to_nodes.forward_bytes,
                 host_bytes=load.host_bytes + 2 * self._resident_param_bytes,
             )
         )
 
+    def _with_rows(self, load: ResourceUse, num_bytes: float | Values) -> ResourceUse:
+        """Return the load with rows of ``num_bytes`` that leave a rank's device, and as many that arrive. On a CPU they
+        are only copied within RAM."""
+        if not self._is_copied:
+            return load
+        return replace(load, h2d_bytes=load.h2d_bytes + num_bytes, d2h_bytes=load.d2h_bytes + num_bytes)
+
     def _backward(self, choice: Choice) -> ResourceUse:
-        load = super()._backward(choice)
+        load = self._with_rows(super()._backward(choice), self._backward_row_bytes(self._rows, choice))
         # Every rank's gradients are read, and their sum is written. Then all nodes' sums of this node's part are read.
         num_nodes = self._cluster.num_nodes
         sums = num_nodes + (num_nodes + 1 if num_nodes > 1 else 0)
-        sum_bytes = SUM_BYTES * self._num_updated_params * sums
+        sum_bytes = SUM_BYTES * self._num_summed_params * sums
+        sent = self._sent_bytes
+        row_bytes = self._num_local * self._backward_row_bytes(self._rows_to_nodes, choice)
         return self._passing_ram(
             replace(
                 load,
-                net_bytes=load.net_bytes + self._sent_bytes["backward_weights"] + self._sent_bytes["gradients"],
+                net_bytes=load.net_bytes + sent["backward_weights"] + sent["gradients"] + row_bytes,
                 host_bytes=load.host_bytes + self._num_local * self._gradient_bytes + sum_bytes,
             )
         )
@@ -138,10 +179,33 @@ class RankStepCosts(StepCosts):
 
     def _of_ranks(self, choice: Choice, clip: ClipMode, num_tokens: int) -> RankPrediction:
         count = self._setup.num_micro_batches
+        sent_bytes = dict(self._sent_bytes)
+        if self._model.experts:
+            rows = self._rows_to_nodes
+            sent_bytes["forward_tokens"] = round(self._num_local * rows.forward_bytes)
+            sent_bytes["backward_tokens"] = round((self._num_local * self._backward_row_bytes(rows, choice)).item())
         return RankPrediction(
-            bytes_by_collective={name: count * size for name, size in self._sent_bytes.items()},
+            bytes_by_collective={name: count * size for name, size in sent_bytes.items()},
             hides_from_tokens=self._hides_from(choice, clip, num_tokens),
+            rows_equal_weights_at_tokens=self._rows_equal_weights_at(sent_bytes),
         )
+
+    def _rows_equal_weights_at(self, sent_bytes: dict[CollectiveName, int]) -> float | None:
+        """Return the tokens of a rank's micro-batch whose rows are as many bytes between nodes as the experts' weights
+        and gradients would be, if all ranks computed all experts. None if no rows leave a node."""
+        row_bytes = sent_bytes.get("forward_tokens", 0) + sent_bytes.get("backward_tokens", 0)
+        if not row_bytes:
+            return None
+        model = self._model
+        of_all = self._cluster.bytes_by_collective(
+            param_bytes=model.param_bytes,
+            num_params=model.num_params,
+            num_trainable_params=model.num_trainable_params,
+            gradient_itemsize=model.param_itemsize,
+            is_summed=self._setup.num_together > 1,
+        )
+        more_bytes = sum(size - self._sent_bytes[name] for name, size in of_all.items())
+        return model.num_tokens * more_bytes / row_bytes
 
     def _hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> dict[str, float | None]:
         """Return, for each resource, T*: the tokens above which compute hides it (see `_ssd_hides_from`)."""

@@ -50,6 +50,8 @@ class Choice:
     """Spilled gradients of the last backward."""
     reloaded_bytes: Values
     """Experts that backward loads again to recompute their output."""
+    num_expert_calls: Values
+    """Layers whose experts backward calls again to recompute their output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class StepCosts:
         if not self._setup.hands_over:
             return load
         handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
-        handed_over += self._experts.from_ssd * self._experts.gradient_bytes
+        handed_over += self._num_local * self._experts.from_ssd * self._experts.gradient_bytes
         # New weights are copied to the device in any case. Without the updates the forward copies them, and its costs
         # count that.
         copied_bytes = self._gradient_bytes if not self._is_copied else 0
@@ -401,8 +403,8 @@ class StepCosts:
             h2d_bytes=self._copied_param_bytes + self._is_copied * experts.forward_bytes + decoding_bytes,
             d2h_bytes=choice.swapped_bytes,
             ssd_read_bytes=self._forward_read_bytes()
-            + experts.from_ssd * experts.forward_bytes
-            + experts.catch_up_bytes,
+            + self._num_local * experts.from_ssd * experts.forward_bytes
+            + experts.catch_up_bytes / self._setup.cluster.num_nodes,
             ssd_write_bytes=self._num_local * choice.spilled_bytes,
             wait_s=experts.wait_s,
         )
@@ -413,7 +415,7 @@ class StepCosts:
         brought_back = self._spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
         expert_bytes = self._experts.backward_bytes + choice.reloaded_bytes
         copied_bytes = max(0, self._copied_param_bytes - turnaround_bytes) + self._is_copied * expert_bytes
-        read_bytes = self._backward_read_bytes() + self._experts.from_ssd * expert_bytes
+        read_bytes = self._backward_read_bytes() + self._num_local * self._experts.from_ssd * expert_bytes
         decoding_s, decoding_bytes = self._decoding(turnaround_bytes, expert_bytes)
         return _load(
             compute_s=self._backward_s + choice.recompute_s + decoding_s,

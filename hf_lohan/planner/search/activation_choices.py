@@ -35,6 +35,7 @@ class OperationKind:
     output_bytes: int
     reloaded_bytes: float = 0.0
     """Bytes of experts that are loaded again to recompute the operation."""
+    loads_experts: bool = False
     places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -64,6 +65,7 @@ class Candidates:
     recompute_s: Values
     recomputed_flops: Values
     reloaded_bytes: Values
+    num_expert_calls: Values
     num_recomputed: Counts
 
     def only(self, rows: npt.NDArray[np.intp]) -> Candidates:
@@ -117,6 +119,7 @@ class ActivationChoices:
             recomputed @ np.array([kind.seconds for kind in self.kinds], dtype=np.float64),
             recomputed @ np.array([kind.flops for kind in self.kinds], dtype=np.float64),
             recomputed @ np.array([kind.reloaded_bytes for kind in self.kinds], dtype=np.float64),
+            recomputed @ np.array([kind.loads_experts for kind in self.kinds], dtype=np.float64),
             recomputed.sum(axis=1),
         )
 
@@ -158,11 +161,11 @@ def _group(
     reload_bytes: Callable[[BlockProfile], float],
 ) -> list[OperationKind]:
     """Kinds in falling order of their benefit."""
-    kinds: dict[tuple[float, float, int, float], OperationKind] = {}
+    kinds: dict[tuple[float, float, int, float, bool], OperationKind] = {}
     for layer_index, layer in enumerate(layers):
         for index, operation in enumerate(layer.operations):
             reloaded = reload_bytes(layer) if operation.loads_experts else 0.0
-            key = (operation_s(operation), operation.flops, operation.output_bytes, reloaded)
+            key = (operation_s(operation), operation.flops, operation.output_bytes, reloaded, operation.loads_experts)
             kinds.setdefault(key, OperationKind(*key)).places.append((layer_index, index))
     return sorted(kinds.values(), key=lambda kind: -kind.benefit)
 

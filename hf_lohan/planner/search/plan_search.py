@@ -217,6 +217,7 @@ class _Search:
             recompute_s=candidates.recompute_s,
             spilled_gradient_bytes=self._spilled_gradient_bytes(candidates, spilled_bytes, cpu_bytes),
             reloaded_bytes=candidates.reloaded_bytes,
+            num_expert_calls=candidates.num_expert_calls,
         )
 
     def _spilled_gradient_bytes(self, candidates: Candidates, spilled_bytes: Values, cpu_bytes: int) -> Values:
@@ -353,13 +354,15 @@ def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetu
     ]
     recompute_s = sum(operation_s(operation, hardware) for _, operation in recomputed)
     experts = ExpertCosts(model, hardware, setup)
-    reloaded_bytes = sum(experts.reload_bytes(layer) for layer, operation in recomputed if operation.loads_experts)
+    recomputed_experts = [layer for layer, operation in recomputed if operation.loads_experts]
+    reloaded_bytes = sum(map(experts.reload_bytes, recomputed_experts))
     choice = Choice(
         swapped_bytes=np.array([float(before.swapped_bytes)]),
         spilled_bytes=np.array([float(before.spilled_bytes)]),
         recompute_s=np.array([recompute_s]),
         spilled_gradient_bytes=np.array([float(before.spilled_gradient_bytes)]),
         reloaded_bytes=np.array([float(reloaded_bytes)]),
+        num_expert_calls=np.array([float(len(recomputed_experts))]),
     )
     own = replace(setup, commit_every_steps=plan.commit_every_steps)
     decided = {name: getattr(before, name) for name in _DECIDED}
