@@ -10,7 +10,7 @@ from typing import Any
 from hf_lohan.cli.plan_ranks import divides_experts
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, plan_run
 from hf_lohan.model import find_experts
-from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, with_changed
+from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, simulate_step, with_changed
 from hf_lohan.wording import format_bytes
 
 WORTH_IT = 1.01
@@ -55,6 +55,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
     step, life = planned.plan.prediction, drive_life(planned.hardware, planned.plan.prediction)
     return {
         **planned.plan.to_mapping(),
+        **simulated_facts(planned),
         "times_slower_than_hidden": times_slower_than_hidden(planned),
         "drive_life": {"steps": life.steps, "tokens": life.tokens, "days": life.days} if life else None,
         "nearest_changes": [change.to_mapping() for change in nearest_changes(planned)] if step.fits else [],
@@ -86,6 +87,19 @@ def _expert_facts(planned: PlannedRun) -> dict[str, Any]:
         for name, plan in (("none", ways[False]), ("world", ways[True]))
     }
     return {"expert_parallel": {"divides": divides_experts(planned.plan), "tried": tried}}
+
+
+def simulated_facts(planned: PlannedRun) -> dict[str, Any]:
+    """Return the figures of the simulated step in JSON's types. They are null with several ranks."""
+    simulated = simulate_step(planned.profile, planned.hardware, planned.setup, planned.plan)
+    if simulated is None:
+        return dict.fromkeys(("simulated_step_s", "simulated_busy_s", "simulated_waits_s", "simulated_most_bytes"))
+    return {
+        "simulated_step_s": simulated.step_s,
+        "simulated_busy_s": simulated.busy_s,
+        "simulated_waits_s": simulated.waits_s,
+        "simulated_most_bytes": {tier: curve.most_bytes for tier, curve in simulated.memory.items()},
+    }
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:

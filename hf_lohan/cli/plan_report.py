@@ -38,11 +38,12 @@ from hf_lohan.planner import (
     BudgetError,
     SizeClass,
     drive_life,
+    simulate_step,
     what_hardware_buys,
 )
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planner.record_traffic import FETCHED_KINDS
-from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, seconds, times
+from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, seconds, times
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
@@ -128,7 +129,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     console.print(heading(planned), soft_wrap=True)
     console.print()
     console.print(summary(planned), soft_wrap=True)
-    for line in _order(planned):
+    for line in (*_simulated(planned), *_order(planned)):
         console.print(line, soft_wrap=True)
     for table in (_resources(planned), *_sent(planned), _tiers(planned), _activations(planned)):
         console.print()
@@ -199,6 +200,27 @@ def summary(planned: PlannedRun) -> Text:
         f", {step.tokens_per_s:.4g} tokens/s, {step.tflops:.4g} TFLOP/s, bound by ",
         (bottleneck_label(step.bottleneck), "bold yellow"),
     )
+
+
+WORTH_NAMING_S = 0.01
+"""Shorter waits, as a share of the simulated step, are not printed."""
+_WAITS = {
+    "gradients": "buffers of gradients",
+    "commit": "a commit",
+}
+"""What computing waits for, where the simulation's word for it is not enough."""
+
+
+def _simulated(planned: PlannedRun) -> Iterable[str]:
+    """Yield a sentence on the simulated step. There is none with several ranks."""
+    step = simulate_step(planned.profile, planned.hardware, planned.setup, planned.plan)
+    if step is None:
+        return
+    longest = sorted(step.waits_s.items(), key=lambda wait: -wait[1])
+    named = [(cause, wait_s) for cause, wait_s in longest if wait_s >= WORTH_NAMING_S * step.step_s]
+    waits = [f"{seconds(wait_s)} for {_WAITS.get(cause, cause)}" for cause, wait_s in named]
+    what = f"; computing waits {listed(waits)}" if waits else ""
+    yield f"Simulated task by task: {seconds(step.step_s)} a step{what}."
 
 
 def _order(planned: PlannedRun) -> Iterable[str]:

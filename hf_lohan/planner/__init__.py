@@ -55,6 +55,7 @@ from hf_lohan.planner.search.hardware_changes import (
     what_hardware_buys,
 )
 from hf_lohan.planner.search.plan_search import fastest_way, forecast, plan_offload, scaled_to, sweep_swapped_bytes
+from hf_lohan.planner.simulation.simulated_step import MemoryCurve, SimulatedStep, simulate_step
 
 __all__ = [
     "INPUT",
@@ -82,6 +83,7 @@ __all__ = [
     "KeysAndValues",
     "Lanes",
     "LayerPlacements",
+    "MemoryCurve",
     "ModelProfile",
     "OffloadPlan",
     "OperationProfile",
@@ -91,6 +93,7 @@ __all__ = [
     "ProfileError",
     "Quantization",
     "RecordTraffic",
+    "SimulatedStep",
     "SizeClass",
     "SsdProfile",
     "StepPrediction",
@@ -109,6 +112,7 @@ __all__ = [
     "plan_offload",
     "plan_pools",
     "scaled_to",
+    "simulate_step",
     "slots_for_generation",
     "step_traffic",
     "stock_training_fit",

@@ -1,0 +1,194 @@
+"""Computes the work of each block in a step of a plan: bytes of weights, activations, gradients and states, and seconds
+of computing."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hf_lohan.planner.costs.expert_costs import ExpertCosts
+from hf_lohan.planner.costs.step_costs import block_forward_s, cheap_recompute_s, experts_forward_s, operation_s
+from hf_lohan.planner.fitting import layer_needs
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planner.offload_plan import INPUT, ActivationPlacements, ClipMode, Placement, TrainingSetup
+from hf_lohan.planner.pool_plan import MAX_CHUNK_NUMEL, SizeClass
+from hf_lohan.planner.quantization import DECODED_PER_S, DEVICE_MEMORY_BYTES_PER_S, MOVED_BYTES_PER_DECODED
+from hf_lohan.planner.record_traffic import FETCHED_KINDS, PARAM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockWork:
+    """The work of one block in a step."""
+
+    name: str
+    size_class: SizeClass
+    is_layer: bool
+    param_bytes: int
+    read_bytes: float
+    """Bytes of weights that a load reads from the drives."""
+    decode_s: float
+    forward_s: float
+    backward_s: float
+    expert_bytes: tuple[float, float]
+    """Bytes of experts that forward and backward load."""
+    ram_bytes: float
+    """Activations that are swapped to RAM."""
+    spilled_bytes: float
+    output_bytes: float
+    """Bytes that a forward leaves on the device until they are swapped, or forever if they are kept."""
+    working_bytes: float
+    """Device memory of the backward beside these activations."""
+    gradient_bytes: float
+    spilled_gradient_bytes: float
+    num_updated: float
+    update_read_bytes: float
+    update_write_bytes: float
+    lent_bytes: float
+    num_chunks: int
+    holds_in_buffers: bool
+    """Whether its held gradient stays in the buffers in which it arrives."""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.gradient_bytes > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRules:
+    """The decisions of a plan that order a step's tasks."""
+
+    activations: ActivationPlacements
+    clip: ClipMode
+    fetch_ahead: int
+    layers_leaving: int
+    spilled_gradient_bytes: float
+    committed_fraction: float
+
+
+def block_works(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, rules: StepRules
+) -> list[BlockWork]:
+    layer_names = {layer.name for layer in model.layers}
+    resident: dict[str, float] = defaultdict(float)
+    updated_in_ram: dict[str, float] = defaultdict(float)
+    known = {block.name for block in model.blocks}
+    of_experts = 0.0
+    for record in setup.resident_records:
+        is_read = setup.update_reads_param or record.kind != PARAM
+        if record.block not in known:  # one expert
+            of_experts += record.update_read_bytes if is_read else 0.0
+            continue
+        if record.kind in FETCHED_KINDS and not record.is_expert_weight:
+            resident[record.block] += record.num_bytes
+        if is_read:
+            updated_in_ram[record.block] += record.update_read_bytes
+    expert_layers = sum(block.experts is not None for block in model.blocks)
+    costs = ExpertCosts(model, hardware, setup)
+    trained_experts = sum(each.num_experts * each.num_trainable_params for each in model.experts)
+    on_time = 1 - costs.updates_left_out / trained_experts if trained_experts else 1.0
+    spilled_bytes = rules.spilled_gradient_bytes
+    of_one = 1 / max(1, expert_layers)
+    held_blocks = set(setup.pools.held_blocks) if setup.pools is not None else set()
+    chunk_numel = setup.pools.chunk_numel if setup.pools is not None else MAX_CHUNK_NUMEL
+    works = []
+    for block in reversed(model.blocks):
+        is_layer = block.name in layer_names
+        num_experts_trained = 0.0
+        if block.experts is not None:
+            num_experts_trained = block.experts.num_experts * block.experts.num_trainable_params
+            updated_in_ram[block.name] += of_one * of_experts
+        num_trained = block.num_trainable_params + on_time * num_experts_trained
+        param_bytes = num_trained * model.param_itemsize
+        state_bytes = num_trained * setup.state_bytes_per_param
+        in_ram = min(updated_in_ram[block.name], state_bytes + param_bytes)
+        update_read = state_bytes + (param_bytes if setup.update_reads_param else 0.0)
+        gradient_bytes = block.num_trainable_params * model.param_itemsize + of_one * (
+            costs.gradient_bytes if block.experts is not None else 0.0
+        )
+        spilled = min(spilled_bytes, gradient_bytes)
+        spilled_bytes -= spilled
+        trained_bytes = block.num_trainable_params * model.param_itemsize
+        is_lent = is_layer and setup.lent_bytes > 0 and not resident[block.name] and setup.update_reads_param
+        expert_share = block.experts.hit_bytes / costs.forward_bytes if block.experts and costs.forward_bytes else 0.0
+        reloaded = _reloads(block, rules) * costs.reload_bytes(block) if block.experts is not None else 0.0
+        ram, spill, kept = _placed_bytes(block, rules) if is_layer else (0.0, 0.0, 0.0)
+        needs = layer_needs(block, model) if is_layer else block.working_bytes or block.saved_bytes
+        works.append(
+            BlockWork(
+                name=block.name,
+                size_class=block.size_class,
+                is_layer=is_layer,
+                param_bytes=block.param_bytes,
+                read_bytes=max(0.0, block.param_bytes - resident[block.name]),
+                decode_s=_decode_s(block, hardware),
+                forward_s=block_forward_s(block, hardware),
+                backward_s=_backward_s(block, hardware, setup, rules, is_layer=is_layer),
+                expert_bytes=(
+                    costs.from_ssd * expert_share * costs.forward_bytes,
+                    costs.from_ssd * (expert_share * costs.backward_bytes + reloaded),
+                ),
+                ram_bytes=ram,
+                spilled_bytes=spill,
+                output_bytes=ram + spill + kept,
+                working_bytes=max(0.0, needs - max(0.0, ram + spill + kept - 2 * block.input_bytes)),
+                gradient_bytes=gradient_bytes,
+                spilled_gradient_bytes=spilled,
+                num_updated=num_trained,
+                update_read_bytes=max(0.0, update_read - in_ram),
+                update_write_bytes=max(
+                    0.0, state_bytes + param_bytes - updated_in_ram[block.name] * (1 - rules.committed_fraction)
+                ),
+                lent_bytes=trained_bytes if is_lent else 0.0,
+                num_chunks=max(1, math.ceil(num_trained / chunk_numel)),
+                holds_in_buffers=block.name in held_blocks,
+            )
+        )
+    return works[::-1]
+
+
+def _placed_bytes(block: BlockProfile, rules: StepRules) -> tuple[float, float, float]:
+    """Return the bytes of a layer's activations in RAM, on the drives, and on the device."""
+    placements = rules.activations.get(block.name, {})
+    sums = dict.fromkeys(Placement, 0.0)
+    for operation in block.operations:
+        sums[placements.get(operation.name, Placement.RECOMPUTE)] += operation.output_bytes
+    sums[placements.get(INPUT, Placement.GPU)] += block.input_bytes
+    return sums[Placement.CPU], sums[Placement.SSD], sums[Placement.GPU]
+
+
+def _backward_s(
+    block: BlockProfile, hardware: HardwareProfile, setup: TrainingSetup, rules: StepRules, *, is_layer: bool
+) -> float:
+    seconds = block_forward_s(block, hardware) * (1 + block.trained_fraction)
+    if not is_layer:
+        return seconds
+    seconds += experts_forward_s(block, hardware)
+    if setup.activations != "keep":
+        seconds += cheap_recompute_s(block, hardware)
+    placements = rules.activations.get(block.name, {})
+    recomputed: Iterable[float] = (
+        operation_s(operation, hardware)
+        for operation in block.operations
+        if placements.get(operation.name, Placement.RECOMPUTE) is Placement.RECOMPUTE
+    )
+    return seconds + sum(recomputed)
+
+
+def _reloads(block: BlockProfile, rules: StepRules) -> int:
+    """Return how many operations of a layer load its experts again in backward."""
+    placements = rules.activations.get(block.name, {})
+    return sum(
+        operation.loads_experts and placements.get(operation.name, Placement.RECOMPUTE) is Placement.RECOMPUTE
+        for operation in block.operations
+    )
+
+
+def _decode_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    """Return the seconds of decoding a block's packed weights, which come after their copy."""
+    if hardware.device.shares_cpu:
+        return block.decoded_numel / DECODED_PER_S
+    rate = (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S) / MOVED_BYTES_PER_DECODED
+    return block.decoded_numel / rate

@@ -1,0 +1,206 @@
+"""Runs a graph of tasks on lanes. A lane does one task at a time.
+
+Of the tasks that can begin, a lane takes the most urgent one, and among these the one that was added first. A running
+task is not interrupted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+NO_LANE = ""
+"""For tasks that wait for other tasks and occupy nothing."""
+
+_RANK = 1 << 40
+"""Larger than any number of tasks. The rank of a task comes before its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRules:
+    """What lanes have in common."""
+
+    shared: Collection[str] = ()
+    """Lanes that share the cores of a CPU. If several of them work, each gets an equal part of the time."""
+    shared_efficiency: float = 1.0
+    """The part of the cores' time that remains when several of these lanes work."""
+    opposite: Mapping[str, str] = field(default_factory=dict)
+    """For each direction of a link, the other direction."""
+    both_ways_factor: float = 1.0
+    """The factor by which a task of a link takes longer while the opposite direction is busy."""
+    mixed_lane: str = NO_LANE
+    """The lane of the drives."""
+    mixed_factor: float = 1.0
+    """The factor by which a read or a write takes longer if the other kind waits, so that the drives do both."""
+
+
+class TaskGraph:
+    """Tasks that begin when all tasks before them have ended."""
+
+    def __init__(self) -> None:
+        self.lanes: list[str] = []
+        self.seconds: list[float] = []
+        self.names: list[str] = []
+        """Why another task waits for this one."""
+        self.steps: list[int] = []
+        """The step of each task."""
+        self.step = 0
+        """The step of the tasks that are added from now on."""
+        self._keys: list[int] = []
+        self._after: list[list[int]] = []
+        self._num_before: list[int] = []
+        self._before: list[list[int]] = []
+        self._is_write: list[bool] = []
+        self._only_if_ended: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.lanes)
+
+    def add(
+        self,
+        lane: str,
+        seconds: float,
+        after: Iterable[int | None] = (),
+        *,
+        name: str = "",
+        rank: int = 0,
+        is_write: bool = False,
+    ) -> int:
+        """Add a task and return its number. ``after``: the tasks before it. ``rank``: 0 is the most urgent."""
+        number = len(self.lanes)
+        self.lanes.append(lane)
+        self.seconds.append(seconds)
+        self.names.append(name)
+        self.steps.append(self.step)
+        self._keys.append(rank * _RANK + number)
+        self._is_write.append(is_write)
+        self._after.append([])
+        self._before.append([])
+        self._num_before.append(0)
+        for before in after:
+            self.link(before, number)
+        return number
+
+    def link(self, before: int | None, after: int) -> None:
+        """Let a task begin only when another has ended. None is no task."""
+        if before is not None:
+            self._after[before].append(after)
+            self._before[after].append(before)
+            self._num_before[after] += 1
+
+    def skip_unless_ended(self, task: int, other: int) -> None:
+        """Let a task take no time if ``other`` has not ended when the task could begin."""
+        self._only_if_ended[task] = other
+
+    def last_before(self, task: int, ends_s: list[float]) -> int | None:
+        """Return the task that ended last among those before a task."""
+        return max(self._before[task], key=ends_s.__getitem__, default=None)
+
+    def run(self, rules: LaneRules) -> tuple[list[float], list[float]]:
+        """Run all tasks. Returns the seconds at which each begins and ends."""
+        return _Run(self, rules).run_all()
+
+
+class _Run:
+    """One run of a graph."""
+
+    def __init__(self, graph: TaskGraph, rules: LaneRules) -> None:
+        self._graph = graph
+        self._rules = rules
+        self._num_before = list(graph._num_before)
+        self._begins = [0.0] * len(graph)
+        self._ends = [-1.0] * len(graph)
+        self._ready: dict[str, list[tuple[int, int]]] = {lane: [] for lane in sorted({*graph.lanes, NO_LANE})}
+        self._running: dict[str, bool] = dict.fromkeys(self._ready, False)
+        self._num_waiting = [0, 0]
+        """Reads and writes that wait for the drives."""
+        self._events: list[tuple[float, int]] = []
+        self._shared: list[tuple[float, int]] = []
+        """Tasks on shared lanes, by the time of the cores at which they end."""
+        self._core_s = 0.0
+        """Seconds that each shared lane would have worked until now."""
+        self._now = 0.0
+
+    def run_all(self) -> tuple[list[float], list[float]]:
+        graph = self._graph
+        at_once = [task for task, number in enumerate(self._num_before) if not number]
+        self._release(at_once)
+        num_ended = 0
+        while True:
+            for lane, ready in self._ready.items():
+                if ready and not self._running[lane]:
+                    self._begin(lane, ready)
+            if not self._events and not self._shared:
+                break
+            ended = self._advance()
+            num_ended += len(ended)
+            for task in ended:
+                self._running[graph.lanes[task]] = False
+                self._ends[task] = self._now
+            for task in ended:
+                self._release_after(task)
+        assert all(end >= 0 for end in self._ends), "tasks wait for each other"
+        return self._begins, self._ends
+
+    def _release_after(self, task: int) -> None:
+        released = []
+        for other in self._graph._after[task]:
+            self._num_before[other] -= 1
+            if not self._num_before[other]:
+                released.append(other)
+        self._release(released)
+
+    def _release(self, tasks: list[int]) -> None:
+        """Queue tasks that can begin now. Tasks that take no time end at once."""
+        graph = self._graph
+        while tasks:
+            task = tasks.pop()
+            lane, other = graph.lanes[task], graph._only_if_ended.get(task)
+            if lane == NO_LANE or (other is not None and self._ends[other] < 0):
+                self._begins[task] = self._ends[task] = self._now
+                for later in graph._after[task]:
+                    self._num_before[later] -= 1
+                    if not self._num_before[later]:
+                        tasks.append(later)
+                continue
+            heapq.heappush(self._ready[lane], (graph._keys[task], task))
+            if lane == self._rules.mixed_lane:
+                self._num_waiting[graph._is_write[task]] += 1
+
+    def _begin(self, lane: str, ready: list[tuple[int, int]]) -> None:
+        rules, graph = self._rules, self._graph
+        _, task = heapq.heappop(ready)
+        seconds = graph.seconds[task]
+        self._begins[task] = self._now
+        self._running[lane] = True
+        if lane == rules.mixed_lane:
+            is_write = graph._is_write[task]
+            self._num_waiting[is_write] -= 1
+            if self._num_waiting[not is_write]:
+                seconds *= rules.mixed_factor
+        elif rules.both_ways_factor != 1.0 and self._running.get(rules.opposite.get(lane, NO_LANE)):
+            seconds *= rules.both_ways_factor
+        if lane in rules.shared:
+            heapq.heappush(self._shared, (self._core_s + seconds, task))
+        else:
+            heapq.heappush(self._events, (self._now + seconds, task))
+
+    def _advance(self) -> list[int]:
+        """Go to the next time at which tasks end. Returns these tasks."""
+        num_shared = len(self._shared)
+        slowdown = num_shared / self._rules.shared_efficiency if num_shared > 1 else 1.0
+        shared_end = self._now + slowdown * (self._shared[0][0] - self._core_s) if num_shared else float("inf")
+        own_end = self._events[0][0] if self._events else float("inf")
+        then = min(shared_end, own_end)
+        if num_shared:
+            self._core_s += (then - self._now) / slowdown
+        self._now = max(self._now, then)
+        ended = []
+        if shared_end <= own_end:
+            self._core_s = max(self._core_s, self._shared[0][0])
+            while self._shared and self._shared[0][0] <= self._core_s:
+                ended.append(heapq.heappop(self._shared)[1])
+        while self._events and self._events[0][0] <= self._now:
+            ended.append(heapq.heappop(self._events)[1])
+        return ended
