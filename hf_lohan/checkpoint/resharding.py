@@ -73,7 +73,6 @@ def reshard(
             commits = _commits_to_copy(old)
             _refuse_deferred_steps(commits, paths)
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
-            _refuse_packed_weights(form, num_ranks, paths)
             _check_records(form, old)
             records = _records_by_rank(form, num_ranks)
             new = [stack.enter_context(_new_store(paths, rank, records, old[0], io)) for rank in range(num_ranks)]
@@ -106,14 +105,6 @@ def _refuse_deferred_steps(commits: Sequence[Commit], paths: Sequence[str]) -> N
         raise ValueError(
             f"lazy_experts (auto by default) has deferred updates of experts in {paths[0]}, which cannot be applied "
             "with another number of ranks; train one step with lazy_experts=false first"
-        )
-
-
-def _refuse_packed_weights(form: StoredForm, num_ranks: int, paths: Sequence[str]) -> None:
-    if num_ranks > 1 and any(block.packed_slices for block in form.model_blocks.blocks):
-        raise ValueError(
-            f"packed weights belong to one rank, and {paths[0]} has weights in 4 bits (quantize), so {num_ranks} ranks "
-            "cannot share them; resume from a checkpoint of the run, with quantize: none"
         )
 
 

@@ -30,7 +30,6 @@ from hf_lohan.planning import (
     plan_step,
     why_not_together,
 )
-from hf_lohan.planning.layout import can_pack
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
 from hf_lohan.threads import usable_cpus
@@ -163,7 +162,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     published = quantization_of(model_config)
     if published is not None and not published.get("load_in_4bit"):
         refuse_other_methods(request.model, published)
-    if request.lora_rank is not None and published is not None and can_pack(ranks):
+    if request.lora_rank is not None and published is not None:
         base = weightless_model(model_config, dtype, code=code)
         config = packed_as_published(request.model, model_config, base, config, dtype)
     config = activations_kept_if_needed(model, config)

@@ -231,6 +231,7 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: 
         layout.common_blocks,
         read_bytes=layout.plan.staging_buffer_bytes,
         parts=NodeShards(layout.ranks, layout.common_blocks, coded=tiers.codecs.weights, version_of=ring.version_of),
+        decoder=_decoder(tiers, layout.common_blocks, tiers.staging),
     )
     return LockstepLoader(ring, source, layout.common_blocks)
 
@@ -238,9 +239,12 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: 
 def _local_weights(
     tiers: Tiers, records: RecordReader, staging: BufferPool, layout: OffloadLayout, deliver: Deliver
 ) -> LocalWeights:
-    packed = [block for block in layout.blocks if block.packed_slices]
-    decoder = Decoder(tiers.device, packed, staging.buffer_bytes) if packed else None
-    return LocalWeights(tiers.device, records, staging, deliver, decoder)
+    return LocalWeights(tiers.device, records, staging, deliver, _decoder(tiers, layout.blocks, staging))
+
+
+def _decoder(tiers: Tiers, blocks: Sequence[Block], staging: BufferPool) -> Decoder | None:
+    packed = [block for block in blocks if block.packed_slices]
+    return Decoder(tiers.device, packed, staging.buffer_bytes) if packed else None
 
 
 def _expert_loader(

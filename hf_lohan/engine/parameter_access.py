@@ -47,6 +47,13 @@ class _Parts(dict[str, list[tuple[Block, ParamSlice]]]):
         )
 
 
+def packed_weight_error(name: str, form: PackedForm) -> ValueError:
+    return ValueError(
+        f"{name} is packed in the store (quantize: {form.setting}), so it cannot be changed; load the model with "
+        "quantize: none, or change the weight before it is loaded"
+    )
+
+
 class ParameterAccess:
     """Reads and writes parameters to load and save a model. Training moves whole chunks instead.
 
@@ -139,6 +146,9 @@ class ParameterAccess:
         needs them whole."""
         form = part.packed
         assert form is not None
+        begin, end = block.rank_ranges[self._links.ranks.rank]
+        if begin == end:  # an expert of another rank
+            return
         if not form.takes_rows:
             assert values.numel() == part.numel, f"{part.name} is packed in another order, so it must come whole"
             values = form.stored_order(values)
@@ -169,8 +179,23 @@ class ParameterAccess:
             before += stop - start
 
     def _write_bytes(self, block: Block, kind: str, start: int, content: Tensor) -> None:
-        with self._buffers(1) as (bounce,):
-            self._store.write_unaligned(block.name, kind, start, content, bounce.bytes)
+        """Store this rank's part of bytes of packed weights, from byte ``start`` of the record on."""
+        first, last = block.record_ranges(kind)[self._links.ranks.rank]
+        low, high = max(start, first), min(start + content.numel(), last)
+        if low < high:
+            with self._buffers(1) as (bounce,):
+                self._store.write_unaligned(block.name, kind, low, content[low - start : high - start], bounce.bytes)
+
+    def _read_bytes(self, block: Block, kind: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` with bytes of packed weights, from byte ``start`` of the record on, each from its owner."""
+        for owner, (first, last) in enumerate(block.record_ranges(kind)):
+            low, high = max(start, first), min(start + out.numel(), last)
+            if low < high:
+                of_owner = out[low - start : high - start]
+                if owner == self._links.ranks.rank:
+                    with self._buffers(1) as (bounce,):
+                        self._store.read_unaligned(block.name, kind, low, of_owner, bounce.bytes)
+                self._links.broadcast(of_owner, owner, f"{kind} of {block.name}")
 
     @property
     def _most_decoded_numel(self) -> int:
@@ -182,28 +207,24 @@ class ParameterAccess:
         for start, piece in self.read_pieces(name, "param", first, first + values.numel()):
             given = values[start - first : start - first + piece.numel()]
             if not torch.equal(piece, given.to("cpu", piece.dtype)):
-                raise ValueError(
-                    f"{name} is packed in the store (quantize: {form.setting}), so it cannot be changed; load the "
-                    "model with quantize: none, or change the weight before it is loaded"
-                )
+                raise packed_weight_error(name, form)
 
     def _read_packed(self, block: Block, part: ParamSlice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """(start, piece) pairs over the decoded elements [first, last) of a packed part."""
         form = part.packed
         assert form is not None
         scales = torch.empty(form.scales_bytes(part.numel), dtype=torch.uint8)
-        with self._buffers(1) as (bounce,):
-            self._store.read_unaligned(block.name, "scales", part.scales_start, scales, bounce.bytes)
-            while first < last:
-                begin, end = form.bytes_of(first, min(first + self._most_decoded_numel, last))
-                codes = torch.empty(end - begin, dtype=torch.uint8)
-                self._store.read_unaligned(block.name, "codes", part.codes_start + begin, codes, bounce.bytes)
-                low, high = form.elements(begin, end)
-                piece = torch.empty(high - low, dtype=block.master.working_dtype)
-                form.decode_(piece, low, codes, begin, scales)
-                stop = min(high, last)
-                yield first, piece[first - low : stop - low]
-                first = stop
+        self._read_bytes(block, "scales", part.scales_start, scales)
+        while first < last:
+            begin, end = form.bytes_of(first, min(first + self._most_decoded_numel, last))
+            codes = torch.empty(end - begin, dtype=torch.uint8)
+            self._read_bytes(block, "codes", part.codes_start + begin, codes)
+            low, high = form.elements(begin, end)
+            piece = torch.empty(high - low, dtype=block.master.working_dtype)
+            form.decode_(piece, low, codes, begin, scales)
+            stop = min(high, last)
+            yield first, piece[first - low : stop - low]
+            first = stop
 
     def _own_range(self, block: Block, start: int, stop: int) -> tuple[int, int]:
         """Return this rank's part of elements [start, stop) of a block, which may be empty."""

@@ -15,7 +15,7 @@ from hf_lohan.absent import AbsentParameter, BorrowedWeights, WeightView, weight
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
 from hf_lohan.compat.torch_private import storage_id, tree_map
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, PassPhase
-from hf_lohan.engine.parameter_access import ParameterAccess
+from hf_lohan.engine.parameter_access import ParameterAccess, packed_weight_error
 from hf_lohan.model import Block, ParamSlice
 
 
@@ -228,6 +228,8 @@ class Gathering:
 
     def _store(self, parameter: nn.Parameter) -> None:
         _, part = self._place[parameter]
+        if part.packed is not None:  # not by reading it again, for which all ranks would be needed
+            raise packed_weight_error(part.name, part.packed)
         self._access.write_parameter(part.name, parameter.data)
         self._parts.ring.forget([block for block, _ in self._access.parts[part.name]])
         self._pass.note_changed_weight(part.name)

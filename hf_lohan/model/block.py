@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.optim import MasterFormat, master_format
 from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
+from hf_lohan.planner.record_traffic import FETCHED_KINDS, PARAM
 from hf_lohan.quantize import PackedForm
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
@@ -126,6 +127,19 @@ class Chunk:
         return f"chunk {self.index} of {self.block.name}"
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedPart:
+    """A part of what a pass reads of a block, within one record."""
+
+    kind: str
+    first: int
+    last: int
+    """Its fetched elements (`Block.fetched_numel`)."""
+    start: int
+    stop: int
+    """The same in the record: elements, or bytes of packed weights."""
+
+
 @dataclass(eq=False)
 class Block:
     """The parameters of one decoder layer, or of one module outside the layers, which stream together.
@@ -144,7 +158,7 @@ class Block:
     granule_numel: int = GRANULE_NUMEL
     """Number of elements in a granule of the records."""
     rank_edges: tuple[int, ...] = ()
-    """Rank r has elements [rank_edges[r], rank_edges[r + 1]). Empty for one rank."""
+    """Rank r has the fetched elements [rank_edges[r], rank_edges[r + 1]). Empty for one rank."""
     owner: int | None = None
     """The rank that stores the whole block and alone computes with it. None if all ranks compute with the block."""
 
@@ -186,9 +200,42 @@ class Block:
         return sum(part.numel for part in self.packed_slices)
 
     @property
-    def stored_bytes(self) -> int:
-        """Size of all records that a pass reads."""
-        return self.stored_numel * self.master.working_dtype.itemsize + self.codes_bytes + self.scales_bytes
+    def packed_granule_bytes(self) -> int:
+        """Bytes in a granule of the records of codes and scales."""
+        return self.granule_numel // 2
+
+    @cached_property
+    def _fetched_sizes(self) -> dict[str, int]:
+        """Sizes of the records that a pass reads, in elements of the working dtype."""
+        itemsize = self.master.working_dtype.itemsize
+        packed = {"scales": self.scales_bytes, "codes": self.codes_bytes} if self.packed_slices else {}
+        return {PARAM: self.stored_numel, **{kind: num_bytes // itemsize for kind, num_bytes in packed.items()}}
+
+    @property
+    def fetched_numel(self) -> int:
+        """Size of the records that a pass reads, one after the other: `param`, `scales`, `codes`. It is in elements of
+        the working dtype, also for bytes of packed weights. Without packed weights these are the block's elements."""
+        return sum(self._fetched_sizes.values())
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self.fetched_numel * self.master.working_dtype.itemsize
+
+    def fetched_parts(self, first: int, last: int) -> Iterator[FetchedPart]:
+        """Yield the parts of the fetched elements [first, last) in each record."""
+        edges = pairwise(accumulate(self._fetched_sizes.values(), initial=0))
+        for kind, (begin, end) in zip(self._fetched_sizes, edges, strict=True):
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                unit = 1 if kind == PARAM else self.master.working_dtype.itemsize
+                yield FetchedPart(kind, low, high, (low - begin) * unit, (high - begin) * unit)
+
+    def record_ranges(self, kind: str) -> list[tuple[int, int]]:
+        """Elements [start, stop) of a fetched record that each rank has, or bytes of packed weights."""
+        return [
+            next(((part.start, part.stop) for part in self.fetched_parts(*of_rank) if part.kind == kind), (0, 0))
+            for of_rank in self.rank_ranges
+        ]
 
     @cached_property
     def state_numel(self) -> int:
@@ -219,33 +266,45 @@ class Block:
 
     def cut_for_ranks(self, num_ranks: int) -> None:
         """Assign a shard of the block's records to each rank."""
+        param_numel, *packed_numels = self._fetched_sizes.values()
+        packed_granule = self.packed_granule_bytes // self.master.working_dtype.itemsize
         self.rank_edges = cut_for_ranks(
-            self.unit_numels, self.numel, num_ranks, granule_numel=self.granule_numel, keeps_units=self.needs_whole
+            self.unit_numels,
+            param_numel,
+            num_ranks,
+            granule_numel=self.granule_numel,
+            keeps_units=self.needs_whole,
+            packed_numels=packed_numels,
+            packed_granule_numel=packed_granule,
         )
 
     def give_to_rank(self, owner: int, num_ranks: int) -> None:
         """Assign the whole block to one rank."""
         self.owner = owner
-        self.rank_edges = tuple(self.numel if rank > owner else 0 for rank in range(num_ranks + 1))
+        self.rank_edges = tuple(self.fetched_numel if rank > owner else 0 for rank in range(num_ranks + 1))
 
     @property
     def rank_ranges(self) -> list[tuple[int, int]]:
-        """Elements [start, stop) of each rank. A range may be empty."""
-        return list(pairwise(self.rank_edges)) if self.rank_edges else [(0, self.numel)]
+        """Fetched elements [start, stop) of each rank. A range may be empty."""
+        return list(pairwise(self.rank_edges)) if self.rank_edges else [(0, self.fetched_numel)]
 
     def shape(self, rank: int | None = None) -> BlockShape:
         """Return the sizes that planning needs, of the whole block or of a rank's shard."""
-        start, stop = self.rank_ranges[rank] if rank is not None else (0, self.numel)
+        start, stop = self.rank_ranges[rank] if rank is not None else (0, self.fetched_numel)
+        itemsize = self.master.working_dtype.itemsize
+        sizes = dict.fromkeys(FETCHED_KINDS, 0) | {
+            part.kind: (part.last - part.first) * itemsize for part in self.fetched_parts(start, stop)
+        }
         return BlockShape(
             name=self.name,
             size_class=self.size_class,
-            param_bytes=(stop - start) * self.master.working_dtype.itemsize,
+            param_bytes=(stop - start) * itemsize if rank is not None else self.param_bytes,
             unit_numels=units_between(self.unit_numels, start, stop) if rank is not None else self.unit_numels,
             num_trainable_params=len(self.trainable_slices),
             cuts=self.rank_edges[1:-1] if rank is None else (),
-            codes_bytes=self.codes_bytes,
-            scales_bytes=self.scales_bytes,
-            stored_param_bytes=(self.stored_numel * self.master.working_dtype.itemsize if self.packed_slices else None),
+            codes_bytes=sizes["codes"],
+            scales_bytes=sizes["scales"],
+            stored_param_bytes=sizes[PARAM] if self.packed_slices else None,
         )
 
     def cut(self, chunk_numel: int) -> list[Chunk]:

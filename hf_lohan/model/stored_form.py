@@ -14,6 +14,7 @@ from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
 from hf_lohan.model.discovery import ModelBlocks, Rules, adamw_everywhere, discover_blocks
 from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
 from hf_lohan.planner import Quantization, owned_experts
+from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
 assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
@@ -65,7 +66,7 @@ def stored_form(
     for block in model_blocks.blocks:
         numels[block.master] += sum(part.numel for part in block.slices)
     master = numels.most_common(1)[0][0]
-    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, 0, block.numel))
+    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, 0, block.fetched_numel))
     return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records, moment_dtype))
 
 
@@ -86,21 +87,18 @@ def records_of_rank(blocks: Sequence[Block], rank: int) -> tuple[RecordSpec, ...
 
 
 def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
-    """Return the records of elements [start, stop) of a block."""
-    if start == stop:
-        return []
+    """Return the records of the fetched elements [start, stop) of a block."""
     master = block.master
     dtype, granule_numel = dtype_name(master.working_dtype), block.granule_numel
     specs = []
     trained = min(start, block.state_numel), min(stop, block.state_numel)
-    if block.packed_slices:
-        assert (start, stop) == (0, block.numel), "packed records are not cut for ranks"
-        stop, granule = block.stored_numel, granule_numel // 2
-        sizes = {"codes": block.codes_bytes, "scales": block.scales_bytes}
-        specs += [RecordSpec(block.name, kind, "uint8", size, 0, granule) for kind, size in sizes.items()]
-    if start < stop:
-        num_trained = trained[1] - trained[0]
-        specs.append(RecordSpec(block.name, "param", dtype, stop - start, num_trained, granule_numel, start))
+    num_trained = trained[1] - trained[0]
+    for part in reversed(list(block.fetched_parts(start, stop))):
+        if part.kind == PARAM:
+            size = dtype, part.stop - part.start, num_trained, granule_numel
+        else:
+            size = "uint8", part.stop - part.start, 0, block.packed_granule_bytes
+        specs.append(RecordSpec(block.name, part.kind, *size, part.start))
     if trained[0] < trained[1]:
         for kind in master.state_kinds:
             assert master.params_per_element(kind) == PARAMS_PER_ELEMENT.get(kind, 1), kind

@@ -94,10 +94,11 @@ class Collectives:
             sources = ("ram", "ssd")
         return _ways(forwards, sources, (self.gradients,))
 
-    def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int) -> int:
-        """Return the payload bytes of weights."""
+    def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int, packed_bytes: int = 0) -> int:
+        """Return the payload bytes of weights: ``num_params`` that may be rounded, and ``packed_bytes`` of packed ones,
+        which are never rounded again."""
         if self.forward == "int8":
-            return WEIGHT_FORMAT.payload_bytes(num_params)
+            return WEIGHT_FORMAT.payload_bytes(num_params) + packed_bytes
         if self.forward == "delta":
             return -(-num_trainable_params * DELTA_BITS_PER_1000_PARAMS // 8000)
         return param_bytes
@@ -155,16 +156,25 @@ class Cluster:
         return param_bytes - param_bytes // self.num_nodes
 
     def bytes_by_collective(
-        self, *, param_bytes: int, num_params: int, num_trainable_params: int, gradient_itemsize: int, is_summed: bool
+        self,
+        *,
+        param_bytes: int,
+        num_params: int,
+        num_trainable_params: int,
+        gradient_itemsize: int,
+        is_summed: bool,
+        packed_bytes: int = 0,
     ) -> dict[CollectiveName, int]:
-        """Return the bytes that one node sends in one forward and one backward. ``is_summed``: gradients are sums of
-        several micro-batches."""
+        """Return the bytes that one node sends in one forward and one backward. ``num_params``: those that are not
+        packed. ``is_summed``: gradients are sums of several micro-batches. ``packed_bytes``: see `weight_bytes`."""
 
         def shard(whole: int) -> int:
             return -(-whole // self.num_nodes)
 
         way, num_receivers = self.collectives, self.num_nodes - 1
-        weight_bytes = way.weight_bytes(shard(param_bytes), shard(num_params), shard(num_trainable_params))
+        weight_bytes = way.weight_bytes(
+            shard(param_bytes), shard(num_params), shard(num_trainable_params), shard(packed_bytes)
+        )
         itemsize = SUM_BYTES if is_summed or self.num_local > 1 else gradient_itemsize
         return {
             "forward_weights": num_receivers * weight_bytes,

@@ -50,15 +50,25 @@ _IMBALANCE = 0.02
 
 
 def cut_for_ranks(
-    unit_numels: Sequence[int], numel: int, num_ranks: int, *, granule_numel: int, keeps_units: bool = False
+    unit_numels: Sequence[int],
+    numel: int,
+    num_ranks: int,
+    *,
+    granule_numel: int,
+    keeps_units: bool = False,
+    packed_numels: Sequence[int] = (),
+    packed_granule_numel: int = 1,
 ) -> tuple[int, ...]:
     """Cut a block of ``numel`` elements into contiguous shards, one for each rank. Returns ``num_ranks`` + 1 edges,
-    from 0 to ``numel``. A shard may be empty.
+    from 0 to the end of the block. A shard may be empty.
 
     ``unit_numels``: the units of the trainable elements (see `cut_units`). Frozen elements follow these. Cuts are at
     granules. They are also between units in small blocks, with ``keeps_units``, and if that costs at most `_IMBALANCE`
-    of a shard. The norm of each parameter's gradient is then computed in one piece.
+    of a shard. The norm of each parameter's gradient is then computed in one piece. ``packed_numels``: sizes of the
+    records of packed weights, which follow the ``numel`` elements and have granules of ``packed_granule_numel``.
     """
+    records = [(numel, granule_numel), *((packed, packed_granule_numel) for packed in packed_numels)]
+    numel += sum(packed_numels)
     units = [0, *accumulate(unit_numels)]
     trained = units[-1]
     total = TRAINED_COST * trained + max(0, numel - trained)
@@ -70,9 +80,19 @@ def cut_for_ranks(
         if wanted < trained and (keeps_units or is_near or numel <= SMALL_NUMEL):
             edge = nearest
         else:
-            edge = round(wanted / granule_numel) * granule_numel
+            edge = _nearest_granule(records, wanted)
         edges.append(min(max(edge, edges[-1]), numel))
     return (*edges, numel)
+
+
+def _nearest_granule(records: Sequence[tuple[int, int]], wanted: float) -> int:
+    """Return the nearest start of a granule, or end of a record. ``records``: the size and the granule of each."""
+    start = 0
+    for numel, granule in records:
+        if wanted <= start + numel:
+            return start + min(round((wanted - start) / granule) * granule, numel)
+        start += numel
+    return start
 
 
 def owned_experts(num_experts: int, layer: int, num_ranks: int) -> list[range]:

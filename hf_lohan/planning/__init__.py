@@ -6,7 +6,7 @@ forward, and again after the first steps are timed. `generation` lays out a mode
 """
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
-from hf_lohan.planning.kept_weights import kept_ranks, kept_record_name, part_bytes
+from hf_lohan.planning.kept_weights import coded_numel, kept_ranks, kept_record_name, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, experts_as_stored, lay_out
 from hf_lohan.planning.order import (
     MicroBatches,
@@ -28,6 +28,7 @@ __all__ = [
     "check_same_layers",
     "check_together",
     "chunked_loss_of",
+    "coded_numel",
     "experts_as_stored",
     "kept_ranks",
     "kept_record_name",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hf_lohan.config import Collectives
 from hf_lohan.model import Block
-from hf_lohan.model.stored_form import dtype_name
 from hf_lohan.planner.collectives import WEIGHT_FORMAT
+from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import Ranks
 from hf_lohan.store import RecordSpec
 
@@ -40,15 +40,13 @@ def kept_records(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> tup
         RecordSpec(
             kept_record_name(block, rank),
             "param",
-            dtype_name(block.master.working_dtype),
-            last - first,
-            granule_numel=block.granule_numel,
-            first=first,
+            "uint8",
+            part_bytes(block, rank),
+            granule_numel=block.granule_numel * block.master.working_dtype.itemsize,
         )
         for block in blocks
         for rank in kept_ranks(ranks, keeps_own=way.keeps_own)
-        for first, last in [block.rank_ranges[rank]]
-        if first < last
+        if part_bytes(block, rank)
     )
 
 
@@ -65,8 +63,21 @@ def message_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> in
     """Return the bytes of RAM for payloads that need separate buffers. This is the maximum over all ranks."""
     if way.forward == "exact":
         return 0
-    numels = [(block, last - first) for block in blocks for first, last in block.rank_ranges]
+    parts = [(block, rank) for block in blocks for rank in range(len(block.rank_ranges))]
     if way.forward == "int8":
-        return _PAYLOADS_AT_ONCE * max(WEIGHT_FORMAT.payload_bytes(numel) for _, numel in numels)
+        return _PAYLOADS_AT_ONCE * max(
+            WEIGHT_FORMAT.payload_bytes(coded_numel(block, rank)) + _packed_bytes(block, rank) for block, rank in parts
+        )
     # A change also needs the previous shard, which may come from the SSD.
-    return 2 * _PAYLOADS_AT_ONCE * max(numel * block.master.working_dtype.itemsize for block, numel in numels)
+    return 2 * _PAYLOADS_AT_ONCE * max(part_bytes(block, rank) for block, rank in parts)
+
+
+def coded_numel(block: Block, rank: int) -> int:
+    """Return the elements of a rank's shard that a codec may round, which are the first: all but packed weights."""
+    start, stop = block.record_ranges(PARAM)[rank]
+    return stop - start
+
+
+def _packed_bytes(block: Block, rank: int) -> int:
+    """Return the bytes of packed weights in a rank's shard. They are sent as they are, also with a codec."""
+    return part_bytes(block, rank) - coded_numel(block, rank) * block.master.working_dtype.itemsize

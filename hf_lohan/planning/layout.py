@@ -337,7 +337,7 @@ class _Shards(_WholeBlocks):
         return block.shape(self._ranks.rank)
 
     def shared_weight_bytes(self, blocks: Sequence[Block]) -> int:
-        return _SHARED_BLOCKS * max(block.param_bytes for block in blocks if block.owner is None)
+        return _SHARED_BLOCKS * max(block.fetched_bytes for block in blocks if block.owner is None)
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
         return tuple(asked) if self._ranks.num_nodes > 1 else (WAY_WITHIN_A_NODE,)
@@ -403,7 +403,6 @@ def lay_out(
     gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each rank has a shard of every block's
     records. Raises DiscoveryError or BudgetError, and ValueError for a working dtype that cannot be trained."""
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
-    refuse_packed_shards(config, ranks)
     make_form = partial(stored_form, model, working_dtype, config.moment_dtype, rules, quantization=config.quantize)
     form = make_form()
     if streams_experts(model, form, config, ranks):
@@ -464,20 +463,6 @@ def lay_out(
         open_ways=open_ways,
         weight_message_bytes=messages,
     )
-
-
-def can_pack(ranks: Ranks) -> bool:
-    """Whether frozen weights may stay packed as their checkpoint has them. If not, they are decoded."""
-    return ranks.num_ranks == 1
-
-
-def refuse_packed_shards(config: OffloadConfig, ranks: Ranks) -> None:
-    """Raise ValueError if several ranks would share packed weights."""
-    if config.quantize.packs and not can_pack(ranks):
-        raise ValueError(
-            f"quantize: {config.quantize.method} was asked for with {ranks.num_ranks} ranks, whose shards of a weight "
-            "cannot be packed yet; use one rank, or set quantize to none"
-        )
 
 
 def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:

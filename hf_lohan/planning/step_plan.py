@@ -372,7 +372,7 @@ def training_setup(
         spilled_gradient_bytes=layout.own_spilled_bytes,
         gradients=layout.held_gradients(),
         num_held_chunks=layout.num_held_chunks,
-        turnaround_bytes=sum(block.stored_bytes if block.packed_slices else block.param_bytes for block in in_slots),
+        turnaround_bytes=sum(block.fetched_bytes for block in in_slots),
         lazy_experts=config.lazy_experts if may_be_late else False,
     )
 
@@ -399,7 +399,7 @@ def trace_blocks(
     said = vars(model.config) if hasattr(model, "config") else {}
     settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
     streams_experts = found is not None and bool(found.experts)
-    packed = tuple(block.stored_bytes for block in found.blocks if block.packed_slices) if found is not None else ()
+    packed = tuple(block.fetched_bytes for block in found.blocks if block.packed_slices) if found is not None else ()
     shape = (batch_size, sequence_length, str(device), fused_attention, chunked_loss, streams_experts, packed)
     key = (signature_of(model), repr(settings), *shape)
     if key not in _traced:

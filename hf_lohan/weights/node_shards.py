@@ -1,8 +1,9 @@
 """Sends a rank's shards to other nodes, and keeps shards of other nodes on this node.
 
 A shard is sent unchanged, or rounded by a codec. With a codec all ranks compute with the rounded weights, even those of
-the sending node, and only the store has the exact weights. One rank of each node receives a shard and may keep it. A
-kept shard is not sent again until an update changes the block. After that, only the changes of the step may be sent.
+the sending node, and only the store has the exact weights. Packed weights are never rounded again. One rank of each
+node receives a shard and may keep it. A kept shard is not sent again until an update changes the block. After that,
+only the changes of the step may be sent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.model import Block, ranges
-from hf_lohan.planning import part_bytes
+from hf_lohan.planning import coded_numel, part_bytes
 from hf_lohan.ranks import CodedTraffic, MeasuredCodec, PayloadReader, Ranks, StepDelta
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
@@ -112,7 +113,7 @@ class NodeShards:
         payload to send. ``keeps``: see `keeps_load`."""
         part = part_of(block, self._ranks.rank, entry)
         if self._coded is not None:
-            return _CODED, self._round(part, self._coded)
+            return _CODED, self._round(part, coded_numel(block, self._ranks.rank), self._coded)
         if not sends or not keeps or self._changes is None or self._kept is None:
             return _RAW, part
         form, message = _RAW, part
@@ -131,11 +132,15 @@ class NodeShards:
                 counted.count(part_bytes(block, self._ranks.rank), message.nbytes)
 
     @staticmethod
-    def _round(part: Tensor, coded: MeasuredCodec) -> Tensor:
-        """Return the coded payload of a shard, and replace the shard's values by the decoded payload."""
-        message = torch.empty(coded.codec.message_bytes(part.numel()), dtype=torch.uint8)
-        for piece, place in _pieces(part, coded):
+    def _round(part: Tensor, numel: int, coded: MeasuredCodec) -> Tensor:
+        """Return the payload of a shard, whose first ``numel`` elements are coded, and replace these by the decoded
+        ones."""
+        packed = part[numel:].view(torch.uint8)
+        code_bytes = coded.codec.message_bytes(numel)
+        message = torch.empty(code_bytes + packed.numel(), dtype=torch.uint8)
+        for piece, place in _pieces(part[:numel], coded):
             coded.codec.decode(coded.encode(piece, message[place]), piece)
+        message[code_bytes:].copy_(packed)
         return message
 
     # Shards of other nodes.
@@ -153,12 +158,15 @@ class NodeShards:
             _DELTA.apply_(part, message)
         elif form == _CODED:
             assert self._coded is not None
-            max_bytes = self._coded.codec.message_bytes(min(_CODED_PIECE_NUMEL, part.numel()))
+            numel = coded_numel(block, rank)
+            max_bytes = self._coded.codec.message_bytes(min(_CODED_PIECE_NUMEL, numel))
             scratch = torch.empty(max_bytes, dtype=torch.uint8)
-            for piece, place in _pieces(part, self._coded):
+            for piece, place in _pieces(part[:numel], self._coded):
                 message = scratch[: place.stop - place.start]
                 payload.read_into(message)
                 self._coded.codec.decode(message, piece)
+            if numel < part.numel():
+                payload.read_into(part[numel:])
         else:
             payload.read_into(part)
         if keeps and self._kept is not None:

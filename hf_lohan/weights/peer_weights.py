@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hf_lohan.device import mapped_empty
@@ -59,16 +60,16 @@ class RamPeerWeights:
 
 
 class SsdPeerWeights:
-    """Keeps shards in a scratch file, at their offsets in whole blocks."""
+    """Keeps shards in a scratch file, as bytes."""
 
     def __init__(self, files: RecordFiles) -> None:
         self._files = files
 
     def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
-        name, first = kept_record_name(block, rank), block.rank_ranges[rank][0]
+        name, content = kept_record_name(block, rank), out.view(torch.uint8)
         return [
-            self._files.read(name, "param", first + start, out[start:stop], is_urgent=True)
-            for start, stop in ranges(out.numel(), piece_numel)
+            self._files.read(name, "param", start, content[start:stop], is_urgent=True)
+            for start, stop in ranges(content.numel(), piece_numel * out.itemsize)
         ]
 
     def read(self, block: Block, rank: int, out: Tensor) -> None:
@@ -83,5 +84,4 @@ class SsdPeerWeights:
 
     def write(self, block: Block, rank: int, part: Tensor) -> None:
         if part.numel():
-            first = block.rank_ranges[rank][0]
-            self._files.write(kept_record_name(block, rank), "param", first, part).wait()
+            self._files.write(kept_record_name(block, rank), "param", 0, part.view(torch.uint8)).wait()

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import CorruptionError, StorageError
 from hf_lohan.model import Block, ranges
+from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import Channel, CodedTraffic, Kind, Links, PayloadReader, RanksDisagreeError, RankTimeoutError
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
@@ -24,7 +26,7 @@ from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError
 from hf_lohan.weights.node_shards import NodeShards
 from hf_lohan.weights.peer_weights import PeerWeightCache
-from hf_lohan.weights.source import RecordReader
+from hf_lohan.weights.source import Decoder, RecordReader
 
 _PAGE_BYTES = 4096
 
@@ -63,7 +65,8 @@ class _SharedLoad:
     block: Block
     version: int
     entry: Tensor
-    """Tensor [block.numel] in shared host memory."""
+    """Tensor [block.fetched_numel] in shared host memory: what a pass reads of the block, with packed weights as they
+    are."""
     missing: set[int]
     """Ranks of other nodes whose shards this rank has not yet received."""
     is_wanted: Callable[[], bool]
@@ -102,16 +105,18 @@ class SharedWeights:
         *,
         read_bytes: int,
         parts: NodeShards | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
         ``memory``: page-aligned uint8 tensor that the node's ranks share. It must have room for the largest block. With
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
-        bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded."""
-        largest = max(blocks, key=lambda block: block.param_bytes)
-        if memory.numel() < largest.param_bytes:
+        bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded. ``decoder``: for blocks with
+        packed weights, which each rank decodes on the way from the shared memory to its device."""
+        largest = max(blocks, key=lambda block: block.fetched_bytes)
+        if memory.numel() < largest.fetched_bytes:
             raise ValueError(
                 f"the memory that ranks share has {memory.numel()} bytes, and block {largest.name} needs "
-                f"{largest.param_bytes} bytes; share at least that much"
+                f"{largest.fetched_bytes} bytes; share at least that much"
             )
         self._device = device
         self._store = store
@@ -122,6 +127,7 @@ class SharedWeights:
         self._blocks = blocks
         self._number_of = {block: number for number, block in enumerate(blocks)}
         self._read_bytes = read_bytes
+        self._decoder = decoder
         self._parts = parts or NodeShards(links.ranks, blocks)
         self._regions = SharedRegions(memory.numel())
         self._loads: dict[int, _SharedLoad] = {}
@@ -162,13 +168,13 @@ class SharedWeights:
 
     def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         self._free_taken()
-        start = self._regions.find_start(block.param_bytes)
+        start = self._regions.find_start(block.fetched_bytes)
         is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
         self._wants_room = start is None
         if start is None or is_coming:  # updates deliver a block to only one place at a time
             return False
-        self._regions.take_region(number, start, block.param_bytes)
-        entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
+        self._regions.take_region(number, start, block.fetched_bytes)
+        entry = self._memory[start : start + block.fetched_bytes].view(block.master.working_dtype)
         is_kept = self._parts.is_kept(block, version, number)
         missing = set() if is_kept else self._parts.senders(block)
         load = _SharedLoad(number, block, version, entry, missing, is_wanted, sends=not is_kept)
@@ -205,7 +211,12 @@ class SharedWeights:
     def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
         if free is not None:
             self._device.wait(Lane.H2D, free)
-        self._device.copy(Lane.H2D, weights, self._loads[number].entry)
+        load = self._loads[number]
+        if load.block.packed_slices:
+            assert self._decoder is not None, f"{load.block} has packed weights"
+            self._decoder.load(load.block, weights, load.entry)
+        else:
+            self._device.copy(Lane.H2D, weights, load.entry)
         ready = self._device.record(Lane.H2D)
         with self._links.lock:
             del self._loads[number], self._filled[number], self._announced[number]
@@ -258,21 +269,27 @@ class SharedWeights:
         load.has_ended, load.error, load.is_in_doubt = False, None, False
         first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
-            delivery = self._deliver(load.block, load.entry, None)
-        for start, stop in _within(delivery.ranges_to_read(), first, last):
-            for low, high in ranges(stop - start, self._read_numel(load.block)):
-                view = load.entry[start + low : start + high]
-                load.reads.append(self._store.read(load.block.name, "param", start + low, view, is_urgent=True))
+            delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
+        for part in load.block.fetched_parts(first, last):
+            content, wanted = load.entry[part.first : part.last], list(delivery.ranges_to_read())
+            if part.kind != PARAM:
+                content, wanted = content.view(torch.uint8), [(part.start, part.stop)]
+            for start, stop in _within(wanted, part.start, part.stop):
+                for low, high in ranges(stop - start, self._read_numel(load.block, part.kind)):
+                    view = content[start + low - part.start : start + high - part.start]
+                    load.reads.append(self._store.read(load.block.name, part.kind, start + low, view, is_urgent=True))
         if not load.sends and self._parts.keeps:
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
         for read in load.reads:
             read.add_done_callback(self.notify)
         delivery.set_listener(_OwnShardEnd(self, load))
 
-    def _read_numel(self, block: Block) -> int:
-        """Return the elements of one read, which are whole granules."""
-        numel = self._read_bytes // block.master.working_dtype.itemsize
-        return max(1, numel // block.granule_numel) * block.granule_numel
+    def _read_numel(self, block: Block, kind: str = PARAM) -> int:
+        """Return the elements of one read, or bytes of packed weights, which are whole granules."""
+        numel, granule_numel = self._read_bytes, block.packed_granule_bytes
+        if kind == PARAM:
+            numel, granule_numel = numel // block.master.working_dtype.itemsize, block.granule_numel
+        return max(1, numel // granule_numel) * granule_numel
 
     def _end_delivery(self, load: _SharedLoad, error: BaseException | None) -> None:
         with self._links.lock:

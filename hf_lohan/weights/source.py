@@ -65,14 +65,29 @@ class Decoder:
         """``blocks`` are those with packed weights. Codes come in at most ``codes_bytes`` at a time."""
         self._device = device
         self._scales = device.empty(max(block.scales_bytes for block in blocks))
+        self._codes_bytes = codes_bytes
         self._codes = None if device.memory_is_host else device.empty(codes_bytes)
 
     def take_scales(self, start: int, scales: Tensor) -> None:
         """Enqueue a copy of a block's scales from byte ``start`` on. Its codes come next."""
         self._device.copy(Lane.H2D, self._scales[start : start + scales.numel()], scales)
 
-    def decode(self, block: Block, slot: Slot, start: int, codes: Tensor) -> None:
-        """Enqueue the decoding of a block's codes from byte ``start`` on into the slot."""
+    def load(self, block: Block, weights: Tensor, fetched: Tensor) -> None:
+        """Enqueue a whole block: copy and decode what was read of it, ``fetched`` [block.fetched_numel] in host
+        memory, to ``weights`` [block.numel]."""
+        for part in block.fetched_parts(0, block.fetched_numel):
+            content = fetched[part.first : part.last]
+            if part.kind == PARAM:
+                self._device.copy(Lane.H2D, weights[: content.numel()], content)
+            elif part.kind == "scales":
+                self.take_scales(0, content.view(torch.uint8))
+            else:
+                codes = content.view(torch.uint8)
+                for start, stop in ranges(codes.numel(), self._codes_bytes):
+                    self.decode(block, weights, start, codes[start:stop])
+
+    def decode(self, block: Block, weights: Tensor, start: int, codes: Tensor) -> None:
+        """Enqueue the decoding of a block's codes from byte ``start`` on into ``weights`` [block.numel]."""
         if self._codes is not None:
             self._device.copy(Lane.H2D, self._codes[: codes.numel()], codes)
             codes = self._codes[: codes.numel()]
@@ -83,7 +98,7 @@ class Decoder:
                 form = part.packed
                 assert form is not None
                 first, last = form.elements(low - part.codes_start, high - part.codes_start)
-                out, of_part = slot.weights[part.start + first : part.start + last], codes[low - start : high - start]
+                out, of_part = weights[part.start + first : part.start + last], codes[low - start : high - start]
                 scales = self._scales[part.scales_start : part.scales_stop]
                 work = partial(form.decode_, out, first, of_part, low - part.codes_start, scales)
                 self._device.run(Lane.H2D, work, fills=out, reads=(of_part, scales))
@@ -225,7 +240,7 @@ class LocalWeights:
         if part.kind == "scales":
             self._decoder.take_scales(part.start, buffer.view(torch.uint8, numel))
         else:
-            self._decoder.decode(block, slot, part.start, buffer.view(torch.uint8, numel))
+            self._decoder.decode(block, slot.weights, part.start, buffer.view(torch.uint8, numel))
 
     def _free_buffer(self) -> Buffer:
         while self._staging.num_free == 0:

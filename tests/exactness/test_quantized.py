@@ -24,7 +24,7 @@ from transformers import (
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
-from hf_lohan.cli.stores import reshard_stores
+from hf_lohan.cli.stores import reshard_stores, verify_stores
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
@@ -467,12 +467,22 @@ def test_modules_of_the_setting_and_of_a_quantization_config_are_skipped() -> No
     assert quantize.method == "nf4" and set(quantize.skip) == {"o_proj", "up_proj", "experts"}
 
 
-def test_a_packed_store_is_not_resharded_to_several_ranks(tmp_path: Path) -> None:
-    trainer = offloaded(tmp_path, base_folder(tmp_path, "llama"), "nf4", lora())
-    trainer.train()
-    trainer.offload_engine.close()
-    with pytest.raises(ValueError, match="packed weights belong to one rank"):
-        reshard_stores([str(tmp_path / "store")], 2, removes_old=False)
+def test_a_packed_store_is_resharded_for_two_ranks_and_back(tmp_path: Path) -> None:
+    base = base_folder(tmp_path, "llama")
+    whole = trained(offloaded(tmp_path / "whole", base, "nf4", lora()), tmp_path)
+    broken = offloaded(tmp_path / "run", base, "nf4", lora())
+    broken.add_callback(InterruptAfter(2))
+    interrupt(broken)
+    stores = [str(tmp_path / "run")]
+    for num_ranks in (2, 1):
+        reshard_stores(stores, num_ranks, removes_old=True)
+        assert verify_stores(stores)
+    again = offloaded(tmp_path / "run", base, "nf4", lora())
+    again.train(resume_from_checkpoint="last_step")
+    assert losses_of(again) == whole[0]
+    found = saved_adapters(again, tmp_path / "again")
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole[1].items())
+    again.offload_engine.close()
 
 
 def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path) -> None:

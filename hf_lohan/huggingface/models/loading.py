@@ -50,7 +50,7 @@ from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import experts_as_stored, lay_out
-from hf_lohan.planning.layout import can_pack, resolved_here
+from hf_lohan.planning.layout import resolved_here
 from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def from_pretrained(
             skeleton, names = adapted_skeleton(skeleton, peft_config)
     if not is_trained:
         skeleton.requires_grad_(False)
-    if encoded is not None and can_pack(links_to_other_ranks().ranks):
+    if encoded is not None:
         frozen = [name for name, stored in names.items() if not skeleton.get_parameter(stored).requires_grad]
         config = encoded.settings(config, frozen)
     encoded = encoded if config.quantize.weights else None

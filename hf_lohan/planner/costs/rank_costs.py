@@ -62,9 +62,12 @@ class RankStepCosts(StepCosts):
         self._own_param_bytes = self._param_bytes / num_nodes
         self._copied_bytes = cluster.copied_bytes(self._param_bytes)
         self._num_summed_params = model.dense_trainable_params / num_nodes
+        num_plain = model.num_dense_params - model.decoded_numel
+        packed_bytes = self._param_bytes - num_plain * model.param_itemsize if model.decoded_numel else 0
         self._sent_bytes = cluster.bytes_by_collective(
             param_bytes=self._param_bytes,
-            num_params=model.num_dense_params,
+            num_params=num_plain,
+            packed_bytes=max(0, packed_bytes),
             num_trainable_params=model.dense_trainable_params,
             gradient_itemsize=model.param_itemsize,
             is_summed=setup.num_together > 1,
