@@ -86,6 +86,21 @@ def test_the_option_overrides_the_collectives_of_the_settings(llama_of_4_layers:
     assert overridden["cluster"]["collectives"]["forward"] != "int8"
 
 
+def test_ranks_of_a_packed_base_read_and_send_packed_bytes(llama_of_4_layers: str) -> None:
+    options = ("--lora-rank", 8, "--ranks", 2, "--nodes", 2, "--link", "1Gbit", "--collectives")
+    arguments = (llama_of_4_layers, "--hardware", DESKTOP, *options)
+    sent = {}
+    for way in ("forward=exact,backward=world", "forward=int8,backward=world"):
+        for quantize in ("none", "nf4"):
+            values = planned(*arguments, way, "--quantize", quantize, batch_size=1)
+            sent[way[:12], quantize] = values["ranks"]["bytes_by_collective"]["forward_weights"]
+    in_layers, beside = 4 * 218_103_808, 2 * 128_256 * 4096  # NF4 takes 0.516 bytes, bfloat16 2, and int8 1.016
+    assert sent["forward=exac", "none"] == pytest.approx((in_layers + beside) * 2 / 2, rel=0.01)
+    assert sent["forward=exac", "nf4"] == pytest.approx((in_layers * 0.516 + beside * 2) / 2, rel=0.01)
+    assert sent["forward=int8", "none"] == pytest.approx((in_layers + beside) * 1.016 / 2, rel=0.01)
+    assert sent["forward=int8", "nf4"] == pytest.approx((in_layers * 0.516 + beside * 1.016) / 2, rel=0.01)
+
+
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_ranks_of_one_node_share_its_drive(model_13b: str) -> None:
     """The drive is the bottleneck of the paper's 13B model with one drive, however many ranks share it."""
