@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_lohan.cli.plan_request import PlannedRun
 from hf_lohan.cli.plan_resources import Resource, machine, resources_of
 from hf_lohan.planner import sweep_swapped_bytes
+from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import TENSOR_KINDS, StepLifetimes, TensorKind
 from hf_lohan.wording import bottleneck_label, count, seconds
 
@@ -150,7 +151,7 @@ def _memory(axes: Axes, lifetimes: StepLifetimes, planned: PlannedRun) -> None:
     shown = {kind: curve for kind, curve in curves.items() if curve.any()}
     colors = [_KIND_COLORS[kind] for kind in shown]
     axes.stackplot(lifetimes.starts_s, *shown.values(), labels=list(shown), colors=colors, linewidth=0)
-    memory_gb = planned.hardware.device.memory_bytes / _BYTES_PER_GB
+    memory_gb = device_limit_bytes(planned.hardware, planned.setup) / _BYTES_PER_GB
     axes.axhline(memory_gb, color=_BOUND, linewidth=1.5, label=f"the device: {memory_gb:.3g} GB")
     axes.set_title("All tensors of one micro-batch and an update, if none left", loc="left", fontsize=11, color=_TEXT)
     axes.set_xlabel("seconds of computing")

@@ -41,6 +41,7 @@ from hf_lohan.planner import (
     simulate_step,
     what_hardware_buys,
 )
+from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planner.record_traffic import FETCHED_KINDS
 from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, seconds, times
@@ -284,7 +285,7 @@ def _figure(value: float) -> str:
 def _tiers(planned: PlannedRun) -> Table:
     setup, hardware = planned.setup, planned.hardware
     limits = {
-        "gpu": hardware.device.memory_bytes,
+        "gpu": device_limit_bytes(hardware, setup),
         "cpu": setup.cluster.num_local * setup.cpu_memory_bytes,
         "ssd": setup.ssd_capacity_bytes or hardware.ssd_capacity_bytes,
     }

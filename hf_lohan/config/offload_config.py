@@ -30,6 +30,7 @@ from hf_lohan.config.values import (
 )
 from hf_lohan.planner.collectives import ANY_EXACT_WAY, Collectives
 from hf_lohan.planner.offload_plan import Activations
+from hf_lohan.planner.pool_plan import SLOTS_TENTHS
 from hf_lohan.planner.quantization import FORM_OF_THE_CHECKPOINT, Quantization
 from hf_lohan.wording import format_bytes
 
@@ -50,14 +51,14 @@ FITS_OR_NOT = "auto"
 """Value of a Trainer's `offload` that offloads only if the training does not fit the device."""
 OFFLOAD_VARIABLE = "LOHAN_OFFLOAD"
 """Environment variable with the default of `offload`."""
-DEVICE_TENTHS, HOST_TENTHS = 8, 6
+DEVICE_TENTHS, HOST_TENTHS = SLOTS_TENTHS, 6
 """Tenths of the free memory of the device and of the host that "auto" allows."""
 LEAST_NET_TIMEOUT_S = 120.0
 """Smallest timeout that "auto" chooses. In the first steps a rank may still compile or read its data."""
 _SLOW_STEPS = 10
 _MAX_IO_THREADS = 256
 _MAX_CPU_THREADS = 1024
-_SIZES = frozenset({"gpu_memory", "cpu_memory", "io_piece_bytes"})
+_SIZES = frozenset({"gpu_memory", "device_memory", "cpu_memory", "io_piece_bytes"})
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -71,6 +72,13 @@ class OffloadConfig:
     gpu_memory: int | Literal["auto"] = AUTO
     """Maximum memory of the compute device for slots and kept activations; "auto" is 80% of the free memory. The
     working memory of a layer or the head is not included."""
+
+    device_memory: int | Literal["auto"] = AUTO
+    """Maximum memory of the compute device for all that a training step takes: slots, kept activations, the working
+    memory of a layer or the head, and what the device's allocator holds beyond them. A batch whose step needs more ends
+    the run before its forward. Use it for a card that also drives a screen, or to try long sequences in little memory.
+    `gpu_memory: auto` is 80% of this size if it is less than the free memory. "auto" is the memory that is free when a
+    step is planned, and a batch that needs more is only warned of."""
 
     cpu_memory: int | Literal["auto"] = AUTO
     """Maximum host memory for buffers, copies of records and swapped activations; "auto" is 60% of the free memory."""
@@ -208,6 +216,13 @@ class OffloadConfig:
                 f"{self.commit_every!r}; set commit_every to 1, or clip to 'defer'"
             )
 
+        slots, whole = self.gpu_memory, self.device_memory
+        if isinstance(slots, int) and isinstance(whole, int) and slots > whole:
+            raise ConfigError(
+                f"gpu_memory: {slots} bytes is more than device_memory: {whole} bytes, which also counts a step's "
+                "working memory; lower gpu_memory or set it to auto, or raise device_memory"
+            )
+
     @classmethod
     def load(cls, value: OffloadSource = None, /, **overrides: Any) -> OffloadConfig:
         """Return the config that ``value`` describes. Keywords override its settings.
@@ -257,8 +272,11 @@ class OffloadConfig:
         self, *, host_memory_bytes: int, device_memory_bytes: int, num_cpus: int, default_ssd_path: str
     ) -> OffloadConfig:
         """Return this config with each "auto" that depends on the machine replaced. SSD capacities may stay "auto"."""
+        allowed_bytes = device_memory_bytes
+        if isinstance(self.device_memory, int):
+            allowed_bytes = min(allowed_bytes, self.device_memory)
         automatic: dict[str, Any] = {
-            "gpu_memory": device_memory_bytes * DEVICE_TENTHS // 10,
+            "gpu_memory": allowed_bytes * DEVICE_TENTHS // 10,
             "cpu_memory": host_memory_bytes * HOST_TENTHS // 10,
             "ssd": default_ssd_path,
             "optimizer_state_dtype": self.moment_dtype,
@@ -269,6 +287,13 @@ class OffloadConfig:
         }
         unsaid = {name: value for name, value in automatic.items() if getattr(self, name) == AUTO}
         return replace(self, **unsaid)
+
+    def with_device_memory(self, num_bytes: int) -> OffloadConfig:
+        """Return this resolved config with another `device_memory`, and with the part of it that "auto" allows for
+        `gpu_memory`, unless `gpu_memory` is another size."""
+        if self.device_memory == AUTO or self.gpu_memory != self.device_memory * DEVICE_TENTHS // 10:
+            return replace(self, device_memory=num_bytes)
+        return replace(self, device_memory=num_bytes, gpu_memory=num_bytes * DEVICE_TENTHS // 10)
 
     @property
     def is_resolved(self) -> bool:
@@ -312,6 +337,7 @@ def offload_of_environment(*, may_fit: bool = True) -> str | None:
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
 _DECIDED_LATER = (
+    "device_memory",
     *("resident_records", "optimizer", "save_dtype", "experts", "expert_parallel"),
     *("lazy_experts", "expert_cache", "activations"),
     *("chunked_loss", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
@@ -321,6 +347,7 @@ SETTINGS = tuple(setting.name for setting in fields(OffloadConfig))
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
     "gpu_memory": check_size,
+    "device_memory": check_size,
     "cpu_memory": check_size,
     "ssd": lambda _name, value: ssd_paths(value),
     "resident_records": partial(check_choice, allowed=get_args(ResidentRecords)),

@@ -19,7 +19,7 @@ from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_pass import ForwardPass, PassParts
 from hf_lohan.engine.planned_memory import PlannedMemory
-from hf_lohan.engine.ranks import agreed_decision, open_peer_weights
+from hf_lohan.engine.ranks import agreed_decision, longest_on_any_rank, open_peer_weights
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.experts import (
     AllHere,
@@ -316,7 +316,8 @@ def build_plan(
         updates.clip_history,
         updates.commits,
         _routing_of(loaders.experts, layers.values()),
-        plans_longer_batches=tiers.rank_memory is None,
+        longest_of_ranks=partial(longest_on_any_rank, tiers.links),
+        must_fit=config.device_memory != AUTO,
     )
     return plan, activations
 

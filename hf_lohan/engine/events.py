@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -9,8 +10,11 @@ from typing import Literal, TypeAlias
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.planned_memory import HEADROOM, PlannedMemory
 from hf_lohan.model import Block
+from hf_lohan.planner import BudgetError
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
+
+logger = logging.getLogger(__name__)
 
 PassName: TypeAlias = Literal["forward", "backward"]
 
@@ -60,10 +64,12 @@ class FollowedPlan:
         commits: StepCommits,
         routing: Callable[[], Mapping[str, Sequence[int]]],
         *,
-        plans_longer_batches: bool,
+        longest_of_ranks: Callable[[StepShape | None], StepShape | None] = lambda shape: shape,
+        must_fit: bool = False,
     ) -> None:
-        """``plans_longer_batches``: whether a batch that is longer than the planned one gets a plan. Ranks plan
-        together, but not all of them have such a batch."""
+        """``longest_of_ranks`` returns, for the shape of this rank's batch, one that covers the batches of all ranks,
+        so that all ranks plan the same steps. ``must_fit``: `device_memory` has a size, so that each batch needs a plan
+        that covers it."""
         self._events = events
         self.memory = planned_memory
         self._pipeline = pipeline
@@ -71,13 +77,17 @@ class FollowedPlan:
         self._clip_history = clip_history
         self._commits = commits
         self._routing = routing
-        self._plans_longer_batches = plans_longer_batches
+        self._longest_of_ranks = longest_of_ranks
+        self._must_fit = must_fit
         self._is_first_forward = True
         """Whether the next training forward is the first of a step."""
         self._needs_plan = True
         """Whether the next training forward needs a plan."""
         self._planned_tokens = 0
         """Tokens of the batch for which the plan was made."""
+        self._planned_length = 0
+        """Length of the rows of this batch."""
+        self._has_warned_of_evaluation = False
         self._step_tokens = 0
         """Tokens of the step's longest batch so far."""
         self._has_longer_batches = False
@@ -107,7 +117,8 @@ class FollowedPlan:
     def choose_order(self, shape: StepShape) -> bool:
         """Plan a step with micro-batches of this shape. Returns whether they should run together."""
         self._pipeline.wait_for_updates()
-        self._planned_tokens = shape.batch_size * shape.sequence_length
+        shape = self._longest_of_ranks(shape) or shape
+        self._note_planned(shape)
         planned = self._events.plan_order(shape, self.memory.layout)
         self._needs_plan = False
         if planned is None:
@@ -117,31 +128,53 @@ class FollowedPlan:
         return planned.shape.num_together > 1
 
     def see_batch(self, shape: StepShape | None) -> None:
-        """Begin a training forward. ``shape`` is None if the batch has no token ids."""
+        """Begin a training forward. ``shape`` is None if the batch has no token ids. All ranks call this together.
+        Raises BudgetError if `device_memory` has a size, and the step needs more."""
+        shape = self._longest_of_ranks(shape)
         self.memory.last_shape = shape
         if shape is not None:
-            self._note_length(shape.batch_size * shape.sequence_length)
+            self._note_length(shape)
+        elif self._must_fit:
+            raise BudgetError(
+                "device_memory has a size, but this batch has neither token ids nor embeddings by which its step could "
+                "be planned; set device_memory to auto"
+            )
         if self._needs_plan and shape is not None:
             self._needs_plan = False
             self._pipeline.wait_for_updates()  # running updates would slow down the hardware's measurement
-            self._planned_tokens = shape.batch_size * shape.sequence_length
+            self._note_planned(shape)
             shape = replace(shape, num_together=self.memory.num_together)
             self._follow(self._events.plan(shape, self.memory.layout))
         self.memory.allocate_copies()
 
-    def _note_length(self, num_tokens: int) -> None:
-        """Ask for another plan if a batch is much longer than the planned one."""
+    def _note_planned(self, shape: StepShape) -> None:
+        self._planned_tokens = shape.batch_size * shape.sequence_length
+        self._planned_length = shape.sequence_length
+
+    def _note_length(self, shape: StepShape) -> None:
+        """Ask for another plan if a batch is much longer than the planned one, or any longer if each must fit."""
+        num_tokens = shape.batch_size * shape.sequence_length
         self._step_tokens = max(self._step_tokens, num_tokens)
-        is_longer = num_tokens > HEADROOM * self._planned_tokens
-        if is_longer and self._plans_longer_batches and self.memory.has_plan and not self._needs_plan:
+        is_longer = num_tokens > (1 if self._must_fit else HEADROOM) * self._planned_tokens
+        is_longer |= self._must_fit and shape.sequence_length > self._planned_length
+        if is_longer and self.memory.has_plan and not self._needs_plan:
             self._needs_plan = self._has_longer_batches = True
 
     def _steps_so_far(self) -> StepsSoFar:
         is_short = self._has_longer_batches and HEADROOM * self._step_tokens < self._planned_tokens
         return StepsSoFar(self._clip_history.clip_rate, not is_short, self._routing())
 
-    def see_evaluation(self) -> None:
+    def see_evaluation(self, shape: StepShape | None) -> None:
         """Begin a forward without gradients."""
+        num_tokens = shape.batch_size * shape.sequence_length if shape is not None else 0
+        if self._must_fit and num_tokens > self._planned_tokens > 0 and not self._has_warned_of_evaluation:
+            self._has_warned_of_evaluation = True
+            logger.warning(
+                "a forward without gradients has more tokens (%d) than the planned batches (%d), and only training "
+                "steps are checked against device_memory",
+                num_tokens,
+                self._planned_tokens,
+            )
         self.memory.allocate_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:

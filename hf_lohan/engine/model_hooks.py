@@ -95,7 +95,7 @@ class ModelHooks:
             self._parts.plan.see_batch(step_shape(args, kwargs))
             self._forward_pass.save_by(self.saving())
         else:
-            self._parts.plan.see_evaluation()
+            self._parts.plan.see_evaluation(step_shape(args, kwargs))
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         # Without an output, the forward has raised. The next forward cleans up.

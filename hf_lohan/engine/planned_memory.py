@@ -13,12 +13,12 @@ import torch
 from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import AUTO, OffloadConfig
 from hf_lohan.device import BufferPool
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.files import CapacityError
-from hf_lohan.planner import ActivationPlacements
+from hf_lohan.planner import ActivationPlacements, BudgetError
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec
@@ -53,6 +53,7 @@ class PlannedMemory:
         """``on_decided`` is called once, with the layout that the run follows."""
         self._activations = activations
         self._mode = mode = config.activations
+        self._must_fit = config.device_memory != AUTO
         self._planned: PlannedStep | None = None
         self.last_shape: StepShape | None = None
         """Shape of the last training forward, or None if its batch had no token ids."""
@@ -137,9 +138,11 @@ class PlannedMemory:
         ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
         room_bytes, gradient_bytes = int(all_bytes * HEADROOM), self._gradient_bytes()
+        wanted_bytes = min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes)
         if ram_bytes or ssd_bytes or gradient_bytes:
-            self._grow_ram(min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes))
-        if ssd_bytes:
+            self._grow_ram(wanted_bytes)
+        if ssd_bytes or (ram_bytes and self._tiers.shared_ram.num_bytes < wanted_bytes):
+            # Without room there, activations would stay on the device.
             self._grow_ssd(room_bytes)
         self._activations.set_placements(placements)
         logger.info(
@@ -169,7 +172,7 @@ class PlannedMemory:
 
     def _allocate_ssd(self, num_bytes: int) -> None:
         if self.layout.activation_staging_bytes < GRANULE_NUMEL:
-            logger.warning("cpu_memory leaves no buffers to swap activations to the SSD, so they are recomputed")
+            self._do_without_ssd("cpu_memory leaves no buffers to swap activations to the SSD")
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
         # A tensor's last granule may be short.
@@ -182,7 +185,7 @@ class PlannedMemory:
                 self._spill_files.close()
             self._spill_files = files = self._tiers.store.scratch([record], _SPILL_NAME)
         except CapacityError as error:
-            logger.warning("there is no room to swap activations to the SSD, so they are recomputed: %s", error)
+            self._do_without_ssd(f"there is no room to swap activations to the SSD: {error}")
             return
         self._staging = self._staging or BufferPool(
             self._tiers.device,
@@ -191,6 +194,14 @@ class PlannedMemory:
             buffer_bytes=self.layout.activation_staging_bytes,
         )
         self._activations.swapper.use_ssd(files, self._staging, numel)
+
+    def _do_without_ssd(self, reason: str) -> None:
+        if self._must_fit:
+            raise BudgetError(
+                f"{reason}, so that layers' inputs would stay on the device beyond device_memory; raise cpu_memory, "
+                "give the SSDs more room, or set device_memory to auto"
+            )
+        logger.warning("%s; they are recomputed, and layers' inputs stay on the device", reason)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from hf_lohan.config import Collectives
 from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval
-from hf_lohan.planning import OffloadLayout
+from hf_lohan.planning import OffloadLayout, StepShape
 from hf_lohan.ranks import (
     GRADIENTS_INT4,
     GRADIENTS_INT8,
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _KEPT_NAME = "kept_weights"
 """Name of the scratch file with weights of other nodes."""
 _DIGEST_BYTES = 8
+_SHAPE = struct.Struct("<qq")
 _YES, _NO = b"yes", b"no"
 _GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 _NUM_MEASURED_STEPS = 3
@@ -219,6 +221,20 @@ def agreed_decision(
         return is_due
 
     return decide
+
+
+def longest_on_any_rank(links: Links, shape: StepShape | None) -> StepShape | None:
+    """Return the shape of a batch with the most rows and the longest rows of all ranks' batches. ``shape``: that of
+    this rank's batch; None if it has no token ids. All ranks call this together."""
+    if not links.ranks.others:
+        return shape
+    own = _SHAPE.pack(shape.batch_size, shape.sequence_length) if shape is not None else _SHAPE.pack(0, 0)
+    # Not in the main sequence, because other threads make the calls of that one between two forwards.
+    shapes = [_SHAPE.unpack(one) for one in links.all_gather("the lengths of batches", own, sequence="lengths")]
+    num_rows, length = (max(sizes) for sizes in zip(*shapes, strict=True))
+    if not num_rows * length:
+        return None
+    return replace(shape or StepShape(num_rows, length), batch_size=num_rows, sequence_length=length)
 
 
 def all_agree(links: Links, tag: str, wish: bool) -> bool:

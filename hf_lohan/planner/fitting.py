@@ -82,9 +82,16 @@ def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes:
     return min(of_large, -(-held_bytes * (_WORKSPACES_SHARE * percent + 100) // (100 * _WORKSPACES_SHARE)))
 
 
+def device_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
+    """Return the bytes of the device that a step may take."""
+    if setup.device_memory_bytes is None:
+        return hardware.device.memory_bytes
+    return min(setup.device_memory_bytes, hardware.device.memory_bytes)
+
+
 def room_to_hold_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
     """Return the largest possible peak of a step beside the slots, in bytes. Negative if the slots do not fit."""
-    beside_bytes = hardware.device.memory_bytes - setup.gpu_fixed_bytes
+    beside_bytes = device_limit_bytes(hardware, setup) - setup.gpu_fixed_bytes
     if hardware.device.shares_cpu:
         return beside_bytes
     whole = 100 + _allocator_percent(hardware)
@@ -181,7 +188,7 @@ def _refuse_device(
             "activations to auto"
         )
     layer_bytes, outer_bytes = layer_working_bytes(model), outer_working_bytes(model)
-    held_bytes, memory_bytes = kept_bytes + working_bytes, hardware.device.memory_bytes
+    held_bytes, memory_bytes = kept_bytes + working_bytes, device_limit_bytes(hardware, setup)
     more_bytes = allocator_bytes(hardware, setup, held_bytes)
     needed = setup.gpu_fixed_bytes + held_bytes + more_bytes
     if needed <= memory_bytes:
@@ -196,11 +203,20 @@ def _refuse_device(
     who = "the head with its logits and the loss" if outer_bytes > layer_bytes else "a layer"
     chunks = "set chunked_loss: true, or " if outer_bytes > layer_bytes else ""
     allocator = f", {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""
+    limit, larger = f"the {_shown(memory_bytes)} of the device", "a device with at least that much memory"
+    if setup.device_memory_bytes is not None and setup.device_memory_bytes <= hardware.device.memory_bytes:
+        limit = f"device_memory of {_shown(memory_bytes)}"
+        if needed <= hardware.device.memory_bytes:
+            larger = device_memory_advice(needed)
     return (
         f"{who} needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
-        f"tokens, which is {_shown(needed)} with the slots{allocator} and kept activations, more than the "
-        f"{_shown(memory_bytes)} of the device; {smaller}{chunks}a device with at least that much memory"
+        f"tokens, which is {_shown(needed)} with the slots{allocator} and kept activations, more than {limit}; "
+        f"{smaller}{chunks}{larger}"
     )
+
+
+def device_memory_advice(num_bytes: int) -> str:
+    return f"set device_memory to at least {num_bytes}"
 
 
 def _refuse_ssd(

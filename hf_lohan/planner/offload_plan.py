@@ -64,6 +64,8 @@ class TrainingSetup:
 
     gpu_memory_bytes: int
     """Limit for slots and kept activations."""
+    device_memory_bytes: int | None = None
+    """Limit for all memory of the device. None is the memory that is free."""
     cpu_memory_bytes: int
     """Limit for buffers, copies of records and swapped activations."""
     pools: PoolPlan | None = None
@@ -310,6 +312,8 @@ class OffloadPlan:
     num_together: int
     """Number of micro-batches that run together in each of these."""
     num_params: int
+    least_device_bytes: int
+    """Memory of the device that the step needs at least, with these slots and whatever activations it keeps."""
     other_order_step_s: float | None = None
     """The step time with the other order of micro-batches, if the plan compared it."""
     in_memory: InMemoryFit

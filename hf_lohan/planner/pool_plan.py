@@ -67,6 +67,10 @@ STAGING_SHARE = 64
 """A staging buffer larger than a chunk takes at most 1 / `STAGING_SHARE` of `cpu_memory`."""
 
 
+SLOTS_TENTHS = 8
+"""Tenths of the device's memory that `gpu_memory: auto` allows for slots and kept activations."""
+
+
 class BudgetError(ValueError):
     """A memory budget is too small for the model. The message says how large it must be."""
 
@@ -120,6 +124,8 @@ class PoolRequest:
 
     blocks: Sequence[BlockShape]
     gpu_memory_bytes: int
+    device_memory_bytes: int | None = None
+    """The setting `device_memory`, of which `gpu_memory_bytes` are for slots; None for "auto"."""
     cpu_memory_bytes: int
     prefetch_blocks: int
     num_state_buffers_per_chunk: int
@@ -277,11 +283,15 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
     minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
     minimum += request.whole_device_bytes + request.unpacking_bytes(request.least_chunk_numel * MASTER_ITEMSIZE_BYTES)
     if minimum > request.gpu_memory_bytes:
+        of_device, least = "", f"set gpu_memory to at least {minimum}"
+        if request.device_memory_bytes is not None:
+            of_device = f" (of device_memory, {request.device_memory_bytes} bytes)"
+            least = f"set device_memory to at least {-(-minimum * 10 // SLOTS_TENTHS)} with gpu_memory: auto"
         raise BudgetError(
-            f"gpu_memory of {request.gpu_memory_bytes} bytes is smaller than two blocks of this model "
+            f"gpu_memory of {request.gpu_memory_bytes} bytes{of_device} is smaller than two blocks of this model "
             f"({num_slots[SizeClass.LAYER]} x {slot_bytes[SizeClass.LAYER]} bytes"
             f"{_expert_slots(slot_bytes, num_slots)}) and the embeddings or head ({slot_bytes[SizeClass.OUTER]} "
-            f"bytes) beside them; set gpu_memory to at least {minimum}"
+            f"bytes) beside them; {least}"
         )
     spare = request.gpu_memory_bytes - minimum
     if slot_bytes[SizeClass.LAYER]:

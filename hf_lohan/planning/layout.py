@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
-from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
+from hf_lohan.config import AUTO, OffloadConfig, SsdPath, ssd_paths
 from hf_lohan.config.offload_config import Experts
 from hf_lohan.device import Device
 from hf_lohan.files import ForeignStoreError
@@ -428,6 +428,7 @@ def lay_out(
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],
         gpu_memory_bytes=config.gpu_memory,
+        device_memory_bytes=None if config.device_memory == AUTO else config.device_memory,
         cpu_memory_bytes=config.cpu_memory - exchange_bytes,
         prefetch_blocks=config.prefetch_blocks,
         num_state_buffers_per_chunk=max(master.num_state_buffers_per_chunk for master in trained),

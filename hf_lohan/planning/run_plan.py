@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from hf_lohan.compat.torch_private import without_hooks, without_torch_function
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import AUTO, OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.planner import (
     MOST_WRONG_GUESSES,
+    BudgetError,
     Collectives,
     Durability,
     HardwareProfile,
@@ -87,6 +88,8 @@ class RunPlan:
         self._tried_after: PlannedStep | None = None
         """The plan before the one on trial; None if no plan is on trial."""
         self._num_before_trial = 0
+        self._failure = ""
+        """Why the last step could not be planned."""
         self._routing: Mapping[str, Sequence[int]] = {}
         """By layer, the number of tokens of each expert in the timed steps."""
 
@@ -105,8 +108,9 @@ class RunPlan:
         self, shape: StepShape, layout: OffloadLayout | None = None, *, may_run_together: bool = False
     ) -> PlannedStep | None:
         """Plan a step with batches of this shape. All ranks call this together, while no other work makes the hardware
-        look slow. After an error the run continues without a plan. ``layout``: the memory that the run has taken so
-        far. ``may_run_together``: see `plan_step`."""
+        look slow. The hardware is measured only for the first plan. After an error the run continues without a plan.
+        ``layout``: the memory that the run has taken so far. ``may_run_together``: see `plan_step`. Raises BudgetError
+        on all ranks if `device_memory` has a size, and the step of a rank does not fit or cannot be planned."""
         self._layout = layout or self._layout
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
         may_choose = self._layout.collectives is None and len(self._layout.open_ways) > 1
@@ -116,6 +120,8 @@ class RunPlan:
             planned = self._try_to_plan(shape, may_run_together, ways)
         if may_choose:
             planned = self._with_common_way(planned, shape, may_run_together)
+        if self._config.device_memory != AUTO:
+            self._refuse_what_does_not_fit(planned)
         if planned is None:
             return None
         self.now = planned
@@ -134,6 +140,14 @@ class RunPlan:
                 unreached[0],
             )
         return self.now
+
+    def _refuse_what_does_not_fit(self, planned: PlannedStep | None) -> None:
+        own = self._failure if planned is None else planned.plan.refusal
+        problems = [text.decode() for text in self._links.all_gather("whether the step fits", (own or "").encode())]
+        for rank, problem in enumerate(problems):
+            if problem:
+                where = f"on rank {rank}, " if len(problems) > 1 else ""
+                raise BudgetError(f"{where}{problem}")
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
         """Return the ways to exchange weights and gradients for which every rank has the RAM; None if all ranks have
@@ -165,6 +179,7 @@ class RunPlan:
     def _try_to_plan(
         self, shape: StepShape, may_run_together: bool, ways: Sequence[Collectives] | None = None
     ) -> PlannedStep | None:
+        now = self.now
         try:
             with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
                 return plan_step(
@@ -172,7 +187,7 @@ class RunPlan:
                     self._layout,
                     self._config,
                     shape,
-                    measure=self._measured,
+                    measure=self._measured if now is None else lambda _traced, _shape: now.hardware,
                     durability=self._durability,
                     device=self._device.torch_device,
                     may_run_together=may_run_together,
@@ -180,10 +195,9 @@ class RunPlan:
                     ways=ways,
                 )
         except Exception as error:  # the model may not be traceable, or a drive not measurable
+            self._failure = f"device_memory has a size, but this step cannot be planned: {error}; set it to auto"
             what = "this run has no plan, and recomputes its activations"
-            logger.warning(
-                "%s: %s", what if self.now is None else "the plan stays, because the new batch has none", error
-            )
+            logger.warning("%s: %s", what if now is None else "the plan stays, because the new batch has none", error)
             return None
 
     def step_began(

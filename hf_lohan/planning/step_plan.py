@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations import ChunkedLoss, chunked_head_of
-from hf_lohan.config import OffloadConfig, interval_s
+from hf_lohan.config import AUTO, OffloadConfig, interval_s
 from hf_lohan.model import ModelBlocks, discover_blocks
 from hf_lohan.model.block import ParamSlice
 from hf_lohan.planner import (
@@ -32,6 +32,7 @@ from hf_lohan.planner import (
     plan_offload,
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.planner.fitting import device_memory_advice
 from hf_lohan.planner.lifetimes import StepLifetimes, Weight, step_lifetimes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
@@ -176,7 +177,10 @@ def _plan_shape(
     hardware = measure(traced, shape)
     profile = _together(traced.profile.routed(routing), shape.num_together)
 
-    in_memory = fits_without_offloading(trace(None).profile, hardware.device.memory_bytes)
+    device_bytes = hardware.device.memory_bytes
+    if config.device_memory != AUTO:
+        device_bytes = min(device_bytes, config.device_memory)
+    in_memory = fits_without_offloading(trace(None).profile, device_bytes)
 
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
         def plan_split(split: OffloadLayout) -> PlannedStep:
@@ -199,12 +203,13 @@ def _plan_shape(
     if not found.plan.fits and durability is None and config.durability == "auto":
         one_version = planned(layout, config, "checkpoint")
         found = one_version if one_version.plan.fits else found
-    if not found.plan.fits and config.prefetch_blocks != 1:
-        fewer_slots = replace(config, prefetch_blocks=1)
+
+    def planned_with(other: OffloadConfig) -> OffloadPlan | None:
+        """Return the plan with other settings; None if the slots or buffers do not fit."""
         try:
-            smaller = lay_out(
+            other_layout = lay_out(
                 model,
-                fewer_slots,
+                other,
                 working_dtype=None if layout.other_dtypes else layout.master.working_dtype,
                 hold_gradients=layout.holds_gradients,
                 sums_gradients=not layout.keeps_gradient_dtypes,
@@ -212,13 +217,37 @@ def _plan_shape(
                 rules=layout.rules,
                 ranks=layout.ranks,
             )
-            helps = planned(smaller, fewer_slots, asked).plan.fits
         except BudgetError:
-            helps = False
-        if helps:
-            refusal = f"{found.plan.refusal}, or set prefetch_blocks to 1"
-            found = replace(found, plan=replace(found.plan, refusal=refusal))
-    return found
+            return None
+        return planned(other_layout, other, asked).plan
+
+    refusal = found.plan.refusal
+    if refusal is not None and config.device_memory != AUTO and found.plan.least_device_bytes > config.device_memory:
+        least_bytes = _least_device_memory(config, planned_with, found.plan.least_device_bytes)
+        refusal = refusal.replace(
+            device_memory_advice(found.plan.least_device_bytes), device_memory_advice(least_bytes)
+        )
+    if refusal is not None and config.prefetch_blocks != 1:
+        with_fewer_slots = planned_with(replace(config, prefetch_blocks=1))
+        if with_fewer_slots is not None and with_fewer_slots.fits:
+            refusal = f"{refusal}, or set prefetch_blocks to 1"
+    return replace(found, plan=replace(found.plan, refusal=refusal))
+
+
+_MOST_SIZES_TRIED = 4
+
+
+def _least_device_memory(
+    config: OffloadConfig, planned_with: Callable[[OffloadConfig], OffloadPlan | None], least_bytes: int
+) -> int:
+    """Return a `device_memory` that is enough. With more memory a run has more slots, so `least_bytes`, which is enough
+    with the present slots, may not be."""
+    for _ in range(_MOST_SIZES_TRIED):
+        larger = planned_with(config.with_device_memory(least_bytes))
+        if larger is None or larger.least_device_bytes <= least_bytes:
+            break
+        least_bytes = larger.least_device_bytes
+    return least_bytes
 
 
 _AS_GOOD = 1.01
@@ -351,6 +380,7 @@ def training_setup(
         copy_cpu_bytes=layout.copy_cpu_bytes,
         copy_ssd_bytes=ranks.num_local * layout.copy_bytes,
         gpu_memory_bytes=config.gpu_memory,
+        device_memory_bytes=None if config.device_memory == AUTO else config.device_memory,
         cpu_memory_bytes=config.cpu_memory,
         pools=pools,
         gpu_fixed_bytes=pools.gpu_pool_bytes,

@@ -95,8 +95,24 @@ def test_a_misspelt_key_names_the_right_one(misspelt: str, right: str, tmp_path:
     assert refusal(path).startswith(str(path))
 
 
+def test_device_memory_bounds_what_auto_allows_for_slots() -> None:
+    def resolved(**settings: Any) -> OffloadConfig:
+        return OffloadConfig.load(settings).resolve(
+            host_memory_bytes=64 * GIB, device_memory_bytes=24 * GIB, num_cpus=2, default_ssd_path="x"
+        )
+
+    assert resolved(device_memory="10GiB").gpu_memory == 8 * GIB
+    assert resolved(device_memory="48GiB").gpu_memory == 24 * GIB * 8 // 10
+    assert resolved().device_memory == "auto" and resolved().is_resolved
+    larger = resolved(device_memory="10GiB").with_device_memory(20 * GIB)
+    assert (larger.device_memory, larger.gpu_memory) == (20 * GIB, 16 * GIB)
+    assert resolved(device_memory="10GiB", gpu_memory="2GiB").with_device_memory(20 * GIB).gpu_memory == 2 * GIB
+    text = refusal({"device_memory": "10GiB", "gpu_memory": "11GiB"})
+    assert f"gpu_memory: {11 * GIB} bytes is more than device_memory: {10 * GIB} bytes" in text
+
+
 def test_an_unknown_key_lists_the_known_keys() -> None:
-    assert "Known: gpu_memory, cpu_memory, ssd" in refusal({"zzz": 1})
+    assert "Known: gpu_memory, device_memory, cpu_memory, ssd" in refusal({"zzz": 1})
     assert "True" in refusal({True: 1})
 
 

@@ -66,6 +66,20 @@ def test_activations_that_do_not_fit_in_ram_go_to_the_ssd(make_twins: TwinsFacto
     assert swapper.high_water_bytes <= held_bytes(twins.engine) <= twins.engine.layout.activation_bytes
 
 
+def test_a_longer_batch_goes_on_to_the_ssd_while_ram_is_in_use_and_cannot_grow(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", recompute=True, **ROOM, cpu_memory="64MiB")
+    twins.train(1)
+    memory, swapper = twins.engine.planned_memory, twins.engine.activations.swapper
+    memory.begin_step()
+    ram = memory._tiers.shared_ram
+    held = ram.push(64)  # such as the activations of a micro-batch that is in progress
+    assert held is not None and swapper.ssd_bytes == 0
+    memory.sizes = {layer: {name: 8 * size for name, size in sizes.items()} for layer, sizes in memory.sizes.items()}
+    memory.set_placements(all_in(memory.trace, Placement.CPU))
+    assert ram.num_bytes + swapper.ssd_bytes >= sum(sum(sizes.values()) for sizes in memory.sizes.values())
+    ram.free(held[0])
+
+
 def test_a_full_ssd_changes_no_number(
     make_twins: TwinsFactory, build_engine: Callable[..., OffloadEngine], tmp_path: Path, caplog: Any
 ) -> None:

@@ -1,7 +1,13 @@
-"""A batch that is much longer than the planned one gets a plan, and memory for its activations, before its forward."""
+"""A batch that is much longer than the planned one gets a plan, and memory for its activations, before its forward. One
+that needs more than `device_memory` ends the run before its forward.
+"""
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,13 @@ from hf_lohan.device import CpuDevice
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import HardwareProfile
-from hf_lohan.planning import RunPlan, lay_out
+from hf_lohan.planner import BudgetError, HardwareProfile
+from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out
+from hf_lohan.planning.layout import OffloadLayout
+from hf_lohan.planning.tracing import TracedModel
+from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import run_ranks
 
 SHORT, LONG = 16, 120
 MACHINE = {
@@ -25,73 +35,203 @@ MACHINE = {
     "ssd": [{"read_bytes_per_s": 5e9, "write_bytes_per_s": 5e9, "capacity_bytes": 1 << 40}],
     "cpu": {"memory_bytes": 1 << 34, "optimizer_params_per_s": 1e9},
 }
+_ONE_GENERATOR = threading.Lock()
+"""Ranks are threads here, and all threads share torch's generator."""
 
 
-def losses_of_run(
-    lengths: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> tuple[list[float], RunPlan, list[tuple[int, int, int]]]:
-    """Train one step with each length, on swapped activations. Return the losses, the plan, and after each step the
-    RAM for activations, the bytes on the SSD since the start, and the swapped bytes since the start."""
-    model, device = tiny_model("llama"), CpuDevice()
-    config = OffloadConfig.load({"activations": "swap", "io_threads": 1, "ssd": str(folder), **settings}).resolve(
+@dataclass
+class Run:
+    """A run with a step for each length."""
+
+    plan: RunPlan
+    losses: list[float] = field(default_factory=list)
+    memory: list[tuple[int, int, int]] = field(default_factory=list)
+    """After each step the RAM for activations, the bytes on the SSD since the start, and the swapped bytes since the
+    start."""
+    planned: list[StepShape] = field(default_factory=list)
+    """Shapes of the batches for which a plan was asked."""
+    num_measured: int = 0
+    """How many times the hardware was measured."""
+    error: str = ""
+    """The error of the forward that ended the run. The exception itself would keep the engine alive."""
+    num_begun: int = 0
+    """Number of blocks that this forward began."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def run_lengths(
+    lengths: Sequence[int | Sequence[int]], folder: Path, links: Links | None = None, **settings: Any
+) -> Run:
+    """Train one step with each length, or with the lengths of several micro-batches, on swapped activations."""
+    links = links or Links.alone()
+    with _ONE_GENERATOR:
+        model, device = tiny_model("llama"), CpuDevice()
+    asked = {"activations": "swap", "io_threads": 1, "ssd": str(folder / f"{links.ranks.rank}"), **settings}
+    config = OffloadConfig.load(asked).resolve(
         host_memory_bytes=1 << 34, device_memory_bytes=1 << 34, num_cpus=2, default_ssd_path=""
     )
-    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=False, memory_is_host=True)
-    tiers = open_tiers(layout, config, device)
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
-    run = RunPlan(model, layout, config, device, tiers.store.durability)
-    monkeypatch.setattr(run, "_measured", lambda _traced, _shape: HardwareProfile.from_mapping(MACHINE))
+    steps = [[length] if isinstance(length, int) else list(length) for length in lengths]
+    holds, ranks = max(map(len, steps)) > 1, links.ranks
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=holds, memory_is_host=True, ranks=ranks)
+    tiers = open_tiers(layout, config, device, links)
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
+    plan = RunPlan(model, layout, config, device, tiers.store.durability, links)
+    run = Run(plan)
+
+    def measured(_traced: TracedModel, _shape: StepShape) -> HardwareProfile:
+        run.num_measured += 1
+        return HardwareProfile.from_mapping(MACHINE)
+
+    def plan_batches(shape: StepShape, layout: OffloadLayout) -> PlannedStep | None:
+        run.planned.append(shape)
+        return plan.plan_batches(shape, layout)
+
+    plan._measured = measured  # type: ignore[method-assign]
+    begun: list[str] = []
     events = EngineEvents(
-        plan=run.plan_batches,
-        step_began=lambda steps: run.step_began(steps.clip_rate, is_as_planned=steps.is_as_planned),
+        plan=plan_batches,
+        step_began=lambda steps: plan.step_began(steps.clip_rate, is_as_planned=steps.is_as_planned),
+        block_began=lambda _phase, block: begun.append(block.name),
     )
     engine = OffloadEngine(model, layout, tiers, config, events)
     enable_recompute(model, engine)
-    losses, memory = [], []
     try:
         optimizer = OffloadAdamW(model.parameters(), engine=engine)
-        for seed, length in enumerate(lengths):
-            loss = model(**tiny_batch(seed=seed, sequence_length=length)).loss
-            loss.backward()
+        for seed, step in enumerate(steps):
+            for number, length in enumerate(step):
+                engine.announce_backward(is_final=number == len(step) - 1)
+                begun.clear()
+                try:
+                    loss = model(**tiny_batch(seed=seed + 100 * number, sequence_length=length)).loss
+                except BudgetError as error:
+                    run.error, run.num_begun = str(error), len(begun)
+                    run.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+                    return run
+                loss.backward()
+                run.losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
             swapper = engine.activations.swapper
-            memory.append((tiers.shared_ram.num_bytes, swapper.spilled_bytes, swapper.swapped_bytes))
+            run.memory.append((tiers.shared_ram.num_bytes, swapper.spilled_bytes, swapper.swapped_bytes))
         engine.wait_for_updates()
+        run.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+        return run
     finally:
         engine.close()
-    return losses, run, memory
 
 
-def test_a_longer_batch_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_batch_is_planned_for(tmp_path: Path) -> None:
     lengths = [SHORT, SHORT, LONG, SHORT, LONG]
-    losses, run, memory = losses_of_run(lengths, tmp_path / "varying", monkeypatch)
-    assert run.first is not None and run.now is not None
-    assert (run.first.shape.sequence_length, run.now.shape.sequence_length) == (SHORT, LONG)
-    assert run.now.plan.prediction.step_s > run.first.plan.prediction.step_s
-    ram, _, swapped = zip(*memory, strict=True)
+    run = run_lengths(lengths, tmp_path / "varying")
+    first, now = run.plan.first, run.plan.now
+    assert first is not None and now is not None
+    assert (first.shape.sequence_length, now.shape.sequence_length) == (SHORT, LONG)
+    assert now.plan.prediction.step_s > first.plan.prediction.step_s
+    assert run.num_measured == 1  # another measurement would take seconds, in the middle of a run
+    ram, _, swapped = zip(*run.memory, strict=True)
     assert ram[0] == ram[1] < ram[2] == ram[4]
     short_bytes, long_bytes = swapped[0], swapped[2] - swapped[1]
     assert long_bytes == pytest.approx(short_bytes * LONG / SHORT, rel=0.01)  # nothing stays on the device
     assert swapped[4] - swapped[3] == long_bytes
-    others, _, _ = losses_of_run(lengths, tmp_path / "recomputed", monkeypatch, activations="recompute")
-    assert losses == others
+    assert run.losses == run_lengths(lengths, tmp_path / "recomputed", activations="recompute").losses
 
 
-def test_what_a_longer_batch_puts_away_goes_on_to_the_ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = {"cpu_memory": "2500KB"}
+def test_what_a_longer_batch_puts_away_goes_on_to_the_ssd(tmp_path: Path) -> None:
     lengths = [SHORT, LONG, LONG]
-    losses, _, memory = losses_of_run(lengths, tmp_path / "small", monkeypatch, **budget)
-    _, spilled, swapped = zip(*memory, strict=True)
+    run = run_lengths(lengths, tmp_path / "small", cpu_memory="2500KB")
+    _, spilled, swapped = zip(*run.memory, strict=True)
     assert 0 < spilled[1] - spilled[0] == spilled[2] - spilled[1]
     assert swapped[1] - swapped[0] == pytest.approx(swapped[0] * LONG / SHORT, rel=0.01)
-    others, _, _ = losses_of_run(lengths, tmp_path / "recomputed", monkeypatch, activations="recompute")
-    assert losses == others
+    assert run.losses == run_lengths(lengths, tmp_path / "recomputed", activations="recompute").losses
 
 
-def test_only_steps_with_batches_of_the_planned_length_are_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed = losses_of_run([SHORT, LONG, LONG, SHORT, LONG], tmp_path / "a", monkeypatch)[1]
+def test_a_longer_micro_batch_after_a_shorter_one_leaves_the_device(tmp_path: Path) -> None:
+    lengths = [[SHORT, SHORT], [SHORT, LONG], [SHORT, LONG]]
+    run = run_lengths(lengths, tmp_path / "held", cpu_memory="5MiB")
+    _, spilled, swapped = zip(*run.memory, strict=True)
+    short_bytes = swapped[0] // 2
+    assert swapped[1] - swapped[0] - short_bytes == pytest.approx(short_bytes * LONG / SHORT, rel=0.01)
+    assert spilled[0] == 0 < spilled[1]
+    assert run.losses == run_lengths(lengths, tmp_path / "recomputed", activations="recompute").losses
+
+
+def test_only_steps_with_batches_of_the_planned_length_are_timed(tmp_path: Path) -> None:
+    timed = run_lengths([SHORT, LONG, LONG, SHORT, LONG], tmp_path / "a").plan
     assert len(timed._steps) == 1  # the second of the long steps: the first made the plan, and the last has no end
+
+
+def test_a_longer_batch_on_one_rank_is_planned_for_on_all(tmp_path: Path) -> None:
+    lengths = [[SHORT, SHORT, SHORT, LONG], [SHORT, LONG, SHORT, SHORT]]
+
+    def train(links: Links) -> Run:
+        return run_lengths(lengths[links.ranks.rank], tmp_path, links)
+
+    for run in run_ranks(2, train):
+        assert [shape.sequence_length for shape in run.planned] == [SHORT, LONG]
+        assert run.plan.now is not None and run.plan.now.shape.sequence_length == LONG
+        assert run.num_measured == 1
+
+
+def needed_bytes(length: int, folder: Path) -> int:
+    """Return the memory of the device that a step with rows of this length needs."""
+    plan = run_lengths([length], folder).plan.plan
+    assert plan is not None
+    return plan.least_device_bytes
+
+
+def test_a_batch_that_does_not_fit_device_memory_is_refused_before_its_forward(tmp_path: Path) -> None:
+    enough_bytes = needed_bytes(LONG // 2, tmp_path / "half")
+    run = run_lengths([SHORT, LONG // 2, LONG], tmp_path / "refused", device_memory=enough_bytes)
+    assert run.error and run.num_begun == 0
+    assert f"for this batch of 2 x {LONG} tokens" in run.error
+    assert f"more than device_memory of {enough_bytes} bytes" in run.error
+    before = run_lengths([SHORT, LONG // 2], tmp_path / "before")
+    assert run.losses == before.losses
+    assert all(torch.equal(weight, before.weights[name]) for name, weight in run.weights.items())
+
+    advised = re.search(r"set device_memory to at least (\d+)", run.error)
+    assert advised is not None
+    least_bytes = int(advised[1])
+    assert run_lengths([SHORT, LONG], tmp_path / "least", device_memory=least_bytes).error == ""
+    assert run_lengths([SHORT, LONG], tmp_path / "less", device_memory=least_bytes - 1024).error
+
+
+def test_device_memory_bounds_batches_that_are_only_a_little_longer(tmp_path: Path) -> None:
+    enough_bytes = needed_bytes(LONG, tmp_path / "all")
+    run = run_lengths([LONG, LONG + 8], tmp_path / "longer", device_memory=enough_bytes)
+    assert len(run.losses) == 1 and f"2 x {LONG + 8} tokens" in run.error
+
+
+def test_a_batch_of_one_rank_that_does_not_fit_is_refused_on_all(tmp_path: Path) -> None:
+    enough_bytes = needed_bytes(LONG // 2, tmp_path / "half")
+    lengths = [[SHORT, SHORT], [SHORT, 2 * LONG]]
+
+    def train(links: Links) -> Run:
+        return run_lengths(lengths[links.ranks.rank], tmp_path, links, device_memory=enough_bytes)
+
+    first, second = (run.error for run in run_ranks(2, train))
+    assert first == second
+    assert first.startswith("on rank 0, ") and f"2 x {2 * LONG} tokens" in first
+
+
+def test_device_memory_that_is_smaller_than_the_slots_is_refused_with_the_least_that_works(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"device_memory, 65536 bytes") as refusal:
+        run_lengths([SHORT], tmp_path / "tiny", device_memory="64KiB")
+    advised = re.search(r"set device_memory to at least (\d+)", str(refusal.value))
+    assert advised is not None
+    with pytest.raises(BudgetError, match="smaller than two blocks"):
+        run_lengths([SHORT], tmp_path / "less", device_memory=int(advised[1]) - 4)
+    run_lengths([SHORT], tmp_path / "least", device_memory=int(advised[1]))
+
+
+@pytest.mark.parametrize("device_memory", ["auto", "64MiB"])
+def test_a_step_that_cannot_be_planned_is_refused_with_a_device_memory(
+    device_memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any, **_options: Any) -> PlannedStep:
+        raise ValueError("no trace")
+
+    monkeypatch.setattr("hf_lohan.planning.run_plan.plan_step", fail)
+    run = run_lengths([SHORT], tmp_path, device_memory=device_memory)
+    assert ("this step cannot be planned: no trace; set it to auto" in run.error) == (device_memory != "auto")
+    assert len(run.losses) == (device_memory == "auto")

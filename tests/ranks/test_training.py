@@ -239,8 +239,11 @@ def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: P
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
-def test_a_step_has_one_exchange(max_norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This exchange decides the norm, the end of backwards, a skip and the next commit."""
+def test_a_forward_and_the_end_of_a_step_have_one_exchange_each(
+    max_norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first decides whether the batch needs a plan, the second the norm, the end of backwards, a skip and the next
+    commit."""
     done: dict[int, list[str]] = {0: [], 1: []}
     all_gather = Links.all_gather
 
@@ -269,9 +272,11 @@ def test_a_step_has_one_exchange(max_norm: float, tmp_path: Path, monkeypatch: p
             and list(done[links.ranks.rank])
         ),
     )
+    of_a_step = ["the lengths of batches", "the lengths of batches", "the end of the step"]
     for of_rank in steps:
-        assert of_rank[: NUM_STEPS - 1] == ["the end of the step"] * (NUM_STEPS - 1)
-        assert "the end of the step" not in of_rank[NUM_STEPS - 1 :], "all later exchanges read weights"
+        in_steps, after = of_rank[: 3 * (NUM_STEPS - 1)], of_rank[3 * (NUM_STEPS - 1) :]
+        assert in_steps == of_a_step * (NUM_STEPS - 1)
+        assert not set(of_a_step) & set(after), "all later exchanges read weights"
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])

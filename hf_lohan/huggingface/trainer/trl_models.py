@@ -295,6 +295,9 @@ def _subtract_reference(whole: OffloadConfig, reference: OffloadEngine) -> Offlo
     return replace(
         whole,
         gpu_memory=whole.gpu_memory - reference.layout.plan.gpu_pool_bytes,
+        device_memory=(
+            whole.device_memory - reference.layout.plan.gpu_pool_bytes if whole.device_memory != "auto" else "auto"
+        ),
         cpu_memory=whole.cpu_memory - reference.layout.cpu_bytes,
         ssd=tuple(
             replace(ssd, capacity=max(0, ssd.capacity - taken_bytes[_folder_of_reference(ssd)]))

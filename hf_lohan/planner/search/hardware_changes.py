@@ -71,7 +71,7 @@ def _improvements(
     yield (
         "a device with twice the memory",
         replace(hardware, device=with_changed(device, _doubled, "memory_bytes")),
-        replace(setup, gpu_memory_bytes=setup.gpu_memory_bytes + device.memory_bytes),
+        replace(setup, gpu_memory_bytes=setup.gpu_memory_bytes + device.memory_bytes, device_memory_bytes=None),
     )
     links = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s")
     yield "a link to the device twice as fast", with_changed(hardware, _doubled, *links), setup

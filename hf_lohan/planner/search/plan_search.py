@@ -15,6 +15,7 @@ from hf_lohan.planner.costs.rank_costs import step_costs
 from hf_lohan.planner.costs.step_costs import Choice, Values, operation_s
 from hf_lohan.planner.fitting import (
     allocator_bytes,
+    device_limit_bytes,
     explain_refusal,
     fits_without_offloading,
     layer_working_bytes,
@@ -116,6 +117,8 @@ class _Search:
         )
         self._fullest = FullestMoment(model, self._activations.kinds, setup.num_together)
         self._room_to_hold = room_to_hold_bytes(hardware, setup)
+        self._least_held_bytes = 0
+        """Kept activations and working memory of the choice that needs the least memory of the device."""
         self._resident = setup.resident_records
         self._resident_bytes = sum(record.num_bytes for record in self._resident)
 
@@ -123,6 +126,7 @@ class _Search:
         found = [self._candidates(kept, swapped_bytes) for kept in self._kept()]
         all_ways = [(candidates, self._working(candidates)) for candidates in found]
         least, working = min(all_ways, key=lambda way: (way[0].kept.num_bytes + way[1]).min())
+        self._least_held_bytes = least.kept.num_bytes + math.ceil(working.min())
         explain = partial(
             explain_refusal,
             self._model,
@@ -271,8 +275,11 @@ class _Search:
             num_micro_batches=setup.num_micro_batches,
             num_together=setup.num_together,
             num_params=model.num_params,
+            least_device_bytes=setup.gpu_fixed_bytes
+            + self._least_held_bytes
+            + allocator_bytes(self._hardware, setup, self._least_held_bytes),
             cluster=setup.cluster,
-            in_memory=fits_without_offloading(model, self._hardware.device.memory_bytes),
+            in_memory=fits_without_offloading(model, device_limit_bytes(self._hardware, setup)),
             prediction=prediction,
             refusal=refusal,
         )
