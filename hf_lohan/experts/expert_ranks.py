@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Protocol, TypeAlias
 
 import torch
@@ -23,6 +24,8 @@ from hf_lohan.ranks import CallOfRank, ExpertCall, Links, RowExchange
 
 _IS_OF_TOKEN = (True, False, True)
 """Which of `CallRows.given` are equal for all choices of a token."""
+_HAS_NODE_ROWS = 1 << 7
+"""The flag of a call whose sender has rows for the receiver's node, which follow."""
 _CALLS = (Call.FORWARD, Call.AGAIN, Call.BACKWARD)
 """The calls in the order of `CALL_KINDS`."""
 
@@ -139,19 +142,17 @@ class OneOwnerEach:
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         call = ExpertCall(rows.layer, _CALLS.index(rows.kind), rows.forward)
         owned = owned_experts(len(rows.routed.counts), rows.layer, self._ranks.num_ranks)
-        ends = rows.routed.ends
-        for rank in self._ranks.others:
-            experts = owned[rank]
-            first, last = ends[experts.start], ends[experts.stop]
-            sent = self._packed(rows, first, last) if first < last else []
-            counts = tuple(rows.routed.counts[experts.start : experts.stop])
-            self._exchange.send_call(rank, CallOfRank(call, _bits(rows.needs), counts), sent)
+        self._send(call, rows, owned)
         own = owned[self._ranks.rank]
         what = f"the rows of {rows.name}"
         while True:
             now, ranks = self._exchange.next_call(call, what)
             is_own = now == call
-            served = [self._take(rank, own, len(rows.given) if is_own else 1, what) for rank in ranks]
+            num_tensors = len(rows.given) if is_own else 1
+            for rank in ranks:
+                if self._exchange.call_of(rank).flags & _HAS_NODE_ROWS:
+                    self._pass_on(rank, num_tensors, what)
+            served = [self._take(rank, own, num_tensors, what) for rank in ranks]
             parts = {part.rank: part.groups for part in served}
             if is_own:
                 parts[self._ranks.rank] = _groups_of(rows, own)
@@ -161,17 +162,55 @@ class OneOwnerEach:
             if is_own:
                 return self._results(rows, owned, parts[self._ranks.rank])
 
-    def _packed(self, rows: CallRows, first: int, last: int) -> list[Tensor]:
-        """Return what is sent for the sorted choices [first, last): the index of each choice's token among the sent
-        tokens, and then `CallRows.given`, once for each token where all its choices have the same."""
-        tokens, of_choice = torch.unique(rows.routed.token[first:last], return_inverse=True)
-        choices = torch.arange(first, last, device=tokens.device)
+    def _send(self, call: ExpertCall, rows: CallRows, owned: Sequence[range]) -> None:
+        """Send this rank's part of a call to all others."""
+        ranks, routed = self._ranks, rows.routed
+        choices = [torch.arange(routed.ends[of.start], routed.ends[of.stop]) for of in owned]
+        to_nodes = {
+            rank: [choices[owner] for owner in ranks.of_rank(rank).on_this_node]
+            for rank in (ranks.counterparts if ranks.num_local > 1 else ())
+        }
+        for rank in ranks.others:
+            counts = tuple(routed.counts[owned[rank].start : owned[rank].stop])
+            goes_directly = ranks.num_local == 1 or rank in ranks.on_this_node
+            sent = self._packed(rows, choices[rank]) if goes_directly and len(choices[rank]) else []
+            has_node_rows = any(map(len, to_nodes.get(rank, ())))
+            flags = _bits(rows.needs) | has_node_rows * _HAS_NODE_ROWS
+            self._exchange.send_call(rank, CallOfRank(call, flags, counts), sent)
+        for rank, of_owners in to_nodes.items():
+            if any(map(len, of_owners)):
+                numbers = torch.tensor([len(of_owner) for of_owner in of_owners], dtype=torch.int32)
+                self._exchange.send_to_node(rank, [numbers, *self._packed(rows, torch.cat(of_owners))])
+
+    def _packed(self, rows: CallRows, choices: Tensor) -> list[Tensor]:
+        """Return what is sent for some of the sorted choices: the index of each choice's token among the sent tokens,
+        and then `CallRows.given`, once for each token where all its choices have the same."""
+        choices = choices.to(rows.routed.token.device)
+        tokens, of_choice = torch.unique(rows.routed.token[choices], return_inverse=True)
         one_choice = torch.empty_like(tokens).scatter_(0, of_choice, choices)  # any choice of each token
         packed = [
-            tensor[one_choice] if is_of_token else tensor[first:last]
+            tensor[one_choice] if is_of_token else tensor[choices]
             for tensor, is_of_token in zip(rows.given, _IS_OF_TOKEN, strict=False)
         ]
         return [self._to_host(tensor) for tensor in (of_choice.to(torch.int32), *packed)]
+
+    def _pass_on(self, source: int, num_tensors: int, what: str) -> None:
+        """Give the rows that a rank of another node sent for this node to their owners."""
+        take, owners = self._exchange.take_node_rows, self._ranks.on_this_node
+        numbers = take(source, len(owners), what).tolist()
+        of_choice = take(source, sum(numbers), what)
+        given = [
+            take(source, None if is_of_token else sum(numbers), what) for is_of_token in _IS_OF_TOKEN[:num_tensors]
+        ]
+        ends = list(accumulate(numbers, initial=0))
+        for owner, (first, last) in zip(owners, pairwise(ends), strict=True):
+            if first < last:
+                tokens, of_own_choice = torch.unique(of_choice[first:last].long(), return_inverse=True)
+                parts = [
+                    tensor[tokens] if is_of_token else tensor[first:last].contiguous()
+                    for tensor, is_of_token in zip(given, _IS_OF_TOKEN, strict=False)
+                ]
+                self._exchange.pass_on(source, owner, [of_own_choice.to(torch.int32), *parts])
 
     def _take(self, rank: int, own: range, num_tensors: int, what: str) -> _Served:
         """Take another rank's part of the call that runs now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_lohan.planner.pool_plan import SizeClass
@@ -56,7 +56,7 @@ class ExpertsProfile:
             return [(_chance_of_any(self.num_chosen / self.num_experts, num_tokens), self.num_experts)]
         return [(_chance_of_any(chance, num_tokens), 1) for chance in self.chances]
 
-    def chance_to_reach(self, experts: range) -> float:
+    def chance_to_reach(self, experts: Collection[int]) -> float:
         """Return the probability that a token chooses at least one of these experts."""
         if self.chances:
             return 1 - math.prod(1 - self.chances[expert] for expert in experts)

@@ -259,7 +259,7 @@ def test_rows_to_owners_equal_a_count_of_random_choices(num_ranks: int, num_loca
             for _ in range(num_tokens):
                 chosen = draw.sample(range(16), 3)
                 owners = [next(rank for rank, own in enumerate(ranges) if expert in own) for expert in chosen]
-                away = [owner for owner in owners if owner // num_local != sender // num_local]
+                away = [owner // num_local for owner in owners if owner // num_local != sender // num_local]
                 rows, choices = rows + len(set(away)), choices + len(away)
     traffic = row_traffic(replace(model, blocks=blocks), num_ranks, num_local)
     assert traffic.row_bytes == pytest.approx(row_bytes * rows / num_ranks, rel=0.02)

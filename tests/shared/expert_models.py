@@ -36,8 +36,8 @@ ALL_SLOTS = "8MiB"
 """Device memory that holds all experts of any of these models."""
 
 
-def expert_model(family: str, *, seed: int = 0) -> Any:
-    """Make a random float32 model in training mode.
+def expert_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """Make a random float32 model in training mode, with ``changes`` of its config.
 
     Rows of expert weights are whole CPU vectors. Otherwise kernels round the last elements of a tensor differently, and
     the last elements of an expert are in the middle of the tensor of all experts.
@@ -49,6 +49,8 @@ def expert_model(family: str, *, seed: int = 0) -> Any:
     config.use_cache = False
     if hasattr(config, "moe_intermediate_size"):
         config.moe_intermediate_size = 32
+    for name, value in changes.items():
+        setattr(config, name, value)
     torch.manual_seed(seed)
     return model_class._from_config(config, dtype=torch.float32).train()
 

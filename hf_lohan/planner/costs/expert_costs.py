@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from hf_lohan.planner.cuts import owned_experts
 from hf_lohan.planner.hardware_profile import HardwareProfile
@@ -135,11 +136,12 @@ _INDEX_BYTES = 4
 
 
 def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = None) -> RowTraffic:
-    """Return the rows of one rank's micro-batch that go to the experts of ``num_ranks`` ranks. With ``num_local``, only
-    those that leave its node of this number of ranks.
+    """Return the rows of one rank's micro-batch that go to the experts of other ranks, of ``num_ranks`` in all. With
+    ``num_local``, those that go to other nodes of this number of ranks, once for each node.
 
-    A token reaches an owner of m of E experts with the probability 1 - C(E - m, k) / C(E, k) for k choices.
+    A token reaches m of E experts with the probability 1 - C(E - m, k) / C(E, k) for k choices.
     """
+    at_once = num_local or 1
     rows = choices = 0.0
     index_bytes = 0.0
     layers = [block for block in model.blocks if block.experts is not None]
@@ -150,9 +152,11 @@ def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = Non
             continue
         row_bytes = block.input_bytes / experts.num_tokens
         ranges = owned_experts(experts.num_experts, number, num_ranks)
-        # The mean over all senders of what goes to other ranks, or to other nodes.
-        share = 1 - (num_local or 1) / num_ranks
-        reached = math.fsum(experts.chance_to_reach(own) for own in ranges)
+        receivers = [
+            list(chain.from_iterable(ranges[first : first + at_once])) for first in range(0, num_ranks, at_once)
+        ]
+        share = 1 - at_once / num_ranks  # the mean over all senders of what goes to other receivers
+        reached = math.fsum(map(experts.chance_to_reach, receivers))
         rows += share * experts.num_tokens * reached * row_bytes
         choices += share * experts.num_tokens * experts.num_chosen * row_bytes
         index_bytes += share * experts.num_tokens * experts.num_chosen * _INDEX_BYTES

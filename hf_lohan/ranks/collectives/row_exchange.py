@@ -3,6 +3,10 @@
 All ranks call the experts of the layers in the same order. In each call every rank sends a head to every other rank,
 with the number of its choices of each of the receiver's experts, and then the rows of the tokens that made them. A
 token with several choices there is sent once. An owner returns a result for each choice.
+
+With several nodes of several ranks, the rows for another node go to its rank with the sender's local number, once for
+each token with choices in that node. That rank passes them on to the owners, over memory or sockets of its node.
+
 No rank is more than one call ahead, because it waits for the heads of all others, so a rank holds the rows of at most
 one call of each rank in addition to its own.
 
@@ -27,7 +31,7 @@ from hf_lohan.ranks.transport.messages import Channel, Kind, PayloadReader
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
 """Types of rows and of indices. A message has the index of one."""
 CALL_KINDS = ("forward", "recomputation", "backward")
-_KINDS = (Kind.EXPERT_CALL, Kind.EXPERT_ROWS, Kind.EXPERT_RESULTS)
+_KINDS = (Kind.EXPERT_CALL, Kind.EXPERT_ROWS, Kind.EXPERT_RESULTS, Kind.EXPERT_NODE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,14 @@ class RowExchange:
         """All ranks make this before any of them calls an expert."""
         self._links = links
         self._calls: dict[int, deque[CallOfRank]] = {rank: deque() for rank in links.ranks.others}
-        """The calls of each other rank that this rank has not served. The links' lock guards these three."""
+        """The calls of each other rank that this rank has not served. The links' lock guards these four."""
         self._rows: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.others}
         self._results: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.others}
+        self._node_rows: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.counterparts}
         links.set_handler(Kind.EXPERT_CALL, self._on_call)
         links.set_handler(Kind.EXPERT_ROWS, partial(self._on_rows, self._rows))
         links.set_handler(Kind.EXPERT_RESULTS, partial(self._on_rows, self._results))
+        links.set_handler(Kind.EXPERT_NODE_ROWS, partial(self._on_rows, self._node_rows))
 
     def close(self) -> None:
         """Ignore later messages."""
@@ -84,21 +90,33 @@ class RowExchange:
 
     def send_call(self, rank: int, call: CallOfRank, rows: Sequence[Tensor]) -> None:
         """Send this rank's part of a call to another rank. Each tensor of ``rows`` [n, ...] is contiguous and on the
-        host. Nothing of it is sent without choices."""
+        host. ``rows`` is empty without choices, and if the rows go through another rank of the receiver's node."""
         name = call.call
         numbers = (name.layer, name.kind, name.forward, call.flags)
         counts = torch.tensor(call.num_rows, dtype=torch.int64).numpy().tobytes()
         self._links.send(rank, Kind.EXPERT_CALL, *numbers, payload=counts, channel=Channel.TOKENS)
-        if sum(call.num_rows):
-            self._send(rank, Kind.EXPERT_ROWS, rows)
+        self._send(rank, Kind.EXPERT_ROWS, rows, self._links.ranks.rank)
 
     def send_results(self, rank: int, results: Sequence[Tensor]) -> None:
         """Send the results of a rank's rows, in the order of its rows. For tensors see `send_call`."""
-        self._send(rank, Kind.EXPERT_RESULTS, results)
+        self._send(rank, Kind.EXPERT_RESULTS, results, self._links.ranks.rank)
 
-    def _send(self, rank: int, kind: Kind, tensors: Sequence[Tensor]) -> None:
+    def send_to_node(self, rank: int, rows: Sequence[Tensor]) -> None:
+        """Send rows for all owners of another node to its rank ``rank``. For tensors see `send_call`."""
+        self._send(rank, Kind.EXPERT_NODE_ROWS, rows, self._links.ranks.rank)
+
+    def pass_on(self, source: int, rank: int, rows: Sequence[Tensor]) -> None:
+        """Give rows of another node's rank ``source`` to their owner, a rank of this node or this rank itself."""
+        if rank != self._links.ranks.rank:
+            self._send(rank, Kind.EXPERT_ROWS, rows, source)
+            return
+        with self._links.lock:
+            self._rows[source].extend(rows)
+            self._links.notify()
+
+    def _send(self, rank: int, kind: Kind, tensors: Sequence[Tensor], source: int) -> None:
         for tensor in tensors:
-            numbers = (_DTYPES.index(tensor.dtype), *tensor.shape[1:])
+            numbers = (source, _DTYPES.index(tensor.dtype), *tensor.shape[1:])
             self._links.send(rank, kind, *numbers, payload=tensor, channel=Channel.TOKENS)
 
     # Receiving.
@@ -125,6 +143,11 @@ class RowExchange:
                 )
         return now, [rank for rank, call in heads.items() if call == now]
 
+    def call_of(self, rank: int) -> CallOfRank:
+        """Return what `take_call` will return."""
+        with self._links.lock:
+            return self._calls[rank][0]
+
     def take_call(self, rank: int) -> CallOfRank:
         """Return the rank's part of the call that runs now, after `next_call`."""
         with self._links.lock:
@@ -132,14 +155,29 @@ class RowExchange:
 
     def take_rows(self, rank: int, num_rows: int | None, what: str) -> Tensor:
         """Return the next tensor [num_rows, ...] of the rank's rows, on the host. Waits for it. None is any number."""
-        return self._take(self._rows, rank, num_rows, what)
+        return self._take(self._rows, rank, num_rows, what, self._giver(rank))
+
+    def take_node_rows(self, rank: int, num_rows: int | None, what: str) -> Tensor:
+        """Return the next tensor that another node's rank gave this rank for the owners of this node. See
+        `take_rows`."""
+        return self._take(self._node_rows, rank, num_rows, what, rank)
 
     def take_results(self, rank: int, num_rows: int, what: str) -> Tensor:
         """Return the next tensor [num_rows, ...] of results of this rank's rows, on the host. Waits for it."""
-        return self._take(self._results, rank, num_rows, what)
+        return self._take(self._results, rank, num_rows, what, rank)
 
-    def _take(self, tensors: dict[int, deque[Tensor]], rank: int, num_rows: int | None, what: str) -> Tensor:
-        self._links.wait_for(lambda: tensors[rank], what, peers=[rank])
+    def _giver(self, source: int) -> int:
+        """Return the rank from which the rows of ``source`` come."""
+        ranks = self._links.ranks
+        if source in ranks.on_this_node:
+            return source
+        passing = ranks.rank_at(ranks.node, source % ranks.num_local)
+        return source if passing == ranks.rank else passing
+
+    def _take(
+        self, tensors: dict[int, deque[Tensor]], rank: int, num_rows: int | None, what: str, giver: int
+    ) -> Tensor:
+        self._links.wait_for(lambda: tensors[rank], what, peers=[giver])
         with self._links.lock:
             taken = tensors[rank].popleft()
         if num_rows is not None and len(taken) != num_rows:
@@ -167,9 +205,9 @@ class RowExchange:
         payload: PayloadReader | None,
     ) -> None:
         assert payload is not None
-        dtype, shape = _DTYPES[numbers[0]], numbers[1:]
+        source, dtype, shape = numbers[0], _DTYPES[numbers[1]], numbers[2:]
         landing = torch.empty(payload.num_bytes, dtype=torch.uint8)
         payload.read_into(landing)
         with self._links.lock:
-            tensors[peer].append(landing.view(dtype).view(-1, *shape))
+            tensors[source].append(landing.view(dtype).view(-1, *shape))
             self._links.notify()

@@ -74,9 +74,11 @@ class Kind(enum.IntEnum):
     """A rank calls the experts of a layer. Numbers: the call. Payload: its numbers of rows, by expert of the
     receiver."""
     EXPERT_ROWS = 41
-    """The rows of a call, for the experts of the receiver."""
+    """The rows of a call, for the experts of the receiver. The first number is the rank whose rows they are."""
     EXPERT_RESULTS = 42
     """What the sender's experts made of the receiver's rows."""
+    EXPERT_NODE_ROWS = 43
+    """The sender's rows for the experts of all ranks on the receiver's node."""
 
 
 class DamagedHeadError(ValueError):
