@@ -35,25 +35,38 @@ def check_peft_config(peft_config: Any) -> None:
 
 
 def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:
-    """Add adapters to a model on meta. Returns the model, and the new names of the base's parameters by their old
-    names."""
+    """Same as `finished_skeleton`, with the adapters of a configuration of PEFT."""
+    return finished_skeleton(skeleton, adding_adapters(peft_config))
+
+
+def adding_adapters(peft_config: Any) -> Callable[[Any], Any]:
+    """Return the function that adds adapters to a model."""
     from peft import get_peft_model
 
-    before = {parameter: name for name, parameter in skeleton.named_parameters()}
-    model: Any = get_peft_model(skeleton, copy.deepcopy(peft_config))
-    return model, {before[p]: name for name, p in model.named_parameters() if p in before}
+    return lambda model: get_peft_model(model, copy.deepcopy(peft_config) if is_on_meta(model) else peft_config)
 
 
-def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping[str, str]) -> Any:
-    """Add adapters to a model of placeholders, and store the adapters' weights. The base's weights are stored under
-    ``names``. An initialisation of adapters may read these weights, and raises an error if it changes them."""
-    from peft import get_peft_model
+def is_on_meta(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == "meta"
 
-    stored_names = {parameter: names[name] for name, parameter in base.named_parameters()}
+
+def finished_skeleton(skeleton: Any, finish: Callable[[Any], Any]) -> tuple[Any, dict[str, str]]:
+    """Call ``finish``, which adds adapters or changes weights, with a model on meta. Returns the model, and the new
+    names of the base's parameters by their old names. A parameter that was replaced or resized has none."""
+    before = {parameter: (name, parameter.shape) for name, parameter in skeleton.named_parameters()}
+    model: Any = finish(skeleton)
+    kept = {p: name for name, p in model.named_parameters() if p in before and p.shape == before[p][1]}
+    return model, {before[parameter][0]: name for parameter, name in kept.items()}
+
+
+def finished(base: Any, finish: Callable[[Any], Any], access: ParameterAccess, names: Mapping[str, str]) -> Any:
+    """Call ``finish`` with a model of placeholders, and store the weights that it makes. The base's weights are stored
+    under ``names``. ``finish`` may read these weights, and raises an error if it changes them."""
+    stored_names = {parameter: names[name] for name, parameter in base.named_parameters() if name in names}
     stored = ReadableBase(lambda parameter: access.read_parameter(stored_names[parameter]))
     placeholders = stored.hide(stored_names)
     try:
-        model: Any = get_peft_model(base, peft_config)
+        model: Any = finish(base)
     finally:
         for parameter, placeholder in placeholders.items():
             AbsentParameter.show(parameter, placeholder)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,12 @@ from hf_lohan.huggingface.attachment import (
     refuse_chunks,
     settings_given,
 )
-from hf_lohan.huggingface.models.adapters import adapted, adapted_skeleton, check_peft_config
+from hf_lohan.huggingface.models.adapters import (
+    adding_adapters,
+    check_peft_config,
+    finished,
+    finished_skeleton,
+)
 from hf_lohan.huggingface.models.encoded_checkpoints import EncodedCheckpoint, encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.models.packed_checkpoints import PackedCheckpoint, packed_checkpoint, quantized_as_asked
@@ -63,54 +69,54 @@ class WeightSink:
     def __init__(
         self, access: ParameterAccess, names: Mapping[str, str] | None = None, *, of_any_dtype: bool = True
     ) -> None:
-        """`names`: the stored names of weights, by the names that they have when they are loaded. Without
-        ``of_any_dtype`` each weight must have its working dtype."""
+        """`names`: the stored names of weights, by the names that they have when they are loaded. Other weights stay in
+        memory. Without ``of_any_dtype`` each weight must have its working dtype."""
         self.most_bytes = min(access.piece_bytes, _MOST_ROWS_BYTES)
         self.written: set[str] = set()
         self._stored_packed: set[str] = set()
         self._access = access
-        self._names = names or {}
+        self._names = names
         self._of_any_dtype = of_any_dtype
 
     def store_weight(self, name: str, weight: Tensor) -> bool:
         """Write a weight. Returns False if the store has no weight of this name. Raises ValueError for a wrong shape or
         dtype."""
-        name = self._names.get(name, name)
-        if name in self._stored_packed:
-            self._count(name, weight)
+        stored = self._stored_name(name)
+        if stored in self._stored_packed:
+            self._count(stored, weight)
             return True
-        if name not in self._access.parts:
+        if stored not in self._access.parts:
             return False  # an alias of a tied weight, which is stored under its first name
-        self._check_dtype(name, weight)
-        self._access.write_parameter(name, weight)
-        self._count(name, weight)
+        self._check_dtype(stored, weight)
+        self._access.write_parameter(stored, weight)
+        self._count(stored, weight)
         return True
 
     def store_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool:
         """Write rows of a weight, starting at row ``first``. Returns False if the store has no weight of this name and
         shape."""
-        name = self._names.get(name, name)
-        if name in self._stored_packed:
-            self._count(name, rows)
+        stored = self._stored_name(name)
+        if stored in self._stored_packed:
+            self._count(stored, rows)
             return True
-        if name not in self._access.parts or self._access.parts[name][0][1].shape != shape:
+        if stored not in self._access.parts or self._access.parts[stored][0][1].shape != shape:
             return False
-        if not self._access.takes_rows(name):
+        if not self._access.takes_rows(stored):
             return False
-        self._check_dtype(name, rows)
-        self._access.write_elements(name, first * shape[1:].numel(), rows)
-        self._count(name, rows)
+        self._check_dtype(stored, rows)
+        self._access.write_elements(stored, first * shape[1:].numel(), rows)
+        self._count(stored, rows)
         return True
 
     def is_packed(self, name: str) -> bool:
         """Whether the store packs a weight."""
-        stored = self._names.get(name, name)
+        stored = self._stored_name(name)
         return stored in self._access.parts and self._access.parts[stored][0][1].packed is not None
 
     def store_bytes(self, name: str, kind: str, first: int, content: Tensor) -> None:
         """Write bytes of a weight that is packed in the checkpoint, from byte ``first`` of its ``kind`` ("codes" or
         "scales") on. `store_weight` and `store_rows` then write nothing for it."""
-        stored = self._names.get(name, name)
+        stored = self._stored_name(name)
         self._access.write_packed(stored, kind, first, content)
         self._stored_packed.add(stored)
 
@@ -118,7 +124,7 @@ class WeightSink:
         """Write a weight that the checkpoint has packed. `store_weight` and `store_rows` then write nothing for it.
         ``shape``: its shape in the checkpoint. Returns its shape in the model. Raises ValueError if the store does not
         pack it."""
-        stored = self._names.get(name, name)
+        stored = self._stored_name(name)
         part = self._access.parts[stored][0][1] if stored in self._access.parts else None
         if part is None or part.packed is None:
             raise ValueError(
@@ -132,6 +138,10 @@ class WeightSink:
         self._access.write_packed(stored, "scales", 0, scales)
         self._stored_packed.add(stored)
         return part.shape
+
+    def _stored_name(self, name: str) -> str:
+        """Return the stored name of a weight; an empty name for a weight that stays in memory."""
+        return name if self._names is None else self._names.get(name, "")
 
     def _count(self, name: str, weight: Tensor) -> None:
         self.written.add(name)
@@ -177,6 +187,7 @@ def from_pretrained(
     optimizer: Any = None,
     peft_config: Any = None,
     quantization_config: Any = None,
+    finish: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model for training, and stream its weights to the store.
@@ -199,6 +210,9 @@ def from_pretrained(
             configured optimizer, or AdamW.
         peft_config: a configuration of PEFT. With it this returns a `PeftModel`, and its base is streamed too.
         quantization_config: a `BitsAndBytesConfig` with ``load_in_4bit=True``, which means the setting `quantize`.
+        finish: in place of `peft_config`, a function that is called with the model before it is offloaded, and returns
+            it with its adapters or other changes. It is called twice: with the model on meta, and with the streamed
+            model, whose weights it may read. Weights that it replaces, such as resized embeddings, are in memory whole.
         kwargs: passed to the model class's `from_pretrained`, such as `revision` and `trust_remote_code`.
 
     Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
@@ -208,6 +222,7 @@ def from_pretrained(
     dtype = take_torch_dtype(kwargs, dtype)
     if peft_config is not None:
         check_peft_config(peft_config)
+        finish = adding_adapters(peft_config)
     # A Trainer passes its own configuration, or a part of that configuration.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
@@ -232,12 +247,13 @@ def from_pretrained(
         config = packed.settings(config, working_dtype or loaded_dtype)
 
     with torch.device("meta"):
-        skeleton = skeleton_of(model_class, model_config, loaded_dtype, checkpoint.code)
+        own_config = model_config if finish is None else copy.deepcopy(model_config)  # it may change its size
+        skeleton = skeleton_of(model_class, own_config, loaded_dtype, checkpoint.code)
         names = {name: name for name, _ in skeleton.named_parameters()}
     encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
-    if peft_config is not None:
+    if finish is not None:
         with torch.device("meta"):
-            skeleton, names = adapted_skeleton(skeleton, peft_config)
+            skeleton, names = finished_skeleton(skeleton, finish)
     if not is_trained:
         skeleton.requires_grad_(False)
     if encoded is not None:
@@ -283,8 +299,8 @@ def from_pretrained(
             model.requires_grad_(False)
         check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads are in no checkpoint
         store_the_rest(model, access, names)
-        if peft_config is not None:
-            model = adapted(model, peft_config, access, names)
+        if finish is not None:
+            model = finished(model, finish, access, names)
         final = lay_out_for_this(model)
         if final.identity != layout.identity:
             raise ValueError(
@@ -506,12 +522,14 @@ def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) ->
 
 
 def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str, str]) -> None:
-    """Store the weights that the checkpoint does not have, such as new heads, and make every parameter a
-    placeholder."""
-    for name, parameter in list(model.named_parameters()):
+    """Store the weights that the checkpoint does not have, such as new heads, and make every parameter that has a
+    name in the store a placeholder."""
+    stored = {name: parameter for name, parameter in model.named_parameters() if name in names}
+    for name, parameter in stored.items():
         if parameter.device.type != "meta":
             access.write_parameter(names[name], parameter)
-    make_placeholders(model, {name: access.parts[names[name]][0][0].master.working_dtype for name in names})
+    dtypes = {name: access.parts[names[name]][0][0].master.working_dtype for name in names}
+    make_placeholders(model, dtypes, only=set(stored.values()))
 
 
 def make_placeholders(
