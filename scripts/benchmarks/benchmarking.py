@@ -32,7 +32,7 @@ import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
@@ -50,7 +50,7 @@ NormsOption = Annotated[list[float] | None, typer.Option(help="may be given seve
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama and its batch."""
+    """A Llama, or a Mixtral of its sizes, and its batch."""
 
     hidden: int
     layers: int
@@ -60,17 +60,20 @@ class Shape:
     sequence_length: int
     bf16: bool
 
-    def model(self, *, head_dim: int = 64, heads_per_key: int = 1) -> Any:
+    def model(self, *, head_dim: int = 64, heads_per_key: int = 1, num_experts: int = 0) -> Any:
+        """Return a Llama, or a Mixtral with ``num_experts`` in each layer, of which a token chooses two."""
         num_heads = max(heads_per_key, self.hidden // head_dim)
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            intermediate_size=self.intermediate,
-            vocab_size=self.vocabulary,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_heads // heads_per_key,
-            use_cache=False,
-        )
+        sizes: dict[str, Any] = {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads // heads_per_key,
+            "use_cache": False,
+        }
+        experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2}
+        config = MixtralConfig(**sizes, **experts) if num_experts else LlamaConfig(**sizes)
         torch.manual_seed(0)
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()

@@ -3,6 +3,9 @@
 A node is a network namespace whose link is limited in both directions, which needs root. ZeRO-3 means two all-gathers
 and a reduce-scatter of each unit by torch.distributed, with AdamW in memory. The hf_lohan side is a whole step with
 records on the drive. The model is small, so that the links are the limit.
+
+With `--num-experts` the model is a mixture, and both sides are ours: `none` sends the weights of all experts to all
+nodes, and `world` sends the rows of tokens to the experts.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.huggingface.attachment import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Ranks, connect
@@ -95,18 +99,22 @@ def zero_3_step(options: Options, ranks: Ranks, batch: dict[str, Tensor]) -> Ste
     return step
 
 
-def our_step(options: Options, ranks: Ranks, batch: dict[str, Tensor], store: Any, folder: Path, mode: Any) -> Step:
+def our_step(
+    options: Options, ranks: Ranks, batch: dict[str, Tensor], store: Any, folder: Path, num_experts: int, own: Any
+) -> Step:
+    """Return a step with the settings ``own``."""
     own_folder = str(folder / f"rank-{ranks.rank}")
     links = connect(ranks, store, HANGS_AFTER_S)
-    settings = {**options.budgets, "ssd": own_folder, "cpu_threads": 1, "io_threads": 1, "collectives": mode}
+    settings = {**options.budgets, "ssd": own_folder, "cpu_threads": 1, "io_threads": 1, **own}
     config = OffloadConfig.load(settings, activations="recompute").resolve(
         host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=1, default_ssd_path=own_folder
     )
-    model = options.shape.model()
+    model = options.shape.model(num_experts=num_experts)
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=ranks)
     tiers = open_tiers(layout, config, CpuDevice(), links)
     drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
-    engine = OffloadEngine(model, layout, tiers, config)
+    engine = OffloadEngine(model, layout, tiers, config, compute_expert=compute_expert)
+    stream_experts(engine.experts)
     optimizer = OffloadAdamW(model.parameters(), lr=LEARNING_RATE, engine=engine)
 
     def step() -> None:
@@ -120,7 +128,13 @@ def our_step(options: Options, ranks: Ranks, batch: dict[str, Tensor], store: An
 
 
 def be_rank(
-    ranks: Ranks, node: NetworkBox, options: Options, modes: list[str], folder: Path, result: Connection
+    ranks: Ranks,
+    node: NetworkBox,
+    options: Options,
+    modes: list[str],
+    num_experts: int,
+    folder: Path,
+    result: Connection,
 ) -> None:
     """Take steps of each side in turn. Rank 0 sends the seconds and bytes of each side."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills this process
@@ -131,9 +145,10 @@ def be_rank(
     wait = datetime.timedelta(seconds=HANGS_AFTER_S)
     dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.num_ranks, timeout=wait)
     batch = options.shape.batches(ranks.num_ranks, "cpu")[ranks.rank]
-    sides = {ZERO_3: zero_3_step(options, ranks, batch)}
-    for mode in modes:
-        sides[mode] = our_step(options, ranks, batch, store, folder / str(modes.index(mode)), _setting(mode))
+    sides = {} if num_experts else {ZERO_3: zero_3_step(options, ranks, batch)}
+    for number, mode in enumerate(modes):
+        own = {"expert_parallel": mode} if num_experts else {"collectives": _setting(mode)}
+        sides[mode] = our_step(options, ranks, batch, store, folder / str(number), num_experts, own)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     sent: dict[str, list[int]] = {side: [] for side in sides}
     for turn in range(1 + options.num_turns):  # the first one warms up
@@ -164,7 +179,9 @@ def _setting(mode: str) -> Any:
     return json.loads(mode) if mode.startswith("{") else mode
 
 
-def run(options: Options, rate: str, num_nodes: int, num_local: int, modes: list[str], folder: Path) -> Any:
+def run(
+    options: Options, rate: str, num_nodes: int, num_local: int, modes: list[str], num_experts: int, folder: Path
+) -> Any:
     """Start all ranks, and return rank 0's measurements."""
     context = multiprocessing.get_context("spawn")
     processes, ours = [], None
@@ -173,7 +190,7 @@ def run(options: Options, rate: str, num_nodes: int, num_local: int, modes: list
             for rank in range(num_nodes * num_local):
                 ranks = Ranks(rank, num_nodes * num_local, rank % num_local, num_local)
                 receiving, sending = context.Pipe()
-                arguments = (ranks, nodes[ranks.node], options, modes, folder, sending)
+                arguments = (ranks, nodes[ranks.node], options, modes, num_experts, folder, sending)
                 processes.append(context.Process(target=be_rank, args=arguments, daemon=True))
                 processes[-1].start()
                 sending.close()
@@ -203,24 +220,28 @@ def main(
     rate: Annotated[list[str] | None, typer.Option(help="of each link, in tc's units; repeatable")] = None,
     nodes: int = 2,
     ranks_a_node: int = 2,
-    mode: Annotated[list[str] | None, typer.Option(help="of `collectives`, or JSON; repeatable")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="of `collectives`, or JSON; of `expert_parallel` for a mixture; repeatable")
+    ] = None,
+    num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
 ) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also removes the namespaces
-    rates, modes = rate or ["50mbit", "200mbit"], mode or ["exact"]
+    rates, modes = rate or ["50mbit", "200mbit"], mode or (["none", "world"] if num_experts else ["exact"])
+    slowest = modes[0] if num_experts else ZERO_3
     figures: dict[str, Any] = {"nodes": nodes, "ranks_a_node": ranks_a_node, "links": {}}
     table = table_of(f"a step, {nodes} nodes of {ranks_a_node} ranks", "link", "side", "seconds", "MB sent", "speed-up")
     for link in rates:
         with folder_in(options.store) as folder:
-            seconds, sent = run(options, link, nodes, ranks_a_node, modes, folder.resolve())
+            seconds, sent = run(options, link, nodes, ranks_a_node, modes, num_experts, folder.resolve())
         median = {side: statistics.median(of) for side, of in seconds.items()}
-        speed_up = {side: median[ZERO_3] / of for side, of in median.items()}
+        speed_up = {side: median[slowest] / of for side, of in median.items()}
         sent_bytes = {side: statistics.median(of) for side, of in sent.items()}
         figures["links"][link] = {**spread("step_s", seconds), "speed_up": speed_up, "box_sent_bytes": sent_bytes}
         for side in seconds:
             megabytes = f"{sent_bytes[side] / 1e6:.1f}"
             table.add_row(link, side, f"{median[side]:.2f}", megabytes, f"{speed_up[side]:.2f}")
     Console().print(table)
-    return figures
+    return {"benchmark": "shaped_links_experts", **figures} if num_experts else figures
 
 
 if __name__ == "__main__":

@@ -149,6 +149,13 @@ def shaped_links(figures: Figures) -> tuple[str, str]:
     )
 
 
+def divided_experts(figures: Figures) -> tuple[str, str]:
+    (link, *_) = figures["links"].values()
+    step_s, sent = link["step_s"], link["box_sent_bytes"]
+    times = f"{step_s['world']:.2f}, {step_s['none']:.2f} s; sends {sent['world'] / sent['none']:.2f}"
+    return f"**{link['speed_up']['world']:.1f}** ({times})", spread(link["step_s_all"]["world"])
+
+
 def packed(figures: Figures) -> tuple[str, str]:
     step_s, read = figures["step_s"], figures["read_bytes"]
     times = f"{step_s['packed']:.2f}, {step_s['unpacked']:.2f} s; reads {read['packed'] / read['unpacked']:.2f}"
@@ -253,6 +260,22 @@ BENCHMARKS = (
                 "int8; weights as lossless changes and gradients in int8",
                 "0.77; 0.33; 0.33",
                 shaped_links,
+            ),
+        ),
+    ),
+    Benchmark(
+        "shaped_links_experts",
+        "shaped_links.py",
+        (
+            *("--rate", "50mbit", "--num-turns", "3", "--num-experts", "16", "--ranks-a-node", "1"),
+            *("--layers", "2", "--cpu-memory", "512MiB", "--gpu-memory", "256MiB"),
+        ),
+        (
+            Row(
+                "a mixture of 16 experts on two nodes, a link of 50 Mbit/s: how many times as fast rows to experts "
+                "(`expert_parallel: world`) make a step as experts to ranks",
+                "5",
+                divided_experts,
             ),
         ),
     ),
