@@ -241,7 +241,7 @@ def main(
             megabytes = f"{sent_bytes[side] / 1e6:.1f}"
             table.add_row(link, side, f"{median[side]:.2f}", megabytes, f"{speed_up[side]:.2f}")
     Console().print(table)
-    return {"benchmark": "shaped_links_experts", **figures} if num_experts else figures
+    return {"benchmark": "divided_experts", **figures} if num_experts else figures
 
 
 if __name__ == "__main__":

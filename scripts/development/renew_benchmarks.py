@@ -264,7 +264,7 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
-        "shaped_links_experts",
+        "divided_experts",
         "shaped_links.py",
         (
             *("--rate", "50mbit", "--num-turns", "3", "--num-experts", "16", "--ranks-a-node", "1"),
