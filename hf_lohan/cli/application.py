@@ -61,7 +61,7 @@ _Nodes = Annotated[int, typer.Option(metavar="Y", help="Number of machines. All 
 _Link = Annotated[str | None, typer.Option(metavar="RATE", help="Rate between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
 _Collectives = Annotated[
     str | None,
-    typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
+    typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,gradients=int4,within=int8."),
 ]
 _ExpertParallel = Annotated[
     str | None,

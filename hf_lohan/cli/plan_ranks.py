@@ -103,7 +103,8 @@ def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], b
     """Yield each possible way with its step time, and whether the plan chose it; the fastest way is first."""
     for tried in sorted(plan.tried_ways, key=lambda way: (not way.fits, way.step_s)):
         ways, step = tried.collectives, seconds(tried.step_s) if tried.fits else "does not fit"
-        row = _FORMS[ways.forward], _SOURCES[ways.backward], _FORMS[ways.gradients], step
+        gradients = _FORMS[ways.gradients] + (f", {ways.within} within" if ways.within != "exact" else "")
+        row = _FORMS[ways.forward], _SOURCES[ways.backward], gradients, step
         yield row, ways == plan.cluster.collectives
 
 
@@ -123,6 +124,19 @@ def what_hides(plan: OffloadPlan) -> Iterator[str]:
         )
     for name in ranks.hides_from_tokens.keys() - hidden.keys():
         yield f"{bottleneck_label(name)}: takes longer for each token than computing, with any batch."
+
+
+def rounded_within(plan: OffloadPlan) -> Iterator[str]:
+    """Yield a line that says what codecs save on the link of each device, if they round there."""
+    ways, ranks = plan.cluster.collectives, plan.prediction.ranks
+    if ranks is None or ways.within == "exact":
+        return
+    link, exact = ranks.link_bytes, ranks.exact_link_bytes
+    yield (
+        f"The link of each device carries {format_bytes(link.h2d)} of weights in int8 instead of "
+        f"{format_bytes(exact.h2d)} in a step, and {format_bytes(link.d2h)} of gradients in {ways.within} instead of "
+        f"{format_bytes(exact.d2h)}."
+    )
 
 
 def sent_in_a_line(plan: OffloadPlan) -> str:

@@ -25,6 +25,7 @@ from hf_lohan.cli.plan_ranks import (
     divides_experts,
     nodes_send,
     of_each_rank,
+    rounded_within,
     sent_in_a_line,
     sent_rows,
     tried_rows,
@@ -113,7 +114,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
     if nodes_send(planned.plan):
         lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
-    hidden = (hiding(planned), *what_hides(planned.plan))
+    hidden = (*rounded_within(planned.plan), hiding(planned), *what_hides(planned.plan))
     lines_below = (
         *_experts(planned),
         *_other_experts(planned),
@@ -142,6 +143,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         *_experts(planned),
         *_other_experts(planned),
         *_wear(planned),
+        *rounded_within(planned.plan),
         hiding(planned),
         *what_hides(planned.plan),
     ):

@@ -165,6 +165,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     if request.lora_rank is not None and published is not None:
         base = weightless_model(model_config, dtype, code=code)
         config = packed_as_published(request.model, model_config, base, config, dtype)
+    ways = ways_asked_for(request.collectives)
+    if ways is not None:  # memory is for the way that needs most
+        config = replace(config, collectives=max(ways, key=lambda way: way.within != "exact"))
     config = activations_kept_if_needed(model, config)
     micro_batches = MicroBatches.of_run(config, request.num_micro_batches)
     if micro_batches.run_together:
@@ -195,7 +198,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ),
         fused_attention=not memory_is_host,
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
-        ways=ways_asked_for(request.collectives),
+        ways=ways,
     )
     return PlannedRun(
         **vars(planned),

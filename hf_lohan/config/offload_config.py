@@ -192,10 +192,12 @@ class OffloadConfig:
 
     collectives: Collectives = ANY_EXACT_WAY
     """How several ranks exchange weights and gradients. "exact" is the fastest way that rounds nothing, according to
-    the plan. "quantized" rounds to int8 and int4 between nodes, as ZeRO++ does. A table sets single parts: `forward`
-    sends weights "exact", rounded to "int8", or as the "delta" of a step; `backward` reads weights from all nodes
-    ("world") or from a copy in each node ("node", which may be in "ram" or on the "ssd"); `gradients` are sent "exact",
-    in "int8" or in "int4". The plan chooses the parts that the table leaves out, and never chooses one that rounds."""
+    the plan. "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets single
+    parts: `forward` sends weights "exact", rounded to "int8", or as the "delta" of a step; `backward` reads weights
+    from all nodes ("world") or from a copy in each node ("node", which may be in "ram" or on the "ssd"); `gradients`
+    are sent "exact", in "int8" or in "int4"; `within` is the link between a node's RAM and each of its devices, where
+    "int8" and "int4" round gradients to 8 or 4 bits, and both round weights to 8. The plan chooses the parts that the
+    table leaves out, and never chooses one that rounds."""
 
     net_timeout: int | float | Literal["auto"] = AUTO
     """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, but at least

@@ -236,7 +236,8 @@ def check_collectives(name: str, value: object) -> Collectives:
             except ValueError as error:
                 raise ConfigError(str(error)) from None
     raise ConfigError(
-        f"{name}: {value!r} is not allowed; give 'exact', 'quantized', or a table of forward, backward and gradients"
+        f"{name}: {value!r} is not allowed; give 'exact', 'quantized', or a table of forward, backward, gradients and "
+        "within"
     )
 
 

@@ -141,10 +141,12 @@ class Device(ABC):
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         """Enqueue `dst.copy_(src)` on a copy lane, and record it in the timeline. Keeps both tensors alive."""
 
-    def run(self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor]) -> None:
-        """Enqueue ``work`` on a copy lane, and record it in the timeline: operations that read device memory, which
-        the same lane filled, and fill other device memory."""
-        with self.timeline.task(lane.in_timeline, "decode", num_bytes=fills.nbytes):
+    def run(
+        self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
+    ) -> None:
+        """Enqueue ``work`` on a copy lane, and record it in the timeline: operations that read device memory, which the
+        same lane filled or for which it waited, and fill other device memory."""
+        with self.timeline.task(lane.in_timeline, name, num_bytes=fills.nbytes):
             work()
 
     def fetch(self, dst: Tensor, src: Tensor) -> Event:

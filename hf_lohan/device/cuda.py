@@ -159,7 +159,9 @@ class CudaDevice(Device):
                 tensor.record_stream(stream)
         self.note_span(lane, "copy", began, ended, num_bytes=dst.nbytes)
 
-    def run(self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor]) -> None:
+    def run(
+        self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
+    ) -> None:
         with self._copy_locks[lane]:
             began = self.stamp(lane)
             with torch.cuda.stream(self._stream(lane)):
@@ -167,7 +169,7 @@ class CudaDevice(Device):
             ended = self.stamp(lane)
         for tensor in (fills, *reads):
             tensor.record_stream(self._stream(lane))
-        self.note_span(lane, "decode", began, ended, num_bytes=fills.nbytes)
+        self.note_span(lane, name, began, ended, num_bytes=fills.nbytes)
 
     def stamp(self, lane: Lane) -> Stamp:
         if self._clock is None:

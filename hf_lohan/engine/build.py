@@ -150,7 +150,12 @@ def build_updates(
         groups=groups,
         pipeline=pipeline,
         arrivals=GradientArrivals(
-            tiers.device, tiers.gradients, chunks, pipeline, keeps_dtypes=layout.keeps_gradient_dtypes
+            tiers.device,
+            tiers.gradients,
+            chunks,
+            pipeline,
+            keeps_dtypes=layout.keeps_gradient_dtypes,
+            coded=tiers.codecs.gradients_within,
         ),
         commits=commits,
         clip_history=clip_history,
@@ -230,7 +235,13 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: 
         tiers.rank_memory.weights.bytes,
         layout.common_blocks,
         read_bytes=layout.plan.staging_buffer_bytes,
-        parts=NodeShards(layout.ranks, layout.common_blocks, coded=tiers.codecs.weights, version_of=ring.version_of),
+        parts=NodeShards(
+            layout.ranks,
+            layout.common_blocks,
+            coded=tiers.codecs.weights,
+            within=tiers.codecs.weights_within,
+            version_of=ring.version_of,
+        ),
         decoder=_decoder(tiers, layout.common_blocks, tiers.staging),
     )
     return LockstepLoader(ring, source, layout.common_blocks)
@@ -365,7 +376,7 @@ def build_pass_parts(
         lifetime=lifetime,
         block_began=events.block_began,
         is_final_backward=events.is_final_backward,
-        slots=ring if tiers.codecs.weights is None else None,
+        slots=ring if not tiers.codecs.rounds_weights else None,
         block_of=updates.block_of,
     )
 

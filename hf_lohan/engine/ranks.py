@@ -20,6 +20,7 @@ from hf_lohan.planning import OffloadLayout, StepShape
 from hf_lohan.ranks import (
     GRADIENTS_INT4,
     GRADIENTS_INT8,
+    GRADIENTS_WITHIN,
     WEIGHTS_INT8,
     CodedTraffic,
     CommitAgreement,
@@ -41,12 +42,14 @@ _DIGEST_BYTES = 8
 _SHAPE = struct.Struct("<qq")
 _YES, _NO = b"yes", b"no"
 _GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
+_HOPS = {"between": "to other nodes", "within": "between its RAM and its device"}
 _NUM_MEASURED_STEPS = 3
 """Number of steps, from the first on, in which the coding error is measured. It is logged once after them."""
 
 
 class LinkCodecs:
-    """Codecs for data that one rank sends to other nodes. Logs a lossy codec when it is made, and its error later."""
+    """Codecs for data that one rank sends to other nodes, and to and from its device. Logs a lossy codec when it is
+    made, and its error later."""
 
     def __init__(self, collectives: Collectives, links: Links) -> None:
         """Make the codecs. All ranks call this together. Raises RanksDisagreeError if their settings differ."""
@@ -56,27 +59,36 @@ class LinkCodecs:
         self.changes: CodedTraffic | None = None
         """Codec for weights, if only the changes of a step are sent."""
         self.gradients: MeasuredCodec | None = None
-        if links.ranks.num_ranks > 1:
+        self.weights_within: MeasuredCodec | None = None
+        """Codec for weights on their way to the device."""
+        self.gradients_within: MeasuredCodec | None = None
+        ranks, within = links.ranks, collectives.within
+        if ranks.num_ranks > 1:
             _check_equal_settings(collectives, links)
-        if links.ranks.num_nodes == 1:
-            if collectives != Collectives():
-                logger.info(
-                    "collectives=%s has no effect, because all ranks are on one machine, where nothing is rounded",
-                    collectives.to_setting(),
-                )
+        elif collectives != Collectives():
+            logger.info("collectives=%s has no effect, because there is one rank", collectives.to_setting())
             return
-        if collectives.forward == "int8":
+        if ranks.num_nodes == 1 and replace(collectives, within="exact") != Collectives():
+            logger.info(
+                "collectives=%s has no effect between machines, because all ranks are on one machine",
+                collectives.to_setting(),
+            )
+        if ranks.num_nodes > 1 and collectives.forward == "int8":
             self.weights = MeasuredCodec("weights", WEIGHTS_INT8)
-        if collectives.gradients != "exact":
+        if ranks.num_nodes > 1 and collectives.gradients != "exact":
             self.gradients = MeasuredCodec("gradients", _GRADIENT_CODECS[collectives.gradients])
-        for lane, word in ((self.weights, collectives.forward), (self.gradients, collectives.gradients)):
-            if lane is not None and links.ranks.rank == 0:
-                logger.warning(
-                    "collectives: %s are sent between machines in %s, which rounds them, so this run differs from one "
-                    "with 'exact'",
-                    lane.name,
-                    word,
-                )
+        if within != "exact":
+            self.weights_within = MeasuredCodec("weights", WEIGHTS_INT8, "within", same_as=self.weights)
+            self.gradients_within = MeasuredCodec("gradients", GRADIENTS_WITHIN[within], "within")
+        for lane in self.all if ranks.rank == 0 else ():
+            assert isinstance(lane, MeasuredCodec)
+            logger.warning(
+                "collectives: %s are sent between %s in int%d, which rounds them, so this run differs from one with "
+                "'exact'",
+                lane.name,
+                "machines" if lane.hop == "between" else "a machine's RAM and its devices",
+                lane.codec.num_bits,
+            )
 
     def count_changes(self) -> CodedTraffic:
         """Send only a step's changes of weights to other nodes from now on. Returns the counter of their bytes."""
@@ -84,8 +96,14 @@ class LinkCodecs:
         return self.changes
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether devices compute with rounded weights."""
+        return self.weights is not None or self.weights_within is not None
+
+    @property
     def all(self) -> list[CodedTraffic]:
-        return [lane for lane in (self.weights, self.changes, self.gradients) if lane is not None]
+        lanes = (self.weights, self.changes, self.gradients, self.weights_within, self.gradients_within)
+        return [lane for lane in lanes if lane is not None]
 
     def end_step(self) -> None:
         """Log the coding error and stop measuring it after the first steps."""
@@ -96,10 +114,11 @@ class LinkCodecs:
             lane.stop_measuring()
             if lane.relative_rms is not None and lane.flushed_fraction is not None:
                 logger.info(
-                    "rank %d sent %s in %d steps with a relative error of %s (root mean square); %s of the values "
+                    "rank %d sent %s %s in %d steps with a relative error of %s (root mean square); %s of the values "
                     "became zero; %s were sent instead of %s",
                     self._links.ranks.rank,
                     lane.name,
+                    _HOPS[lane.hop],
                     self._num_steps,
                     percent(lane.relative_rms),
                     percent(lane.flushed_fraction),
@@ -113,7 +132,7 @@ class LinkCodecs:
         if self._links.ranks.num_ranks == 1:
             return {}
         coded = {
-            lane.name: {
+            lane.key: {
                 "exact_bytes": lane.exact_bytes,
                 "sent_bytes": lane.sent_bytes,
                 "relative_rms_error": lane.relative_rms,

@@ -6,18 +6,24 @@ number. With P parameters on Y nodes, where each node owns P / Y of them:
 
     weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy in the node
     gradients, summed in the node     (Y - 1) x payload(P / Y)      for each backward
+
+Within a node, all weights cross the link to each device, and each device's gradients cross it back:
+
+    weights, exact or coded           payload(P)                    for each pass
+    gradients, exact or coded         payload(P)                    for each backward
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias, get_args
 
 ForwardCodec: TypeAlias = Literal["auto", "exact", "int8", "delta"]
 BackwardSource: TypeAlias = Literal["auto", "world", "node", "ram", "ssd"]
 GradientCodec: TypeAlias = Literal["exact", "int8", "int4"]
+WithinCodec: TypeAlias = Literal["exact", "int8", "int4"]
 
 SUM_BYTES = 4
 """Bytes of one element of a sum of gradients."""
@@ -38,6 +44,11 @@ class CodecFormat:
         """Return the bytes of ``numel`` quantized values in whole blocks, and of their scales."""
         return -(-numel // self.block_numel) * (self.block_numel * self.num_bits // 8 + self.scale_bytes)
 
+    @property
+    def bytes_per_value(self) -> float:
+        """Bytes of a value in a whole block, with its share of the scale."""
+        return self.payload_bytes(self.block_numel) / self.block_numel
+
 
 WEIGHT_FORMAT = CodecFormat(num_bits=8, block_numel=256, scale_bytes=4)
 GRADIENT_FORMATS = {
@@ -45,10 +56,16 @@ GRADIENT_FORMATS = {
     "int4": CodecFormat(num_bits=4, block_numel=64, scale_bytes=2),
 }
 
+GRADIENT_FORMATS_WITHIN = {
+    "int8": CodecFormat(num_bits=8, block_numel=32, scale_bytes=2),
+    "int4": CodecFormat(num_bits=4, block_numel=32, scale_bytes=2),
+}
+"""Within a node. Parameters begin at multiples of this block in a chunk, so a chunk's coded gradient has no gaps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """How weights and gradients are sent between nodes. Within a node nothing is rounded."""
+    """How weights and gradients are sent between nodes, and between the memory of a node and its devices."""
 
     forward: ForwardCodec = "auto"
     """Weights between nodes. "exact" sends all bits, "int8" rounds, and "delta" sends the exact change of a step.
@@ -61,6 +78,10 @@ class Collectives:
     gradients: GradientCodec = "exact"
     """Gradients between nodes. "exact" sends float32 sums, and "int8" and "int4" round them."""
 
+    within: WithinCodec = "exact"
+    """Weights and gradients within a node, on the link of each device. "exact" copies all bits. "int8" and "int4" round
+    gradients to 8 or 4 bits, and both round weights to 8 bits."""
+
     def __post_init__(self) -> None:
         for name, allowed in COLLECTIVE_VALUES.items():
             if getattr(self, name) not in allowed:
@@ -70,7 +91,12 @@ class Collectives:
     @property
     def is_exact(self) -> bool:
         """Whether nothing is rounded."""
-        return self.forward != "int8" and self.gradients == "exact"
+        return self.forward != "int8" and self.gradients == "exact" and self.within == "exact"
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether devices compute with rounded weights."""
+        return self.forward == "int8" or self.within != "exact"
 
     @property
     def keeps_own(self) -> bool:
@@ -79,11 +105,14 @@ class Collectives:
 
     def to_setting(self) -> str | dict[str, str]:
         """Return the setting in JSON types. It is a word if one exists, and otherwise the fields that are not
-        "auto"."""
+        "auto", without `within` if it rounds nothing."""
         for word in COLLECTIVE_WORDS:
             if self == collectives_of_word(word):
                 return word
-        return {name: value for name, value in asdict(self).items() if value != "auto"}
+        fields = {name: value for name, value in asdict(self).items() if value != "auto"}
+        if self.within == "exact":
+            del fields["within"]
+        return fields
 
     def open_ways(self) -> tuple[Collectives, ...]:
         """The ways among which a plan of several nodes may choose, without "auto" or "node"."""
@@ -92,7 +121,7 @@ class Collectives:
         sources = copies.get(self.backward, (self.backward,))
         if self.forward == "delta" and self.backward == "world":
             sources = ("ram", "ssd")
-        return _ways(forwards, sources, (self.gradients,))
+        return _ways(forwards, sources, (self.gradients,), self.within)
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int, packed_bytes: int = 0) -> int:
         """Return the payload bytes of weights: ``num_params`` that may be rounded, and ``packed_bytes`` of packed ones,
@@ -107,32 +136,51 @@ class Collectives:
         """Return the payload bytes of gradients. ``itemsize``: bytes of each element if it is not quantized."""
         return numel * itemsize if self.gradients == "exact" else GRADIENT_FORMATS[self.gradients].payload_bytes(numel)
 
+    def weight_fraction_within(self, itemsize: float) -> float:
+        """Return the bytes of weights on a device's link, divided by those of weights of ``itemsize`` bytes."""
+        return 1.0 if self.within == "exact" else WEIGHT_FORMAT.bytes_per_value / itemsize
+
+    def gradient_fraction_within(self, itemsize: float) -> float:
+        """Return the bytes of gradients on a device's link, divided by those of gradients of ``itemsize`` bytes."""
+        return 1.0 if self.within == "exact" else GRADIENT_FORMATS_WITHIN[self.within].bytes_per_value / itemsize
+
 
 COLLECTIVE_VALUES: dict[str, tuple[str, ...]] = {
     "forward": get_args(ForwardCodec),
     "backward": get_args(BackwardSource),
     "gradients": get_args(GradientCodec),
+    "within": get_args(WithinCodec),
 }
 """Allowed values of each field."""
 COLLECTIVE_WORDS = ("exact", "quantized")
 ANY_EXACT_WAY = Collectives()
 WAY_WITHIN_A_NODE = Collectives(forward="exact", backward="world")
+ZERO_PLUS_PLUS = Collectives(forward="int8", backward="node", gradients="int4", within="int4")
 
 
 def collectives_of_word(word: str) -> Collectives:
-    """Return the setting of a word. "exact" allows every way that rounds nothing. "quantized" is ZeRO++."""
-    return Collectives(forward="int8", backward="node", gradients="int4") if word == "quantized" else ANY_EXACT_WAY
+    """Return the setting of a word. "exact" allows every way that rounds nothing. "quantized" is ZeRO++, between nodes
+    and within them."""
+    return ZERO_PLUS_PLUS if word == "quantized" else ANY_EXACT_WAY
 
 
 def all_ways() -> tuple[Collectives, ...]:
-    """Return all ways to exchange weights and gradients between nodes. Ways that round nothing come first."""
+    """Return all ways to exchange weights and gradients between nodes, and those of ZeRO++ that also round within
+    nodes. Ways that round nothing come first."""
     ways = _ways(("exact", "delta", "int8"), ("world", "ram", "ssd"), get_args(GradientCodec))
-    return tuple(sorted(ways, key=lambda way: not way.is_exact))
+    return (*sorted(ways, key=lambda way: not way.is_exact), *ZERO_PLUS_PLUS.open_ways())
 
 
-def _ways(forwards: Iterable[Any], sources: Iterable[Any], gradients: Iterable[Any]) -> tuple[Collectives, ...]:
+def ways_within(asked: Iterable[Collectives]) -> tuple[Collectives, ...]:
+    """Return the ways of ranks that are all on one node."""
+    return tuple(dict.fromkeys(replace(WAY_WITHIN_A_NODE, within=way.within) for way in asked))
+
+
+def _ways(
+    forwards: Iterable[Any], sources: Iterable[Any], gradients: Iterable[Any], within: WithinCodec = "exact"
+) -> tuple[Collectives, ...]:
     return tuple(
-        Collectives(forward=forward, backward=backward, gradients=codec)
+        Collectives(forward=forward, backward=backward, gradients=codec, within=within)
         for codec, forward, backward in product(gradients, forwards, sources)
         if forward != "delta" or backward != "world"  # "delta" needs a copy
     )

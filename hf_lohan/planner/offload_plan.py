@@ -173,11 +173,24 @@ class Lanes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkBytes:
+    """Bytes of weights and gradients on the link of one device in a step."""
+
+    h2d: int
+    """Weights, on their way to the device."""
+    d2h: int
+    """Gradients, on their way back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankPrediction:
     """The part of a prediction for several ranks."""
 
     bytes_by_collective: dict[CollectiveName, int]
     """Bytes that one node sends in a step."""
+    link_bytes: LinkBytes
+    exact_link_bytes: LinkBytes
+    """The same bytes if nothing is rounded within a node."""
     hides_from_tokens: dict[str, float | None]
     """For each resource, the number of tokens per step (of all ranks) with which it is busy for as long as the devices
     compute. None if it takes longer than computing with any number of tokens."""

@@ -20,6 +20,7 @@ records.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -138,6 +139,10 @@ class PoolRequest:
     """Whether parameters pass through host buffers to the device. False if its memory is the host's."""
     stages_codes: bool = False
     """Whether packed weights pass through host buffers, and are decoded from there."""
+    coded_block_bytes: int = 0
+    """Bytes of the largest payload in which a block goes to the device. 0 if blocks go there as they are."""
+    coded_gradient_bytes: float = 0.0
+    """Bytes of an element of a gradient that is coded on the device. 0 if none is."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
     """Size of the smallest chunks, in whole granules. Larger chunks are 2, 4, ... times as large."""
     whole_numel: int = 0
@@ -163,6 +168,12 @@ class PoolRequest:
         num_lanes = 1 + any(block.size_class is SizeClass.EXPERT for block in self.blocks)
         of_codes = DECODING_BYTES_PER_CODE * staging_buffer_bytes if self.stages_params else 0
         return num_lanes * (largest_bytes + of_codes)
+
+    def payload_bytes(self, chunk_numel: int) -> int:
+        """Memory of the device for payloads of its link: of one block, where its memory is not the host's, and of the
+        gradient of one chunk."""
+        block_bytes = self.coded_block_bytes if self.stages_params else 0
+        return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel)
 
     @property
     def whole_bytes(self) -> int:
@@ -200,7 +211,7 @@ class PoolPlan:
     whole_device_bytes: int = 0
     """Memory for updates of whole parameters: RAM beside the buffers, and device memory beside the slots."""
     unpacking_bytes: int = 0
-    """Device memory in which packed weights are decoded."""
+    """Device memory in which packed weights are decoded, and for payloads of a link with codecs."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -263,7 +274,8 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         num_slots=num_slots,
         whole_bytes=request.whole_bytes,
         whole_device_bytes=request.whole_device_bytes,
-        unpacking_bytes=request.unpacking_bytes(per_staging * chunk_numel * MASTER_ITEMSIZE_BYTES),
+        unpacking_bytes=request.unpacking_bytes(per_staging * chunk_numel * MASTER_ITEMSIZE_BYTES)
+        + request.payload_bytes(chunk_numel),
     )
 
 
@@ -282,6 +294,7 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
     }
     minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
     minimum += request.whole_device_bytes + request.unpacking_bytes(request.least_chunk_numel * MASTER_ITEMSIZE_BYTES)
+    minimum += request.payload_bytes(request.least_chunk_numel)
     if minimum > request.gpu_memory_bytes:
         of_device, least = "", f"set gpu_memory to at least {minimum}"
         if request.device_memory_bytes is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_lohan.config import Collectives
 from hf_lohan.model import Block
-from hf_lohan.planner.collectives import WEIGHT_FORMAT
+from hf_lohan.planner.collectives import WEIGHT_FORMAT, WithinCodec
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import Ranks
 from hf_lohan.store import RecordSpec
@@ -57,6 +57,11 @@ def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
         return 0
     kept_by_rank = [kept_ranks(ranks.of_rank(rank), keeps_own=way.keeps_own) for rank in range(ranks.num_ranks)]
     return max(sum(part_bytes(block, other) for block in blocks for other in kept) for kept in kept_by_rank)
+
+
+def coded_bytes_within(block: Block, within: WithinCodec) -> int:
+    """Return the bytes of the payload in which the block goes to devices; 0 if it goes there as it is."""
+    return 0 if within == "exact" or block.packed_slices else WEIGHT_FORMAT.payload_bytes(block.numel)
 
 
 def message_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:

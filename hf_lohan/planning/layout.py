@@ -42,9 +42,9 @@ from hf_lohan.planner import (
     plan_pools,
     step_traffic,
 )
-from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.planner.collectives import GRADIENT_FORMATS_WITHIN, WAY_WITHIN_A_NODE, WithinCodec, ways_within
 from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
-from hf_lohan.planning.kept_weights import kept_bytes, kept_records, message_bytes
+from hf_lohan.planning.kept_weights import coded_bytes_within, kept_bytes, kept_records, message_bytes
 from hf_lohan.planning.shared_machine import Share, rank_paths, share_of_machine, whole_machine
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
@@ -306,7 +306,7 @@ class _WholeBlocks:
     def shape(self, block: Block) -> BlockShape:
         return block.shape()
 
-    def shared_weight_bytes(self, blocks: Sequence[Block]) -> int:
+    def shared_weight_bytes(self, blocks: Sequence[Block], within: WithinCodec) -> int:
         return 0
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
@@ -336,11 +336,13 @@ class _Shards(_WholeBlocks):
     def shape(self, block: Block) -> BlockShape:
         return block.shape(self._ranks.rank)
 
-    def shared_weight_bytes(self, blocks: Sequence[Block]) -> int:
-        return _SHARED_BLOCKS * max(block.fetched_bytes for block in blocks if block.owner is None)
+    def shared_weight_bytes(self, blocks: Sequence[Block], within: WithinCodec) -> int:
+        return _SHARED_BLOCKS * max(
+            block.fetched_bytes + coded_bytes_within(block, within) for block in blocks if block.owner is None
+        )
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
-        return tuple(asked) if self._ranks.num_nodes > 1 else (WAY_WITHIN_A_NODE,)
+        return tuple(asked) if self._ranks.num_nodes > 1 else ways_within(asked)
 
     def spilled_bytes(self, layout: OffloadLayout) -> int:
         blocks = (block for block in layout.blocks if block.name in layout.plan.spilled_blocks)
@@ -412,7 +414,8 @@ def lay_out(
     blocks = form.model_blocks.blocks
     sums_gradients = sums_gradients or shards.gradients_are_summed
     trained = [block.master for block in blocks if block.state_numel] or [form.master]
-    shared_bytes = shards.shared_weight_bytes(blocks)
+    within = config.collectives.within if ranks.num_ranks > 1 else "exact"
+    shared_bytes = shards.shared_weight_bytes(blocks, within)
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
     open_ways = shards.ways(config.collectives.open_ways())
@@ -436,6 +439,8 @@ def lay_out(
         halves_gradients=not sums_gradients and all(master.working_dtype.itemsize == 2 for master in trained),
         stages_params=not memory_is_host,
         stages_codes=any(block.packed_slices for block in blocks),
+        coded_block_bytes=max(coded_bytes_within(block, within) for block in blocks),
+        coded_gradient_bytes=0.0 if within == "exact" else GRADIENT_FORMATS_WITHIN[within].bytes_per_value,
         min_chunk_numel=max(block.granule_numel for block in blocks),
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),

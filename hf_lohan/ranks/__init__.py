@@ -6,10 +6,17 @@ of process groups. Every wait knows for which ranks it waits and how long, so th
 between nodes it has codecs (`BlockCodec`, and `StepDelta` without loss).
 """
 
-from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
+from hf_lohan.ranks.collectives.block_codec import (
+    GRADIENTS_INT4,
+    GRADIENTS_INT8,
+    GRADIENTS_WITHIN,
+    WEIGHTS_INT8,
+    BlockCodec,
+    CodingError,
+)
 from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
 from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
-from hf_lohan.ranks.collectives.rank_order_sum import sum_in_rank_order_
+from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL, CodedValues, sum_in_rank_order_
 from hf_lohan.ranks.collectives.row_exchange import CallOfRank, ExpertCall, RowExchange
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
@@ -24,13 +31,16 @@ from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 __all__ = [
     "GRADIENTS_INT4",
     "GRADIENTS_INT8",
+    "GRADIENTS_WITHIN",
     "HEAD_BYTES",
     "SINGLE_RANK",
+    "SUM_TILE_NUMEL",
     "WEIGHTS_INT8",
     "BlockCodec",
     "CallOfRank",
     "Channel",
     "CodedTraffic",
+    "CodedValues",
     "CodingError",
     "CommitAgreement",
     "CompleteGradient",

@@ -161,7 +161,8 @@ def on_bytes(findings: Findings) -> str:
 def _coded(findings: Findings) -> str:
     """Write the size and error of coded data that was sent."""
     words = [
-        f"{name} in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"
+        f"{name.replace('_within', ' within the node')} "
+        f"in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"
         + (f", off by {percent(error)}" if (error := of_lane.get("relative_rms_error")) is not None else "")
         for name, of_lane in (findings.summary.get("coded") or {}).items()
         if of_lane["exact_bytes"]

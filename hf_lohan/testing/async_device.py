@@ -143,12 +143,19 @@ class AsyncDevice(CpuDevice):
 
         self._lanes[lane].queue.put(run)
 
-    def run(self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor]) -> None:
-        self._read_in_lane.update(tensor.untyped_storage().data_ptr() for tensor in reads)
+    def run(
+        self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
+    ) -> None:
+        read = {tensor.untyped_storage().data_ptr() for tensor in reads}
+        if lane is Lane.H2D:
+            self._read_in_lane.update(read)
         host_knew = self.host_knows
 
         def run_late() -> None:
-            busy_until = self._busy_until.get(fills.untyped_storage().data_ptr(), 0)
+            busy_until = max(
+                self._busy_until.get(fills.untyped_storage().data_ptr(), 0),
+                *(self._written_until.get(address, 0) for address in read),
+            )
             if busy_until > max(self._lanes[lane].knows, host_knew):
                 self.num_races += 1
                 _poison(fills)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from hf_lohan.device import Buffer, BufferPool, Device, Lane
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
 from hf_lohan.planner import SizeClass
+from hf_lohan.ranks import MeasuredCodec
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates.gradients import ArrivedChunk
 from hf_lohan.updates.handover import WeightSlots
@@ -44,12 +46,17 @@ class GradientArrivals:
         pipeline: GradientPipeline,
         *,
         keeps_dtypes: bool = False,
+        coded: MeasuredCodec | None = None,
     ) -> None:
-        """`keeps_dtypes`: see `UpdateSetup.keeps_gradient_dtypes`."""
+        """`keeps_dtypes`: see `UpdateSetup.keeps_gradient_dtypes`. `coded`: the codec of gradients that all ranks have,
+        on their way to the host."""
         self._device = device
         self._pool = pool
         self._pipeline = pipeline
         self._keeps_dtypes = keeps_dtypes
+        self._coded = coded
+        self._payload: Tensor | None = None
+        """Device memory for the payload of one piece. Work of the D2H lane alone uses it."""
         self._context = BackwardContext()
         self._open: dict[Chunk, ArrivedChunk] = {}
         self._pieces: dict[ParamSlice, list[ChunkPiece]] = {}
@@ -87,15 +94,33 @@ class GradientArrivals:
     def _copy_piece(self, piece: ChunkPiece, flat: Tensor) -> ArrivedChunk:
         arrived = self._open.get(piece.chunk)
         if arrived is None:
+            codec = self._coded.codec if self._coded is not None and piece.chunk.block.owner is None else None
             keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
                 buffer = self._acquire_buffer(piece.chunk.block, half=keeps_dtype)
-            arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype)
+            arrived = ArrivedChunk(piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype, codec=codec)
+            self._open[piece.chunk] = arrived
         source = flat[piece.start_in_slice : piece.start_in_slice + piece.numel]
-        self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
+        if arrived.codec is None:
+            self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
+        else:
+            self._copy_coded(source, *arrived.coded_landing(piece))
         arrived.events.append(self._device.record(Lane.D2H))
         arrived.pieces.append(piece)
         return arrived
+
+    def _copy_coded(self, source: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Encode a piece on the device, and copy its payload."""
+        coded, device = self._coded, self._device
+        assert coded is not None
+        if self._payload is None:
+            self._payload = device.empty(coded.codec.message_bytes(self._pool.buffer_bytes // 4))
+        message = self._payload[: coded.codec.message_bytes(source.numel())]
+        encode = partial(coded.encode_into, source, message)
+        device.run(Lane.D2H, encode, fills=message, reads=(source,), name="encode")
+        device.copy(Lane.D2H, codes, message[: codes.numel()])
+        device.copy(Lane.D2H, scales, message[codes.numel() :])
+        coded.count(source.numel() * 4, message.numel())
 
     def _acquire_buffer(self, block: Block, *, half: bool) -> Buffer:
         began_s = time.monotonic()

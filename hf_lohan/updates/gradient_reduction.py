@@ -96,7 +96,8 @@ class GradientReduction:
                 f"a gradient of {chunk} arrived after this rank had sent its part of it to the others; announce a "
                 "step's last backward by gradient_accumulation_steps or announce_backward"
             )
-        for piece in chunk.pieces:
+        codec, gradient.codec = gradient.codec, None  # its mean is not coded
+        for piece in chunk.pieces if codec is None else ():
             if piece.param_slice not in gradient.slices:
                 gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # this part was not initialized
         self.published.add(chunk)
@@ -105,7 +106,7 @@ class GradientReduction:
             self._waiting[chunk], sent_buffer = (gradient, apply, on_unwanted), None
         else:
             on_unwanted()
-        self._exchange.publish(self._key_of[chunk], gradient.values, _slice_bits(gradient), sent_buffer)
+        self._exchange.publish(self._key_of[chunk], gradient.values, _slice_bits(gradient), sent_buffer, codec)
 
     def _apply_mean(self, complete: CompleteGradient) -> None:
         """Apply the mean of one of this rank's chunks after all ranks have published their gradients. Called on the

@@ -19,6 +19,7 @@ from hf_lohan.device import Buffer, Event, TopPlace
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.optim import widen_in_place
+from hf_lohan.ranks import SUM_TILE_NUMEL, BlockCodec, CodedValues
 from hf_lohan.store import RecordFiles, RecordRead
 from hf_lohan.threads import use_all_cores
 from hf_lohan.updates.setup import UpdateSetup
@@ -40,6 +41,8 @@ class ArrivedChunk:
     events: list[Event] = field(default_factory=list)
     keeps_dtype: bool = False
     """Whether the gradient keeps this dtype, in a buffer that may be half of one. If not, it is widened to float32."""
+    codec: BlockCodec | None = None
+    """The codec of the payloads in which pieces arrive. `wait` decodes them to float32."""
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -53,13 +56,47 @@ class ArrivedChunk:
         start_byte = self.chunk.numel * (self.held_dtype.itemsize - self.dtype.itemsize)
         return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
 
-    def wait(self) -> Tensor:
-        """Wait until the whole gradient is in the buffer. Returns it as [chunk.numel] in `held_dtype`, with zeros in
-        the padding."""
+    def coded_landing(self, piece: ChunkPiece) -> tuple[Tensor, Tensor]:
+        """The memory, as bytes, to which the codes and the scales of a piece go."""
+        part = self._coded_values().part(piece.start_in_chunk, piece.stop_in_chunk)
+        return part.codes.view(torch.uint8), part.scales.view(torch.uint8)
+
+    def _coded_values(self) -> CodedValues:
+        assert self.codec is not None
+        return CodedValues.in_place_of(self.buffer.view(torch.float32, self.chunk.numel), self.codec)
+
+    def wait_coded(self) -> None:
+        """Wait until the whole gradient is in the buffer. It stays coded, with zeros in the padding and for parameters
+        without a gradient."""
+        self._wait_for_copies()
+        assert self.codec is not None
+        coded, block, end = self._coded_values(), self.codec.block_numel, 0
+        for piece in sorted(self.pieces, key=lambda piece: piece.start_in_chunk):
+            coded.part(end, piece.start_in_chunk).zero_()
+            end = -(-piece.stop_in_chunk // block) * block
+        coded.part(end, self.chunk.numel).zero_()
+
+    def _decode(self) -> Tensor:
+        """Decode the payloads of all pieces in their buffer."""
+        values, coded = self.buffer.view(torch.float32, self.chunk.numel), self._coded_values().with_own_scales()
+        for piece in sorted(self.pieces, key=lambda piece: piece.start_in_chunk):
+            for first in range(piece.start_in_chunk, piece.stop_in_chunk, SUM_TILE_NUMEL):
+                stop = min(first + SUM_TILE_NUMEL, piece.stop_in_chunk)
+                values[first:stop].copy_(coded.part(first, stop).decoded())
+        return values
+
+    def _wait_for_copies(self) -> None:
         for event in self.events:
             event.synchronize()
         self.events.clear()
-        if self.dtype == self.held_dtype:
+
+    def wait(self) -> Tensor:
+        """Wait until the whole gradient is in the buffer. Returns it as [chunk.numel] in `held_dtype`, with zeros in
+        the padding."""
+        self._wait_for_copies()
+        if self.codec is not None:
+            gradient = self._decode()
+        elif self.dtype == self.held_dtype:
             gradient = self.landing
         else:
             gradient = widen_in_place(self.buffer.bytes, self.dtype, self.chunk.numel)
@@ -85,6 +122,8 @@ class ChunkGradient:
     """Whether the norms of the summed parameters are known."""
     spill_write: IoRequest | None = None
     spilled_to: RecordFiles | None = None
+    codec: BlockCodec | None = None
+    """The codec of `values`, if they are coded in their memory."""
     is_zero: bool = False
     """Whether the gradient is zeros, which need no buffer and no measurement."""
 
@@ -258,12 +297,16 @@ class HeldGradients:
         """A heap of the negated keys of gradients in buffers that have room on the SSD. Some of these gradients may be
         gone."""
 
-    def add_arrived(self, arrived: ArrivedChunk) -> ChunkGradient:
-        """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is not held any more."""
+    def add_arrived(self, arrived: ArrivedChunk, *, may_stay_coded: bool = False) -> ChunkGradient:
+        """Add an arrived chunk to its held gradient, if one exists. Returns the sum, which is not held any more. With
+        ``may_stay_coded``, the gradient of a single backward is returned as it arrived."""
         slices = {piece.param_slice for piece in arrived.pieces}
         gradient = self._pop(self._key(arrived.chunk))
-        if gradient is not None or arrived.dtype != arrived.held_dtype:
-            use_all_cores()  # for widening and adding, and because torch measures sums on all cores
+        if gradient is None and may_stay_coded and arrived.codec is not None:
+            arrived.wait_coded()
+            return ChunkGradient(arrived.chunk, arrived.buffer, slices, codec=arrived.codec)
+        if gradient is not None or arrived.dtype != arrived.held_dtype or arrived.codec is not None:
+            use_all_cores()  # for decoding, widening and adding, and because torch measures sums on all cores
         values = arrived.wait()
         if gradient is None:
             return ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.held_dtype)

@@ -87,8 +87,8 @@ class UpdateWorker:
             if not self._are_held:
                 self._queue.refuse_second(arrived)
             self.undo_guesses()
-        gradient = self._held.add_arrived(arrived)
         is_shared = self._exchange is not None and self._exchange.is_shared(arrived.chunk)
+        gradient = self._held.add_arrived(arrived, may_stay_coded=is_final and is_shared)
         if self._exchange is not None and not is_shared:
             gradient.measure_again()
         if not is_final:

@@ -1,9 +1,10 @@
 """Sends a rank's shards to other nodes, and keeps shards of other nodes on this node.
 
 A shard is sent unchanged, or rounded by a codec. With a codec all ranks compute with the rounded weights, even those of
-the sending node, and only the store has the exact weights. Packed weights are never rounded again. One rank of each
-node receives a shard and may keep it. A kept shard is not sent again until an update changes the block. After that,
-only the changes of the step may be sent.
+the sending node, and only the store has the exact weights. Within a node a codec may round whole blocks on their way to
+devices. A shard that was coded for other nodes is not coded again. Packed weights are never rounded again. One rank of
+each node receives a shard and may keep it. A kept shard is not sent again until an update changes the block. After
+that, only the changes of the step may be sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hf_lohan.model import Block, ranges
 from hf_lohan.planning import coded_numel, part_bytes
-from hf_lohan.ranks import CodedTraffic, MeasuredCodec, PayloadReader, Ranks, StepDelta
+from hf_lohan.ranks import BlockCodec, CodedTraffic, MeasuredCodec, PayloadReader, Ranks, StepDelta
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
 
@@ -46,16 +47,19 @@ class NodeShards:
         blocks: Sequence[Block],
         *,
         coded: MeasuredCodec | None = None,
+        within: MeasuredCodec | None = None,
         changes: CodedTraffic | None = None,
         kept: PeerWeightCache | None = None,
         version_of: Callable[[Block], int] = lambda block: 0,
     ) -> None:
-        """``coded``: the codec that rounds shards. ``changes``: counts the traffic. If it is set, only the changes of
+        """``coded``: the codec that rounds shards. ``within``: the codec of blocks on their way to devices; it has the
+        format of ``coded``. ``changes``: counts the traffic. If it is set, only the changes of
         blocks that were sent before are sent. ``kept``: memory for the shards of `kept_ranks`. ``version_of``: returns
         the number of changes of a block, equal on all ranks."""
         assert changes is None or kept is not None, "sending changes needs kept shards"
         self._ranks = ranks
         self._coded = coded
+        self.within = within
         self._changes = changes
         self._version_of = version_of
         self._versions: dict[Block, int] = {}
@@ -106,6 +110,33 @@ class NodeShards:
         """Return whether a later load may use data of this version that is received now."""
         return self.keeps and self._version_of(block) == version
 
+    # Blocks on their way to devices.
+
+    def coded_bytes(self, block: Block) -> int:
+        """Return the bytes of the payload of a whole block for devices; 0 if its weights go there as they are. Packed
+        weights are not coded again."""
+        if self.within is None or block.packed_slices:
+            return 0
+        return self.within.codec.message_bytes(block.numel)
+
+    def code_part(self, block: Block, rank: int, entry: Tensor, coded: Tensor | None) -> None:
+        """Write a rank's part of the payload ``coded`` of a whole block. ``entry`` has the rank's shard, or its payload
+        if shards are rounded between nodes."""
+        part, within = part_of(block, rank, entry), self.within
+        if coded is None or not part.numel():
+            return
+        assert within is not None
+        codec, (first, _) = within.codec, block.rank_ranges[rank]
+        codes, scales = coded.split([codec.codes_bytes(block.numel), codec.scales_bytes(block.numel)])
+        scratch = torch.empty(codec.message_bytes(min(_CODED_PIECE_NUMEL, part.numel())), dtype=torch.uint8)
+        for piece, place in _pieces(part, codec):
+            message = part.view(torch.uint8)[place] if self._coded is not None else within.encode(piece, scratch)
+            low, num_bytes = codec.codes_bytes(first), codec.codes_bytes(piece.numel())
+            codes[low : low + num_bytes].copy_(message[:num_bytes])
+            low = codec.scales_bytes(first)
+            scales[low : low + message.numel() - num_bytes].copy_(message[num_bytes:])
+            first += piece.numel()
+
     # This rank's shard.
 
     def make_own(self, block: Block, entry: Tensor, *, sends: bool, keeps: bool = True) -> tuple[int, Tensor]:
@@ -113,7 +144,8 @@ class NodeShards:
         payload to send. ``keeps``: see `keeps_load`."""
         part = part_of(block, self._ranks.rank, entry)
         if self._coded is not None:
-            return _CODED, self._round(part, coded_numel(block, self._ranks.rank), self._coded)
+            numel = coded_numel(block, self._ranks.rank)
+            return _CODED, self._round(part, numel, self._coded, keeps_payload=bool(self.coded_bytes(block)))
         if not sends or not keeps or self._changes is None or self._kept is None:
             return _RAW, part
         form, message = _RAW, part
@@ -132,15 +164,19 @@ class NodeShards:
                 counted.count(part_bytes(block, self._ranks.rank), message.nbytes)
 
     @staticmethod
-    def _round(part: Tensor, numel: int, coded: MeasuredCodec) -> Tensor:
+    def _round(part: Tensor, numel: int, coded: MeasuredCodec, *, keeps_payload: bool) -> Tensor:
         """Return the payload of a shard, whose first ``numel`` elements are coded, and replace these by the decoded
-        ones."""
+        ones, or by the payload itself."""
         packed = part[numel:].view(torch.uint8)
         code_bytes = coded.codec.message_bytes(numel)
         message = torch.empty(code_bytes + packed.numel(), dtype=torch.uint8)
-        for piece, place in _pieces(part[:numel], coded):
-            coded.codec.decode(coded.encode(piece, message[place]), piece)
+        for piece, place in _pieces(part[:numel], coded.codec):
+            payload = coded.encode(piece, message[place])
+            if not keeps_payload:
+                coded.codec.decode(payload, piece)
         message[code_bytes:].copy_(packed)
+        if keeps_payload:
+            part.view(torch.uint8)[: message.numel()].copy_(message)
         return message
 
     # Shards of other nodes.
@@ -161,10 +197,12 @@ class NodeShards:
             numel = coded_numel(block, rank)
             max_bytes = self._coded.codec.message_bytes(min(_CODED_PIECE_NUMEL, numel))
             scratch = torch.empty(max_bytes, dtype=torch.uint8)
-            for piece, place in _pieces(part[:numel], self._coded):
-                message = scratch[: place.stop - place.start]
+            keeps_payload = bool(self.coded_bytes(block))
+            for piece, place in _pieces(part[:numel], self._coded.codec):
+                message = part.view(torch.uint8)[place] if keeps_payload else scratch[: place.stop - place.start]
                 payload.read_into(message)
-                self._coded.codec.decode(message, piece)
+                if not keeps_payload:
+                    self._coded.codec.decode(message, piece)
             if numel < part.numel():
                 payload.read_into(part[numel:])
         else:
@@ -173,9 +211,9 @@ class NodeShards:
             self._kept.write(block, rank, part)
 
 
-def _pieces(part: Tensor, coded: MeasuredCodec) -> Iterator[tuple[Tensor, slice]]:
+def _pieces(part: Tensor, codec: BlockCodec) -> Iterator[tuple[Tensor, slice]]:
     """Iterate over the pieces of a shard, each with its slice of the coded payload."""
     end = 0
     for start, stop in ranges(part.numel(), _CODED_PIECE_NUMEL):
-        begin, end = end, end + coded.codec.message_bytes(stop - start)
+        begin, end = end, end + codec.message_bytes(stop - start)
         yield part[start:stop], slice(begin, end)

@@ -72,6 +72,8 @@ class _SharedLoad:
     is_wanted: Callable[[], bool]
     sends: bool
     """Whether this rank's shard is sent to other nodes."""
+    coded: Tensor | None = None
+    """The payload of the block for devices, in shared host memory, if a codec rounds it on its way there."""
     has_ended: bool = False
     """Whether the delivery from updates has ended."""
     error: BaseException | None = None
@@ -112,11 +114,12 @@ class SharedWeights:
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
         bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded. ``decoder``: for blocks with
         packed weights, which each rank decodes on the way from the shared memory to its device."""
-        largest = max(blocks, key=lambda block: block.fetched_bytes)
-        if memory.numel() < largest.fetched_bytes:
+        self._parts = parts or NodeShards(links.ranks, blocks)
+        largest = max(blocks, key=self._region_bytes)
+        if memory.numel() < self._region_bytes(largest):
             raise ValueError(
                 f"the memory that ranks share has {memory.numel()} bytes, and block {largest.name} needs "
-                f"{largest.fetched_bytes} bytes; share at least that much"
+                f"{self._region_bytes(largest)} bytes; share at least that much"
             )
         self._device = device
         self._store = store
@@ -128,7 +131,10 @@ class SharedWeights:
         self._number_of = {block: number for number, block in enumerate(blocks)}
         self._read_bytes = read_bytes
         self._decoder = decoder
-        self._parts = parts or NodeShards(links.ranks, blocks)
+        self._coded_on_device: Tensor | None = None
+        """Device memory for the payload of one block. Work of the H2D lane alone uses it."""
+        if self._parts.within is not None and not device.memory_is_host:
+            self._coded_on_device = device.empty(max(map(self._parts.coded_bytes, blocks)))
         self._regions = SharedRegions(memory.numel())
         self._loads: dict[int, _SharedLoad] = {}
         """The loads in their order. The links' lock guards this dict and the progress of the loads."""
@@ -168,16 +174,18 @@ class SharedWeights:
 
     def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         self._free_taken()
-        start = self._regions.find_start(block.fetched_bytes)
+        start = self._regions.find_start(self._region_bytes(block))
         is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
         self._wants_room = start is None
         if start is None or is_coming:  # updates deliver a block to only one place at a time
             return False
-        self._regions.take_region(number, start, block.fetched_bytes)
-        entry = self._memory[start : start + block.fetched_bytes].view(block.master.working_dtype)
+        self._regions.take_region(number, start, self._region_bytes(block))
+        values, coded = self._memory[start:][: self._region_bytes(block)].tensor_split([block.fetched_bytes])
+        entry = values.view(block.master.working_dtype)
         is_kept = self._parts.is_kept(block, version, number)
         missing = set() if is_kept else self._parts.senders(block)
         load = _SharedLoad(number, block, version, entry, missing, is_wanted, sends=not is_kept)
+        load.coded = coded if coded.numel() else None
         with self._links.lock:
             self._loads[number] = load
             self._not_taken[number] = set(self._ranks.on_this_node)
@@ -186,6 +194,10 @@ class SharedWeights:
             self._links.notify()  # shards from other nodes may wait for the region
         self._begin_own_shard(load)
         return True
+
+    def _region_bytes(self, block: Block) -> int:
+        """Return the bytes of shared memory of a load of the block."""
+        return block.fetched_bytes + self._parts.coded_bytes(block)
 
     def _is_over(self, load: _SharedLoad) -> bool:
         """Return whether another load of the block may begin."""
@@ -215,6 +227,8 @@ class SharedWeights:
         if load.block.packed_slices:
             assert self._decoder is not None, f"{load.block} has packed weights"
             self._decoder.load(load.block, weights, load.entry)
+        elif load.coded is not None:
+            self._copy_coded(load.coded, weights)
         else:
             self._device.copy(Lane.H2D, weights, load.entry)
         ready = self._device.record(Lane.H2D)
@@ -222,6 +236,19 @@ class SharedWeights:
             del self._loads[number], self._filled[number], self._announced[number]
         self._copier.submit(lambda: self._wait_for_copy(number, ready))
         return ready
+
+    def _copy_coded(self, coded: Tensor, weights: Tensor) -> None:
+        """Copy the payload of a block to the device, and decode it there to ``weights``."""
+        within, payload = self._parts.within, self._coded_on_device
+        assert within is not None
+        if payload is None:
+            payload = coded
+        else:
+            payload = payload[: coded.numel()]
+            self._device.copy(Lane.H2D, payload, coded)
+        work = partial(within.codec.decode, payload, weights)
+        self._device.run(Lane.H2D, work, fills=weights, reads=(payload,))
+        within.count(weights.nbytes, coded.numel())
 
     def wait(self) -> None:
         first = next(iter(self._loads.values()), None)
@@ -311,6 +338,9 @@ class SharedWeights:
         if error is None or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
             keeps = self._parts.keeps_load(load.number)
             form, payload = self._parts.make_own(load.block, load.entry, sends=load.sends, keeps=keeps)
+            self._parts.code_part(load.block, self._ranks.rank, load.entry, load.coded)
+            for rank in self._parts.senders(load.block) if not load.sends and self._parts.keeps else ():
+                self._parts.code_part(load.block, rank, load.entry, load.coded)
             load.has_own = True
             if load.sends:
                 self._send_part(load, form, payload)
@@ -468,6 +498,7 @@ class SharedWeights:
             self._refuse_other_block(load, rank, block_number)
         keeps = self._parts.keeps_load(load.number)
         self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
+        self._parts.code_part(load.block, rank, load.entry, load.coded)
         with self._links.lock:
             load.missing.discard(rank)
         self.notify()

@@ -162,7 +162,7 @@ def _type(annotation: str) -> str:
         "Literal[False]": "`false`",
         "Literal['auto']": "`auto`",
         "tuple[SsdPath, ...]": "path, list of paths or of {path, capacity}",
-        "Collectives": "`exact` \\| `quantized` \\| {forward, backward, gradients}",
+        "Collectives": "`exact` \\| `quantized` \\| {forward, backward, gradients, within}",
     }
     return " \\| ".join(words.get(part, part) for part in annotation.split(" | "))
 

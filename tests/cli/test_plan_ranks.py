@@ -24,7 +24,7 @@ def test_four_ranks_on_two_nodes_are_planned(tmp_path: Path) -> None:
     assert values["cluster"] == {
         "num_nodes": 2,
         "num_local": 2,
-        "collectives": {"forward": "delta", "backward": "ram", "gradients": "exact"},
+        "collectives": {"forward": "delta", "backward": "ram", "gradients": "exact", "within": "exact"},
     }
     assert values["num_tokens"] == 4 * 4 * 8 * 1024
     assert (values["num_together"], values["num_micro_batches"]) == (4, 1), "micro-batches run together by default"
@@ -69,7 +69,7 @@ def test_quantized_collectives_are_opt_in(llama_of_4_layers: str) -> None:
     assert exact["cluster"]["collectives"]["gradients"] == "exact"
     quantized = planned(*arguments, "--collectives", "quantized", batch_size=8)
     assert quantized["cluster"]["collectives"]["gradients"] != "exact" and quantized["step_s"] < exact["step_s"]
-    assert len(quantized["tried_ways"]) == 24
+    assert len(quantized["tried_ways"]) == 26
     named = planned(*arguments, "--collectives", "forward=int8,backward=node,gradients=int8", batch_size=8)
     chosen = named["cluster"]["collectives"]
     assert (chosen["forward"], chosen["gradients"]) == ("int8", "int8") and chosen["backward"] in ("ram", "ssd")
@@ -81,7 +81,7 @@ def test_the_option_overrides_the_collectives_of_the_settings(llama_of_4_layers:
     offload.write_text(yaml.safe_dump({"collectives": collectives}))
     options = ("--ranks", 2, "--nodes", 2, "--link", "1Gbit", "--offload", offload)
     arguments = (llama_of_4_layers, "--hardware", DESKTOP, *options)
-    assert planned(*arguments, batch_size=8)["cluster"]["collectives"] == collectives
+    assert planned(*arguments, batch_size=8)["cluster"]["collectives"] == {**collectives, "within": "exact"}
     overridden = planned(*arguments, "--collectives", "exact", batch_size=8)
     assert overridden["cluster"]["collectives"]["forward"] != "int8"
 
@@ -99,6 +99,19 @@ def test_ranks_of_a_packed_base_read_and_send_packed_bytes(llama_of_4_layers: st
     assert sent["forward=exac", "nf4"] == pytest.approx((in_layers * 0.516 + beside * 2) / 2, rel=0.01)
     assert sent["forward=int8", "none"] == pytest.approx((in_layers + beside) * 1.016 / 2, rel=0.01)
     assert sent["forward=int8", "nf4"] == pytest.approx((in_layers * 0.516 + beside * 1.016) / 2, rel=0.01)
+
+
+def test_codecs_within_a_node_save_bytes_of_each_link(llama_of_4_layers: str) -> None:
+    arguments = (llama_of_4_layers, "--hardware", DESKTOP, "--ranks", 2)
+    exact = planned(*arguments, batch_size=8)
+    coded = planned(*arguments, "--collectives", "within=int4", batch_size=8)
+    assert exact["ranks"]["link_bytes"] == exact["ranks"]["exact_link_bytes"] == coded["ranks"]["exact_link_bytes"]
+    for name, most in (("h2d", 0.53), ("d2h", 0.15 * 2)):  # of bfloat16
+        assert 0.25 < coded["ranks"]["link_bytes"][name] / exact["ranks"]["link_bytes"][name] < most
+        of_coded, of_exact = (values["backward_lanes"][f"{name}_s"] for values in (coded, exact))
+        assert of_coded < 0.6 * of_exact
+    printed = plan(*arguments, "--collectives", "within=int4", batch_size=8).stdout
+    assert "The link of each device carries" in printed and "of gradients in int4 instead of" in printed
 
 
 @pytest.mark.usefixtures("equal_requests_planned_once")

@@ -14,7 +14,9 @@ from hf_lohan.config import Collectives, ConfigError, OffloadConfig
     ("setting", "expected"),
     [
         ("exact", Collectives()),
-        ("quantized", Collectives(forward="int8", backward="node", gradients="int4")),
+        ("quantized", Collectives(forward="int8", backward="node", gradients="int4", within="int4")),
+        ({"within": "int8"}, Collectives(within="int8")),
+        ({"within": "exact"}, Collectives()),
         ({}, Collectives()),
         ({"forward": "delta"}, Collectives(forward="delta")),
         ({"forward": "exact", "backward": "world"}, Collectives(forward="exact", backward="world")),
@@ -40,6 +42,7 @@ def test_the_default_rounds_nothing() -> None:
         ({"forward": "delta", "backward": "node"}, True),
         ({"forward": "int8"}, False),
         ({"gradients": "int8"}, False),
+        ({"within": "int8"}, False),
         ("quantized", False),
     ],
 )
@@ -57,6 +60,8 @@ def test_rounding_settings_are_not_exact(setting: Any, is_exact: bool) -> None:
             "collectives: forward: 'int4' is not allowed; choose 'auto' or 'exact' or 'int8' or 'delta'",
         ),
         ({"backward": True}, "choose 'auto' or 'world' or 'node' or 'ram' or 'ssd'"),
+        ({"within": "int2"}, "collectives: within: 'int2' is not allowed; choose 'exact' or 'int8' or 'int4'"),
+        ({"within": True}, "collectives: within: True is not allowed"),
         ({"gradient": "int4"}, "did you mean 'gradients'"),
     ],
 )

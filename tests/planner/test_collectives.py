@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_lohan.planner import Cluster, Collectives, all_ways
-from hf_lohan.planner.collectives import GRADIENT_FORMATS, WAY_WITHIN_A_NODE, WEIGHT_FORMAT
+from hf_lohan.planner.collectives import (
+    GRADIENT_FORMATS,
+    WAY_WITHIN_A_NODE,
+    WEIGHT_FORMAT,
+    collectives_of_word,
+    ways_within,
+)
 
 P = 2**23
 M = 2 * P
@@ -101,7 +107,8 @@ def test_settings_fix_only_the_ways_that_they_name() -> None:
     assert len(exact) == 5 and all(way.is_exact for way in exact) and exact[0] == WAY_WITHIN_A_NODE
     ways = all_ways()
     assert ways[:5] == exact and not any(way.is_exact for way in ways[5:])
-    assert len(ways) == 24, "changes need kept weights"
+    assert len(ways) == 24 + 2, "changes need kept weights; two ways of ZeRO++ round within nodes, too"
+    assert ways[24:] == collectives_of_word("quantized").open_ways()
     assert Collectives(forward="int8", backward="node", gradients="int4").open_ways() == tuple(
         Collectives(forward="int8", backward=source, gradients="int4")  # type: ignore[arg-type]
         for source in ("ram", "ssd")
@@ -110,3 +117,16 @@ def test_settings_fix_only_the_ways_that_they_name() -> None:
     changes = tuple(Collectives(forward="delta", backward=source) for source in ("ram", "ssd"))  # type: ignore[arg-type]
     assert Collectives(forward="delta").open_ways() == changes
     assert Collectives(forward="delta", backward="world").open_ways() == changes, "a change needs a copy"
+
+
+def test_ranks_of_one_node_have_a_way_for_each_codec_within_it() -> None:
+    assert ways_within(Collectives().open_ways()) == (WAY_WITHIN_A_NODE,)
+    assert ways_within(all_ways()) == (WAY_WITHIN_A_NODE, replace(WAY_WITHIN_A_NODE, within="int4"))
+
+
+@pytest.mark.parametrize(("within", "of_gradients"), [("int8", Fraction(34, 128)), ("int4", Fraction(18, 128))])
+def test_bytes_on_the_link_of_a_device(within: str, of_gradients: Fraction) -> None:
+    way = Collectives(within=within)  # type: ignore[arg-type]
+    assert way.weight_fraction_within(2) == (1 + WEIGHT_SCALE) / 2 < 0.53
+    assert way.gradient_fraction_within(4) == of_gradients
+    assert way.rounds_weights and not way.is_exact

@@ -250,6 +250,21 @@ def test_operators_follow_their_schemas(codec: BlockCodec) -> None:
     torch.library.opcheck(ops.dequantize_sum_quantize.out, (*both, *form, numel, 0.5), summed)
 
 
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("numel", [32, 70, 4096, 70_000])
+def test_a_sum_may_be_coded_in_larger_blocks(num_bits: int, numel: int) -> None:
+    parts = [ops.quantize_blocks(torch.randn(numel), num_bits, 32, torch.bfloat16) for _ in range(3)]
+    codes, scales = ([part[k] for part in parts] for k in range(2))
+    total = ops.dequantize_sum(codes, scales, num_bits, 32, numel, 1 / 3)
+    expected = ops.quantize_blocks(total, num_bits, 64, torch.bfloat16)
+    found = tuple(map(torch.empty_like, expected))
+    outs = {"out_codes": found[0], "out_scales": found[1]}
+    ops.dequantize_sum_quantize.out(codes, scales, num_bits, 32, numel, 1 / 3, 64, **outs)
+    assert all(map(torch.equal, found, expected))
+    with pytest.raises(ValueError, match="out_block_numel=128 is not supported for blocks of 32; choose 32 or 64"):
+        ops.dequantize_sum_quantize.out(codes, scales, num_bits, 32, numel, 1 / 3, 128, **outs)
+
+
 def test_functional_operators_equal_those_with_out_tensors() -> None:
     values = torch.randn(1000)
     codes, scales = ops.quantize_blocks(values, 4, 64, torch.bfloat16)
@@ -310,13 +325,14 @@ def test_triton_computes_the_same_bits() -> None:
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=250
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "24 cases" in result.stdout
+    assert "36 cases" in result.stdout
 
 
 @pytest.mark.slow
 @needs_triton
+@pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_triton_rounds_each_operation_by_itself_on_cuda(num_bits: int) -> None:
+def test_triton_rounds_each_operation_by_itself_on_cuda(num_bits: int, is_split: bool) -> None:
     """Compiling needs no GPU. A fused multiply-add or a fast division would change bits."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -324,8 +340,9 @@ def test_triton_rounds_each_operation_by_itself_on_cuda(num_bits: int) -> None:
     from hf_lohan.ranks.collectives import triton_codec
 
     tensors = {"codes": ("*i8",) * 3, "scales": ("*bf16",) * 3, "factor": "fp32"}
-    tensors |= {"out_codes": "*i8", "out_scales": "*bf16", "num_blocks": "i32"}
+    tensors |= {"out_codes": "*i8", "out_scales": "*bf16", "num_in_blocks": "i32", "num_blocks": "i32"}
     constants = {"ROWS": 32, "HALF": 32, "NUM_BITS": num_bits, "HIGHEST": float(HIGHEST[num_bits])}
+    constants["IS_SPLIT"] = is_split
     source = ASTSource(
         triton_codec._sum_quantize_kernel,
         {**tensors, **dict.fromkeys(constants, "constexpr")},

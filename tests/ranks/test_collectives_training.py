@@ -4,14 +4,23 @@ bytes.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
-from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, Channel, RanksDisagreeError
+from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, Channel, RanksDisagreeError
+from hf_lohan.ranks.collectives import block_operators
+from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.thread_ranks import run_ranks
 
 NODES = [(2, 1), (4, 2), (3, 1)]
@@ -82,15 +91,146 @@ def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_nothing_is_rounded_on_one_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_between_nodes_round_nothing_on_one_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     training = Training(2, 2, num_steps=2)
     exact = training.run(tmp_path / "exact", "exact")
     with caplog.at_level(logging.INFO, logger="hf_lohan"):
-        quantized = training.run(tmp_path / "quantized", "quantized")
+        setting = {"forward": "int8", "backward": "node", "gradients": "int4"}
+        quantized = training.run(tmp_path / "quantized", setting)
     for ours, other in zip(quantized, exact, strict=True):
         assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
         assert ours.sent[Channel.WEIGHTS] == ours.sent[Channel.GRADIENTS] == 0
-    assert "has no effect" in caplog.text
+    assert "has no effect between machines" in caplog.text
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("word", ["int8", "int4"])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (3, 3), (2, 1)])
+def test_within_a_node_values_are_rounded_as_in_one_process_with_the_codecs(
+    num_ranks: int, num_local: int, word: str, max_norm: float, tmp_path: Path
+) -> None:
+    """Each hop is one quantization and one dequantization."""
+    training = Training(num_ranks, num_local, max_norm)
+    oracle = Oracle(training, tmp_path)
+    oracle.train(weights=WEIGHTS_INT8, gradients_within=GRADIENTS_WITHIN[word])
+    trained = training.run(tmp_path, {"within": word})
+    check_against_oracle(trained, oracle)
+    for ours in trained:
+        coded = ours.figures["coded"]
+        of_float32 = coded["gradients_within"]["sent_bytes"] / coded["gradients_within"]["exact_bytes"]
+        assert 0.13 < of_float32 <= (0.27 if word == "int8" else 0.15)
+        assert 0.001 < coded["gradients_within"]["relative_rms_error"] < (0.05 if word == "int8" else 0.3)
+        of_float32 = coded["weights_within"]["sent_bytes"] / coded["weights_within"]["exact_bytes"]
+        assert 0.25 < of_float32 < 0.265, "of bfloat16 twice as much"
+        assert 0.001 < coded["weights_within"]["relative_rms_error"] < 0.02
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backward", ["world", "ram", "ssd"])
+@pytest.mark.parametrize("forward", ["exact", "delta", "int8"])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
+def test_each_way_between_nodes_brings_the_same_bits_to_devices(
+    num_ranks: int, num_local: int, forward: str, backward: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Weights are coded once for both hops, also if a node keeps them."""
+    training = Training(num_ranks, num_local, dtype=dtype, evaluates=True, cpu_memory="12MiB")
+    expected = training.run(tmp_path / "expected", {"forward": "exact", "backward": "world", "within": "int8"})
+    found = training.run(tmp_path / "found", {"forward": forward, "backward": backward, "within": "int8"})
+    for ours, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours.losses, other.losses))
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        coded = ours.figures["coded"]["weights_within"]
+        assert coded["sent_bytes"] / coded["exact_bytes"] < (0.53 if dtype == torch.bfloat16 else 0.265)
+        if any(part_numel(block, ours.rank) for block in ours.layout.blocks):
+            assert 0.001 < coded["relative_rms_error"] < 0.02
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("gradients", ["exact", "int8", "int4"])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2)])
+def test_each_backward_of_a_step_is_coded(num_ranks: int, num_local: int, gradients: str, tmp_path: Path) -> None:
+    training = Training(num_ranks, num_local, num_backwards=2)
+    oracle = Oracle(training, tmp_path)
+    between = GRADIENT_CODECS.get(gradients)
+    oracle.train(weights=WEIGHTS_INT8, gradients=between, gradients_within=GRADIENTS_WITHIN["int8"])
+    check_against_oracle(training.run(tmp_path, {"gradients": gradients, "within": "int8"}), oracle)
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_codecs_of_a_late_device_race_with_nothing(num_local: int, tmp_path: Path) -> None:
+    """Copies and codecs of this device run late, in any order that its events allow."""
+    devices = [AsyncDevice(seed) for seed in range(2)]
+    expected = Training(2, num_local).run(tmp_path / "expected", "quantized")
+    found = Training(2, num_local, make_device=iter(devices).__next__).run(tmp_path / "found", "quantized")
+    assert not any(device.num_races for device in devices)
+    for ours, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours.losses, other.losses))
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs hf-lohan[triton]")
+IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@needs_triton
+@pytest.mark.skipif(not IN_INTERPRETER, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_a_training_step_launches_each_kernel(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_lohan.ranks.collectives import triton_codec
+
+    training = Training(4, 2, num_steps=5)  # the sum is coded in one operation after the error is measured
+    parts = {"forward": "exact", "backward": "world", "gradients": word, "within": word}
+    expected = training.run(tmp_path / "torch", parts)
+    launches, one_at_a_time, launch = Counter[str](), threading.Lock(), triton_codec._launch
+
+    def counted(kernel: Any, *arguments: Any, **settings: Any) -> None:
+        with one_at_a_time:  # ranks are threads, and the interpreter has one state
+            launches[kernel.fn.__name__] += 1
+            launch(kernel, *arguments, **settings)
+
+    monkeypatch.setattr(triton_codec, "_launch", counted)
+    monkeypatch.setattr(block_operators, "_kernels", lambda tensor: triton_codec)
+    found = training.run(tmp_path / "triton", parts)
+    for ours, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours.losses, other.losses))
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+    kernels = {"_quantize_kernel", "_dequantize_kernel", "_sum_kernel", "_sum_quantize_kernel"}
+    assert launches.keys() == kernels
+    num_chunks = sum(len(block.cut(ours.layout.plan.chunk_numel)) for block in ours.layout.blocks)
+    assert all(launches[kernel] >= num_chunks for kernel in kernels)
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.skipif(IN_INTERPRETER, reason="this process runs the test above itself")
+def test_kernels_in_the_interpreter() -> None:
+    """The interpreter must be chosen before Triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "launches_each_kernel"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    assert result.returncode == 0 and "2 passed" in result.stdout, result.stdout[-3000:]
+
+
+def test_one_rank_says_that_nothing_is_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(1, 1, num_steps=2)
+    with caplog.at_level(logging.INFO, logger="hf_lohan"):
+        (ours,) = training.run(tmp_path / "within", {"within": "int8"})
+    (exact,) = training.run(tmp_path / "exact", "exact")
+    assert "'within': 'int8'} has no effect, because there is one rank" in caplog.text
+    assert all(torch.equal(ours.weights[name], weight) for name, weight in exact.weights.items())
+
+
+def test_rounding_within_a_node_is_logged_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_lohan"):
+        Training(2, 2).run(tmp_path, {"within": "int4"})
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    for text in ("weights are sent between a machine's RAM and its devices in int8", "gradients are sent between"):
+        assert sum(text in warning for warning in warnings) == 1
+    for what in ("weights", "gradients"):
+        errors = [text for text in caplog.messages if f"sent {what} between its RAM and its device in 3 steps" in text]
+        assert len(errors) == 2 and all("with a relative error of" in text for text in errors)
 
 
 def test_a_codec_that_rounds_is_logged_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,11 +257,22 @@ def test_weights_are_rounded_as_in_one_process_with_the_codec(
     check_against_oracle(training.run(tmp_path, {"forward": "int8", "backward": backward}), oracle)
 
 
-def test_quantized_rounds_weights_and_gradients(tmp_path: Path) -> None:
-    training = Training(4, 2)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("within", ["exact", "int4"])
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_quantized_rounds_weights_and_gradients(num_local: int, within: str, tmp_path: Path) -> None:
+    """Weights are coded once for both hops, and the sum of a node's gradients is coded again."""
+    training = Training(2 * num_local, num_local)
     oracle = Oracle(training, tmp_path)
-    oracle.train(weights=WEIGHTS_INT8, gradients=GRADIENTS_INT4)
-    check_against_oracle(training.run(tmp_path, "quantized"), oracle)
+    oracle.train(
+        weights=WEIGHTS_INT8,
+        gradients=GRADIENTS_INT4,
+        gradients_within=None if within == "exact" else GRADIENTS_WITHIN[within],
+    )
+    parts = {"forward": "int8", "backward": "node", "gradients": "int4"}
+    trained = training.run(tmp_path, parts if within == "exact" else "quantized")
+    check_against_oracle(trained, oracle)
+    assert trained[0].layout.open_ways[0].within == within
 
 
 EXACT_WAYS = [{"backward": "node"}, {"forward": "delta"}, {"forward": "delta", "backward": "node"}]

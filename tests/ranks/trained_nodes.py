@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from engines import resolved
 from torch import Tensor
 
-from hf_lohan.device import CpuDevice
+from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.model import Block, Chunk
 from hf_lohan.optim import OffloadAdamW
@@ -42,6 +42,9 @@ class Training:
     """Whether to evaluate between steps."""
     cpu_memory: str = "6MiB"
     lr: float = LR
+    num_backwards: int = 1
+    """Backwards of a step, each with its own batch."""
+    make_device: Callable[[], Device] = CpuDevice
     decides_before_loads: bool = True
     """Whether copies are decided before the first block is loaded, so that all loads use them."""
 
@@ -71,7 +74,7 @@ class Training:
         with _ONE_GENERATOR:
             model = tiny_model("llama").to(self.dtype).train()
         layout, config = self.layout(model, rank, folder, collectives)
-        tiers = open_tiers(layout, config, CpuDevice(), links)
+        tiers = open_tiers(layout, config, self.make_device(), links)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
         before = dict(links.sent_bytes)
         engine = OffloadEngine(model, layout, tiers, config)
@@ -81,9 +84,11 @@ class Training:
         try:
             optimizer = OffloadAdamW(model.parameters(), lr=self.lr, weight_decay=0.1, engine=engine)
             for step in range(self.num_steps):
-                loss = model(**batch(step, rank)).loss
-                loss.backward()
-                found.losses.append(loss.detach())
+                for number in range(self.num_backwards):
+                    engine.announce_backward(is_final=number == self.num_backwards - 1)
+                    loss = model(**batch(step + 100 * number, rank)).loss
+                    loss.backward()
+                    found.losses.append(loss.detach())
                 if self.max_norm:
                     found.norms.append(engine.clip_grad_norm(self.max_norm))
                 optimizer.step()
@@ -152,7 +157,13 @@ class Oracle:
         self.layout, _ = training.layout(self.model, 0, folder)
         self.parameters = dict(self.model.named_parameters())
 
-    def train(self, *, weights: BlockCodec | None = None, gradients: BlockCodec | None = None) -> None:
+    def train(
+        self,
+        *,
+        weights: BlockCodec | None = None,
+        gradients: BlockCodec | None = None,
+        gradients_within: BlockCodec | None = None,
+    ) -> None:
         training = self.training
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.1, fused=True)
         self.losses: list[list[Tensor]] = [[] for _ in range(training.num_ranks)]
@@ -163,16 +174,22 @@ class Oracle:
                 self.round_weights(weights)
             of_ranks = []
             for rank in range(training.num_ranks):
-                loss = self.model(**batch(step, rank)).loss
-                loss.backward()
-                self.losses[rank].append(loss.detach())
-                of_ranks.append({name: parameter.grad for name, parameter in self.parameters.items()})
-                self.model.zero_grad()
+                of_backwards = []
+                for number in range(training.num_backwards):
+                    loss = self.model(**batch(step + 100 * number, rank)).loss
+                    loss.backward()
+                    self.losses[rank].append(loss.detach())
+                    of_backwards.append({name: parameter.grad for name, parameter in self.parameters.items()})
+                    self.model.zero_grad()
+                of_ranks.append(of_backwards)
             for name, parameter in self.parameters.items():
                 parameter.data.copy_(exact[name])
                 parameter.grad = torch.zeros_like(parameter)
             for chunk in self.layout.chunks():
-                mean = self.mean_of(chunk, [flat_of(chunk, of_rank) for of_rank in of_ranks], gradients)
+                flats = [
+                    sum(flat_of(chunk, one, gradients_within) for one in of_backwards) for of_backwards in of_ranks
+                ]
+                mean = self.mean_of(chunk, flats, gradients)
                 for piece in chunk.pieces:
                     part = piece.param_slice
                     grad = self.parameters[part.name].grad
@@ -217,13 +234,15 @@ class Oracle:
                 self.parameters[part.name].data.copy_(flat[part.start : part.stop].view(part.shape))
 
 
-def flat_of(chunk: Chunk, gradients: Mapping[str, Tensor | None]) -> Tensor:
+def flat_of(chunk: Chunk, gradients: Mapping[str, Tensor | None], codec: BlockCodec | None = None) -> Tensor:
+    """Return the gradient of a chunk. Each parameter's part goes through the codec."""
     values = torch.zeros(chunk.numel)
     for piece in chunk.pieces:
         gradient = gradients[piece.param_slice.name]
         if gradient is not None:
             first = piece.param_slice.first + piece.start_in_slice
-            values[piece.start_in_chunk : piece.stop_in_chunk] = gradient.view(-1)[first : first + piece.numel]
+            part = gradient.reshape(-1)[first : first + piece.numel]
+            values[piece.start_in_chunk : piece.stop_in_chunk] = part if codec is None else coded(codec, part)
     return values
 
 

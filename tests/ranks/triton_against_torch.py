@@ -21,8 +21,8 @@ def compare(num_bits: int, block: int, scale_dtype: torch.dtype, dtype: torch.dt
     numel = 9 * block + block // 3
     form = (num_bits, block)
 
-    def coded() -> tuple[Tensor, Tensor]:
-        codes = torch.empty(codes_numel(numel, *form), dtype=torch.int8)
+    def coded(block: int = block) -> tuple[Tensor, Tensor]:
+        codes = torch.empty(codes_numel(numel, num_bits, block), dtype=torch.int8)
         return codes, torch.empty(num_blocks_of(numel, block), dtype=scale_dtype)
 
     parts = []
@@ -44,11 +44,13 @@ def compare(num_bits: int, block: int, scale_dtype: torch.dtype, dtype: torch.dt
         torch_codec.dequantize_sum_(codes[:num], scales[:num], *form, factor, total)
         triton_codec.dequantize_sum_(codes[:num], scales[:num], *form, factor, total_by_triton)
         assert_same_bits(total_by_triton, total)
-        expected, found = coded(), coded()
-        torch_codec.dequantize_sum_quantize_(codes[:num], scales[:num], *form, numel, factor, *expected)
-        triton_codec.dequantize_sum_quantize_(codes[:num], scales[:num], *form, numel, factor, *found)
-        for one, other in zip(found, expected, strict=True):
-            assert_same_bits(one, other)
+        for out_block in (block, 2 * block):
+            expected, found = coded(out_block), coded(out_block)
+            sizes = (num_bits, block, out_block, numel)
+            torch_codec.dequantize_sum_quantize_(codes[:num], scales[:num], *sizes, factor, *expected)
+            triton_codec.dequantize_sum_quantize_(codes[:num], scales[:num], *sizes, factor, *found)
+            for one, other in zip(found, expected, strict=True):
+                assert_same_bits(one, other)
 
 
 if __name__ == "__main__":
@@ -57,7 +59,7 @@ if __name__ == "__main__":
     cases = list(
         itertools.product(
             (8, 4),
-            (64, 256),
+            (32, 64, 256),
             (torch.float32, torch.bfloat16),
             (torch.float32, torch.bfloat16, torch.float16),
         )

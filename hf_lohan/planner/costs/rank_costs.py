@@ -26,7 +26,7 @@ from hf_lohan.planner.costs.step_costs import (
 )
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import ClipMode, RankPrediction, TrainingSetup
+from hf_lohan.planner.offload_plan import ClipMode, LinkBytes, RankPrediction, TrainingSetup
 
 SOCKET_PASSES = 6
 """RAM accesses for one byte that is sent and one byte that is received. For each, the kernel's copy reads and writes
@@ -77,6 +77,12 @@ class RankStepCosts(StepCosts):
         self._rows_to_nodes = row_traffic(model, cluster.num_ranks, num_local)
         """Rows that leave a rank's node."""
         self._wait_for_most_loaded()
+        way, itemsize = cluster.collectives, model.param_itemsize
+        self._dense_gradient_bytes = model.dense_trainable_params * itemsize
+        self._saved_gradient_bytes = self._dense_gradient_bytes * (1 - way.gradient_fraction_within(itemsize))
+        """Bytes of gradients that a codec saves on a device's link, in each backward."""
+        # Blocks with packed weights are not coded.
+        self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(itemsize)
 
     def _backward_row_bytes(self, rows: RowTraffic, choice: Choice) -> Values:
         """Return the bytes of rows of a backward, which recomputes the experts of some layers."""
@@ -124,6 +130,7 @@ class RankStepCosts(StepCosts):
 
     def _forward(self, choice: Choice) -> ResourceUse:
         load = super()._forward(choice)
+        load = replace(load, h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * self._copied_param_bytes)
         copied_bytes = self._copied_bytes if self._cluster.collectives.backward == "ssd" else 0
         return self._passing_ram(
             replace(
@@ -151,9 +158,12 @@ class RankStepCosts(StepCosts):
         sum_bytes = SUM_BYTES * self._num_summed_params * sums
         sent = self._sent_bytes
         row_bytes = self._num_local * self._backward_row_bytes(self._rows_to_nodes, choice)
+        copied_bytes = max(0, self._copied_param_bytes - self._setup.turnaround_bytes)
         return self._passing_ram(
             replace(
                 load,
+                h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * copied_bytes,
+                d2h_bytes=load.d2h_bytes - self._saved_gradient_bytes,
                 net_bytes=load.net_bytes + sent["backward_weights"] + sent["gradients"] + row_bytes,
                 host_bytes=load.host_bytes + self._num_local * self._gradient_bytes + sum_bytes,
             )
@@ -187,8 +197,15 @@ class RankStepCosts(StepCosts):
             rows = self._rows_to_nodes
             sent_bytes["forward_tokens"] = round(self._num_local * rows.forward_bytes)
             sent_bytes["backward_tokens"] = round((self._num_local * self._backward_row_bytes(rows, choice)).item())
+        copied_bytes = 2 * self._copied_param_bytes - min(self._copied_param_bytes, self._setup.turnaround_bytes)
+        exact = LinkBytes(h2d=count * copied_bytes, d2h=count * self._dense_gradient_bytes)
+        coded = LinkBytes(
+            h2d=round(self._weights_within * exact.h2d), d2h=exact.d2h - round(count * self._saved_gradient_bytes)
+        )
         return RankPrediction(
             bytes_by_collective={name: count * size for name, size in sent_bytes.items()},
+            link_bytes=coded,
+            exact_link_bytes=exact,
             hides_from_tokens=self._hides_from(choice, clip, num_tokens),
             rows_equal_weights_at_tokens=self._rows_equal_weights_at(sent_bytes),
         )

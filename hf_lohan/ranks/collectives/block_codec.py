@@ -11,13 +11,13 @@ all blocks and then their scales, in one buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_lohan.planner.collectives import GRADIENT_FORMATS, WEIGHT_FORMAT, CodecFormat
+from hf_lohan.planner.collectives import GRADIENT_FORMATS, GRADIENT_FORMATS_WITHIN, WEIGHT_FORMAT, CodecFormat
 from hf_lohan.ranks.collectives.block_operators import check_format, codes_numel, num_blocks_of
 
 
@@ -45,8 +45,7 @@ class BlockCodec:
 
     def message_bytes(self, numel: int) -> int:
         """Return the bytes of the payload of ``numel`` values."""
-        scales_bytes = num_blocks_of(numel, self.block_numel) * self.scale_dtype.itemsize
-        return codes_numel(numel, self.num_bits, self.block_numel) + scales_bytes
+        return self.codes_bytes(numel) + self.scales_bytes(numel)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write the payload of ``values`` to ``out``."""
@@ -58,6 +57,27 @@ class BlockCodec:
         """Write the values of a payload to ``out``, whose size is the number of values."""
         codes, scales = self._parts(message, out.numel())
         torch.ops.lohan.dequantize_blocks.out(codes, scales, self.num_bits, self.block_numel, values=out.detach())
+
+    def codes_bytes(self, numel: int) -> int:
+        """Return the bytes of the codes in the payload of ``numel`` values. The scales follow."""
+        return codes_numel(numel, self.num_bits, self.block_numel)
+
+    def scales_bytes(self, numel: int) -> int:
+        """Return the bytes of the scales in the payload of ``numel`` values."""
+        return num_blocks_of(numel, self.block_numel) * self.scale_dtype.itemsize
+
+    def decoded_tiles(self, message: Tensor, numel: int, tile_numel: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element, float32 values) of the parts of a payload, of ``tile_numel`` elements in whole blocks.
+        All parts use the same memory."""
+        codes, scales = self._parts(message, numel)
+        bits, block = self.num_bits, self.block_numel
+        scratch = torch.empty(min(tile_numel, numel), dtype=torch.float32, device=codes.device)
+        for start in range(0, numel, tile_numel):
+            values = scratch[: min(tile_numel, numel - start)]
+            low, high = start * bits // 8, start * bits // 8 + codes_numel(values.numel(), bits, block)
+            some = scales[start // block : start // block + num_blocks_of(values.numel(), block)]
+            torch.ops.lohan.dequantize_blocks.out(codes[low:high], some, bits, block, values=values)
+            yield start, values
 
     def decode_sum_(self, messages: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
         """Write to ``out``, float32, the sum of the values of all payloads, in their order. Each is multiplied by
@@ -116,4 +136,6 @@ def _codec_of(sizes: CodecFormat) -> BlockCodec:
 GRADIENTS_INT8 = _codec_of(GRADIENT_FORMATS["int8"])
 GRADIENTS_INT4 = _codec_of(GRADIENT_FORMATS["int4"])
 """Loses 15% (rms) of gradients. Blocks of 4096 instead of 64 would lose 38%."""
+GRADIENTS_WITHIN = {name: _codec_of(sizes) for name, sizes in GRADIENT_FORMATS_WITHIN.items()}
+"""Codecs of gradients within a node, by the value of the setting."""
 WEIGHTS_INT8 = _codec_of(WEIGHT_FORMAT)

@@ -1,5 +1,6 @@
 """The computations of `block_codec` as torch operators. They are `torch.ops.lohan.quantize_blocks`,
-`dequantize_blocks`, `dequantize_sum`, and `dequantize_sum_quantize` for a sum that is sent to other ranks.
+`dequantize_blocks`, `dequantize_sum`, and `dequantize_sum_quantize` for a sum that is sent to other ranks, in blocks of
+the same size or of twice as many values.
 
 Each operator has an ``out`` overload, which writes to the caller's tensors. No operator has a derivative. `torch_codec`
 computes them. On CUDA `triton_codec` does if Triton is installed.
@@ -130,13 +131,23 @@ def _check_sum_quantize(
     block_numel: int,
     numel: int,
     factor: float,
+    out_block_numel: int | None = None,
     *,
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
     if not codes:
         raise ValueError("got no tensors to sum; pass codes and scales of at least one rank")
-    _check([*codes, out_codes], [*scales, out_scales], [], numel, num_bits, block_numel)
+    if out_block_numel in (None, block_numel):
+        _check([*codes, out_codes], [*scales, out_scales], [], numel, num_bits, block_numel)
+        return
+    if out_block_numel != 2 * block_numel:
+        raise ValueError(
+            f"out_block_numel={out_block_numel} is not supported for blocks of {block_numel}; choose {block_numel} or "
+            f"{2 * block_numel}"
+        )
+    _check(codes, scales, [], numel, num_bits, block_numel)
+    _check([out_codes], [out_scales], [], numel, num_bits, out_block_numel)
 
 
 def _sum_quantize_out(
@@ -146,14 +157,15 @@ def _sum_quantize_out(
     block_numel: int,
     numel: int,
     factor: float,
+    out_block_numel: int | None = None,
     *,
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
     outs = {"out_codes": out_codes, "out_scales": out_scales}
-    _check_sum_quantize(codes, scales, num_bits, block_numel, numel, factor, **outs)
-    kernels = _kernels(out_codes)
-    kernels.dequantize_sum_quantize_(codes, scales, num_bits, block_numel, numel, factor, out_codes, out_scales)
+    _check_sum_quantize(codes, scales, num_bits, block_numel, numel, factor, out_block_numel, **outs)
+    blocks = block_numel, out_block_numel or block_numel
+    _kernels(out_codes).dequantize_sum_quantize_(codes, scales, num_bits, *blocks, numel, factor, *outs.values())
 
 
 # Overloads that return new tensors.
@@ -215,8 +227,8 @@ _OUT: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     ),
     f"dequantize_blocks.out({_ONE}, *, Tensor(a!) values) -> ()": (_dequantize_out, _check_dequantize),
     f"dequantize_sum.out({_ALL}, float factor, *, Tensor(a!) values) -> ()": (_sum_out, _check_sum),
-    f"dequantize_sum_quantize.out({_ALL}, int numel, float factor, *, Tensor(a!) out_codes, Tensor(b!) out_scales)"
-    " -> ()": (_sum_quantize_out, _check_sum_quantize),
+    f"dequantize_sum_quantize.out({_ALL}, int numel, float factor, int? out_block_numel=None, *, "
+    "Tensor(a!) out_codes, Tensor(b!) out_scales) -> ()": (_sum_quantize_out, _check_sum_quantize),
 }
 _library = torch.library.Library("lohan", "FRAGMENT")
 

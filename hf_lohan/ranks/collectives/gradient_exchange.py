@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hf_lohan.ranks.collectives.block_codec import GRADIENTS_WITHIN, BlockCodec
 from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
 from hf_lohan.ranks.collectives.node_sums import DTYPES, ChunkName, NodeSums
-from hf_lohan.ranks.collectives.rank_order_sum import sum_in_rank_order_
+from hf_lohan.ranks.collectives.rank_order_sum import CodedValues, Gradient, numel_of, sum_gradients_
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Kind, PayloadReader
@@ -28,6 +29,9 @@ from hf_lohan.ranks.transport.shared_region import SharedRegion
 
 logger = logging.getLogger(__name__)
 
+_CODECS = tuple(GRADIENTS_WITHIN.values())
+"""A published gradient has one of `DTYPES`, or is coded by one of these. A message has the index in the two lists
+joined."""
 _SMALL_BITS = 62
 """Number of slice bits that fit a number of a message."""
 
@@ -37,7 +41,7 @@ class GradientPart:
     """One rank's gradient of a chunk."""
 
     rank: int
-    values: Tensor | None
+    values: Gradient | None
     """Gradient [numel], in memory that this rank can read; None without a gradient."""
     slice_bits: int
     """Bit mask of the parameters that have a gradient. `values` are zero for all others."""
@@ -86,12 +90,12 @@ class CompleteGradient:
     def sum_into(self, out: Tensor) -> Tensor:
         """Write the average over all ranks to `out`, float32 [numel]. Each part is multiplied by float32(1 / number of
         ranks). Parts are summed in rank order in each node, and these sums in the order of nodes. `out` may share
-        memory with one part as `sum_in_rank_order_` allows. From the third node on, this part is copied first. This
+        memory with one part as `sum_gradients_` allows. From the third node on, this part is copied first. This
         waits for other nodes, so do not call it on a receiving thread."""
         exchange = self._exchange
         values = [part.values for part in self.parts if part.values is not None]
         if self._nodes == [exchange.ranks.node]:
-            return sum_in_rank_order_(out, values, exchange.ranks.num_ranks)
+            return sum_gradients_(out, values, exchange.ranks.num_ranks)
         exchange.sums.sum_nodes((self.step, self.key), out, values, self._nodes)
         self._nodes = []  # other nodes released their gradients after sending the sum
         return out
@@ -151,9 +155,12 @@ class GradientExchange:
         """Number of backwards that have ended or were abandoned. It is equal on all ranks at the same point."""
         return self._step
 
-    def publish(self, key: int, gradient: Tensor, slice_bits: int, buffer: object) -> None:
+    def publish(
+        self, key: int, gradient: Tensor, slice_bits: int, buffer: object, codec: BlockCodec | None = None
+    ) -> None:
         """Give a chunk's complete gradient to its collector. The gradient is contiguous, on the host, and zero for
-        parameters that `slice_bits` excludes. It must not change until `release` is called with `buffer`."""
+        parameters that `slice_bits` excludes. It must not change until `release` is called with `buffer`. With `codec`,
+        one of `GRADIENTS_WITHIN`, it is coded in its memory (`CodedValues.in_place_of`)."""
         flat = gradient.view(-1)
         with self._links.lock:
             step = self._step
@@ -167,7 +174,7 @@ class GradientExchange:
             return
         collector = self._collectors[key]
         if collector == self.ranks.rank:
-            self._record_part(step, key, GradientPart(collector, flat, slice_bits))
+            self._record_part(step, key, GradientPart(collector, _as_coded(flat, codec), slice_bits))
             return
         offset = self._region.offset_of(flat) if self._region is not None else None
         if offset is None:
@@ -176,7 +183,8 @@ class GradientExchange:
                 f"{collector} cannot read it; take its buffer from this memory"
             )
         small, large = _pack_bits(slice_bits)
-        numbers = (step, key, offset, flat.numel(), DTYPES.index(flat.dtype), *small)
+        form = DTYPES.index(flat.dtype) if codec is None else len(DTYPES) + _CODECS.index(codec)
+        numbers = (step, key, offset, flat.numel(), form, *small)
         self._links.send(collector, Kind.CHUNK, *numbers, payload=large)
 
     def end_backward(self) -> int:
@@ -246,11 +254,11 @@ class GradientExchange:
     # Messages from the ranks of this node.
 
     def _on_chunk(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        step, key, offset, numel, dtype_index, *bits = numbers
-        dtype = DTYPES[dtype_index]
+        step, key, offset, numel, form, *bits = numbers
+        dtype, codec = (DTYPES[form], None) if form < len(DTYPES) else (torch.float32, _CODECS[form - len(DTYPES)])
         assert self._region is not None
         values = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-        self._record_part(step, key, GradientPart(peer, values, _unpack_bits(bits, payload)))
+        self._record_part(step, key, GradientPart(peer, _as_coded(values, codec), _unpack_bits(bits, payload)))
 
     def _on_no_gradient(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         assert payload is not None
@@ -268,7 +276,7 @@ class GradientExchange:
                 self._refuse_unequal(key, chunk)
                 if len(chunk.parts) < ranks.num_local:
                     return
-                numel = max(0 if of_rank.values is None else of_rank.values.numel() for of_rank in chunk.parts.values())
+                numel = max(0 if part.values is None else numel_of(part.values) for part in chunk.parts.values())
                 bits = 0
                 for of_rank in chunk.parts.values():
                     bits |= of_rank.slice_bits
@@ -289,10 +297,11 @@ class GradientExchange:
             ours, theirs = with_values[0].values, part.values
             assert ours is not None
             assert theirs is not None
-            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            if (numel_of(ours), _dtype_of(ours)) != (numel_of(theirs), _dtype_of(theirs)):
                 raise RanksDisagreeError(
-                    f"rank {with_values[0].rank} has {ours.numel()} elements of {ours.dtype} in chunk {key}, and rank "
-                    f"{part.rank} has {theirs.numel()} of {theirs.dtype}; load the same model on all ranks"
+                    f"rank {with_values[0].rank} has {numel_of(ours)} elements of {_dtype_of(ours)} in chunk {key}, "
+                    f"and rank {part.rank} has {numel_of(theirs)} of {_dtype_of(theirs)}; load the same model on all "
+                    "ranks"
                 )
 
     # Messages from other nodes.
@@ -389,6 +398,14 @@ class GradientExchange:
         if rank != self.ranks.rank:
             logger.info("rank %d abandoned backward %d", rank, step)
             self._abandoned(step, rank)
+
+
+def _as_coded(values: Tensor, codec: BlockCodec | None) -> Gradient:
+    return values if codec is None else CodedValues.in_place_of(values, codec)
+
+
+def _dtype_of(gradient: Gradient) -> torch.dtype:
+    return torch.float32 if isinstance(gradient, CodedValues) else gradient.dtype
 
 
 def _pack_bits(bits: int) -> tuple[tuple[int, ...], bytes]:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT8
 from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
-from hf_lohan.ranks.collectives.rank_order_sum import overlap, sum_in_rank_order_
+from hf_lohan.ranks.collectives.rank_order_sum import (
+    CodedValues,
+    Gradient,
+    numel_of,
+    overlap,
+    part_of_gradient,
+    sum_gradients_,
+)
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Channel, Kind, PayloadReader
 from hf_lohan.threads import FirstFailure, WorkThread
@@ -47,25 +54,25 @@ class NodeSums:
             self._thread.start()
             links.set_handler(Kind.PIECE, self._add_piece)
 
-    def send(self, name: ChunkName, values: list[Tensor], owner: int) -> None:
+    def send(self, name: ChunkName, values: list[Gradient], owner: int) -> None:
         """Send the sum of the gradients of this node's ranks. Does not wait."""
         assert self._thread is not None
         self._thread.submit(partial(self._send, name, values, owner))
 
-    def sum_nodes(self, name: ChunkName, out: Tensor, values: list[Tensor], nodes: list[int]) -> Tensor:
+    def sum_nodes(self, name: ChunkName, out: Tensor, values: list[Gradient], nodes: list[int]) -> Tensor:
         """Set `out` to the sum over `nodes`. ``values``: the gradients of this node."""
         links, ranks = self._links, self._links.ranks
         under_way = _Sum(out, nodes, ranks.node)
         is_own_first = under_way.num_before_own < 2
         if not is_own_first:  # when its turn comes, `out` has sums of other nodes
-            values = [value.clone() if overlap(out, value) else value for value in values]
+            values = [value.clone() if _overlaps(out, value) else value for value in values]
         with links.lock:
             self._under_way[name] = under_way
         peers = [ranks.rank_at(node, ranks.local_rank) for node in nodes if node != ranks.node]
         for peer in peers:
             links.send(peer, Kind.PULL, *name)
         if values and is_own_first:
-            sum_in_rank_order_(out, values, ranks.num_ranks)
+            sum_gradients_(out, values, ranks.num_ranks)
         with links.lock:
             under_way.takes_pieces = True
             links.notify()
@@ -76,13 +83,13 @@ class NodeSums:
             del self._under_way[name]
         return out
 
-    def _add_own(self, under_way: _Sum, name: ChunkName, values: list[Tensor]) -> None:
+    def _add_own(self, under_way: _Sum, name: ChunkName, values: list[Gradient]) -> None:
         """Add this node's sum when its turn comes, piece by piece."""
-        numel = values[0].numel()
+        numel = numel_of(values[0])
         scratch = torch.empty(min(SUM_PIECE_NUMEL, numel))
         for start in range(0, numel, SUM_PIECE_NUMEL):
-            parts = [value[start : start + SUM_PIECE_NUMEL] for value in values]
-            piece = sum_in_rank_order_(scratch[: parts[0].numel()], parts, self._links.ranks.num_ranks)
+            parts = [part_of_gradient(value, start, start + SUM_PIECE_NUMEL) for value in values]
+            piece = sum_gradients_(scratch[: numel_of(parts[0])], parts, self._links.ranks.num_ranks)
             self._add_at_turn(under_way, name, self._links.ranks.node, start, piece)
 
     def _add_at_turn(self, under_way: _Sum, name: ChunkName, node: int, start: int, piece: Tensor) -> None:
@@ -102,28 +109,38 @@ class NodeSums:
             self._links.remove_handler(Kind.PIECE)
             self._thread.close()
 
-    def _send(self, name: ChunkName, values: list[Tensor], owner: int) -> None:
+    def _send(self, name: ChunkName, values: list[Gradient], owner: int) -> None:
         """Send a sum. The receiver scales the gradient of a single rank, because it may have fewer bytes than the
         scaled gradient."""
-        scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(SUM_PIECE_NUMEL, values[0].numel()))
+        numel = numel_of(values[0])
+        scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(SUM_PIECE_NUMEL, numel))
         message_bytes = 0 if self._coded is None else self._coded.codec.message_bytes(SUM_PIECE_NUMEL)
         message = torch.empty(message_bytes, dtype=torch.uint8)
-        for start in range(0, values[0].numel(), SUM_PIECE_NUMEL):
-            parts = [value[start : start + SUM_PIECE_NUMEL] for value in values]
-            piece = parts[0]
-            if len(parts) > 1:
-                piece = sum_in_rank_order_(scratch[: piece.numel()], parts, self._links.ranks.num_ranks)
-            numbers = (*name, start, piece.numel(), self._form_of(piece), len(parts))
+        for start in range(0, numel, SUM_PIECE_NUMEL):
+            parts = [part_of_gradient(value, start, start + SUM_PIECE_NUMEL) for value in values]
+            size = numel_of(parts[0])
+            payload, exact_bytes = self._payload_of(parts, scratch[:size], message)
+            form = len(DTYPES) + _CODECS.index(self._coded.codec) if self._coded else DTYPES.index(payload.dtype)
             if self._coded is not None:
-                exact, piece = piece, self._coded.encode(piece, message)
-                self._coded.count(exact.nbytes, piece.nbytes)
-            self._links.send(owner, Kind.PIECE, *numbers, payload=piece, channel=Channel.GRADIENTS)
+                self._coded.count(exact_bytes, payload.nbytes)
+            numbers = (*name, start, size, form, len(parts))
+            self._links.send(owner, Kind.PIECE, *numbers, payload=payload, channel=Channel.GRADIENTS)
         self._sent(name)
 
-    def _form_of(self, piece: Tensor) -> int:
-        if self._coded is None:
-            return DTYPES.index(piece.dtype)
-        return len(DTYPES) + _CODECS.index(self._coded.codec)
+    def _payload_of(self, parts: list[Gradient], scratch: Tensor, message: Tensor) -> tuple[Tensor, int]:
+        """Return the payload of the sum of the parts, and its bytes without a codec. ``scratch`` is for the sum of
+        several parts, and ``message`` for a coded payload."""
+        num_ranks, piece = self._links.ranks.num_ranks, parts[0]
+        if len(parts) > 1:
+            coded = [part for part in parts if isinstance(part, CodedValues)]
+            if self._coded is not None and len(coded) == len(parts):
+                payload = self._coded.encode_sum(coded, num_ranks, message)
+                if payload is not None:
+                    return payload, scratch.nbytes
+            piece = sum_gradients_(scratch, parts, num_ranks)
+        elif isinstance(piece, CodedValues):
+            piece = piece.decoded()
+        return piece if self._coded is None else self._coded.encode(piece, message), piece.nbytes
 
     def _add_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """Add a received piece. This runs on the thread that receives from the piece's node."""
@@ -186,6 +203,10 @@ class _Sum:
 
     def is_complete(self) -> bool:
         return self.takes_pieces and not self.missing_nodes()
+
+
+def _overlaps(out: Tensor, gradient: Gradient) -> bool:
+    return overlap(out, gradient.codes if isinstance(gradient, CodedValues) else gradient)
 
 
 def _what(name: ChunkName) -> str:

@@ -1,14 +1,105 @@
-"""Averages the gradients of several ranks in a fixed order, so that the bits do not depend on the order of arrival."""
+"""Averages the gradients of several ranks in a fixed order, so that the bits do not depend on the order of arrival.
+
+Gradients may be coded. They are then decoded, scaled and added in one operation for each tile."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hf_lohan.ranks.collectives.block_codec import BlockCodec
+
 SUM_TILE_NUMEL = 64 * 1024
 """Number of elements that are added at once. They stay in a core's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class CodedValues:
+    """Codes and scales of ``num_values`` values, from the beginning of a block on."""
+
+    codec: BlockCodec
+    codes: Tensor
+    scales: Tensor
+    num_values: int
+
+    @classmethod
+    def in_place_of(cls, values: Tensor, codec: BlockCodec) -> CodedValues:
+        """Return coded values in the memory of float32 ``values``, where codes are at the end and scales at the
+        beginning. Values that are decoded there, from the first on, overwrite no code of later values."""
+        numel, memory = values.numel(), values.view(torch.uint8)
+        codes = memory[memory.numel() - codec.codes_bytes(numel) :].view(torch.int8)
+        scales = memory[: codec.scales_bytes(numel)].view(codec.scale_dtype)
+        return cls(codec, codes, scales, numel)
+
+    def part(self, start: int, stop: int) -> CodedValues:
+        """Return the values [start, stop). ``start`` begins a block."""
+        codec = self.codec
+        first, scale = codec.codes_bytes(start), start // codec.block_numel
+        stop = min(stop, self.num_values)
+        codes = self.codes[first : first + codec.codes_bytes(stop - start)]
+        num_scales = codec.scales_bytes(stop - start) // codec.scale_dtype.itemsize
+        return CodedValues(codec, codes, self.scales[scale : scale + num_scales], stop - start)
+
+    def clone(self) -> CodedValues:
+        return CodedValues(self.codec, self.codes.clone(), self.scales.clone(), self.num_values)
+
+    def with_own_scales(self) -> CodedValues:
+        """Return these values with a copy of their scales, which values that are decoded in place overwrite first."""
+        return CodedValues(self.codec, self.codes, self.scales.clone(), self.num_values)
+
+    def zero_(self) -> None:
+        """Make all values zero."""
+        self.codes.fill_(0 if self.codec.num_bits == 8 else 8)
+        self.scales.fill_(1)
+
+    def decoded(self) -> Tensor:
+        """Return the values in new memory, float32."""
+        values = torch.empty(self.num_values, dtype=torch.float32)
+        codec = self.codec
+        torch.ops.lohan.dequantize_blocks.out(self.codes, self.scales, codec.num_bits, codec.block_numel, values=values)
+        return values
+
+
+Gradient: TypeAlias = Tensor | CodedValues
+
+
+def numel_of(gradient: Gradient) -> int:
+    return gradient.num_values if isinstance(gradient, CodedValues) else gradient.numel()
+
+
+def part_of_gradient(gradient: Gradient, start: int, stop: int) -> Gradient:
+    return gradient.part(start, stop) if isinstance(gradient, CodedValues) else gradient[start:stop]
+
+
+def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Tensor:
+    """As `sum_in_rank_order_`, also for coded parts. One part may be coded in the memory of ``out``."""
+    exact = [part for part in parts if isinstance(part, Tensor)]
+    if len(exact) == len(parts):
+        return sum_in_rank_order_(out, exact, num_ranks)
+    parts = [part.with_own_scales() if isinstance(part, CodedValues) else part for part in parts]
+    for start in range(0, out.numel(), SUM_TILE_NUMEL):
+        goal = out[start : start + SUM_TILE_NUMEL]
+        tiles = [part_of_gradient(part, start, start + goal.numel()) for part in parts]
+        coded = [tile.clone() for tile in tiles if isinstance(tile, CodedValues)]
+        if exact:  # a rank has added gradients of several backwards
+            decoded = (tile.decoded() if isinstance(tile, CodedValues) else tile for tile in tiles)
+            sum_in_rank_order_(total := torch.empty_like(goal), list(decoded), num_ranks)
+            goal.copy_(total)
+            continue
+        codec = coded[0].codec
+        torch.ops.lohan.dequantize_sum.out(
+            [tile.codes for tile in coded],
+            [tile.scales for tile in coded],
+            codec.num_bits,
+            codec.block_numel,
+            1.0 / num_ranks,
+            values=goal,
+        )
+    return out
 
 
 def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> Tensor:

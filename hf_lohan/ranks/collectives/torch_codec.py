@@ -53,17 +53,20 @@ def dequantize_sum_quantize_(
     scales: Sequence[Tensor],
     num_bits: int,
     block_numel: int,
+    out_block_numel: int,
     numel: int,
     factor: float,
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
     """Write the codes and scales of the sum of `dequantize_sum_`, which has ``numel`` values."""
-    total, part, upper = (_scratch(out_codes, numel, block_numel) for _ in range(3))
+    total, part, upper = (_scratch(out_codes, numel, out_block_numel) for _ in range(3))
     for start, stop in _tiles(out_codes, numel):
         blocks = _blocks_of(total, stop - start, block_numel)
         _sum_(codes, scales, start, num_bits, factor, blocks, part, upper)
-        _encode_(blocks, part, start, num_bits, out_codes, out_scales)
+        out_blocks = _blocks_of(total, stop - start, out_block_numel)
+        out_blocks.view(-1)[blocks.numel() :].zero_()
+        _encode_(out_blocks, part, start, num_bits, out_codes, out_scales)
 
 
 def _sum_(

@@ -42,16 +42,20 @@ def dequantize_sum_quantize_(
     scales: Sequence[Tensor],
     num_bits: int,
     block_numel: int,
+    out_block_numel: int,
     numel: int,
     factor: float,
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
-    arguments = (tuple(codes), tuple(scales), factor, out_codes, out_scales, len(out_scales))
-    _launch(_sum_quantize_kernel, out_scales, block_numel, arguments, num_bits)
+    arguments = (tuple(codes), tuple(scales), factor, out_codes, out_scales, len(scales[0]), len(out_scales))
+    is_split = out_block_numel != block_numel
+    _launch(_sum_quantize_kernel, out_scales, out_block_numel, arguments, num_bits, IS_SPLIT=is_split)
 
 
-def _launch(kernel: Any, like: Tensor, block_numel: int, arguments: tuple[Any, ...], num_bits: int) -> None:
+def _launch(
+    kernel: Any, like: Tensor, block_numel: int, arguments: tuple[Any, ...], num_bits: int, **settings: bool
+) -> None:
     num_blocks = arguments[-1]
     rows = max(1, _NUMEL_PER_PROGRAM // block_numel)
     if num_blocks == 0:
@@ -63,6 +67,7 @@ def _launch(kernel: Any, like: Tensor, block_numel: int, arguments: tuple[Any, .
             HALF=block_numel // 2,
             NUM_BITS=num_bits,
             HIGHEST=float(HIGHEST_CODE[num_bits]),
+            **settings,
             enable_fp_fusion=False,
         )
 
@@ -105,11 +110,15 @@ def _sum_kernel(
 
 @triton.jit
 def _sum_quantize_kernel(
-    codes, scales, factor, out_codes, out_scales, num_blocks,
-    ROWS: tl.constexpr, HALF: tl.constexpr, NUM_BITS: tl.constexpr, HIGHEST: tl.constexpr,
+    codes, scales, factor, out_codes, out_scales, num_in_blocks, num_blocks,
+    ROWS: tl.constexpr, HALF: tl.constexpr, NUM_BITS: tl.constexpr, HIGHEST: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first, second = _load_sum(codes, scales, factor, row, num_blocks, HALF, NUM_BITS)
+    if IS_SPLIT:  # each half is a block of its own
+        first = _load_sum_of_half(codes, scales, factor, 2 * row, num_in_blocks, HALF, NUM_BITS)
+        second = _load_sum_of_half(codes, scales, factor, 2 * row + 1, num_in_blocks, HALF, NUM_BITS)
+    else:
+        first, second = _load_sum(codes, scales, factor, row, num_blocks, HALF, NUM_BITS)
     _store_coded(first, second, row, out_codes, out_scales, num_blocks, HALF, NUM_BITS, HIGHEST)
 
 
@@ -122,6 +131,27 @@ def _load_sum(codes, scales, factor, row, num_blocks, HALF: tl.constexpr, NUM_BI
         first += more_first * factor
         second += more_second * factor
     return first, second
+
+
+@triton.jit
+def _load_sum_of_half(codes, scales, factor, block, num_blocks, HALF: tl.constexpr, NUM_BITS: tl.constexpr):
+    total = _load_decoded_half(codes[0], scales[0], block, num_blocks, HALF, NUM_BITS) * factor
+    for k in tl.static_range(1, len(codes)):
+        total += _load_decoded_half(codes[k], scales[k], block, num_blocks, HALF, NUM_BITS) * factor
+    return total
+
+
+@triton.jit
+def _load_decoded_half(codes, scales, block, num_blocks, HALF: tl.constexpr, NUM_BITS: tl.constexpr):
+    scale = _widened(tl.load(scales + block, mask=block < num_blocks, other=1.0))[:, None]
+    column, is_there = tl.arange(0, HALF)[None, :], (block < num_blocks)[:, None]
+    if NUM_BITS == 8:
+        code = tl.load(codes + block[:, None] * HALF + column, mask=is_there, other=0).to(tl.int32)
+    else:
+        places = block[:, None] * (HALF // 2) + column % (HALF // 2)
+        both = tl.load(codes + places, mask=is_there, other=8).to(tl.int32)  # 8 has two codes of zero
+        code = tl.where(column < HALF // 2, (both & 15) - 8, both >> 4)
+    return code.to(tl.float32) * scale
 
 
 @triton.jit
