@@ -108,7 +108,7 @@ def test_codecs_within_a_node_save_bytes_of_each_link(llama_of_4_layers: str) ->
     assert exact["ranks"]["link_bytes"] == exact["ranks"]["exact_link_bytes"] == coded["ranks"]["exact_link_bytes"]
     for name, most in (("h2d", 0.53), ("d2h", 0.15 * 2)):  # of bfloat16
         assert 0.25 < coded["ranks"]["link_bytes"][name] / exact["ranks"]["link_bytes"][name] < most
-        of_coded, of_exact = (values["backward_lanes"][f"{name}_s"] for values in (coded, exact))
+        of_coded, of_exact = (values["backward"][f"{name}_s"] for values in (coded, exact))
         assert of_coded < 0.6 * of_exact
     printed = plan(*arguments, "--collectives", "within=int4", batch_size=8).stdout
     assert "The link of each device carries" in printed and "of gradients in int4 instead of" in printed
