@@ -52,3 +52,14 @@ def test_the_wheel_installs_and_imports_from_a_clean_folder(tmp_path: Path) -> N
     assert printed.stdout.splitlines() == [str(site / "hf_lohan" / "__init__.py"), f"lohan {version}"], printed.stderr
     assert (site / "hf_lohan" / "report" / "page.html").is_file()
     assert f"\nversion: {version}\n" in (PROJECT / "CITATION.cff").read_text()
+
+
+def test_the_image_installs_a_torch_that_the_package_takes() -> None:
+    """Otherwise pip would replace it by another build, from another index."""
+    (needed,) = re.findall(r'^    "(torch>=.+)",$', (PROJECT / "pyproject.toml").read_text(), re.M)
+    dockerfile = (PROJECT / "Dockerfile").read_text()
+    assert f' "{needed}"\n' in dockerfile
+    copied = re.findall(r"^COPY (.+) \S+$", dockerfile, re.M)
+    in_context = {line[1:] for line in (PROJECT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {name for names in copied for name in names.split()} == in_context
+    assert all((PROJECT / name).exists() for name in in_context)
