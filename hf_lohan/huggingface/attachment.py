@@ -51,7 +51,13 @@ from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_st
 from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work, show_blocks
-from hf_lohan.huggingface.ranks import check_layout, check_one_model, check_rank_model, links_to_other_ranks
+from hf_lohan.huggingface.ranks import (
+    check_layout,
+    check_one_model,
+    check_rank_model,
+    generate_together,
+    links_to_other_ranks,
+)
 from hf_lohan.model import Rules
 from hf_lohan.planning import (
     OffloadLayout,
@@ -232,6 +238,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     with OutOfMemoryAdvice(config).added_to_errors():
         engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     stream_experts(engine.experts)
+    generate_together(model, tiers.links.ranks)
     global _num_attached
     _num_attached += 1
     _attached.add(engine)

@@ -5,6 +5,7 @@ The checks run before anything is written.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import GenerationMixin, TrainingArguments
 
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
 from hf_lohan.config import OffloadConfig
@@ -228,6 +229,14 @@ def check_rank_model(model: Any, ranks: Ranks) -> None:
             "ranks images in a step, or none; otherwise they wait for each other until net_timeout, and fail",
             beside,
         )
+
+
+def generate_together(model: Any, ranks: Ranks) -> None:
+    """Let several ranks take equally many forwards in `generate`, because all ranks load the blocks of a forward
+    together. A rank whose sequences are complete goes on until all are."""
+    for module in model.modules() if ranks.others else ():
+        if isinstance(module, GenerationMixin):
+            module.generate = functools.partial(module.generate, synced_gpus=True)
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:

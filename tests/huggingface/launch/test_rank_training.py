@@ -197,3 +197,69 @@ def test_a_custom_loop_of_two_ranks_equals_torch(run: Run, folder: Path) -> None
         "1of2.safetensors",
     }
     assert (folder / "loop_run" / "lohan" / "summary.json").is_file()
+
+
+GENERATING = """
+import json, os, sys
+
+import torch
+from transformers import GenerationMixin, TrainerCallback, TrainingArguments, set_seed
+
+from hf_lohan import Trainer
+from hf_lohan.testing.models import tiny_model
+
+FOLDER = sys.argv[1]
+IS_RANK = "RANK" in os.environ
+RANK = int(os.environ.get("RANK", 0))
+said = {}
+
+
+class Say(TrainerCallback):
+    '''Generates after each step. The sequences of rank 1 are longer.'''
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for rank in [RANK] if IS_RANK else [0, 1]:
+            prompt = torch.arange(5, 9 + rank)[None]
+            model.eval()
+            tokens = model.generate(input_ids=prompt, max_new_tokens=3 + 5 * rank, do_sample=False, pad_token_id=0)
+            said.setdefault(rank, []).append(tokens[0].tolist())
+        model.train()
+
+
+set_seed(0)
+model = tiny_model("llama", num_layers=8)
+rows = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(5, 21) + number % 3 for number in range(16))]
+arguments = TrainingArguments(
+    FOLDER,
+    max_steps=3,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=1 if IS_RANK else 2,
+    learning_rate=1e-2,
+    save_strategy="no",
+    report_to=[],
+    use_cpu=True,
+)
+offload = {"gpu_memory": "420KiB", "cpu_memory": "64MiB", "net_timeout": 60}
+Trainer(model, arguments, train_dataset=rows, callbacks=[Say()], offload=offload).train()
+for rank, tokens in said.items():
+    with open(f"{FOLDER}/said-{rank}.json", "w") as file:
+        json.dump(tokens, file)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_generate_sequences_of_different_lengths(tmp_path: Path) -> None:
+    """All ranks load the blocks of a forward together, so a rank with shorter sequences goes on until all are done."""
+    (tmp_path / "script.py").write_text(GENERATING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found = {}
+    for name, launcher in (("alone", []), ("ranks", TWO_RANKS)):
+        subprocess.run(
+            [sys.executable, *launcher, str(tmp_path / "script.py"), str(tmp_path / name)],
+            env=environment,
+            check=True,
+            timeout=200,
+        )
+        found[name] = [json.loads((tmp_path / name / f"said-{rank}.json").read_text()) for rank in (0, 1)]
+    assert found["ranks"] == found["alone"]
+    assert [len(tokens) for tokens in found["ranks"][1]] == [13] * 3
