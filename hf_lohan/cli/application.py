@@ -208,7 +208,9 @@ def doctor(
 def plan(
     model: Annotated[str, typer.Option(metavar="PATH_OR_CONFIG", help=_CHECKPOINT)],
     batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")],
-    seq_len: Annotated[int, typer.Option(metavar="S", help="Tokens in each sequence.")],
+    seq_len: Annotated[
+        int | None, typer.Option(metavar="S", help="Tokens in each sequence, or with --lengths in each packed one.")
+    ] = None,
     offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
     hardware: Annotated[
         str | None, typer.Option(metavar="H.yaml", help="Profile of another machine. Default: measure this one.")
@@ -231,6 +233,10 @@ def plan(
         bool,
         typer.Option("--lifetimes", help="Also say when each kind of tensor is in use, and could leave the device."),
     ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also plan an epoch of rows; FILE has the tokens of one row in each line."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw the plan (needs matplotlib).")] = None,
 ) -> None:
@@ -259,7 +265,7 @@ def plan(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        run_plan(request, as_json=as_json, plot=plot, lifetimes=lifetimes)
+        run_plan(request, as_json=as_json, plot=plot, lifetimes=lifetimes, lengths_file=lengths)
 
 
 @app.command()

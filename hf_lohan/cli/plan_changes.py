@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_lohan.cli.plan_ranks import divides_experts
-from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, plan_run
+from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run
 from hf_lohan.model import find_experts
 from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, simulate_step, with_changed
 from hf_lohan.wording import format_bytes
@@ -53,9 +53,12 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
 def plan_facts(planned: PlannedRun) -> dict[str, Any]:
     """Return the plan, the life of the drives and useful changes, in JSON's types."""
     step, life = planned.plan.prediction, drive_life(planned.hardware, planned.plan.prediction)
+    longest = longest_row_of(planned)
     return {
         **planned.plan.to_mapping(),
         **simulated_facts(planned),
+        "longest_tokens": longest.num_tokens,
+        "longest_tokens_is_longest_tried": longest.is_longest_tried,
         "times_slower_than_hidden": times_slower_than_hidden(planned),
         "drive_life": {"steps": life.steps, "tokens": life.tokens, "days": life.days} if life else None,
         "nearest_changes": [change.to_mapping() for change in nearest_changes(planned)] if step.fits else [],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -31,7 +32,7 @@ from hf_lohan.cli.plan_ranks import (
     tried_rows,
     what_hides,
 )
-from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, lifetimes_of_run, plan_run
+from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, epoch_of, lifetimes_of_run, longest_row_of, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
     ONE_MORE_SSD,
@@ -45,34 +46,68 @@ from hf_lohan.planner import (
 from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planner.record_traffic import FETCHED_KINDS
-from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, seconds, times
+from hf_lohan.planning import PlannedEpoch, read_lengths
+from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, percent, seconds, times
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
 
 
-def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None, lifetimes: bool = False) -> None:
+def run_plan(
+    request: PlanRequest,
+    *,
+    as_json: bool,
+    plot: str | None,
+    lifetimes: bool = False,
+    lengths_file: str | None = None,
+) -> None:
     """Plan a run and print the plan. Raises ValueError for bad values, and BudgetError with the smallest change that
     helps if no plan fits. With `as_json`, a plan that does not fit is printed as well. ``lifetimes``: also print, and
-    draw, when tensors are in use."""
+    draw, when tensors are in use. ``lengths_file``: a file with the lengths of an epoch's rows, of which the longest is
+    planned, and the epoch as well."""
     found: list[StepLifetimes] = []
+    lengths = read_lengths(lengths_file) if lengths_file is not None else []
+    request = _for_longest(request, lengths)
 
     def facts(planned: PlannedRun) -> dict[str, Any]:
-        found.append(lifetimes_of_run(planned))
-        return {"lifetimes": found[0].to_mapping(planned.hardware)}
+        more: dict[str, Any] = {}
+        if lengths and planned.plan.fits:
+            more["epoch"] = epoch_of(planned, lengths).to_mapping()
+        if lifetimes:
+            found.append(lifetimes_of_run(planned))
+            more["lifetimes"] = found[0].to_mapping(planned.hardware)
+        return more
 
     def show(planned: PlannedRun, console: Console) -> None:
         print_plan(planned, console)
+        if lengths:
+            console.print()
+            print_epoch(epoch_of(planned, lengths), planned, console)
         if lifetimes:
             found.append(lifetimes_of_run(planned))
             console.print()
             print_lifetimes(found[0], planned, console)
 
-    planned = _planned(request, show, as_json=as_json, more_facts=facts if lifetimes else None)
+    planned = _planned(request, show, as_json=as_json, more_facts=facts)
     if plot is not None:
         from hf_lohan.cli.plan_plot import plot_plan
 
         plot_plan(planned, plot, found[0] if found else None)
+
+
+def _for_longest(request: PlanRequest, lengths: Sequence[int]) -> PlanRequest:
+    """Return the request for a plan of the longest rows, or of the packed rows that `--seq-len` asks for."""
+    if not lengths:
+        if request.sequence_length is None:
+            raise ValueError("neither --seq-len nor --lengths is given; give the tokens in each row, or a file of them")
+        return request
+    longest = max(lengths)
+    if request.sequence_length is not None and request.sequence_length < longest:
+        raise ValueError(
+            f"--seq-len {request.sequence_length} is shorter than the longest row of --lengths, which has {longest} "
+            "tokens; leave it out, or give the length of packed rows, into which each row must fit"
+        )
+    return replace(request, sequence_length=request.sequence_length or longest)
 
 
 def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
@@ -120,6 +155,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         *_other_experts(planned),
         *_wear(planned),
         *hidden,
+        longest_row_text(planned),
         *_what_helps(planned),
         without_offloading(planned),
     )
@@ -146,12 +182,51 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         *rounded_within(planned.plan),
         hiding(planned),
         *what_hides(planned.plan),
+        longest_row_text(planned),
     ):
         console.print(line, soft_wrap=True)
     if planned.plan.in_memory.fits:
         console.print(Text(without_offloading(planned), style="bold green"), soft_wrap=True)
     console.print()
     console.print(_purchases(planned))
+
+
+def longest_row_text(planned: PlannedRun) -> str:
+    """Return a sentence on the longest row that fits the machine."""
+    longest = longest_row_of(planned)
+    if not longest.num_tokens:
+        return "No row fits this machine alone in its batch."
+    if longest.is_longest_tried:
+        return f"A row of {longest.num_tokens} tokens fits, alone in its batch; longer ones were not tried."
+    return f"The longest row that fits, alone in its batch, has {longest.num_tokens} tokens."
+
+
+def print_epoch(epoch: PlannedEpoch, planned: PlannedRun, console: Console) -> None:
+    """Print a table of classes of lengths, and sentences on the epoch."""
+    table = _table("tokens up to", "batches", "a step", "bound by", "share of the epoch")
+    for of_class in epoch.classes:
+        table.add_row(
+            str(of_class.num_tokens),
+            str(of_class.num_batches),
+            seconds(of_class.step_s),
+            bottleneck_label(of_class.bottleneck),
+            percent(of_class.epoch_s / epoch.epoch_s),
+        )
+    console.print(table)
+    padding = percent(1 - epoch.num_tokens / epoch.num_padded_tokens)
+    console.print(
+        f"\nAn epoch of {times(epoch.num_rows, 'row')} with {epoch.num_tokens} tokens has "
+        f"{times(epoch.num_steps, 'step')} and takes {seconds(epoch.epoch_s)}; {padding} of the computed tokens are "
+        f"padding.\nPacked into {times(epoch.num_packed_rows, 'row')} of {epoch.packed_row_tokens} tokens, it has "
+        f"{times(epoch.num_packed_steps, 'step')} and takes {seconds(epoch.packed_epoch_s)}.",
+        soft_wrap=True,
+    )
+    rows = epoch.ssd_hides_from_packed_rows
+    if rows is not None:
+        console.print(
+            f"Computing takes longer than the drives from {rows:.3g} packed rows for each move of the weights on.",
+            soft_wrap=True,
+        )
 
 
 def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +20,19 @@ from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, r
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
+from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
+    LongestRow,
     MicroBatches,
+    PlannedEpoch,
     PlannedStep,
     StepShape,
     check_together,
     lay_out,
     lifetimes_of_step,
+    longest_row,
+    plan_epoch,
     plan_step,
     why_not_together,
 )
@@ -208,6 +214,60 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         model=model,
         config=config,
         in_turn_because=in_turn_because,
+    )
+
+
+def longest_row_of(planned: PlannedRun) -> LongestRow:
+    """Return the longest row that fits the machine of the run, with one row in each batch and the run's settings and
+    division of RAM."""
+    key = (replace(planned.request, batch_size=1, sequence_length=None), planned.hardware, planned.config)
+
+    def plan(length: int) -> PlannedStep:
+        is_vertical = planned.config.vertical_micro_batches is True
+        return plan_step(
+            planned.model,
+            planned.layout,
+            planned.config,
+            StepShape(1, length, num_together=planned.shape.num_together if is_vertical else 1),
+            measure=lambda _traced, _shape: planned.hardware,
+            durability=planned.setup.durability,
+            fused_attention=not planned.hardware.device.shares_cpu,
+        )
+
+    if key not in _longest_rows:
+        model_config: Any = planned.model.config
+        num_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        _longest_rows[key] = longest_row(
+            plan,
+            begin=planned.shape.sequence_length,
+            num_positions=num_positions if isinstance(num_positions, int) else None,
+            room_bytes=device_limit_bytes(planned.hardware, planned.setup),
+        )
+    return _longest_rows[key]
+
+
+_longest_rows: dict[tuple[PlanRequest, HardwareProfile, OffloadConfig], LongestRow] = {}
+"""Of the runs that this process has planned."""
+
+
+def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
+    """Return the plan of an epoch of rows with these lengths, for the run that was planned for the longest."""
+    request = planned.request
+
+    def plan(length: int) -> PlannedStep:
+        if length == planned.shape.sequence_length:
+            return planned
+        found = plan_run(replace(request, sequence_length=length), OtherMachine(planned.hardware))
+        found.plan.check()
+        return found
+
+    return plan_epoch(
+        plan,
+        lengths,
+        batch_size=request.batch_size,
+        num_micro_batches=request.num_micro_batches,
+        num_ranks=request.num_ranks,
+        packed_row_tokens=planned.shape.sequence_length,
     )
 
 

@@ -2,12 +2,14 @@
 
 `layout` fixes blocks, records, pools and copies in RAM before a batch is known. `step_plan` traces a forward on fake
 tensors, and plans a step from the trace, the layout and the measured hardware. `run_plan` plans at a run's first
-forward, and again after the first steps are timed. `generation` lays out a model that is not trained.
+forward, and again after the first steps are timed. `lengths` plans for rows of many lengths. `generation` lays out a
+model that is not trained.
 """
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
 from hf_lohan.planning.kept_weights import coded_numel, kept_ranks, kept_record_name, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, experts_as_stored, lay_out
+from hf_lohan.planning.lengths import LongestRow, PlannedEpoch, longest_row, plan_epoch, read_lengths
 from hf_lohan.planning.order import (
     MicroBatches,
     check_same_layers,
@@ -19,8 +21,10 @@ from hf_lohan.planning.run_plan import RunPlan, stock_fit
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, lifetimes_of_step, plan_step, trace_blocks
 
 __all__ = [
+    "LongestRow",
     "MicroBatches",
     "OffloadLayout",
+    "PlannedEpoch",
     "PlannedStep",
     "RunPlan",
     "StepShape",
@@ -36,8 +40,11 @@ __all__ = [
     "lay_out_generation",
     "layer_beside_text",
     "lifetimes_of_step",
+    "longest_row",
     "part_bytes",
+    "plan_epoch",
     "plan_step",
+    "read_lengths",
     "stock_fit",
     "trace_blocks",
     "why_not_together",

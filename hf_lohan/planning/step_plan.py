@@ -325,6 +325,7 @@ def lifetimes_of_step(
     for block in layout.blocks:
         dtype, state_bytes_per_param = block.master.working_dtype, block.master.state_bytes_per_param
         gradient_dtype = dtype if layout.keeps_gradient_dtypes else torch.float32
+        is_expert = block.size_class is SizeClass.EXPERT
         for part in block.slices:
             weights.append(
                 Weight(
@@ -333,7 +334,7 @@ def lifetimes_of_step(
                     num_bytes=_stored_bytes(part, dtype),
                     state_bytes=int(part.numel * state_bytes_per_param) if part.trainable else 0,
                     gradient_bytes=part.numel * gradient_dtype.itemsize if part.trainable else 0,
-                    uses=traced.weight_uses.get(part.name, ()),
+                    uses=traced.weight_uses.get(block.name if is_expert else part.name, ()),
                 )
             )
     return step_lifetimes(traced.operations, traced.tensors, weights, planned.hardware)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from hf_lohan.cli import app, plan_changes, plan_report
 from hf_lohan.cli.plan_request import plan_run
+from hf_lohan.planning import LongestRow
 from hf_lohan.testing.models import tiny_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -27,15 +28,19 @@ LLAMA_8B = str(CONFIGS / "models" / "llama-3.1-8b")
 runner = CliRunner()
 
 
-def plan(model: str, *options: object, batch_size: int = 16, seq_len: int = 1024, with_changes: bool = False) -> Result:
-    """Run `lohan plan`, by default without the nearest changes, which are up to five more plans."""
-    sizes = ["--batch-size", str(batch_size), "--seq-len", str(seq_len)]
+def plan(
+    model: str, *options: object, batch_size: int = 16, seq_len: int | None = 1024, with_changes: bool = False
+) -> Result:
+    """Run `lohan plan`, by default without the nearest changes and the longest row, which are up to ten more plans."""
+    sizes = ["--batch-size", str(batch_size), *(["--seq-len", str(seq_len)] if seq_len is not None else [])]
     arguments = ["plan", "--model", model, *sizes, *map(str, options)]
     if with_changes:
         return runner.invoke(app, arguments)
     with (
         mock.patch.object(plan_changes, "nearest_changes", return_value=[]),
         mock.patch.object(plan_report, "nearest_changes", return_value=[]),
+        mock.patch.object(plan_changes, "longest_row_of", return_value=LongestRow(4096, is_longest_tried=False)),
+        mock.patch.object(plan_report, "longest_row_of", return_value=LongestRow(4096, is_longest_tried=False)),
     ):
         return runner.invoke(app, arguments)
 

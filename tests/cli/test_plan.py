@@ -293,6 +293,56 @@ def test_lifetimes_are_printed_drawn_and_in_json(tiny: str, tmp_path: Path) -> N
     assert "lifetimes" not in planned(tiny, "--hardware", DESKTOP, **sizes)
 
 
+def test_lifetimes_of_experts_that_stream_one_by_one(tmp_path: Path) -> None:
+    tiny_config("qwen3_moe").save_pretrained(tmp_path / "tiny")
+    kinds = {}
+    for experts in ("streamed", "with_layer"):
+        settings = tmp_path / f"{experts}.yaml"
+        settings.write_text(f"experts: {experts}\n")
+        options = ("--hardware", DESKTOP, "--offload", settings, "--lifetimes")
+        values = planned(str(tmp_path / "tiny"), *options, batch_size=1, seq_len=16)
+        kinds[experts] = values["lifetimes"]["kinds"]
+    for kind in ("param", "gradient", "state"):
+        assert kinds["streamed"][kind]["num_bytes"] == kinds["with_layer"][kind]["num_bytes"]
+    assert kinds["streamed"]["param"]["active_share"] < kinds["with_layer"]["param"]["active_share"]
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+    options: dict[str, Any] = {"batch_size": 1, "with_changes": True}
+    values = json.loads(plan(LLAMA_8B, "--hardware", DESKTOP, "--json", seq_len=2048, **options).stdout)
+    longest = values["longest_tokens"]
+    assert 32768 < longest < 131072 and not values["longest_tokens_is_longest_tried"]
+    assert planned(LLAMA_8B, "--hardware", DESKTOP, batch_size=1, seq_len=longest)["fits"]
+    assert plan(LLAMA_8B, "--hardware", DESKTOP, batch_size=1, seq_len=int(1.02 * longest)).exit_code == 2
+    arguments = ["estimate", LLAMA_8B, "--hardware", str(DESKTOP), "--batch-size", "1", "--seq-len", "2048"]
+    assert (
+        f"The longest row that fits, alone in its batch, has {longest} tokens" in runner.invoke(app, arguments).stdout
+    )
+
+
+def test_an_epoch_of_lengths_is_planned(tiny: str, tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("16\n64\n8\n8\n")
+    options = ("--hardware", DESKTOP, "--lengths", lengths)
+    sizes: dict[str, Any] = {"batch_size": 2, "seq_len": None}
+    epoch = planned(tiny, *options, **sizes)["epoch"]
+    assert [one["num_tokens"] for one in epoch["classes"]] == [64, 8]
+    long_s, short_s = (planned(tiny, "--hardware", DESKTOP, batch_size=2, seq_len=size)["step_s"] for size in (64, 8))
+    assert epoch["epoch_s"] == pytest.approx(long_s + short_s)
+    assert (epoch["num_tokens"], epoch["num_padded_tokens"], epoch["num_packed_rows"]) == (96, 144, 2)
+    printed = plan(tiny, *options, **sizes).stdout
+    assert "An epoch of 4 rows with 96 tokens has 2 steps" in printed and "Packed into 2 rows of 64 tokens" in printed
+    assert planned(tiny, *options, batch_size=2, seq_len=96)["epoch"]["num_packed_rows"] == 1
+    for refused, message in (
+        (plan(tiny, *options, seq_len=32), "--seq-len 32 is shorter than the longest row of --lengths, which has 64"),
+        (plan(tiny, *options, "--lengths", "nowhere.txt", **sizes), "nowhere.txt"),
+        (plan(tiny, **sizes), "neither --seq-len nor --lengths is given"),
+    ):
+        assert refused.exit_code == 2 and message in refused.stderr and refused.stderr.count("\n") == 1
+    lengths.write_text("16\nmany\n")
+    assert f"line 2 of {lengths} is 'many'" in plan(tiny, *options, **sizes).stderr
+
+
 def test_the_plotted_minimum_is_the_plan_and_labels_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plan_plot, "sweep_swapped_bytes", partial(sweep_swapped_bytes, num_points=3))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,9 +39,17 @@ class ExpertsTrace:
         )
 
 
-def forward_on_paper(experts: FusedExperts, on_call: Callable[[ExpertsTrace], None]) -> Callable[..., Tensor]:
+Computes: TypeAlias = Callable[[int, Sequence[Tensor]], None]
+"""Is called with FLOPs of all experts, and with the tensors that exist meanwhile."""
+
+
+def forward_on_paper(
+    experts: FusedExperts,
+    on_call: Callable[[ExpertsTrace], None] = lambda _trace: None,
+    computes: Computes = lambda _flops, _held: None,
+) -> Callable[..., Tensor]:
     """Return a forward for a module of experts that runs on fake tensors. ``on_call`` is called before autograd saves
-    anything."""
+    anything, and ``computes`` in the forward and in the backward."""
     matrices = [tuple(parameter.shape[1:]) for parameter in experts.parameters.values() if parameter.dim() == 3]
     numel = sum(parameter.numel() for parameter in experts.parameters.values()) // experts.num_experts
 
@@ -62,7 +71,10 @@ def forward_on_paper(experts: FusedExperts, on_call: Callable[[ExpertsTrace], No
         on_call(trace)
         weight = next(experts.module.parameters(recurse=False))
         apply: Any = _Experts.apply
-        output: Tensor = apply(hidden_states, top_k_weights, top_k_index, weight, within)
+        # A backward computes an expert's forward again, and the gradients of its rows and of its weights.
+        backward_flops = (2 + weight.requires_grad) * trace.flops
+        flops = partial(computes, trace.flops), partial(computes, backward_flops)
+        output: Tensor = apply(hidden_states, top_k_weights, top_k_index, weight, within, *flops)
         return output
 
     return forward
@@ -74,17 +86,28 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor, weight: Tensor, within_numel: int
+        ctx: Any,
+        rows: Tensor,
+        top_k_weights: Tensor,
+        top_k_index: Tensor,
+        weight: Tensor,
+        within_numel: int,
+        computes_forward: Callable[[Sequence[Tensor]], None],
+        computes_backward: Callable[[Sequence[Tensor]], None],
     ) -> Tensor:
         held = [rows.new_empty(top_k_index.numel(), rows.shape[-1]) for _ in range(3)]
         held.append(rows.new_empty(within_numel // 2))
         ctx.save_for_backward(rows, top_k_weights, top_k_index)
-        ctx.within_numel = within_numel
-        return torch.empty_like(rows)
+        ctx.within_numel, ctx.computes = within_numel, computes_backward
+        output = torch.empty_like(rows)
+        computes_forward((rows, *held, output))
+        return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, top_k_weights, top_k_index = ctx.saved_tensors
         held = [rows.new_empty(top_k_index.numel(), rows.shape[-1]) for _ in range(3)]
         held.append(rows.new_empty(ctx.within_numel))
-        return torch.empty_like(rows), torch.empty_like(top_k_weights), None, None, None
+        gradients = torch.empty_like(rows), torch.empty_like(top_k_weights)
+        ctx.computes((gradient, rows, *held, *gradients))
+        return *gradients, None, None, None, None, None

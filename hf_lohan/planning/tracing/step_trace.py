@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.experts import find_experts
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.lifetimes import StepOperation, TensorKind, TensorLifetime
+from hf_lohan.planning.tracing.experts_on_paper import NAME as EXPERTS
 from hf_lohan.planning.tracing.experts_on_paper import forward_on_paper
 from hf_lohan.planning.tracing.operations import flops_of, moved_bytes_of, run_on_fake_tensors, tensors_in
 from hf_lohan.planning.tracing.profile import AttentionWithoutDropout, fake_parameters, in_training_mode, modules_of
@@ -141,10 +142,16 @@ class _Recorder(TorchDispatchMode):
         """Have the next operations stand for that many equal ones."""
         self._times = times
 
-    def use_weights(self, names: Iterable[str]) -> None:
-        """Count weights as used by the next operation."""
+    def compute_experts(self, names: Sequence[str], flops: int, held: Sequence[Tensor]) -> None:
+        """Note an operation for each expert, in which its weights and the tensors ``held`` are in use. ``flops``: of
+        all experts."""
         part = self._now()
-        part.weight_uses += [(len(part.operations), name) for name in names]
+        births = [self._alive[key][0] for key in dict.fromkeys(map(storage_id, held)) if key in self._alive]
+        for name in names:
+            number = len(part.operations)
+            part.operations.append(StepOperation(EXPERTS, self.block, flops / len(names), 0))
+            part.weight_uses.append((number, name))
+            part.uses += [(number, birth) for birth in births]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Note that the tensor is the gradient of a weight."""
@@ -392,14 +399,9 @@ def trace_step(
     chunked_loss: ChunkedLoss | None = None,
 ) -> StepTrace:
     """Trace the forward and backward of one micro-batch, whose layers are recomputed. Arguments are those of
-    `trace_model`. Gradients of weights die when they are complete. Raises ValueError if a layer runs more than once,
-    and for experts that stream one by one."""
+    `trace_model`. Gradients of weights die when they are complete. Experts that stream one by one are an operation
+    each, whose weights have the name of their block. Raises ValueError if a layer runs more than once."""
     modules = modules_of(blocks)
-    if blocks.experts:
-        raise ValueError(
-            "lifetimes are traced for whole layers, and the experts of this model stream one by one; leave --lifetimes "
-            "out, or set experts: with_layer"
-        )
     layers = {block.name: users[0] for block, users in modules.items() if block.size_class is SizeClass.LAYER}
     kinds, is_trained = (
         [],
@@ -465,12 +467,9 @@ def _record(
         for name, weight in weights.items():
             if weight.requires_grad:
                 stack.callback(weight.register_post_accumulate_grad_hook(_takes_gradient(recorder, name)).remove)
-        module_names = {module: name for name, module in model.named_modules()}
-        for experts in (of_experts[module] for module in blocks.experts):
-            prefix = module_names[experts.module]
-            own = [f"{prefix}.{name}" for name, _ in experts.module.named_parameters()]
-            forward = forward_on_paper(experts, _uses_weights(recorder, own))
-            stack.enter_context(forward_replaced(experts.module, forward))
+        for module, own in blocks.experts.items():
+            computes = partial(recorder.compute_experts, [block.name for block in own])
+            stack.enter_context(forward_replaced(module, forward_on_paper(of_experts[module], computes=computes)))
         stack.enter_context(_LayersOfStep(layers, chosen, recorder, fake_mode).replaced())
         stack.enter_context(recorder)
         step = _TracedStep(model, recorder, fake_mode)
@@ -488,13 +487,10 @@ def _enters_block(recorder: _Recorder, name: str) -> Callable[[nn.Module, Any], 
     return enter
 
 
-def _uses_weights(recorder: _Recorder, names: Sequence[str]) -> Callable[[object], None]:
-    return lambda _trace: recorder.use_weights(names)
-
-
 def _takes_gradient(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
     def take(weight: Tensor) -> None:
-        assert weight.grad is not None
+        if weight.grad is None:  # of experts, which compute nothing
+            return
         recorder.add_gradient(name, weight.grad)
         weight.grad = None
 

@@ -128,9 +128,26 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
         trace_step(model, blocks, batch_size=1, sequence_length=8)
 
 
-def test_experts_that_stream_one_by_one_are_refused() -> None:
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_that_stream_one_by_one_are_an_operation_each(name: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config("mixtral", num_layers=2, hidden_size=32))
+        model = AutoModelForCausalLM.from_config(tiny_config(name, num_layers=NUM_LAYERS, hidden_size=32))
+    sizes = {"batch_size": BATCH_SIZE, "sequence_length": SEQUENCE_LENGTH}
     blocks = discover_blocks(model, streams_experts=True)
-    with pytest.raises(ValueError, match="the experts of this model stream one by one; leave --lifetimes out"):
-        trace_step(model, blocks, batch_size=1, sequence_length=8)
+    streamed, whole = trace_step(model, blocks, **sizes), trace_step(model, discover_blocks(model), **sizes)
+    experts = [expert.name for own in blocks.experts.values() for expert in own]
+    assert len(experts) > NUM_LAYERS
+    for expert in experts:
+        forward, again, backward = (streamed.operations[use] for use in streamed.weight_uses[expert])
+        assert forward.flops == again.flops == backward.flops / 3 > 0
+        assert expert.startswith(f"{forward.block}.") and forward.block == again.block == backward.block
+    # An expert's forward runs again in its backward, beside the one of the layer's checkpoint.
+    flops = {
+        kind: sum(operation.flops for operation in step.operations)
+        for kind, step in (("streamed", streamed), ("whole", whole))
+    }
+    of_experts = sum(operation.flops for operation in streamed.operations if operation.name == "lohan.experts")
+    assert flops["streamed"] - of_experts / 5 == pytest.approx(flops["whole"], rel=1e-6)
+    rows_bytes = 4 * 32 * BATCH_SIZE * SEQUENCE_LENGTH * 2  # two experts for each token
+    at = streamed.weight_uses[experts[0]][0]
+    assert sum(tensor.num_bytes == rows_bytes and tensor.born < at < tensor.died for tensor in streamed.tensors) >= 3
