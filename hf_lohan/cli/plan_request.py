@@ -168,7 +168,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     published = quantization_of(model_config)
     if published is not None and not published.get("load_in_4bit"):
         refuse_other_methods(request.model, published)
-    if request.lora_rank is not None and published is not None:
+    if published is not None and (request.lora_rank is not None or published.get("load_in_4bit")):
         base = weightless_model(model_config, dtype, code=code)
         config = packed_as_published(request.model, model_config, base, config, dtype)
     ways = ways_asked_for(request.collectives)

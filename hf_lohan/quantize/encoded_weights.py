@@ -356,7 +356,7 @@ class EncodedWeight:
     zero_points: UnreadTensor | None = None
     """Codes of value 0, of each row and block of columns: int8 [rows, blocks], or packed like the codes, by rows."""
     is_transposed: bool = False
-    """Whether the file has each expert's columns as rows."""
+    """Whether the file has the columns of the matrix, or of each expert, as rows."""
     is_of_127: bool = False
     """Whether codes are 127ths of the scale."""
 
@@ -374,7 +374,9 @@ class EncodedWeight:
     def decode(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """The rows from ``first`` to ``last`` of a matrix, or these experts of several."""
         decoded = torch.empty((last - first, *self.shape[1:]), dtype=dtype)
-        if len(self.shape) == 2:
+        if len(self.shape) == 2 and self.is_transposed:
+            self._decode_columns(decoded, first, last)
+        elif len(self.shape) == 2:
             self._decode_rows(decoded, None, first, last)
         for expert in range(first, last) if len(self.shape) == 3 else ():
             matrix = decoded[expert - first]
@@ -435,6 +437,13 @@ class EncodedWeight:
             scales = decode_scales(self._scales(expert, start // block_rows, -(-stop // block_rows)))
             scale_rows_(values, scales, self.block, start % block_rows)
             decoded[start - first : stop - first] = values.mul_(_INT8_FACTOR) if self.is_of_127 else values
+
+    def _decode_columns(self, decoded: Tensor, first: int, last: int) -> None:
+        """Write columns of the matrix in the file, whose rows have a scale each, as rows to ``decoded``."""
+        assert self.block[0] == 1 and self.block[1] >= self.shape[0] and self.zero_points is None
+        values = self.decode_codes(self.codes[:, first:last])
+        values *= decode_scales(self._scales(None, 0, self.shape[1]))
+        decoded.copy_((values.mul_(_INT8_FACTOR) if self.is_of_127 else values).t())
 
     def _scales(self, expert: int | None, first: int, last: int) -> Tensor:
         num_dimensions = len(self.scales.get_shape())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +13,10 @@ import pytest
 import torch
 import transformers
 from interrupted_runs import InterruptAfter, interrupt
-from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder
+from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder, is_linear
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trajectories import Trajectory, arguments, assert_same_bits, dataset, finish
+from trajectories import Trajectory, arguments, assert_same_bits, dataset, finish, logged, stored_weights
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
@@ -24,6 +25,8 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface import engine_of
 from hf_lohan.model.packed_weights import name_in_base
+from hf_lohan.quantize import values_of
+from hf_lohan.quantize.four_bit import encode
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -197,6 +200,7 @@ def test_a_plan_has_the_records_of_the_run(kind: str, tmp_path: Path) -> None:
         ({"quant_method": "mxfp8"}, 3 * 7),
         ({"quant_method": "compressed-tensors", "config_groups": None}, 0),
         ({"quant_method": "gptq", "bits": 4}, None),
+        ({"quant_method": "compressed-tensors", "config_groups": {"w4a16": ["Linear"]}}, 3 * 7),
     ],
 )
 def test_a_config_without_files_is_planned_or_refused(
@@ -214,6 +218,42 @@ def test_a_config_without_files_is_planned_or_refused(
     for rank in (4, None):
         with pytest.raises(ValueError, match="is quantized by gptq"):
             plan_run(replace(request, lora_rank=rank))
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_a_plan_of_weights_that_train_over_four_bits_is_refused_as_the_run_is(has_files: bool, tmp_path: Path) -> None:
+    path = tmp_path / "quantized"
+    model = tiny_model("llama")
+    model.config.quantization_config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    model.config.save_pretrained(path)
+    if has_files:
+        save_file(four_bit_tensors(model), path / "model.safetensors", metadata={"format": "pt"})
+    settings = {"model": str(path), "batch_size": 1, "sequence_length": 16, "hardware": str(DESKTOP)}
+    assert plan_run(PlanRequest(**settings, lora_rank=4, dtype="float32")).layout.packs
+    with pytest.raises(ValueError, match="quantize: nf4 is for frozen weights, and no matrix") as of_plan:
+        plan_run(PlanRequest(**settings, dtype="float32"))
+    for quantize in ("none", "fp4"):
+        with pytest.raises(ValueError, match=f"packed .*, and quantize: {quantize} was asked for; leave quantize out"):
+            plan_run(PlanRequest(**settings, dtype="float32", quantize=quantize))
+    if has_files:
+        with pytest.raises(ValueError, match="quantize: nf4 is for frozen weights") as of_run:
+            hf_lohan.from_pretrained(path, {**BUDGETS, "ssd": str(tmp_path / "store")}, torch_device="cpu")
+        assert str(of_run.value) == str(of_plan.value)
+
+
+def four_bit_tensors(model: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as bitsandbytes saves it, without double quantization."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if not is_linear(name, weight):
+            tensors[name] = weight.clone()
+            continue
+        codes, scales = encode(weight.flatten(), "nf4", 64)
+        state = {"blocksize": 64, "shape": list(weight.shape), "dtype": "float32", "quant_type": "nf4"}
+        tensors |= {name: codes.view(-1, 1), f"{name}.absmax": scales, f"{name}.quant_map": values_of("nf4").clone()}
+        content = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = content
+    return tensors
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
@@ -264,9 +304,36 @@ def test_an_int8_checkpoint_of_bitsandbytes_stays_as_it_is(tmp_path: Path) -> No
     save_file({**saved, name.replace("SCB", "weight_format"): torch.tensor(2, dtype=torch.uint8)}, file)
     with pytest.raises(ValueError, match=r"up_proj\.weight is int8 in an order of an early bitsandbytes"):
         offloaded(tmp_path / "damaged", tmp_path / "packed")
-    with pytest.raises(ValueError, match=r"Conv1D"):
-        tiny_gpt2 = tiny_model("gpt2")
-        tiny_gpt2.save_pretrained(tmp_path / "gpt2")
-        stored = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2", quantization_config=config, device_map="cpu")
-        stored.save_pretrained(tmp_path / "packed_gpt2")
-        offloaded(tmp_path / "gpt2_run", tmp_path / "packed_gpt2", targets=["c_attn"])
+
+
+def test_an_int8_checkpoint_of_conv1d_is_turned_round(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    model = tiny_model("gpt2", num_layers=2)
+    model.save_pretrained(tmp_path / "base")
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config, device_map="cpu")
+    packed.save_pretrained(tmp_path / "packed")
+    saved = load_file(tmp_path / "packed" / "model.safetensors")
+    turned = [name for name, tensor in saved.items() if tensor.dtype == torch.int8]
+    with torch.no_grad():
+        for name in turned:
+            decoded = functional.int8_vectorwise_dequant(saved[name], saved[name.removesuffix("weight") + "SCB"])
+            model.get_parameter(name).copy_(decoded.t())
+    trainer = offloaded(tmp_path, tmp_path / "packed", targets=["c_attn"])
+    assert len(packed_names(trainer.offload_engine)) == len(turned) == 2 * 4
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    ours = Trajectory(*logged(trainer), stored_weights(trainer))
+    trainer.offload_engine.close()
+    assert_same_bits(ours, stock(tmp_path / "stock", copy.deepcopy(model), ["c_attn"]))
+    merged = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload()
+    hf_lohan.merge(tmp_path / "adapter", tmp_path / "packed", tmp_path / "merged")
+    trained = hf_lohan.from_pretrained(
+        tmp_path / "packed", {**BUDGETS, "ssd": str(tmp_path / "full")}, torch_device="cpu"
+    )
+    engine = engine_of(trained)
+    assert engine is not None and not packed_names(engine)
+    for name, found in AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters():
+        assert torch.equal(found, merged.get_parameter(name)), name
+        assert torch.equal(engine.parameters.read_parameter(name), model.get_parameter(name)), name
+    engine.close()

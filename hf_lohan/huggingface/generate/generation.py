@@ -105,6 +105,7 @@ def load_for_generation(
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, wanted_dtype, checkpoint.code).requires_grad_(False)
     encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
+    quantized = None if encoded is None else encoded.quantized
     if encoded is not None:
         config = encoded.settings(config, [name for name, _ in skeleton.named_parameters()])
         encoded = encoded if config.quantize.weights else None

@@ -19,6 +19,9 @@ from hf_lohan.huggingface.progress import advance, long_work
 
 _ONE_LAYER = ("merge", "unmerge")
 _WHOLE_MODEL = ("merge_and_unload", "unload")
+_CHANGE_THE_BASE = frozenset({"pissa", "olora", "corda", "loftq"})
+"""Initialisations of LoRA that take what the adapters start with out of the base."""
+_IN_MEMORY = "make the adapters in memory (peft.get_peft_model) and pass that model"
 
 
 # Adapters over a streamed base.
@@ -32,6 +35,12 @@ def check_peft_config(peft_config: Any) -> None:
             f"peft_config={peft_config!r} is not a configuration of PEFT; give a configuration, such as "
             'peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
         )
+    init = getattr(peft_config, "init_lora_weights", True)
+    if isinstance(init, str) and init.partition("_")[0] in _CHANGE_THE_BASE:
+        raise ValueError(
+            f"peft_config has init_lora_weights={init!r}, which changes the base's weights, and these stream to the "
+            f"store while adapters are made; {_IN_MEMORY}, or set init_lora_weights=True"
+        )
 
 
 def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:
@@ -43,7 +52,18 @@ def adding_adapters(peft_config: Any) -> Callable[[Any], Any]:
     """Return the function that adds adapters to a model."""
     from peft import get_peft_model
 
-    return lambda model: get_peft_model(model, copy.deepcopy(peft_config) if is_on_meta(model) else peft_config)
+    def add(model: Any) -> Any:
+        if not is_on_meta(model):
+            return get_peft_model(model, peft_config)
+        try:
+            return get_peft_model(model, copy.deepcopy(peft_config))
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(
+                f"the adapters of {type(peft_config).__name__} cannot be made for a base that streams, because PEFT "
+                f"computes with their values before there are any; {_IN_MEMORY}"
+            ) from error
+
+    return add
 
 
 def is_on_meta(model: nn.Module) -> bool:

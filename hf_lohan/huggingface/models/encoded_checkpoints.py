@@ -26,7 +26,7 @@ from hf_lohan.huggingface.models.quantized_checkpoints import (
     weight_settings,
 )
 from hf_lohan.model.discovery import find_layers
-from hf_lohan.model.packed_weights import is_transposed, packed_forms
+from hf_lohan.model.packed_weights import packed_forms
 from hf_lohan.planner import Quantization
 from hf_lohan.planner.quantization import FORM_OF_THE_CHECKPOINT, CodeKind, EncodedMatrix
 from hf_lohan.quantize import EncodedForm, int8_form
@@ -98,11 +98,10 @@ class _StoredTensor:
 def encoded_checkpoint(quantized: QuantizedCheckpoint, skeleton: nn.Module) -> EncodedCheckpoint:
     """Return what can stay packed of a checkpoint for the model ``skeleton``, which is on meta. Weights whose rows the
     model has in another order, and weights in other codes than those of `EncodedMatrix`, cannot."""
+    quantized = quantized.of_model(skeleton)
     with quantized.opened() as tensors:
         encoded = quantized.find(tensors)
         sources = sources_of_weights(skeleton, quantized.replace_encoded(tensors))
-        if quantized.method == "int8":
-            _refuse_transposed(quantized, skeleton, encoded)
         matrices: dict[str, tuple[EncodedMatrix, ...]] = {}
         for name, parameter in skeleton.named_parameters():
             units = sources.get(name)
@@ -123,13 +122,20 @@ def packed_as_published(
     `quantized_checkpoint` and `encoded_checkpoint`.
     """
     fields = quantization_of(model_config)
-    if fields is None or config.quantize.method != "auto":
-        return config
-    if not has_safetensors(path):
-        return replace(config, quantize=_named_in_config(fields, skeleton.requires_grad_(False)))
     packed = packed_checkpoint(path, model_config)
     if packed is not None:
         return packed.settings(config, dtype)
+    if fields is None:
+        return config
+    if fields.get("load_in_4bit") and config.quantize.method not in ("auto", fields.get("bnb_4bit_quant_type", "fp4")):
+        raise ValueError(
+            f"{str(path)!r} is packed in 4 bits, and quantize: {config.quantize.method} was asked for; leave quantize "
+            "out, or plan the checkpoint from before it was packed"
+        )
+    if config.quantize.method != "auto":
+        return config
+    if not has_safetensors(path):
+        return replace(config, quantize=_named_in_config(fields, skeleton.requires_grad_(False)))
     quantized = quantized_checkpoint(path, model_config)
     assert quantized is not None
     encoded = encoded_checkpoint(quantized, skeleton)
@@ -206,17 +212,6 @@ _USUAL: Mapping[str, Callable[[Mapping[str, Any], torch.Size], tuple[EncodedMatr
     "compressed-tensors": _usual_compressed,
     "int8": _usual_int8,
 }
-
-
-def _refuse_transposed(quantized: QuantizedCheckpoint, skeleton: nn.Module, encoded: Encoded) -> None:
-    """Raise ValueError for weights that bitsandbytes packed transposed."""
-    transposed = {f"{name}.weight" for name, module in skeleton.named_modules() if is_transposed(module)}
-    for name in encoded:
-        if any(name == full or full.endswith(f".{name}") for full in transposed):
-            raise ValueError(
-                f"{name} of {str(quantized.path)!r} is the int8 of a Conv1D, which is not decoded; "
-                "use the checkpoint from before it was packed, with quantize: int8"
-            )
 
 
 def _matrices_of(units: SourcesOfUnits, encoded: Encoded) -> list[list[tuple[EncodedWeight, int | None]]]:

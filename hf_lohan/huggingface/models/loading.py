@@ -162,14 +162,12 @@ class WeightSink:
 _PLACEMENT = ("device_map", "max_memory", "tp_plan", "tp_size", "distributed_config")
 
 
-def _check_placement(loading: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of `from_pretrained` that place or shard a model on devices."""
+def refuse_placement(loading: Mapping[str, Any], because: str) -> None:
+    """Raise ValueError for arguments of `from_pretrained` that place or shard a model on devices. ``because``: what
+    happens to the model instead."""
     for name in _PLACEMENT:
         if loading.get(name) is not None:
-            raise ValueError(
-                f"{name}={loading[name]!r} places or shards the model, which offload streams to its device itself; "
-                "leave it out"
-            )
+            raise ValueError(f"{name}={loading[name]!r} places or shards the model, {because}; leave it out")
 
 
 def from_pretrained(
@@ -218,7 +216,7 @@ def from_pretrained(
     Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
     capacities that are too small, for another model's store, and for dtypes that cannot be trained.
     """
-    _check_placement(kwargs)
+    refuse_placement(kwargs, "which offload streams to its device itself")
     dtype = take_torch_dtype(kwargs, dtype)
     if peft_config is not None:
         check_peft_config(peft_config)
@@ -251,6 +249,7 @@ def from_pretrained(
         skeleton = skeleton_of(model_class, own_config, loaded_dtype, checkpoint.code)
         names = {name: name for name, _ in skeleton.named_parameters()}
     encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
+    quantized = None if encoded is None else encoded.quantized
     if finish is not None:
         with torch.device("meta"):
             skeleton, names = finished_skeleton(skeleton, finish)

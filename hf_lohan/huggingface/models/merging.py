@@ -20,7 +20,13 @@ from hf_lohan.compat.transformers_conversions import UnreadWeight, loaded_unread
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, merge_through_store
 from hf_lohan.huggingface.models.hub import Checkpoint, adapter_folder
-from hf_lohan.huggingface.models.loading import make_placeholders, take_torch_dtype, warn_of_unused
+from hf_lohan.huggingface.models.loading import (
+    make_placeholders,
+    refuse_placement,
+    skeleton_of,
+    take_torch_dtype,
+    warn_of_unused,
+)
 from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
 from hf_lohan.huggingface.models.saving import save_weights
 from hf_lohan.huggingface.models.weightless_model import model_class_of
@@ -63,6 +69,7 @@ def merge(
     Raises ValueError, before a weight is written, if the adapter or the base does not exist, if the base's weights have
     other shapes, or if the adapter cannot be merged.
     """
+    refuse_placement(kwargs, "which a merge reads and writes a weight at a time")
     dtype = take_torch_dtype(kwargs, dtype)
     asked = kwargs.pop("quantization_config", None)
     if asked is not None and not getattr(asked, "dequantize", False):
@@ -99,7 +106,10 @@ def _unread_model(
     quantized = quantized_checkpoint(checkpoint.folder, model_config)
     decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if quantized is not None:
-        model_config, decoded = quantized.model_config, tensors_replaced(quantized.replace_encoded)
+        model_config = quantized.model_config
+        with torch.device("meta"):
+            skeleton = skeleton_of(model_class, model_config, torch.float32, checkpoint.code)
+        decoded = tensors_replaced(quantized.of_model(skeleton).replace_encoded)
     unread: dict[str, UnreadWeight] = {}
     with loaded_unread(unread) as unused, decoded:
         arguments = checkpoint.loading_arguments(model_class, kwargs)
@@ -153,7 +163,7 @@ def _with_saved_adapter(
     names = list(adapted.named_parameters(remove_duplicate=False))
     found = {parameter for name, parameter in names if name not in loaded.missing_keys}  # layers may share some
     missing = [name for name, parameter in names if parameter not in found]
-    others = [*missing, *loaded.unexpected_keys]
+    others = [*missing, *(name for name in loaded.unexpected_keys if not _is_projection(adapted, name, saved[name]))]
     if others:
         has = "does not have" if missing else "also has"
         raise ValueError(
@@ -161,6 +171,14 @@ def _with_saved_adapter(
             "base of the training, or one of the same shapes"
         )
     return adapted
+
+
+def _is_projection(adapted: nn.Module, name: str, saved: Tensor) -> bool:
+    """Return whether a saved tensor is one of VeRA's random projections, with the values that the model has. PEFT
+    before 0.21 makes them anew, and does not expect them."""
+    end = f".{name.rpartition('.')[2]}.default"
+    buffers = (buffer for buffer_name, buffer in adapted.named_buffers() if buffer_name.endswith(end))
+    return any(torch.equal(buffer, saved.to(buffer)) for buffer in buffers)
 
 
 def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight], saved: Mapping[str, Tensor]) -> None:

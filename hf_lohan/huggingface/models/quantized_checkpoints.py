@@ -7,16 +7,17 @@ import copy
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from hf_lohan.model.packed_weights import is_transposed
 from hf_lohan.quantize.encoded_weights import (
     EncodedWeight,
     UnreadTensor,
@@ -49,6 +50,14 @@ class QuantizedCheckpoint:
     method: str
     find: Callable[[Tensors], Encoded]
     """Finds the weights that tensors encode. Nothing is read."""
+
+    def of_model(self, model: nn.Module) -> QuantizedCheckpoint:
+        """This checkpoint for a model, real or on meta. bitsandbytes packs the matrices of `Conv1D` transposed, and the
+        files do not say which they are."""
+        if self.method != "int8":
+            return self
+        names = {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
+        return replace(self, find=partial(_find_int8, names)) if names else self
 
     def opened(self) -> contextlib.AbstractContextManager[Tensors]:
         """The tensors of the checkpoint's files, which are not read."""
@@ -241,6 +250,11 @@ def _find_fp8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
             continue
         stem = name.removesuffix(".weight")
         ends = (".weight_scale_inv", ".scale", ".qscale_weight") if stem != name else ("_scale_inv",)
+        if f"{stem}.weight_scale" in tensors and not any(stem + end in tensors for end in ends):
+            raise ValueError(
+                f"{name} is quantized as AutoFP8 writes it, with its scale in {stem}.weight_scale, which transformers "
+                "does not read; use the model's original in bfloat16, or a checkpoint of compressed-tensors"
+            )
         scales = _scales_of(name, [stem + end for end in ends], tensors)
         *experts, rows, columns = _matrices(name, tensor)
         columns *= 2 if is_fp4 else 1
@@ -355,9 +369,37 @@ def compressed_block(group: Mapping[str, Any], rows: int, columns: int) -> tuple
     return 1, columns
 
 
+_BY_GROUPS = {"type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+_BY_ROWS = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+_PRESETS: Mapping[str, Mapping[str, Any] | None] = {
+    "UNQUANTIZED": None,
+    **{preset: {**_BY_GROUPS, "num_bits": 4} for preset in ("W4A16", "W4A8", "W4A4", "W4AFP8")},
+    "W4A16_ASYM": {**_BY_GROUPS, "num_bits": 4, "symmetric": False},
+    "W8A16": {**_BY_GROUPS, "num_bits": 8},
+    **{preset: {**_BY_ROWS, "type": "int"} for preset in ("W8A8", "INT8")},
+    "FP8": {**_BY_ROWS, "type": "float", "strategy": "tensor"},
+    "FP8_DYNAMIC": {**_BY_ROWS, "type": "float"},
+    "FP8_BLOCK": {**_BY_ROWS, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+}
+"""How the presets of compressed-tensors quantize weights."""
+
+
+def _group_of(name: str, group: Any) -> Mapping[str, Any]:
+    """A group of `config_groups`, which may be the targets of a preset. Raises ValueError for an unknown preset."""
+    if isinstance(group, Mapping):
+        return group
+    if name.upper() not in _PRESETS:
+        raise ValueError(
+            f"the checkpoint is quantized by compressed-tensors with the preset {name!r} of config_groups, which is "
+            f"not dequantized while it streams (as {', '.join(_PRESETS)} are); use the model's original in bfloat16"
+        )
+    return {"targets": group, "weights": _PRESETS[name.upper()]}
+
+
 def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """How weights are quantized, by group. Raises ValueError for what is not dequantized."""
-    groups = [group for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
+    named = (_group_of(name, group) for name, group in (settings.get("config_groups") or {}).items())
+    groups = [group for group in named if group.get("weights")]
     whole, sparsity = settings.get("format", "dense"), (settings.get("sparsity_config") or {}).get("format", "dense")
     formats = {group.get("format") or whole for group in groups} | {whole, sparsity} - {"mixed-precision"}
     strategies = {group["weights"].get("strategy") for group in groups}
@@ -375,7 +417,8 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 # int8 of bitsandbytes: codes that are 127ths of their row's scale.
 
 
-def _find_int8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
+def _find_int8(transposed: Collection[str], tensors: Tensors) -> Encoded:
+    """``transposed``: names of weights that the model has transposed. A checkpoint may leave out their beginning."""
     encoded: Encoded = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
@@ -390,8 +433,15 @@ def _find_int8(settings: Mapping[str, Any], tensors: Tensors) -> Encoded:
                 f"{name} is int8 in an order of an early bitsandbytes ({stem}.weight_format is not 0), which is not "
                 "decoded; use the checkpoint from before it was packed, with quantize: int8"
             )
+        is_turned = any(full == name or full.endswith(f".{name}") for full in transposed)
         weight = EncodedWeight(
-            torch.Size((rows, columns)), tensor, _AsColumn(tensors[scales]), decode_numbers, size, is_of_127=True
+            torch.Size((columns, rows) if is_turned else (rows, columns)),
+            tensor,
+            _AsColumn(tensors[scales]),
+            decode_numbers,
+            size,
+            is_transposed=is_turned,
+            is_of_127=True,
         )
         encoded[name] = weight, (name, scales, f"{stem}.weight_format")
     return encoded
@@ -418,5 +468,5 @@ _FINDERS: Mapping[str, Callable[[Mapping[str, Any], Tensors], Encoded]] = {
     "mxfp8": _find_fp8,
     "mxfp4": _find_mxfp4,
     "compressed-tensors": _find_compressed,
-    "int8": _find_int8,
+    "int8": lambda _settings, tensors: _find_int8((), tensors),
 }

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import quantized_folders
 import torch
-from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -150,12 +149,48 @@ def test_a_streamed_base_gets_its_adapters_while_it_loads(kind: str, dtype: torc
     engine.close()
 
 
-def test_an_initialization_that_changes_a_streamed_base_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
+def test_an_initialization_that_changes_a_streamed_base_is_refused(init: str, tmp_path: Path) -> None:
     tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
-    with pytest.raises(RuntimeError, match="before the model is offloaded"):
-        hf_lohan.from_pretrained(
-            tmp_path / "base", OFFLOAD, default_ssd_path=tmp_path / "store", peft_config=KINDS["pissa"]()
-        )
+    config = KINDS["lora"]()
+    config.init_lora_weights = init
+    with pytest.raises(ValueError, match=rf"^peft_config has init_lora_weights='{init}'.*make the adapters in memory"):
+        hf_lohan.from_pretrained(tmp_path / "base", OFFLOAD, default_ssd_path=tmp_path / "store", peft_config=config)
+    assert not (tmp_path / "store").exists()
+
+
+def test_adapters_that_need_the_values_of_a_streamed_base_are_refused(tmp_path: Path) -> None:
+    tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
+    config = peft.BOFTConfig(boft_block_size=4, target_modules=TARGETS, **CAUSAL)
+    with pytest.raises(ValueError, match=r"^the adapters of BOFTConfig cannot be made for a base that streams"):
+        hf_lohan.from_pretrained(tmp_path / "base", OFFLOAD, default_ssd_path=tmp_path / "store", peft_config=config)
+    assert not (tmp_path / "store").exists()
+
+
+def test_projections_of_vera_that_a_model_does_not_have_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT before 0.21 makes them anew from their seed, and calls those in the file unexpected."""
+    base = save_base(tmp_path / "base", "llama", torch.float32)
+    adapter = save_adapter(tmp_path / "adapter", base, KINDS["vera"]())
+    load_adapter = peft.PeftModel.load_adapter
+
+    def as_before(model: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = load_adapter(model, *args, **kwargs)
+        loaded.unexpected_keys[:] = ["base_model.vera_A", "base_model.vera_B"]
+        if changes:
+            for name, buffer in model.named_buffers():
+                buffer.add_(1.0 if ".vera_B." in name else 0.0)
+        return loaded
+
+    monkeypatch.setattr(peft.PeftModel, "load_adapter", as_before)
+    changes = False
+    hf_lohan.merge(adapter, base, tmp_path / "merged")
+    stock = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    assert_same(load_file(tmp_path / "merged" / "model.safetensors"), saved(stock, tmp_path / "expected"))
+    changes = True
+    with pytest.raises(ValueError, match=r"trained over another model than .*: it also has base_model\.vera_B"):
+        hf_lohan.merge(adapter, base, tmp_path / "other")
 
 
 # Saved adapters, merged into a checkpoint.
@@ -210,8 +245,6 @@ def save_adapter(folder: Path, base: Path, config: Any) -> Path:
 
 @pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind not in (*CANNOT_MERGE, "pissa")])
 def test_a_saved_adapter_is_merged_into_another_base(kind: str, tmp_path: Path) -> None:
-    if kind == "vera" and Version(peft.__version__) < Version("0.21"):
-        pytest.skip("this PEFT calls VeRA's projections unexpected, and the merge is refused")
     family, dtype, make_config = ADAPTERS[kind]
     adapter = save_adapter(tmp_path / "adapter", save_base(tmp_path / "trained", family, dtype), make_config())
     base = save_base(tmp_path / "base", family, dtype, seed=1)
@@ -275,6 +308,9 @@ def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None
         hf_lohan.merge(adapter, base, base)
     with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig was given"):
         hf_lohan.merge(adapter, base, tmp_path / "merged", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    for placement in ({"device_map": "auto"}, {"max_memory": {0: "1GiB"}}):
+        with pytest.raises(ValueError, match=rf"^{next(iter(placement))}=.* a weight at a time; leave it out$"):
+            hf_lohan.merge(adapter, base, tmp_path / "merged", **placement)
     with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
         hf_lohan.merge(base, base, tmp_path / "merged")
     with pytest.raises(ValueError, match="is not a checkpoint folder"):

@@ -274,6 +274,7 @@ def refusal(path: Path, load_streamed: Load, tmp_path: Path) -> str:
             },
             "nvfp4-pack-quantized",
         ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"NVFP4": ["Linear"]}}, "the preset 'NVFP4'"),
     ],
 )
 def test_other_formats_are_refused_by_name(
@@ -281,6 +282,35 @@ def test_other_formats_are_refused_by_name(
 ) -> None:
     path = write_quantized(tmp_path / "quantized", tiny_model("llama"), config, lambda name, tensor: {name: tensor})
     assert named in refusal(path, load_streamed, tmp_path)
+
+
+@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "w4a16"])
+def test_groups_may_be_named_by_a_preset(preset: str, load_streamed: Load, tmp_path: Path) -> None:
+    group: dict[str, Any] = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}
+    if preset == "w4a16":
+        group = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
+    path, products = compressed_folder(tmp_path / "quantized", group, "float8" if preset != "w4a16" else "int32")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = {preset: ["Linear"]}
+    (path / "config.json").write_text(json.dumps(config))
+    if preset == "w4a16":  # has groups of 128
+        assert "has shape [144, 3], and the scales of" in refusal(path, load_streamed, tmp_path)
+        return
+    found = stored(load_streamed(path))
+    assert all(torch.equal(found[name], product) for name, product in products.items())
+
+
+def test_what_autofp8_writes_is_refused_by_its_name(load_streamed: Load, tmp_path: Path) -> None:
+    path = KINDS["llama-fp8"][0](tmp_path / "quantized")
+    tensors = {
+        name.replace("_scale_inv", "_scale"): torch.tensor(0.01) if "_scale" in name else tensor
+        for name, tensor in read_files(path).items()
+    }
+    write_files(path, tensors)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert "_proj.weight is quantized as AutoFP8 writes it" in refusal(path, load_streamed, tmp_path)
 
 
 @pytest.mark.parametrize("order", ["in order", "reordered", "missing", "missing, by its other name"])
