@@ -216,7 +216,7 @@ def open_peer_weights(layout: OffloadLayout, device: Device, store: Store) -> Pe
     if way.backward == "ssd":
         return SsdPeerWeights(store.scratch(layout.copy_records, _KEPT_NAME))
     memory = device.host_empty(layout.copy_bytes) if layout.copy_bytes else torch.empty(0, dtype=torch.uint8)
-    return RamPeerWeights(memory, layout.blocks, layout.ranks, keeps_own=way.keeps_own)
+    return RamPeerWeights(memory, layout.common_blocks, layout.ranks, keeps_own=way.keeps_own)
 
 
 def agree_on_commits(store: Store, links: Links) -> None:

@@ -163,7 +163,10 @@ def _with_saved_adapter(
     names = list(adapted.named_parameters(remove_duplicate=False))
     found = {parameter for name, parameter in names if name not in loaded.missing_keys}  # layers may share some
     missing = [name for name, parameter in names if parameter not in found]
-    others = [*missing, *(name for name in loaded.unexpected_keys if not _is_projection(adapted, name, saved[name]))]
+    others = [
+        *missing,
+        *(name for name in loaded.unexpected_keys if not _is_projection(adapted, name, saved.get(name))),
+    ]
     if others:
         has = "does not have" if missing else "also has"
         raise ValueError(
@@ -173,12 +176,12 @@ def _with_saved_adapter(
     return adapted
 
 
-def _is_projection(adapted: nn.Module, name: str, saved: Tensor) -> bool:
+def _is_projection(adapted: nn.Module, name: str, saved: Tensor | None) -> bool:
     """Return whether a saved tensor is one of VeRA's random projections, with the values that the model has. PEFT
     before 0.21 makes them anew, and does not expect them."""
     end = f".{name.rpartition('.')[2]}.default"
     buffers = (buffer for buffer_name, buffer in adapted.named_buffers() if buffer_name.endswith(end))
-    return any(torch.equal(buffer, saved.to(buffer)) for buffer in buffers)
+    return saved is not None and any(torch.equal(buffer, saved.to(buffer)) for buffer in buffers)
 
 
 def _read_saved_embeddings(model: Any, weights: dict[nn.Parameter, UnreadWeight], saved: Mapping[str, Tensor]) -> None:
