@@ -48,7 +48,8 @@ class Base:
         with self.encoded.quantized.opened() as tensors:
             self.encoded.replace_encoded(sink.is_packed, sink.store_bytes, tensors)
         for name, parameter in self.model.named_parameters():
-            sink.store_weight(name, parameter)
+            if access.parts[name][0][1].packed is None:
+                access.write_parameter(name, parameter)
             parameter.data = parameter.data.new_empty(0)
 
     def decoded(self) -> Base:
