@@ -120,7 +120,7 @@ class GradientArrivals:
         device.run(Lane.D2H, encode, fills=message, reads=(source,), name="encode")
         device.copy(Lane.D2H, codes, message[: codes.numel()])
         device.copy(Lane.D2H, scales, message[codes.numel() :])
-        coded.count(source.numel() * 4, message.numel())
+        coded.count(source.nbytes, message.numel())
 
     def _acquire_buffer(self, block: Block, *, half: bool) -> Buffer:
         began_s = time.monotonic()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
+from hf_lohan.engine import ranks as engine_ranks
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, Channel, RanksDisagreeError
 from hf_lohan.ranks.collectives import block_operators
 from hf_lohan.testing.async_device import AsyncDevice
@@ -180,7 +181,9 @@ IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 def test_a_training_step_launches_each_kernel(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_lohan.ranks.collectives import triton_codec
 
-    training = Training(4, 2, num_steps=5)  # the sum is coded in one operation after the error is measured
+    monkeypatch.setattr(engine_ranks, "_NUM_MEASURED_STEPS", 1)  # then the sum is coded in one operation
+    monkeypatch.setattr(triton_codec, "_NUMEL_PER_PROGRAM", 1 << 16)  # the interpreter is slow
+    training = Training(4, 2, num_steps=3)
     parts = {"forward": "exact", "backward": "world", "gradients": word, "within": word}
     expected = training.run(tmp_path / "torch", parts)
     launches, one_at_a_time, launch = Counter[str](), threading.Lock(), triton_codec._launch
