@@ -2,6 +2,7 @@
 
 from hf_lohan.threads.cpu_policies import (
     keep_freed_memory,
+    return_freed_memory,
     set_compute_threads,
     start_thread,
     usable_cpus,
@@ -26,6 +27,7 @@ __all__ = [
     "closing",
     "keep_freed_memory",
     "raised_anew",
+    "return_freed_memory",
     "set_compute_threads",
     "start_thread",
     "uninterrupted",

@@ -60,6 +60,14 @@ def keep_freed_memory() -> bool:
     return bool(kept)
 
 
+def return_freed_memory() -> None:
+    """Have glibc return all memory that was freed, once. Call this after work of another kind than the next, such as
+    loading: what it freed lies between what it kept, and later allocations do not fit there."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 _here = threading.local()
 _starting = threading.Lock()
 

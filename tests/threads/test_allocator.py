@@ -22,6 +22,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+MEMORY_BETWEEN = """
+import sys
+import torch
+from hf_lohan.hardware import anonymous_memory_bytes
+from hf_lohan.threads import keep_freed_memory, return_freed_memory
+keep_freed_memory()
+before = anonymous_memory_bytes()
+large = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(128)]
+kept = [large[index] for index in range(7, 128, 16)]
+del large
+held = anonymous_memory_bytes() - before
+return_freed_memory()
+print(held, anonymous_memory_bytes() - before)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's mallopt")
 def test_memory_that_a_step_frees_is_reused_without_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
@@ -38,3 +54,12 @@ def test_memory_that_a_step_frees_is_reused_without_page_faults(monkeypatch: pyt
 def test_the_users_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert not keep_freed_memory()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc_trim")
+def test_freed_memory_between_other_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-c", MEMORY_BETWEEN]
+    held, left = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert held > 100 << 20 and left < 20 << 20, (held, left)

@@ -57,6 +57,7 @@ from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import experts_as_stored, lay_out
 from hf_lohan.planning.layout import resolved_here
+from hf_lohan.threads import return_freed_memory
 from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
@@ -350,6 +351,7 @@ def stream_model(
             "class and the config of this checkpoint"
         )
     warn_of_unused(checkpoint, model, unused)
+    return_freed_memory()
     return model
 
 
