@@ -212,7 +212,7 @@ def build_loaders(
     several ranks each rank loads its own experts."""
     deliver = updates.pipeline.deliver
     places = _expert_places(layout, tiers)  # before the loaders' barrier, after which ranks may send rows
-    layers = _block_loader(ring, tiers, layout, deliver)
+    layers = _block_loader(ring, tiers, layout, updates.pipeline)
     experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.expert_cache)
     return Loaders(layers, experts, LayerAndExpertLoaders(layers, experts) if experts else layers, places)
 
@@ -223,7 +223,8 @@ def _expert_places(layout: OffloadLayout, tiers: Tiers) -> ExpertPlaces:
     return OneOwnerEach(tiers.links, RowExchange(tiers.links), tiers.device)
 
 
-def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: Deliver) -> BlockLoader:
+def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline: GradientPipeline) -> BlockLoader:
+    deliver = pipeline.deliver
     if tiers.rank_memory is None:
         order = [block for block in layout.blocks if block.size_class is not SizeClass.EXPERT]
         return LayerLoader(ring, _local_weights(tiers, tiers.store, tiers.staging, layout, deliver), order)
@@ -231,6 +232,8 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, deliver: 
         tiers.device,
         tiers.store,
         deliver,
+        pipeline,
+        ring,
         tiers.links,
         tiers.rank_memory.weights.bytes,
         layout.common_blocks,

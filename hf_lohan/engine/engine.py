@@ -277,7 +277,7 @@ class OffloadEngine:
 
     def forget_weights(self) -> None:
         """Forget loaded weights, because the store's parameters were replaced by those of a checkpoint."""
-        self._ring.forget(self.layout.blocks)
+        self._ring.end_step(self.layout.blocks)
 
     @property
     def store_folders(self) -> set[str]:

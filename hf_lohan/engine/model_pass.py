@@ -7,7 +7,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -111,6 +111,38 @@ class ComputeSpans:
             self._device.note_span(Lane.COMPUTE, name, began, self._device.stamp(Lane.COMPUTE), block=block.name)
 
 
+class UsedBlocks:
+    """The blocks that the training forwards of a step use. A backward reaches no others."""
+
+    def __init__(self) -> None:
+        self._num_changes = -1
+        self._of_forwards: list[set[Block]] = []
+        self._num_backwards = 0
+        self._num_since_backward = 0
+
+    def begin_forward(self, num_changes: int) -> set[Block]:
+        """Return the set to which the forward adds its blocks. `num_changes` differs in each step."""
+        if num_changes != self._num_changes:
+            self._num_changes = num_changes
+            self._of_forwards, self._num_backwards, self._num_since_backward = [], 0, 0
+        self._of_forwards.append(set())
+        self._num_since_backward += 1
+        return self._of_forwards[-1]
+
+    def end_backward(self) -> None:
+        self._num_backwards += 1
+        self._num_since_backward = 0
+
+    def unused(self, blocks: Iterable[Block], num_changes: int) -> set[Block]:
+        """Return the blocks that the present backward does not reach. It may belong to any forward of the step, unless
+        forwards and backwards took turns."""
+        if num_changes != self._num_changes:
+            return set()
+        take_turns = self._num_since_backward == 1 and len(self._of_forwards) == self._num_backwards + 1
+        used = self._of_forwards[-1] if take_turns else set[Block]().union(*self._of_forwards)
+        return set(blocks) - used
+
+
 class ModelPass:
     """The state of a pass. A training forward may have a backward or not, and an exception may end either."""
 
@@ -126,6 +158,8 @@ class ModelPass:
         self._awaits_backward = False
         self._changed: str | None = None
         self._is_announced_final = True
+        self._is_final = False
+        self._used = UsedBlocks()
 
     @property
     def phase(self) -> PassPhase:
@@ -185,6 +219,7 @@ class ModelPass:
         self.clock.begin_pass()
         self._parts.prefetcher.begin_pass(is_training=is_training)
         if is_training:
+            self.in_use.collect_uses(self._used.begin_forward(self._parts.ring.num_changes))
             self._parts.activations.begin_forward()
 
     def save_by(self, saving: AbstractContextManager[Any]) -> None:
@@ -243,6 +278,9 @@ class ModelPass:
         self._phase = PassPhase.BACKWARD
         if not had_heads:
             self._parts.step.undo_guesses()
+        if self._is_final:
+            blocks = set(self._parts.block_of.values())
+            self._parts.arrivals.exclude(self._used.unused(blocks, self._parts.ring.num_changes))
         self.clock.begin_pass()
         call_behind_backward(lambda: self._end_backward(before_end))
 
@@ -275,8 +313,8 @@ class ModelPass:
         parts.step.begin_backward()
         if not parts.step.has_begun_updates:
             parts.groups.note_settings()
-        is_final = self._is_announced_final and parts.is_final_backward()
-        parts.arrivals.begin_backward(BackwardContext(is_final=is_final, slots=parts.slots))
+        self._is_final = self._is_announced_final and parts.is_final_backward()
+        parts.arrivals.begin_backward(BackwardContext(is_final=self._is_final, slots=parts.slots))
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """Take a parameter's complete gradient of this backward."""
@@ -314,6 +352,7 @@ class ModelPass:
         self.spans.end_span()
         before_end()
         self._parts.arrivals.flush()
+        self._used.end_backward()
         self.in_use.release_all()
         self._phase = PassPhase.IDLE
         self._loads_before_gradient.clear()

@@ -99,6 +99,7 @@ class WeightReads:
 
     def _copy(self, block: Block, part: ParamSlice) -> Tensor:
         """Return a copy of a parameter after the last step."""
+        self._pass.in_use.note_use(block)
         if self._pass.phase is PassPhase.IDLE:
             self._pass.recover()
         self._parts.step.refuse_new_weight(part)
@@ -231,7 +232,7 @@ class Gathering:
         if part.packed is not None:  # not by reading it again, for which all ranks would be needed
             raise packed_weight_error(part.name, part.packed)
         self._access.write_parameter(part.name, parameter.data)
-        self._parts.ring.forget([block for block, _ in self._access.parts[part.name]])
+        self._parts.ring.end_step([block for block, _ in self._access.parts[part.name]])
         self._pass.note_changed_weight(part.name)
 
 

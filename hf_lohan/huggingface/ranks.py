@@ -6,7 +6,6 @@ The checks run before anything is written.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,11 +24,9 @@ from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files.directories import make_directory
 from hf_lohan.model import Block
-from hf_lohan.planning import OffloadLayout, layer_beside_text
+from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
-
-logger = logging.getLogger(__name__)
 
 _FIRST_TIMEOUT_S = 600.0
 """Long, because ranks start, import and load at different speeds."""
@@ -221,13 +218,6 @@ def check_rank_model(model: Any, ranks: Ranks) -> None:
         raise ValueError(
             f"the adapter {prompts[0]!r} learns prompts, which PEFT computes on one rank alone when it saves; train it "
             "in one process, or use LoRA"
-        )
-    beside = layer_beside_text(model) if ranks.others else None
-    if beside is not None:
-        logger.warning(
-            "all ranks must pass the same layers in a step, and a batch of text alone does not reach %s: give all "
-            "ranks images in a step, or none; otherwise they wait for each other until net_timeout, and fail",
-            beside,
         )
 
 

@@ -123,11 +123,12 @@ def rank_outcomes(
         raise AssertionError(f"ranks hang:\n{stacks}")
     gc.collect()  # some threads end with their owner, which a cycle may keep alive
     left = [thread for thread in threading.enumerate() if thread not in before]
-    until_s = time.monotonic() + HANGS_AFTER_S
+    has_failed = any(outcome.error for outcome in outcomes)  # an error's traceback may keep the threads' owner alive
+    until_s = time.monotonic() + (1.0 if has_failed else HANGS_AFTER_S)
     for thread in left:
-        thread.join(until_s - time.monotonic())
+        thread.join(max(0.0, until_s - time.monotonic()))
     left = [thread for thread in left if thread.is_alive()]
-    if left and not any(outcome.error for outcome in outcomes):  # an error's traceback may keep their owner alive
+    if left and not has_failed:
         raise AssertionError(f"threads are still running: {_stacks(left)}")
     return outcomes
 

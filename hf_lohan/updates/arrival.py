@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,6 +60,12 @@ class GradientArrivals:
         """Device memory for the payload of one piece. Work of the D2H lane alone uses it."""
         self._context = BackwardContext()
         self._open: dict[Chunk, ArrivedChunk] = {}
+        self._order: dict[Chunk, int] = {}
+        """Chunks in the order in which gradients of the step came."""
+        self._submitted: set[Chunk] = set()
+        """Chunks of the backward, and those that it does not reach and that were published."""
+        self._held_back: deque[Chunk] = deque()
+        """Chunks that the step's last backward does not reach, in their order, with gradients of earlier backwards."""
         self._pieces: dict[ParamSlice, list[ChunkPiece]] = {}
         for chunk in chunks:
             for piece in chunk.pieces:
@@ -67,6 +74,26 @@ class GradientArrivals:
     def begin_backward(self, context: BackwardContext) -> None:
         """Begin a backward. `context` applies until the next one."""
         self._context = context
+        self._submitted.clear()
+        self._held_back.clear()
+        if not self._pipeline.has_gradients:
+            self._order.clear()
+
+    def exclude(self, blocks: Collection[Block]) -> None:
+        """Note that the backward, which is the step's last, reaches none of these blocks. Ranks publish gradients in
+        the order of their backwards, so that none waits in a buffer for one that another rank publishes later. So
+        gradients of earlier backwards, to which this one adds nothing, are published in their turn."""
+        if blocks and self._context.is_final:
+            self._held_back.extend(sorted(self._pipeline.exclude(blocks), key=self._order.__getitem__))
+
+    def _publish_held_before(self, chunk: Chunk) -> None:
+        place = self._order.setdefault(chunk, len(self._order))
+        while self._held_back and self._order[self._held_back[0]] < place:
+            self._publish_held(self._held_back.popleft())
+
+    def _publish_held(self, chunk: Chunk) -> None:
+        self._submitted.add(chunk)
+        self._pipeline.publish_held(chunk, self._acquire_buffer(chunk.block, half=False))
 
     def take_gradient(self, param_slice: ParamSlice, parameter: nn.Parameter) -> None:
         """Move `parameter.grad` to the host, and free it on the device."""
@@ -94,6 +121,7 @@ class GradientArrivals:
     def _copy_piece(self, piece: ChunkPiece, flat: Tensor) -> ArrivedChunk:
         arrived = self._open.get(piece.chunk)
         if arrived is None:
+            self._publish_held_before(piece.chunk)
             codec = self._coded.codec if self._coded is not None and piece.chunk.block.owner is None else None
             keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
@@ -124,12 +152,14 @@ class GradientArrivals:
 
     def _acquire_buffer(self, block: Block, *, half: bool) -> Buffer:
         began_s = time.monotonic()
-        while (buffer := self._pool.acquire_within(_LOOK_S, half=half)) is None:
-            # All buffers may be held by layers in which a parameter gets no gradient, such as an expert without tokens.
-            for arrived in list(self._open.values()):
-                if arrived.chunk.block is not block and arrived.chunk.block.size_class is SizeClass.LAYER:
-                    self._submit_chunk(arrived)
-            self._pipeline.check_while_waiting(began_s)
+        with self._pipeline.wait_for_ranks():
+            while (buffer := self._pool.acquire_within(_LOOK_S, half=half)) is None:
+                # All buffers may be held by layers in which a parameter gets no gradient, such as an expert without
+                # tokens.
+                for arrived in list(self._open.values()):
+                    if arrived.chunk.block is not block and arrived.chunk.block.size_class is SizeClass.LAYER:
+                        self._submit_chunk(arrived)
+                self._pipeline.check_while_waiting(began_s)
         return buffer
 
     def _submit_chunk(self, arrived: ArrivedChunk, *, has_more: bool = False) -> None:
@@ -145,12 +175,17 @@ class GradientArrivals:
         if is_final and slots is not None and pipeline.updates_in_backward and pipeline.updates_chunk(arrived.chunk):
             borrowed = slots.borrow_slot(arrived.chunk.block)
         del self._open[arrived.chunk]
+        self._submitted.add(arrived.chunk)
         pipeline.submit(arrived, is_final=is_final, borrowed=borrowed)
 
     def flush(self) -> None:
         """Submit the chunks in which some parameter got no gradient, after the backward."""
         for arrived in list(self._open.values()):
             self._submit_chunk(arrived)
+        if self._context.is_final:
+            self._held_back.clear()
+            for chunk in sorted(self._pipeline.held_back(self._submitted), key=self._order.__getitem__):
+                self._publish_held(chunk)
 
     def note_zero_gradient(self, part: ParamSlice) -> None:
         """Note that a backward passed a slice whose gradient is zero. See `GradientPipeline.note_passed`."""

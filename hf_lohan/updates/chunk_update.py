@@ -106,10 +106,9 @@ class ChunkUpdater:
             if in_ram is not None:
                 update.records[kind] = in_ram
                 del update.buffer_of[kind]
-            elif kind == "param" and borrowed is not None:
-                reads.append(borrowed.start_read(chunk.start, view))
             else:
-                reads.append(self._store.read(chunk.block.name, kind, start, view))
+                from_slot = borrowed.start_read(chunk.start, view) if kind == "param" and borrowed is not None else None
+                reads.append(from_slot or self._store.read(chunk.block.name, kind, start, view))
         for buffer in buffers[:num_written]:
             if buffer not in update.buffer_of.values():
                 buffer.release()

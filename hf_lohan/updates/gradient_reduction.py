@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from hf_lohan.device import Buffer, BufferPool, Device
@@ -45,6 +46,8 @@ class GradientReduction:
         self._key_of = {chunk: key for key, chunk in enumerate(chunks)}
         self.published: set[Chunk] = set()
         """Chunks whose gradients were published in this step."""
+        self.excluded: set[Chunk] = set()
+        """Chunks for which this rank has no gradient in this step."""
         self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
         """Chunks of this rank whose averaged gradients have not arrived."""
         self._dropped_steps: set[int] = set()
@@ -71,6 +74,10 @@ class GradientReduction:
         this = weakref.ref(self)  # the links live longer
         self._links.add_failure_callback(lambda error: _note_failure(this(), error))
 
+    @property
+    def shared_chunks(self) -> list[Chunk]:
+        return list(filter(self.is_shared, self._chunks))
+
     @staticmethod
     def is_shared(chunk: Chunk) -> bool:
         """Return whether each rank has a gradient of the chunk. If not, its owner has the average already."""
@@ -86,12 +93,23 @@ class GradientReduction:
         holders = {chunk.owner for chunk in list(self.published)} - {self._rank}
         self._links.raise_if_silent("its gradients to be added", holders, since_s)
 
+    def exclude(self, chunks: Collection[Chunk]) -> None:
+        """Tell other ranks that this rank will have no gradient of these chunks in the step. Otherwise they learn it at
+        the end of the backward, and their gradients fill their buffers until then. Called on the worker's thread."""
+        if self._ended is None:
+            self.excluded.update(chunks)
+            self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
+
+    def note_waiting(self) -> AbstractContextManager[None]:
+        """A context in which the calling thread waits for other ranks."""
+        return self._links.note_waiting()
+
     def publish_gradient(self, gradient: ChunkGradient, apply: Apply, on_unwanted: Callable[[], object]) -> None:
         """Publish a gradient, once for each chunk and step. Called on the worker's thread. If this rank owns the chunk,
         ``apply`` is later called on the same thread with the mean. If the step is dropped, ``on_unwanted`` is
         called."""
         chunk = gradient.chunk
-        if chunk in self.published or self._ended is not None:
+        if chunk in self.published or chunk in self.excluded or self._ended is not None:
             raise RuntimeError(
                 f"a gradient of {chunk} arrived after this rank had sent its part of it to the others; announce a "
                 "step's last backward by gradient_accumulation_steps or announce_backward"
@@ -165,6 +183,7 @@ class GradientReduction:
     def end_step(self) -> None:
         """End the step. Gradients that are published later belong to the next step."""
         self.published.clear()
+        self.excluded.clear()
         self._ended, self._is_complete = None, False
 
     def fail(self, error: BaseException) -> None:

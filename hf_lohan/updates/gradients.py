@@ -465,6 +465,27 @@ class HeldGradients:
         assert gradient is not None
         return gradient
 
+    def pop_into(self, chunk: Chunk, buffer: Buffer) -> ChunkGradient:
+        """Remove and return a gradient that is in a buffer of the arrivals' pool, which other ranks can read. This is
+        ``buffer`` if it was not in one."""
+        gradient = self._pop(self._key(chunk))
+        assert gradient is not None
+        earlier = gradient.buffer
+        if isinstance(earlier, Buffer) and earlier.pool is self._gradients:
+            buffer.release()
+            return gradient
+        values = buffer.view(gradient.dtype, chunk.numel)
+        if earlier is None:
+            assert gradient.spilled_to is not None
+            assert gradient.spill_write is not None
+            gradient.spill_write.wait()
+            gradient.spilled_to.read(chunk.block.name, "gradient", chunk.start, values).wait()
+        else:
+            values.copy_(gradient.values)
+            earlier.release()
+        gradient.buffer = buffer
+        return gradient
+
     def pop_all(self) -> Iterator[ChunkGradient]:
         """Remove and return all gradients, in forward order."""
         for key in sorted(self._held):

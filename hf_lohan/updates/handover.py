@@ -158,6 +158,7 @@ class Handover:
             self._new.setdefault(chunk.block, {})[chunk] = new
             delivery = self._deliveries.get(chunk.block)
             if delivery is None or chunk not in delivery.to_come:
+                self._changed.notify_all()
                 return new, None
         # Nothing else writes to this part of the slot, and readers are still waiting.
         device = self._device_for(chunk.block)
@@ -248,30 +249,72 @@ class Handover:
             delivery.copying.append((device.record(Lane.H2D), buffer))
         return delivery
 
+    def settle(self, block: Block) -> None:
+        """Wait until no announced update of the block is outstanding. Raises the error of failed updates."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._cause is not None or not self._is_outstanding(block))
+            if self._cause is not None:
+                raise raised_anew(self._cause)
+
+    def copy_new(self, block: Block, start: int, out: Tensor) -> list[tuple[int, int]] | None:
+        """Copy new parameters of the block that wait to be written into ``out``, on the host, which has the elements
+        from ``start`` on. Returns the ranges of elements to read from the store; None if an update is outstanding."""
+        stop = start + out.numel()
+        with self._lock:
+            news = [new for new in self._new.get(block, {}).values() if new.chunk.start < stop > start < new.chunk.stop]
+            if any(new.param is None for new in news):
+                return None
+            for new in news:
+                assert new.buffer is not None
+                new.buffer.retain()
+        rest, end = [], start
+        for new in sorted(news, key=lambda new: new.chunk.start):
+            assert new.param is not None
+            assert new.buffer is not None
+            first, last = max(start, new.chunk.start), min(stop, new.chunk.stop)
+            out[first - start : last - start].copy_(new.param[first - new.chunk.start : last - new.chunk.start])
+            new.buffer.release()
+            if end < first:
+                rest.append((end, first))
+            end = last
+        if end < stop:
+            rest.append((end, stop))
+        return rest
+
 
 class BorrowedSlot:
     """A block's weights for the optimizer, from the slot that backward uses. The slot is not overwritten until it is
-    given back, or until the copy from it has arrived."""
+    given back or taken back, or until the copy from it has arrived."""
 
     def __init__(self, device: Device, weights: Tensor, give_back: Callable[[], None]) -> None:
         """``weights``: the block's tensor [numel], on the device."""
         self._device = device
         self._weights = weights
         self._give_back: Callable[[], None] | None = give_back
+        self._lock = threading.Lock()
 
-    def start_read(self, start_numel: int, out: Tensor) -> RecordRead:
+    def start_read(self, start_numel: int, out: Tensor) -> RecordRead | None:
         """Fill ``out`` [numel], on the host, with the elements from ``start_numel`` on. May be called once, after a
-        gradient of the block has arrived, because then the block's weights have arrived too."""
-        give_back, self._give_back = self._give_back, None
-        assert give_back is not None, "the slot was given back"
+        gradient of the block has arrived, because then the block's weights have arrived too. Returns None if the slot
+        was taken back; the store has the same weights."""
+        give_back = self._end()
+        if give_back is None:
+            return None
         self._device.copy(Lane.D2H_ASIDE, out, self._weights[start_numel : start_numel + out.numel()])
         return _SlotRead(self._device.record(Lane.D2H_ASIDE), give_back)
 
     def give_back(self) -> None:
-        """Give the slot back, because the weights are not needed, or were already read."""
-        give_back, self._give_back = self._give_back, None
+        """Give the slot back, because the weights are not needed, or were already read, or another load needs the slot.
+        Any thread may call this."""
+        give_back = self._end()
         if give_back is not None:
             give_back()
+
+    def _end(self) -> Callable[[], None] | None:
+        """Return what gives the slot back, to the first caller."""
+        with self._lock:
+            give_back, self._give_back = self._give_back, None
+        return give_back
 
 
 class WeightSlots(Protocol):
@@ -283,6 +326,9 @@ class WeightSlots(Protocol):
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """Forget the weights of these blocks on the device, because they differ from the store."""
+
+    def end_step(self, changed: Iterable[Block]) -> None:
+        """Forget the weights of the blocks that a step has changed. All ranks call this for the same steps."""
 
 
 def give_back(borrowed: BorrowedSlot | None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import Tensor
 
-from hf_lohan.device import Event
+from hf_lohan.device import Buffer, Event
 from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.ranks import StepAgreement
 from hf_lohan.threads import FirstFailure, WorkThread
@@ -88,6 +89,25 @@ class GradientPipeline:
     def check_while_waiting(self, since_s: float) -> None:
         """Raise if no buffer can come for a waiting gradient. Called regularly during the wait. `since_s`: start of the
         wait."""
+
+    def wait_for_ranks(self) -> AbstractContextManager[None]:
+        """A context in which the calling thread may wait for other ranks."""
+        return nullcontext()
+
+    def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
+        """Note that the step's last backward, which begins, reaches none of these blocks. Returns the chunks among them
+        to which earlier backwards of the step have contributed. `publish_held` must follow for these, in the order in
+        which their gradients came."""
+        return []
+
+    def held_back(self, arrived: Set[Chunk]) -> list[Chunk]:
+        """Return the chunks for which `publish_held` must follow after the step's last backward, in which gradients of
+        the chunks `arrived` came."""
+        return []
+
+    def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
+        """Give other ranks the gradient of earlier backwards, in `buffer` if it has no buffer that they can read."""
+        raise AssertionError("a single rank publishes nothing")
 
     @property
     def has_gradients(self) -> bool:
@@ -180,6 +200,16 @@ class GradientPipeline:
             self.undo_guesses()
         return self._handover.deliver(block, weights, free)
 
+    def settle(self, block: Block) -> None:
+        """Wait until no update of the block is outstanding, and undo guesses if it has one."""
+        if block in self._guesses:
+            self.undo_guesses()
+        self._handover.settle(block)
+
+    def copy_new(self, block: Block, start: int, out: Tensor) -> list[tuple[int, int]] | None:
+        """Copy parameters that are not written yet to the host. See `Handover.copy_new`."""
+        return self._handover.copy_new(block, start, out)
+
     def wait_for_updates(self) -> None:
         """Wait until the store has every update of the finished steps, and no guess of the step in progress."""
         self.undo_guesses()
@@ -269,6 +299,23 @@ class RankGradientPipeline(GradientPipeline):
 
     def check_while_waiting(self, since_s: float) -> None:
         self._exchange.check_while_waiting(since_s)
+
+    def wait_for_ranks(self) -> AbstractContextManager[None]:
+        return self._exchange.note_waiting()
+
+    def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
+        chunks = [chunk for chunk in self._exchange.shared_chunks if chunk.block in blocks]
+        held = [chunk for chunk in chunks if chunk in self._announced]
+        without = [chunk for chunk in chunks if chunk not in self._announced]
+        if without:
+            self._thread.submit(partial(self._worker.exclude, without))
+        return held
+
+    def held_back(self, arrived: Set[Chunk]) -> list[Chunk]:
+        return [chunk for chunk in self._announced - arrived if self._exchange.is_shared(chunk)]
+
+    def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
+        self._thread.submit(partial(self._worker.publish_held, chunk, buffer))
 
     def wait_for_norms(self) -> None:
         if self._is_agreed:

@@ -240,7 +240,7 @@ class StepTransaction:
             result = StepResult(changed, None, clipped=False, not_finite=not_finite)
         self._begin_next()
         self._has_taken_gradients = has_gradients
-        self._slots.forget(result.changed)
+        self._slots.end_step(result.changed)
         self._clip_history.note_step(result.applied, clipped=result.clipped)
         self._pipeline.set_speculation(self._clip_history.speculates)
         self.last = result
@@ -277,7 +277,8 @@ class StepTransaction:
         touched, remains = self._pipeline.abandon_step()
         self._begin_next()
         self._leaves_updates = self._leaves_updates or remains
-        self._slots.forget(touched)
+        if touched:
+            self._slots.end_step(touched)
         self._is_ending = False
         return touched, remains
 

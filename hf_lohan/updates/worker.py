@@ -134,9 +134,22 @@ class UpdateWorker:
     def publish_rest(self) -> None:
         """Publish to other ranks the gradients that no final backward announced."""
         assert self._exchange is not None
-        for chunk in filter(self._exchange.is_shared, self._held.chunks - self._exchange.published):
+        unpublished = self._held.chunks - self._exchange.published - self._exchange.excluded
+        for chunk in filter(self._exchange.is_shared, unpublished):
             gradient = self._held.pop_gradient(chunk)
             self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
+
+    def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
+        """Publish the gradient of earlier backwards, to which the last backward adds nothing, in `buffer` or in the
+        buffer that it has."""
+        assert self._exchange is not None
+        gradient = self._held.pop_into(chunk, buffer)
+        self._exchange.publish_gradient(gradient, self.apply_unexpected, lambda: None)
+
+    def exclude(self, chunks: Collection[Chunk]) -> None:
+        """Tell other ranks that this rank has no gradient of these chunks in the step."""
+        assert self._exchange is not None
+        self._exchange.exclude(chunks)
 
     def undo_guesses(self) -> None:
         """Undo the step's updates on a guess, and hold the rest of its gradients."""

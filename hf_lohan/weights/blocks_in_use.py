@@ -18,11 +18,21 @@ class BlocksInUse:
     def __init__(self, ring: SlotRing, prefetcher: Loads) -> None:
         self._ring = ring
         self._prefetcher = prefetcher
+        self._used: set[Block] = set()
         self._blocks: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
+
+    def collect_uses(self, used: set[Block]) -> None:
+        """Add the blocks that are used from now on to this set."""
+        self._used = used
+
+    def note_use(self, block: Block) -> None:
+        """Note that weights of a block are used."""
+        self._used.add(block)
 
     def enter(self, block: Block, *, for_operation: bool = False) -> None:
         """Acquire a block before a module that owns it runs, or an operation that reads one of its weights."""
         self._prefetcher.acquire(block, for_operation=for_operation)
+        self.note_use(block)
         in_use = self._blocks[block.size_class]
         if block not in in_use:  # an outer module does not use it already
             self._ring.show(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -93,12 +94,27 @@ class NextLayer(NextLoad):
         return False, self._schedule.next_use(slot.block), -self._schedule.last_use(slot.block)
 
 
+_PERIOD_BITS = 32
+_NUM_PERIODS = 64
+"""Number of periods whose numbers of loads are kept."""
+
+
+def first_of_period(period: int) -> int:
+    """Return the number of a period's first load."""
+    return period << _PERIOD_BITS
+
+
+def period_of(number: int) -> int:
+    """Return the period of a load's number."""
+    return number >> _PERIOD_BITS
+
+
 @dataclass(frozen=True, eq=False)
 class OrderedLoad:
     """A load of a `DeterministicLoadOrder`."""
 
     number: int
-    """Position among all loads, from 0."""
+    """Its period (`SlotRing.num_changes`) in the high bits, and its position among the period's loads."""
     block: Block
     slot: Slot
     weights: Tensor
@@ -107,20 +123,24 @@ class OrderedLoad:
     """Event after compute's last read of the slot's previous block."""
     version: int
     """Value of `SlotRing.version_of(block)` when the load was ordered."""
+    num_ended: int = 0
+    """Number of passes that had ended when the load was ordered."""
 
 
 class DeterministicLoadOrder:
     """The order of loads depends only on the passes of the computing thread. Ranks that run the same passes therefore
-    choose the same order. A
-    slot is free when compute unpins it. Loads in flight and copies by the optimizer are ignored here, because their
-    timing differs between ranks. The thread that carries out a load waits for them. An unforeseen load comes after all
-    loads that are already ordered. Callers hold the slots' lock. Only the computing thread forgets blocks."""
+    choose the same order. A slot is free when compute unpins it. Loads in flight and copies by the optimizer are
+    ignored here, because their timing differs between ranks. The thread that carries out a load waits for them. An
+    unforeseen load comes after all loads that are already ordered. Callers hold the slots' lock. Only the computing
+    thread forgets blocks."""
 
     def __init__(self, schedule: LoadSchedule, ring: SlotRing) -> None:
         self._ring = ring
         self._next_load = NextLayer(schedule, ring, lambda slot: slot.num_pins == 0)
-        self.num_ordered = 0
-        """Number of ordered loads. It is equal on all ranks at the same point of their passes."""
+        self._num_ordered: Counter[int] = Counter()
+        """By period, the number of ordered loads. It is equal on ranks at the same point of equal passes."""
+        self.num_ended = 0
+        """Number of passes that have ended."""
         self._latest: dict[Slot, OrderedLoad] = {}
 
     def order_loads(self) -> list[OrderedLoad]:
@@ -140,6 +160,15 @@ class DeterministicLoadOrder:
         finally:
             self._next_load.urgent.remove(block)
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next load that is ordered."""
+        return first_of_period(self._ring.num_changes) + self._num_ordered[self._ring.num_changes]
+
+    def has(self, number: int) -> bool:
+        """Return whether this rank has ordered a load with this number."""
+        return number - first_of_period(period_of(number)) < self._num_ordered.get(period_of(number), 0)
+
     def is_latest(self, load: OrderedLoad) -> bool:
         """Return whether the load is the last one to its slot."""
         return self._latest[load.slot] is load
@@ -153,7 +182,10 @@ class DeterministicLoadOrder:
         free = slot.last_use
         self._next_load.claim_slot(load)
         version = self._ring.version_of(block)
-        ordered = OrderedLoad(self.num_ordered, block, slot, slot.weights[: block.numel], free, version)
-        self.num_ordered += 1
+        number = self.next_number
+        ordered = OrderedLoad(number, block, slot, slot.weights[: block.numel], free, version, self.num_ended)
+        self._num_ordered[self._ring.num_changes] += 1
+        if len(self._num_ordered) > _NUM_PERIODS:
+            del self._num_ordered[min(self._num_ordered)]
         self._latest[slot] = ordered
         return ordered

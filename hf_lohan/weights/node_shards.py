@@ -9,6 +9,7 @@ that, only the changes of the step may be sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -20,12 +21,39 @@ from hf_lohan.ranks import BlockCodec, CodedTraffic, MeasuredCodec, PayloadReade
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
 
+_PAGE_BYTES = 4096
 _CODED_PIECE_NUMEL = 256 * 1024
 """Elements that are coded at once. This is a multiple of the codec's block."""
 _RAW, _CODED, _CHANGES = range(3)
 """Forms of a shard's payload."""
 _DELTA = StepDelta()
 _DELTA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class SharedRegions:
+    """Divides the shared memory of a node's ranks among blocks. It follows the order of loads, so all ranks choose the
+    same regions."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._next_start = 0
+        self._regions: dict[int, tuple[int, int]] = {}
+
+    def find_start(self, num_bytes: int) -> int | None:
+        """Return the offset in bytes for the next block; None while other blocks occupy the region."""
+        start = self._next_start if self._next_start + num_bytes <= self._num_bytes else 0
+        if any(first < start + num_bytes and start < last for first, last in self._regions.values()):
+            return None
+        return start
+
+    def take_region(self, number: int, start: int, num_bytes: int) -> None:
+        """Assign this region to load ``number``."""
+        self._next_start = -(-(start + num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+        self._regions[number] = start, start + num_bytes
+
+    def free_region(self, number: int) -> None:
+        """Free the region after all ranks have copied the block."""
+        del self._regions[number]
 
 
 def has_part(block: Block, rank: int) -> bool:
@@ -76,6 +104,26 @@ class NodeShards:
         the same ``first_load``."""
         self._kept, self._changes = kept, changes
         self._first_kept_load, self.keeps = first_load, True
+
+    def forget_kept(self) -> None:
+        """Forget which versions nodes keep, because nodes may keep different ones. Shards are then sent whole."""
+        self._versions.clear()
+        self._sent.clear()
+
+    def whole_numel(self, granule_numel: int) -> int:
+        """Return the number of elements whose multiples are whole granules and, with a codec, whole coded pieces."""
+        is_coded = self._coded is not None or self.within is not None
+        return math.lcm(granule_numel, _CODED_PIECE_NUMEL) if is_coded else granule_numel
+
+    def round_piece(self, block: Block, piece: Tensor) -> None:
+        """Round a piece of unpacked weights, which begins at a whole coded piece, as all ranks compute with it. The
+        codecs between nodes and on the way to devices have the same format, and round once."""
+        coded = self._coded or (self.within if self.coded_bytes(block) else None)
+        if coded is not None:
+            message = torch.empty(coded.codec.message_bytes(piece.numel()), dtype=torch.uint8)
+            for values, place in _pieces(piece, coded.codec):
+                coded.codec.encode(values, message[place])
+                coded.codec.decode(message[place], values)
 
     def keeps_load(self, number: int) -> bool:
         """Return whether this load's shards are kept."""

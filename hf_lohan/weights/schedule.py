@@ -88,6 +88,11 @@ class PassSchedule(ABC, Generic[PassT]):
         self.version = 0
         """Count of the begins, ends and foreseen passes."""
 
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether no pass is in progress."""
+        return self._pass is None or not self._pass.has_begun
+
     def foresee_pass(self, *, is_training: bool) -> None:
         """Expect a training pass (forward and backward) or an evaluation next."""
         self._pass = self._expect_pass(is_training=is_training)

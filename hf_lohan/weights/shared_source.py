@@ -7,6 +7,8 @@ nodes, each rank sends its shard to the rank with the same local rank on every o
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,45 +18,22 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
-from hf_lohan.files import CorruptionError, StorageError
+from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
 from hf_lohan.planner.record_traffic import PARAM
-from hf_lohan.ranks import Channel, CodedTraffic, Kind, Links, PayloadReader, RanksDisagreeError, RankTimeoutError
+from hf_lohan.ranks import Channel, CodedTraffic, Handler, Kind, Links, PayloadReader
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError
-from hf_lohan.weights.node_shards import NodeShards
+from hf_lohan.weights.joint_order import UNKNOWN_PLACE, Changes, JointOrder, LentShards, NewWeights, Standing
+from hf_lohan.weights.load_order import first_of_period, period_of
+from hf_lohan.weights.node_shards import NodeShards, SharedRegions
 from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import Decoder, RecordReader
 
-_PAGE_BYTES = 4096
-
-
-class SharedRegions:
-    """Divides the shared memory of a node's ranks among blocks. It follows the order of loads, so all ranks choose the
-    same regions."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._next_start = 0
-        self._regions: dict[int, tuple[int, int]] = {}
-
-    def find_start(self, num_bytes: int) -> int | None:
-        """Return the offset in bytes for the next block; None while other blocks occupy the region."""
-        start = self._next_start if self._next_start + num_bytes <= self._num_bytes else 0
-        if any(first < start + num_bytes and start < last for first, last in self._regions.values()):
-            return None
-        return start
-
-    def take_region(self, number: int, start: int, num_bytes: int) -> None:
-        """Assign this region to load ``number``."""
-        self._next_start = -(-(start + num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
-        self._regions[number] = start, start + num_bytes
-
-    def free_region(self, number: int) -> None:
-        """Free the region after all ranks have copied the block."""
-        del self._regions[number]
+_ASKS_AFTER_S = 0.1
+"""Seconds that a rank waits for others in a common load before it tells all of them."""
 
 
 @dataclass(eq=False)
@@ -79,11 +58,16 @@ class _SharedLoad:
     error: BaseException | None = None
     """The error of a read or a delivery of this rank's shard."""
     has_retried: bool = False
-    is_in_doubt: bool = False
-    """Whether this rank's shard has a wrong checksum, so that the ranks of the node were asked which block they
-    load."""
+    num_ended: int = 0
+    """Number of passes that this rank had ended when it ordered the load."""
+    place: int = 0
+    """Offset of `entry` in the shared memory, in bytes."""
+    has_own_since_s: float = 0.0
+    has_asked: bool = False
     reads: deque[RecordRead] = field(default_factory=deque)
     has_own: bool = False
+    unsent: tuple[int, Tensor] | None = None
+    """Form and payload of this rank's shard, until it is sent to other nodes."""
     has_sent_filled: bool = False
 
     @property
@@ -101,6 +85,8 @@ class SharedWeights:
         device: Device,
         store: RecordReader,
         deliver: Callable[[Block, Tensor, Event | None], Delivery],
+        new_weights: NewWeights,
+        changes: Changes,
         links: Links,
         memory: Tensor,
         blocks: Sequence[Block],
@@ -110,6 +96,7 @@ class SharedWeights:
         decoder: Decoder | None = None,
     ) -> None:
         """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
+        ``new_weights`` and ``changes``: for loads that not all ranks have in common, see `LentShards`.
         ``memory``: page-aligned uint8 tensor that the node's ranks share. It must have room for the largest block. With
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
         bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded. ``decoder``: for blocks with
@@ -136,10 +123,24 @@ class SharedWeights:
         if self._parts.within is not None and not device.memory_is_host:
             self._coded_on_device = device.empty(max(map(self._parts.coded_bytes, blocks)))
         self._regions = SharedRegions(memory.numel())
+        self._order = JointOrder(links, self._begin_period, self.notify)
+        self._lent = LentShards(
+            device,
+            store,
+            new_weights,
+            changes,
+            links,
+            blocks,
+            self._parts,
+            decoder,
+            read_bytes=read_bytes,
+            notify=self.notify,
+        )
+        self._changes = changes
         self._loads: dict[int, _SharedLoad] = {}
         """The loads in their order. The links' lock guards this dict and the progress of the loads."""
-        self._announced: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By load, the ranks of this node that have announced which block it is, with the block's number."""
+        self._given_up: list[_SharedLoad] = []
+        """Loads that turned out not to be common, and still write to the shared memory."""
         self._filled: defaultdict[int, set[int]] = defaultdict(set)
         """By load, the ranks of this node that have announced their shard."""
         self._not_taken: dict[int, set[int]] = {}
@@ -149,6 +150,11 @@ class SharedWeights:
         its shard is sent."""
         self._has_news = False
         self._wants_room = False
+        self._awaited_period: int | None = None
+        """The period whose first load waits for other ranks."""
+        self._standing = Standing(0, lambda _number: False)
+        self._looks_at_s = math.inf
+        """When `wait` returns at the latest, by `time.monotonic`."""
         self._is_closed = False
         self._listen()
         self._copier = TaskThreads(1, "lohan-weights-copied")
@@ -157,12 +163,14 @@ class SharedWeights:
     def _listen(self) -> None:
         """Replace the handlers of messages between two barriers, while no rank sends. This source then gets no message
         for an earlier source, and loses none of its own."""
-        handlers = {
+        handlers: dict[Kind, Handler] = {
             Kind.FILLED: self._on_filled,
-            Kind.LOAD_IN_DOUBT: self._on_block_announced,
             Kind.TAKEN: self._on_taken,
             Kind.WEIGHTS_PART: self._on_part,
+            **self._order.handlers,
+            **self._lent.handlers,
         }
+        self._kinds = list(handlers)
         self._links.barrier("the end of the transfers of weights", sequence="weights")
         for kind in handlers:
             self._links.remove_handler(kind)
@@ -172,7 +180,14 @@ class SharedWeights:
 
     # Called by the loading thread.
 
-    def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
+    def begin_load(
+        self, number: int, block: Block, version: int, is_wanted: Callable[[], bool], num_ended: int = 0
+    ) -> bool:
+        period = period_of(number)
+        if not self._order.may_begin(number, num_ended, self._is_drained):
+            self._awaited_period = period
+            return False
+        self._awaited_period = None
         self._free_taken()
         start = self._regions.find_start(self._region_bytes(block))
         is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
@@ -184,13 +199,15 @@ class SharedWeights:
         entry = values.view(block.master.working_dtype)
         is_kept = self._parts.is_kept(block, version, number)
         missing = set() if is_kept else self._parts.senders(block)
-        load = _SharedLoad(number, block, version, entry, missing, is_wanted, sends=not is_kept)
+        load = _SharedLoad(
+            number, block, version, entry, missing, is_wanted, sends=not is_kept, num_ended=num_ended, place=start
+        )
         load.coded = coded if coded.numel() else None
         with self._links.lock:
             self._loads[number] = load
             self._not_taken[number] = set(self._ranks.on_this_node)
             self._num_uses[number] = 1 + (len(self._parts.recipients(block)) if load.sends else 0)
-            self._refuse_other_blocks(load)
+            self._order.begin(number, self._number_of[block], start)
             self._links.notify()  # shards from other nodes may wait for the region
         self._begin_own_shard(load)
         return True
@@ -203,22 +220,88 @@ class SharedWeights:
         """Return whether another load of the block may begin."""
         return load.has_ended and (load.has_sent_filled or not self._parts.keeps)
 
+    def is_common(self, number: int) -> bool:
+        return self._order.is_common(number)
+
+    def give_up_loads(self) -> None:
+        with self._links.lock:
+            for number in [number for number in self._loads if not self._order.is_common(number)]:
+                self._given_up.append(self._loads.pop(number))
+                self._filled.pop(number, None)
+                self._num_uses.pop(number, None)
+                self._not_taken.pop(number, None)
+            self._links.notify()
+
+    def begin_lent_load(self, number: int, block: Block, weights: Tensor, free: Event | None) -> None:
+        self._lent.begin_load(number, block, weights, free)
+
+    def finish_lent_load(self, *, is_wanted: bool) -> Event | None:
+        return self._lent.finish_load(is_wanted=is_wanted)
+
+    def stand_by(self, standing: Standing, looks_again_after_s: float) -> None:
+        self._standing = standing
+        self._looks_at_s = time.monotonic() + looks_again_after_s
+        with self._links.lock:
+            number = self._order.find_missing(standing)
+            if number is not None:
+                self._order.cut(number)
+
+    def _is_drained(self) -> bool:
+        """Return whether nothing of this rank's earlier loads uses the shared memory."""
+        with self._links.lock:
+            return not (self._loads or self._given_up or self._num_uses)
+
+    def _begin_period(self, first: int, had_equal_loads: bool) -> None:
+        """Begin with empty shared memory, as all ranks do. The caller holds the links' lock."""
+        self._regions = SharedRegions(self._memory.numel())
+        self._not_taken.clear()
+        for number in [number for number in self._filled if number < first]:
+            del self._filled[number]
+        if not had_equal_loads:
+            self._parts.forget_kept()
+
     def advance_loads(self) -> bool:
-        has_done = False
+        has_done = self._order.declare_cuts()
+        for load in self._given_up[:]:
+            while load.reads and load.reads[0].done():
+                self._end_read(load, load.reads.popleft())
+            if not load.reads and load.has_ended:
+                self._given_up.remove(load)
+                has_done = True
+        may_send = True
         for load in list(self._loads.values()):
             while load.reads and load.reads[0].done():
                 self._end_read(load, load.reads.popleft())
                 has_done = True
-            if not load.reads and load.has_ended and not load.has_own and not self._is_undecided(load):
+            if not load.reads and load.has_ended and not load.has_own:
                 self._end_own_shard(load)
                 has_done = True
+            # Shards are sent in the order of loads, because a receiver without room for one takes none after it.
+            may_send = may_send and (load.has_own or not load.sends)
+            if may_send and load.unsent is not None:
+                self._send_part(load, *load.unsent)
+                load.unsent = None
             if load.has_own and not load.missing and not load.has_sent_filled:
                 load.has_sent_filled = has_done = True
                 self._announce_filled(load)
+            elif self._is_due_to_ask(load):
+                load.has_asked = True
+                self._ask_others(load)
         return has_done
 
+    @staticmethod
+    def _is_due_to_ask(load: _SharedLoad) -> bool:
+        return load.has_own and not load.has_asked and time.monotonic() - load.has_own_since_s > _ASKS_AFTER_S
+
+    def _ask_others(self, load: _SharedLoad) -> None:
+        """Tell all ranks that this rank waits for them, because some may not know it."""
+        numbers = load.number, self._number_of[load.block]
+        for rank in self._ranks.others:
+            place = load.place if rank in self._ranks.on_this_node else UNKNOWN_PLACE
+            self._links.send(rank, Kind.LOAD_WANTED, *numbers, place, load.num_ended)
+
     def is_whole(self, number: int) -> bool:
-        return len(self._filled.get(number, ())) == self._ranks.num_local
+        return self._order.is_common(number) and len(self._filled.get(number, ())) == self._ranks.num_local
 
     def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
         if free is not None:
@@ -233,7 +316,7 @@ class SharedWeights:
             self._device.copy(Lane.H2D, weights, load.entry)
         ready = self._device.record(Lane.H2D)
         with self._links.lock:
-            del self._loads[number], self._filled[number], self._announced[number]
+            del self._loads[number], self._filled[number]
         self._copier.submit(lambda: self._wait_for_copy(number, ready))
         return ready
 
@@ -251,23 +334,38 @@ class SharedWeights:
         within.count(weights.nbytes, coded.numel())
 
     def wait(self) -> None:
-        first = next(iter(self._loads.values()), None)
-        if first is not None:
+        lent, first = self._lent.load, next(iter(self._loads.values()), None)
+        period = self._awaited_period
+        timeline = self._device.timeline
+        if lent is not None:
+            with timeline.task(LOADS_WAIT, "for other ranks", block=lent.block.name):
+                what = f"its shard of {lent.block.name}, which not all ranks load"
+                self._links.wait_for(self._has_work, what, peers=self._lent.missing_ranks)
+        elif first is not None:
             cause = first.cause if not first.has_own else "for other ranks"
-            with self._device.timeline.task(LOADS_WAIT, cause, block=first.block.name):
-                what = f"its shard of {first.block.name} (load {first.number})"
-                try:
-                    self._links.wait_for(self._take_news, what, peers=lambda: self._awaited(first))
-                except RankTimeoutError as timeout:
-                    for load in self._loads.values():
-                        if load.is_in_doubt and load.error is not None:
-                            raise load.error from timeout
-                    raise
+            with timeline.task(LOADS_WAIT, cause, block=first.block.name):
+                what = f"its shard of {first.block.name} (load {_shown(first.number)})"
+                self._links.wait_for(self._has_work, what, peers=lambda: self._awaited(first))
+        elif period is not None and self._is_drained():
+            with timeline.task(LOADS_WAIT, "for other ranks"):
+                what = "it to finish its loads of the step before"
+                self._links.wait_for(self._has_work, what, peers=lambda: self._order.not_begun(period))
         elif self._wants_room:
-            with self._device.timeline.task(LOADS_WAIT, "for other ranks"):
-                self._links.wait_for(self._take_news, "it to copy a block from shared memory", peers=self._slow_to_copy)
+            with timeline.task(LOADS_WAIT, "for other ranks"):
+                self._links.wait_for(self._has_work, "it to copy a block from shared memory", peers=self._slow_to_copy)
         else:
-            self._links.wait_for(self._take_news, "loads to carry out", peers=[])
+            self._links.wait_for(self._has_work, "loads to carry out", peers=[])
+
+    def _has_work(self) -> bool:
+        """Return whether the loading thread has something to do. The caller holds the links' lock."""
+        had_news, self._has_news = self._has_news, False
+        return (
+            had_news
+            or self._order.has_undeclared
+            or time.monotonic() > self._looks_at_s
+            or any(map(self._is_due_to_ask, self._loads.values()))
+            or self._order.find_missing(self._standing) is not None
+        )
 
     def notify(self) -> None:
         with self._links.lock:
@@ -285,7 +383,8 @@ class SharedWeights:
         with self._links.lock:
             self._is_closed = True
             self._links.notify()
-        for kind in (Kind.FILLED, Kind.LOAD_IN_DOUBT, Kind.TAKEN, Kind.WEIGHTS_PART):
+        self._lent.close()
+        for kind in self._kinds:
             self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
         self._copier.close()
         self._sender.close()
@@ -293,7 +392,7 @@ class SharedWeights:
     # This rank's shard.
 
     def _begin_own_shard(self, load: _SharedLoad) -> None:
-        load.has_ended, load.error, load.is_in_doubt = False, None, False
+        load.has_ended, load.error = False, None
         first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
             delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
@@ -341,25 +440,17 @@ class SharedWeights:
             self._parts.code_part(load.block, self._ranks.rank, load.entry, load.coded)
             for rank in self._parts.senders(load.block) if not load.sends and self._parts.keeps else ():
                 self._parts.code_part(load.block, rank, load.entry, load.coded)
-            load.has_own = True
-            if load.sends:
-                self._send_part(load, form, payload)
+            load.has_own, load.has_own_since_s = True, time.monotonic()
+            load.unsent = (form, payload) if load.sends else None
         elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
             self._begin_own_shard(load)
-        elif isinstance(error, CorruptionError) and not load.is_in_doubt:
-            # Ranks that load different blocks overwrite each other's shards in the shared memory. So the drive is at
-            # fault only if all ranks of the node load the same block.
-            load.is_in_doubt = True
-            self._announce(Kind.LOAD_IN_DOUBT, load)
+        elif isinstance(error, StorageError):
+            # A rank that loads another block may have written to this memory. A lent load uses other memory, so its
+            # error is true.
+            with self._links.lock:
+                self._order.cut(load.number)
         else:
             raise error
-
-    def _is_undecided(self, load: _SharedLoad) -> bool:
-        """Return whether another rank may still turn out to be the cause of a wrong checksum."""
-        if not load.is_in_doubt or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
-            return False
-        with self._links.lock:
-            return bool(self._not_announced(load))
 
     @staticmethod
     def _may_retry(load: _SharedLoad) -> bool:
@@ -369,43 +460,20 @@ class SharedWeights:
         return may_retry
 
     def _announce_filled(self, load: _SharedLoad) -> None:
-        self._announce(Kind.FILLED, load)
+        numbers = load.number, self._number_of[load.block], load.place, load.num_ended
+        for rank in self._ranks.on_this_node:
+            if rank != self._ranks.rank:
+                self._links.send(rank, Kind.FILLED, *numbers)
         with self._links.lock:
             self._filled[load.number].add(self._ranks.rank)
 
-    def _announce(self, kind: Kind, load: _SharedLoad) -> None:
-        for rank in self._ranks.on_this_node:
-            if rank != self._ranks.rank:
-                self._links.send(rank, kind, load.number, self._number_of[load.block])
-
     # Other ranks of this node.
 
-    def _on_filled(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+    def _on_filled(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
         with self._links.lock:
-            self._on_block_announced(rank, numbers, payload)
             self._filled[numbers[0]].add(rank)
-
-    def _on_block_announced(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
-        number, block_number = numbers
-        with self._links.lock:
-            load = self._loads.get(number)
-            if load is not None:
-                self._refuse_other_block(load, rank, block_number)
-            self._announced[number][rank] = block_number
+            self._order.note_wanted(rank, *numbers)
         self.notify()
-
-    def _refuse_other_blocks(self, load: _SharedLoad) -> None:
-        for rank, block_number in self._announced[load.number].items():
-            self._refuse_other_block(load, rank, block_number)
-
-    def _refuse_other_block(self, load: _SharedLoad, rank: int, block_number: int) -> None:
-        other = self._blocks[block_number]
-        if other is not load.block:
-            raise RanksDisagreeError(
-                f"load {load.number} is {load.block.name} on rank {self._ranks.rank} and {other.name} on rank {rank}, "
-                "but all ranks must run the same forwards and backwards in the same order; look for code that only "
-                "some ranks run, such as a callback that evaluates, or layers that are skipped at random"
-            )
 
     def _wait_for_copy(self, number: int, copied: Event) -> None:
         copied.synchronize()
@@ -414,6 +482,8 @@ class SharedWeights:
     def _end_one_use(self, number: int) -> None:
         """Count one use less after this rank has copied the block, or has sent its shard to another node."""
         with self._links.lock:
+            if number not in self._num_uses:
+                return  # the load was given up
             self._num_uses[number] -= 1
             if self._num_uses[number]:
                 return
@@ -431,7 +501,7 @@ class SharedWeights:
     def _on_taken(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
         (number,) = numbers
         with self._links.lock:
-            self._not_taken[number].discard(rank)
+            self._not_taken.get(number, set()).discard(rank)
         self.notify()
 
     def _free_taken(self) -> None:
@@ -447,27 +517,13 @@ class SharedWeights:
         return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
 
     def _awaited(self, load: _SharedLoad) -> list[int]:
-        """Return the ranks whose shards are missing, if this rank's shard is complete. If its checksum is in doubt,
-        return the ranks whose block is unknown. The caller holds the links' lock."""
-        if load.is_in_doubt:
-            return self._not_announced(load)
+        """Return the ranks whose shards are missing, if this rank's shard is complete. The caller holds the links'
+        lock."""
         if not load.has_own:
             return []
         if load.missing:
             return sorted(load.missing)
         return [rank for rank in self._ranks.on_this_node if rank not in self._filled[load.number]]
-
-    def _not_announced(self, load: _SharedLoad) -> list[int]:
-        """Return the ranks of this node that have not announced the block of this load or of an earlier one. The caller
-        holds the links' lock."""
-        numbers = [number for number in self._loads if number <= load.number]
-        others = (rank for rank in self._ranks.on_this_node if rank != self._ranks.rank)
-        return [rank for rank in others if any(rank not in self._announced[number] for number in numbers)]
-
-    def _take_news(self) -> bool:
-        """Caller holds the links' lock."""
-        had_news, self._has_news = self._has_news, False
-        return had_news
 
     # Other nodes.
 
@@ -477,7 +533,7 @@ class SharedWeights:
             self._sender.submit(partial(self._send_part_to, rank, load, form, payload))
 
     def _send_part_to(self, rank: int, load: _SharedLoad, form: int, payload: Tensor) -> None:
-        numbers = (load.number, self._number_of[load.block], form)
+        numbers = (load.number, self._number_of[load.block], form, load.num_ended)
         try:
             self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=payload, channel=Channel.WEIGHTS)
         except Exception as error:  # another rank must not wait forever
@@ -488,20 +544,31 @@ class SharedWeights:
 
     def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """Receive a shard. Waits for room in the shared memory, and the sending rank waits meanwhile."""
-        number, block_number, form = numbers
+        number, block_number, form, num_ended = numbers
         assert payload is not None
-        self._links.wait_for(lambda: self._is_closed or number in self._loads, "room for weights", peers=[])
+        self._order.note_wanted(rank, number, block_number, UNKNOWN_PLACE, num_ended)
+
+        def is_decided() -> bool:
+            has_begun = self._order.has_begun(number) or not self._order.is_common(number)
+            return self._is_closed or has_begun
+
+        self._links.wait_for(is_decided, "room for weights", peers=[])
         with self._links.lock:
             load = self._loads.get(number)
-            if load is None:
+            if load is None or not self._order.is_common(number):
                 return
-            self._refuse_other_block(load, rank, block_number)
         keeps = self._parts.keeps_load(load.number)
         self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
         self._parts.code_part(load.block, rank, load.entry, load.coded)
         with self._links.lock:
             load.missing.discard(rank)
         self.notify()
+
+
+def _shown(number: int) -> str:
+    """Return a load's number as errors show it."""
+    period = period_of(number)
+    return f"{number - first_of_period(period)} of step {period}"
 
 
 @dataclass(frozen=True, eq=False)

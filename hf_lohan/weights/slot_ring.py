@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Slot:
     num_pins: int = 0
     num_borrows: int = 0
     """Number of updates that borrow the slot and copy its weights."""
+    borrowed: list[BorrowedSlot] = field(default_factory=list)
+    """What these updates hold."""
     is_kept: bool = False
     """Whether the block stays permanently."""
 
@@ -77,7 +79,11 @@ class SlotRing(WeightSlots):
         self._high_water_bytes = 0
         self.num_forgets = 0
         """Number of times that a slot was emptied because the store had newer weights."""
-        self._return_callbacks: list[Callable[[], None]] = []
+        self.num_changes = 0
+        """Number of calls of `end_step`."""
+        self._changed_at: dict[Block, int] = {}
+        """By block, `num_changes` after its last change."""
+        self._callbacks: list[Callable[[], None]] = []
 
     def _all(self) -> list[Slot]:
         return [slot for slots in self.slots.values() for slot in slots]
@@ -119,18 +125,29 @@ class SlotRing(WeightSlots):
             if any(other.num_borrows for other in slots if other is not slot):
                 return None
             slot.num_borrows += 1
-            return BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._return_slot(slot))
+            borrowed = BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._return_slot(slot))
+            slot.borrowed.append(borrowed)
+            return borrowed
 
     def _return_slot(self, slot: Slot) -> None:
         with self.lock:
             slot.num_borrows -= 1
+            if not slot.num_borrows:
+                slot.borrowed.clear()
             self.changed.notify_all()
-        for callback in self._return_callbacks:
+        for callback in self._callbacks:
             callback()
 
-    def add_return_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever a borrowed slot is returned, on the thread that returns it."""
-        self._return_callbacks.append(callback)
+    def take_back(self, slot: Slot) -> None:
+        """Take a slot back from updates that have not begun to copy it. They read the store instead."""
+        with self.lock:
+            borrowed = list(slot.borrowed)
+        for of_update in borrowed:
+            of_update.give_back()
+
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the thread that returns a borrowed slot or ends a step."""
+        self._callbacks.append(callback)
 
     def show(self, block: Block) -> None:
         """Make the block's parameters views of its pinned slot."""
@@ -196,6 +213,21 @@ class SlotRing(WeightSlots):
                     assert slot.num_pins == 0, f"{block} went stale while it was in use"
                     self._empty(slot)
             self.changed.notify_all()
+
+    def end_step(self, changed: Iterable[Block]) -> None:
+        """Forget blocks that a step has changed, or that were written between steps. All ranks call this at the same
+        points of their runs, so that `num_changes` tells which weights a load needs."""
+        with self.lock:
+            blocks = list(changed)
+            self.num_changes += 1
+            self._changed_at.update(dict.fromkeys(blocks, self.num_changes))
+            self.forget(blocks)
+        for callback in self._callbacks:
+            callback()
+
+    def is_unchanged_since(self, block: Block, num_changes: int) -> bool:
+        """Return whether the block has the weights that it had when `num_changes` had this value."""
+        return self._changed_at.get(block, 0) <= num_changes
 
     # Called by the loading thread. The caller holds `lock`.
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,9 @@ def test_each_part_sends_its_slice_of_the_gradient() -> None:
     pipeline: Any = SimpleNamespace(
         measure_gradient=norms.set_first,
         holds_gradients=True,
+        has_gradients=False,
+        wait_for_ranks=nullcontext,
+        held_back=lambda arrived: [],
         submit=lambda chunk, **_options: arrived.append(chunk),
     )
     pool = BufferPool(CpuDevice(), name="gradients", num_buffers=len(chunks), buffer_bytes=4 * GRANULE_NUMEL)

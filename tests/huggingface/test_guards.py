@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from architectures import model_with_a_tower
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -155,14 +154,6 @@ def test_prompt_learning_is_refused_with_several_ranks() -> None:
     model = SimpleNamespace(peft_config=configs)
     check_rank_model(model, SINGLE_RANK)
     assert "'soft' learns prompts" in refusal(lambda: check_rank_model(model, Ranks(1, 2, 1, 2)))
-
-
-def test_several_ranks_warn_of_a_model_with_a_tower(caplog: pytest.LogCaptureFixture) -> None:
-    check_rank_model(model_with_a_tower(), SINGLE_RANK)
-    check_rank_model(tiny_model("llama"), Ranks(1, 2, 1, 2))
-    assert not caplog.text
-    check_rank_model(model_with_a_tower(), Ranks(1, 2, 1, 2))
-    assert "does not reach model.vision_tower.encoder.layers.0" in caplog.text
 
 
 def test_fsdp_is_refused() -> None:

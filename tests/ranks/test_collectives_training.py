@@ -23,6 +23,7 @@ from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEI
 from hf_lohan.ranks.collectives import block_operators
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.thread_ranks import run_ranks
+from hf_lohan.weights.joint_order import JointOrder
 
 NODES = [(2, 1), (4, 2), (3, 1)]
 """The number of ranks, and the number of ranks per node."""
@@ -258,6 +259,25 @@ def test_weights_are_rounded_as_in_one_process_with_the_codec(
     oracle = Oracle(training, tmp_path)
     oracle.train(weights=WEIGHTS_INT8)
     check_against_oracle(training.run(tmp_path, {"forward": "int8", "backward": backward}), oracle)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
+def test_lent_weights_are_rounded_like_common_ones(
+    num_ranks: int, num_local: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JointOrder, "is_common", lambda order, number: False)
+    training = Training(num_ranks, num_local, 0.5)
+    oracle = Oracle(training, tmp_path)
+    oracle.train(weights=WEIGHTS_INT8)
+    check_against_oracle(training.run(tmp_path, {"forward": "int8"}), oracle)
+
+
+def test_lent_weights_are_rounded_within_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JointOrder, "is_common", lambda order, number: False)
+    training = Training(2, 2, 0.5)
+    oracle = Oracle(training, tmp_path)
+    oracle.train(weights=WEIGHTS_INT8, gradients_within=GRADIENTS_WITHIN["int8"])
+    check_against_oracle(training.run(tmp_path, {"within": "int8"}), oracle)
 
 
 @pytest.mark.covering(1)

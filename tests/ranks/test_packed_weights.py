@@ -25,6 +25,7 @@ from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import run_ranks
 from hf_lohan.weights import NodeShards
+from hf_lohan.weights.joint_order import JointOrder
 
 NUM_STEPS = 3
 MAX_NORM = 0.05
@@ -161,6 +162,16 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=["nf4", "plain nf4", "fp4", "int8"])
 def test_two_ranks_train_as_one_process(form: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     trained, _ = check_ranks(tmp_path, lambda: base_of("llama", form), dtype=dtype)
+    assert "codes" in cut_kinds(trained[0].layout)
+
+
+@pytest.mark.parametrize("form", FORMS[:1], ids=["nf4"])
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_lent_shards_are_decoded_like_common_ones(
+    num_local: int, form: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JointOrder, "is_common", lambda order, number: False)
+    trained, _ = check_ranks(tmp_path, lambda: base_of("llama", form), num_local=num_local)
     assert "codes" in cut_kinds(trained[0].layout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,9 @@ def arrivals_for(block: Block, submitted: list[ArrivedChunk], buffers: BufferPoo
     pipeline: Any = SimpleNamespace(
         measure_gradient=GradientNorms(block.slices).set_first,
         holds_gradients=True,
+        has_gradients=False,
+        wait_for_ranks=nullcontext,
+        held_back=lambda arrived: [],
         submit=lambda arrived, **_options: submitted.append(arrived),
     )
     return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), pipeline)
@@ -133,6 +137,9 @@ def test_a_slot_is_borrowed_for_an_update_in_the_final_backward(
     pipeline: Any = SimpleNamespace(
         measure_gradient=lambda part, gradient: None,
         holds_gradients=True,
+        has_gradients=False,
+        wait_for_ranks=nullcontext,
+        held_back=lambda arrived: [],
         updates_in_backward=updates_in_backward,
         updates_chunk=lambda chunk: owns,
         submit=lambda arrived, *, is_final, borrowed: submitted.append((is_final, borrowed)),
@@ -147,7 +154,12 @@ def test_a_slot_is_borrowed_for_an_update_in_the_final_backward(
 
 def test_accumulation_is_refused_if_updates_run_in_backward() -> None:
     block, _ = block_of(64)
-    pipeline: Any = SimpleNamespace(measure_gradient=lambda part, gradient: None, holds_gradients=False)
+    pipeline: Any = SimpleNamespace(
+        measure_gradient=lambda part, gradient: None,
+        holds_gradients=False,
+        has_gradients=False,
+        wait_for_ranks=nullcontext,
+    )
     arrivals = GradientArrivals(CpuDevice(), pool("gradients", 2), block.cut(CHUNK_NUMEL), pipeline)
     arrivals.begin_backward(BackwardContext(is_final=False))
     with pytest.raises(RuntimeError, match="gradients are being accumulated"):

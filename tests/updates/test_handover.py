@@ -16,7 +16,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
-from hf_lohan.updates.handover import Delivery, DeliveryListener, Handover, NewParams
+from hf_lohan.updates.handover import BorrowedSlot, Delivery, DeliveryListener, Handover, NewParams
 
 NUM_CHUNKS = 4
 
@@ -259,3 +259,38 @@ def test_a_late_callback_of_the_last_update_does_not_end_this_one() -> None:
     updates.hand_over(chunks[0])
     updates.handover.note_written(before)
     assert list(updates.handover.deliver(block, torch.zeros(block.numel)).chunks) == [chunks[0]]
+
+
+def test_part_of_a_block_comes_from_ram_and_the_rest_from_the_store() -> None:
+    updates = Updates()
+    block, chunks = a_block()
+    new, _, buffer = updates.hand_over(chunks[1])
+    start, stop = GRANULE_NUMEL // 2, 5 * GRANULE_NUMEL // 2
+    out = torch.full((stop - start,), -1.0)
+    updates.handover.settle(block)
+    assert updates.handover.copy_new(block, start, out) == [(start, GRANULE_NUMEL), (2 * GRANULE_NUMEL, stop)]
+    assert out[: GRANULE_NUMEL - start].eq(-1).all()
+    assert out[GRANULE_NUMEL - start : 2 * GRANULE_NUMEL - start].eq(1).all()
+    updates.handover.note_written(new)
+    assert updates.handover.copy_new(block, start, out) == [(start, stop)]
+    buffer.release()
+    assert updates.pool.num_free == NUM_CHUNKS
+
+
+def test_a_reader_of_part_of_a_block_waits_for_announced_updates() -> None:
+    updates = Updates()
+    block, chunks = a_block()
+    updates.handover.announce(chunks[:1])
+    assert updates.handover.copy_new(block, 0, torch.empty(GRANULE_NUMEL)) is None
+    assert updates.handover.copy_new(block, GRANULE_NUMEL, torch.empty(1)) == [(GRANULE_NUMEL, GRANULE_NUMEL + 1)]
+    within_a_minute(lambda: updates.handover.settle(block), lambda: updates.finish(chunks[0]))
+
+
+def test_a_slot_that_is_taken_back_is_read_from_the_store() -> None:
+    returned: list[str] = []
+    borrowed = BorrowedSlot(CpuDevice(), torch.arange(4.0), lambda: returned.append("slot"))
+    borrowed.give_back()
+    assert returned == ["slot"]
+    assert borrowed.start_read(0, torch.empty(2)) is None
+    borrowed.give_back()
+    assert returned == ["slot"]

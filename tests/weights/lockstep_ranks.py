@@ -17,6 +17,7 @@ from hf_lohan.device import CpuDevice, Device, Event, Lane
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.weights import BlockLoader, Slot, SlotRing
+from hf_lohan.weights.joint_order import Standing
 
 NUM_LAYERS = 6
 JOIN_S = 120.0
@@ -179,6 +180,7 @@ def run_program(
     ring: SlotRing,
     weights: Weights,
     pause: Callable[[], None] = lambda: None,
+    meet: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a program as a computing thread does. Check the weights of each used block."""
     pinned: dict[Block, Slot] = {}
@@ -208,7 +210,9 @@ def run_program(
                 ring.unpin(block)
             case "update":
                 weights.update(block)
-                ring.forget([block])
+                ring.end_step([block])
+            case "meet":
+                meet()
 
 
 class Meeting:
@@ -219,11 +223,11 @@ class Meeting:
         self.num_entries = num_entries
         self.lock = threading.Condition()
         self.brought: defaultdict[int, dict[int, float]] = defaultdict(dict)
-        """By number of the load: the value of each rank's part."""
+        """By position of the load: the value of each rank's part."""
         self.num_taken: defaultdict[int, int] = defaultdict(int)
 
-    def has_room(self, number: int) -> bool:
-        last = number - self.num_entries
+    def has_room(self, position: int) -> bool:
+        last = position - self.num_entries
         return last < 0 or self.num_taken[last] == self.num_ranks
 
 
@@ -252,12 +256,17 @@ class MeetingSource:
         self._delays = delays
         self._coming: dict[int, Block] = {}
         self._names: dict[int, str] = {}
+        self._positions: dict[int, int] = {}
+        """By number of a load, its position among all loads, which is the same on all ranks."""
         self._has_news = False
         self.failed: BaseException | None = None
 
-    def begin_load(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
+    def begin_load(
+        self, number: int, block: Block, version: int, is_wanted: Callable[[], bool], num_ended: int = 0
+    ) -> bool:
+        position = self._positions.setdefault(number, len(self._positions))
         with self._meeting.lock:
-            if not self._meeting.has_room(number):
+            if not self._meeting.has_room(position):
                 return False
         self._coming[number] = block
         self._names[number] = block.name
@@ -271,16 +280,16 @@ class MeetingSource:
         number = min(self._coming)
         value = self._weights.of(self._coming.pop(number))
         with self._meeting.lock:
-            self._meeting.brought[number][self._rank] = value
+            self._meeting.brought[self._positions[number]][self._rank] = value
             self._meeting.lock.notify_all()
         return True
 
     def is_whole(self, number: int) -> bool:
         with self._meeting.lock:
-            return len(self._meeting.brought[number]) == self._meeting.num_ranks
+            return len(self._meeting.brought[self._positions[number]]) == self._meeting.num_ranks
 
     def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
-        parts = set(self._meeting.brought[number].values())
+        parts = set(self._meeting.brought[self._positions[number]].values())
         if free is not None:
             self._device.wait(Lane.H2D, free)
         # If ranks have different versions, no rank may use the block. `run_program` would find NaN.
@@ -288,11 +297,28 @@ class MeetingSource:
         self._device.copy(Lane.H2D, weights, torch.full_like(weights, value))
         ready = self._device.record(Lane.H2D)
         ready.synchronize()
-        self.carried.append(Carried(number, self._names[number], self._slot_numbers[weights.data_ptr()]))
+        self.carried.append(
+            Carried(self._positions[number], self._names[number], self._slot_numbers[weights.data_ptr()])
+        )
         with self._meeting.lock:
-            self._meeting.num_taken[number] += 1
+            self._meeting.num_taken[self._positions[number]] += 1
             self._meeting.lock.notify_all()
         return ready
+
+    def is_common(self, number: int) -> bool:
+        return True
+
+    def give_up_loads(self) -> None:
+        raise AssertionError("all loads are common")
+
+    def begin_lent_load(self, number: int, block: Block, weights: Tensor, free: Event | None) -> None:
+        raise AssertionError("all loads are common")
+
+    def finish_lent_load(self, *, is_wanted: bool) -> Event | None:
+        raise AssertionError("all loads are common")
+
+    def stand_by(self, standing: Standing, looks_again_after_s: float) -> None:
+        pass
 
     def wait(self) -> None:
         with self._meeting.lock:

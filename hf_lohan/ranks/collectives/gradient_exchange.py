@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -194,6 +194,18 @@ class GradientExchange:
         with self._links.lock:
             without = self._owners.keys() - self._published
         step = self._next_step()
+        self._send_no_gradient(step, without)
+        return step
+
+    def exclude(self, keys: Collection[int]) -> None:
+        """Tell the collectors already now that this rank will have no gradient of these chunks in the step, so that
+        other ranks soon get their buffers back. None of them was published."""
+        with self._links.lock:
+            assert self._published.isdisjoint(keys), "an excluded chunk was published"
+            self._published.update(keys)
+        self._send_no_gradient(self._step, keys)
+
+    def _send_no_gradient(self, step: int, without: Collection[int]) -> None:
         for collector in {self._collectors[key] for key in without}:
             keys = sorted(key for key in without if self._collectors[key] == collector)
             if collector != self.ranks.rank:
@@ -202,7 +214,6 @@ class GradientExchange:
                 continue
             for key in keys:
                 self._record_part(step, key, GradientPart(collector, None, 0))
-        return step
 
     def wait_until_complete(self, step: int, *, before: str = "") -> bool:
         """Wait until `completed` has been called for all chunks of this rank in a step. Returns False if the step was

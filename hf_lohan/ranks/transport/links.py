@@ -101,6 +101,8 @@ class Links:
         """Number of this rank's calls of `all_gather`, by sequence."""
         self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = defaultdict(dict)
         """(tag, payload) of each call, by sequence and number, and then by rank."""
+        self._waiting_since: dict[int, float] = {}
+        """By thread that waits for other ranks, the time by `time.monotonic`."""
         self._broadcasts: dict[int, tuple[Tensor, int]] = {}
         """By owner, the tensor that receives the owner's bytes, and the number of bytes that have arrived."""
         self._handlers.set_handler(Kind.GATHER, self._on_gather)
@@ -312,7 +314,7 @@ class Links:
         `peers`: the ranks that can still make it true; None for all. `before`: the tag of the next `all_gather` after
         this wait. Raises RankFailedError or RankTimeoutError, and RanksDisagreeError if a rank is at another tag."""
         began_s = time.monotonic()
-        with self.lock:
+        with self.lock, self.note_waiting():
             while not predicate():
                 self._refuse_in_child()
                 if before:
@@ -330,6 +332,21 @@ class Links:
                 if silent and (peers is not None or len(silent) == len(waited_for)):
                     self._raise_silent(silent, what)
                 self.changed.wait(SLICE_S)
+
+    @contextlib.contextmanager
+    def note_waiting(self) -> Iterator[None]:
+        """Note that this thread waits for other ranks within this context."""
+        thread = threading.get_ident()
+        is_outer = self._waiting_since.setdefault(thread, now_s := time.monotonic()) is now_s
+        try:
+            yield
+        finally:
+            if is_outer:
+                del self._waiting_since[thread]
+
+    def waits_since(self, thread: int) -> float | None:
+        """Return since when a thread waits for other ranks, by `time.monotonic`; None if it does not."""
+        return self._waiting_since.get(thread)
 
     def raise_if_silent(self, what: str, peers: Collection[int], since_s: float) -> None:
         """Raise RankFailedError or RankTimeoutError if these ranks have failed, or were silent for too long after

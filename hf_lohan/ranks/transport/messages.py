@@ -66,8 +66,17 @@ class Kind(enum.IntEnum):
     """A rank has copied a block from the shared memory."""
     WEIGHTS_PART = 22
     """A rank's shard of a block's weights, for another node."""
-    LOAD_IN_DOUBT = 23
-    """A rank's shard of a load has a wrong checksum. Numbers: the load and its block."""
+    LOADS_DIFFER = 23
+    """The ranks do not carry out this load together, nor a later one of its period. Numbers: the load."""
+    LOAD_PERIOD = 24
+    """A rank begins its first common load of a period. Numbers: see `JointOrder`."""
+    LOAD_WANTED = 25
+    """A rank waits for others in a common load. Numbers: the load, its block, its place and its pass."""
+    SHARD_WANTED = 26
+    """A rank asks for a shard of a block. Numbers: its load and the block."""
+    SHARD = 27
+    """A piece of a shard that a rank asked for. Numbers: its load, the block, the first element, and whether there is
+    an error, which the payload then describes."""
     PREPARED = 30
     """A commit is durable on a rank."""
     EXPERT_CALL = 40

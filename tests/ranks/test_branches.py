@@ -1,0 +1,378 @@
+"""Ranks whose batches pass different layers, as with images on one rank only or with layers that are skipped at random,
+equal one torch process that accumulates the same batches.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import open_engine, resolved
+from rank_processes import RankProcesses
+from torch import Tensor
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attachment import enable_checkpointing
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
+from hf_lohan.ranks import Links, RankFailedError
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+from hf_lohan.weights.joint_order import LentShards
+
+LR = 1e-3
+IMAGE_TOKEN = 250
+NUM_PATCHES = 4
+SETTINGS: dict[str, Any] = {
+    "cpu_memory": "6MiB",
+    "gpu_memory": "1MiB",
+    "io_threads": 1,
+    "prefetch_blocks": 1,
+    "activations": "recompute",
+    "experts": "with_layer",
+}
+_ONE_GENERATOR = threading.Lock()
+_skipped = threading.local()
+Batch = dict[str, Any]
+Branches = Sequence[Sequence[Any]]
+"""By step and batch, what the batch does. The batches of a step are in the order of ranks, and of each rank's
+backwards."""
+
+
+def tiny_llava() -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(**sizes, num_hidden_layers=3, image_size=8, patch_size=4)
+    text = LlamaConfig(
+        **{**sizes, "hidden_size": 64, "intermediate_size": 128},
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=256,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
+    )
+
+
+def image_batch(has_image: bool, seed: int) -> Batch:
+    batch: Batch = dict(tiny_batch(seed=seed))
+    batch["input_ids"] %= IMAGE_TOKEN
+    batch["labels"] = batch["input_ids"].clone()
+    if has_image:
+        batch["input_ids"][:, 2 : 2 + NUM_PATCHES] = IMAGE_TOKEN
+        batch["labels"][:, 2 : 2 + NUM_PATCHES] = -100
+        generator = torch.Generator().manual_seed(seed)
+        batch["pixel_values"] = torch.rand(2, 3, 8, 8, generator=generator)
+    return batch
+
+
+def tiny_opt() -> Any:
+    """A model of six layers, which skips those in the thread's `_skipped.layers`."""
+    model = tiny_model("opt", num_layers=6)
+    decoder = model.model.decoder
+    decoder.layerdrop = 0.5
+    return model
+
+
+@pytest.fixture(autouse=True)
+def choose_skipped_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have OPT's layer drop draw what the test's thread chose."""
+    rand = torch.rand
+
+    def draw(*size: Any, **kwargs: Any) -> Tensor:
+        layers: list[bool] = getattr(_skipped, "layers", [])
+        if size == ([],) and layers:
+            return torch.tensor(0.0 if layers.pop(0) else 1.0)
+        return rand(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "rand", draw)
+
+
+def skipping_batch(skipped: Sequence[int], seed: int) -> Batch:
+    _skipped.layers = [layer in skipped for layer in range(6)]
+    return dict(tiny_batch(seed=seed))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what its batches do."""
+
+    make_model: Callable[[], Any]
+    make_batch: Callable[[Any, int], Batch]
+    branches: Branches
+
+    def loss(self, model: Any, step: int, batch: int) -> Tensor:
+        loss: Tensor = model(**self.make_batch(self.branches[step][batch], 100 * step + batch)).loss
+        return loss
+
+
+ONE_HAS_IMAGES = Case(tiny_llava, image_batch, [[True, False]] * 3)
+ALTERNATING = Case(tiny_llava, image_batch, [[True, False], [False, True], [False, False], [True, True], [False, True]])
+NO_IMAGES = Case(tiny_llava, image_batch, [[False, False]] * 3)
+SKIPPING = Case(tiny_opt, skipping_batch, [[(), (2, 3)], [(0,), ()], [(1, 4), (5,)], [(), ()], [(0, 1, 2), (3, 4, 5)]])
+CASES = {"one": ONE_HAS_IMAGES, "alternating": ALTERNATING, "none": NO_IMAGES, "skipping": SKIPPING}
+ACCUMULATED = {
+    "images": Case(
+        tiny_llava, image_batch, [[True, False, False, True], [False, False, True, False], [True, True, False, False]]
+    ),
+    "skipping": Case(
+        tiny_opt, skipping_batch, [[(), (2,), (3, 4), ()], [(0, 1), (), (), (2, 3, 4)], [(5,), (5,), (), (0,)]]
+    ),
+}
+
+
+@dataclass
+class Trained:
+    """The results of a run."""
+
+    weights: dict[str, Tensor]
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+
+
+def train_stock(case: Case, num_ranks: int, max_norm: float) -> Trained:
+    """Train one process in memory. It sums the gradients of each rank, and then these sums."""
+    model = case.make_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
+    trained = Trained({})
+    for step, branches in enumerate(case.branches):
+        sums: list[list[Tensor | None]] = []
+        for batch in range(len(branches)):
+            loss = case.loss(model, step, batch)
+            (loss / (len(branches) // num_ranks) / num_ranks).backward()
+            trained.losses.append(loss.detach())
+            if (batch + 1) % (len(branches) // num_ranks) == 0:
+                sums.append([parameter.grad for parameter in model.parameters()])
+                model.zero_grad()
+        for parameter, *of_ranks in zip(model.parameters(), *sums, strict=True):
+            given = [gradient for gradient in of_ranks if gradient is not None]
+            parameter.grad = sum(given[1:], given[0]) if given else None
+        if max_norm:
+            trained.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    return trained
+
+
+def train_rank(
+    links: Links,
+    folder: Path,
+    case: Case,
+    max_norm: float,
+    *,
+    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
+    in_step: Callable[[int, int], object] = lambda _step, _rank: None,
+    checkpoints: bool = False,
+    **settings: Any,
+) -> Trained:
+    ranks = links.ranks
+    accumulation = len(case.branches[0]) // ranks.num_ranks
+    with _ONE_GENERATOR:
+        model = case.make_model().train()
+    config = resolved(folder / f"rank-{ranks.rank}", **{**SETTINGS, **settings})
+    holds = max_norm > 0 or accumulation > 1
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=holds, ranks=ranks)
+    engine = open_engine(model, layout, config, None, links)
+    if checkpoints:
+        enable_checkpointing(model)
+    trained = Trained({})
+    try:
+        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
+        for step in range(len(case.branches)):
+            for micro in range(accumulation):
+                engine.announce_backward(is_final=micro == accumulation - 1)
+                loss = case.loss(model, step, ranks.rank * accumulation + micro)
+                in_step(step, ranks.rank)
+                (loss / accumulation).backward()
+                trained.losses.append(loss.detach())
+            if max_norm:
+                trained.norms.append(engine.clip_grad_norm(max_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+            after_step(engine, step)
+        trained.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+        return trained
+    finally:
+        engine.close()
+
+
+def check(stock: Trained, trained: Sequence[Trained]) -> None:
+    for ours in trained:
+        different = [name for name, weight in stock.weights.items() if not torch.equal(ours.weights[name], weight)]
+        assert not different
+        assert all(map(torch.equal, ours.norms, stock.norms))
+
+
+@pytest.fixture
+def num_lent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The blocks that ranks borrowed."""
+    lent: list[str] = []
+    begin_load = LentShards.begin_load
+
+    def note(shards: LentShards, number: int, block: Any, *args: Any) -> None:
+        lent.append(block.name)
+        begin_load(shards, number, block, *args)
+
+    monkeypatch.setattr(LentShards, "begin_load", note)
+    return lent
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Path, num_lent: list[str]) -> None:
+    stock = train_stock(CASES[name], 2, max_norm)
+    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, CASES[name], max_norm)))
+    assert bool(num_lent) == (name != "none"), "equal batches load everything together"
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_accumulated_gradients_of_two_ranks(name: str, max_norm: float, tmp_path: Path) -> None:
+    case = ACCUMULATED[name]
+    stock = train_stock(case, 2, max_norm)
+    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, case, max_norm)))
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["alternating", "skipping"])
+def test_three_ranks_agree_and_are_close_to_one_process(name: str, max_norm: float, tmp_path: Path) -> None:
+    """A third is not a float, so the bits differ."""
+    case = CASES[name]
+    branches = [[*of_step, case.branches[step - 1][0]] for step, of_step in enumerate(case.branches)]
+    case = Case(case.make_model, case.make_batch, branches)
+    stock = train_stock(case, 3, max_norm)
+    trained = run_ranks(3, lambda links: train_rank(links, tmp_path, case, max_norm))
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
+        for name, weight in stock.weights.items():
+            assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * len(branches)
+
+
+@pytest.mark.parametrize("name", ["alternating", "skipping"])
+def test_ranks_on_two_nodes_train_as_one_process(name: str, tmp_path: Path) -> None:
+    stock = train_stock(CASES[name], 2, 0.5)
+    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, CASES[name], 0.5), num_local=1))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", ["images", "skipping"])
+@pytest.mark.parametrize("clip", ["speculate", "defer"])
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_guesses_of_ranks_whose_batches_differ(clip: str, max_norm: float, name: str, tmp_path: Path) -> None:
+    stock = train_stock(ACCUMULATED[name], 2, max_norm)
+    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, ACCUMULATED[name], max_norm, clip=clip)))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", ["alternating", "skipping"])
+@pytest.mark.parametrize("activations", ["keep", "swap"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_activations_of_ranks_whose_batches_differ(
+    name: str, activations: str, checkpoints: bool, tmp_path: Path
+) -> None:
+    stock = train_stock(CASES[name], 2, 0.0)
+    settings: dict[str, Any] = {"activations": activations, "cpu_memory": "16MiB", "gpu_memory": "4MiB"}
+    run = lambda links: train_rank(links, tmp_path, CASES[name], 0.0, checkpoints=checkpoints, **settings)  # noqa: E731
+    check(stock, run_ranks(2, run))
+
+
+@pytest.mark.parametrize("evaluating", [(0, 1), (1,)])
+@pytest.mark.parametrize("name", ["alternating", "skipping"])
+def test_ranks_may_evaluate_different_batches_between_steps(
+    name: str, evaluating: Sequence[int], tmp_path: Path
+) -> None:
+    case = CASES[name]
+
+    def evaluate(engine: OffloadEngine, step: int) -> None:
+        rank = engine.links.ranks.rank
+        if rank in evaluating:
+            with torch.no_grad():
+                for batch in range(1 + rank):
+                    case.loss(engine.model, step, (rank + batch) % 2)
+
+    stock = train_stock(case, 2, 0.5)
+    check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, case, 0.5, after_step=evaluate)))
+
+
+class PlannedError(Exception):
+    """Raised on purpose."""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_words_of_a_rank_that_raises_in_its_forward_reach_the_other(failing: int, tmp_path: Path) -> None:
+    def fail(step: int, rank: int) -> None:
+        if (step, rank) == (1, failing):
+            raise PlannedError("the image is torn")
+
+    outcomes = rank_outcomes(
+        2, lambda links: train_rank(links, tmp_path, ONE_HAS_IMAGES, 0.5, in_step=fail), timeout_s=20.0
+    )
+    assert isinstance(outcomes[failing].error, PlannedError)
+    other = outcomes[1 - failing]
+    assert isinstance(other.error, RankFailedError)
+    assert "the image is torn" in str(other.error)
+
+
+@pytest.mark.parametrize("what", ["die", "hang"])
+def test_a_rank_that_is_lost_in_such_a_step_is_named(what: str, tmp_path: Path) -> None:
+    """A rank that hangs still lends, so that the other rank waits for its gradients."""
+    is_over = threading.Event()
+
+    def run(links: Links) -> None:
+        def lose(step: int, rank: int) -> None:
+            if (step, rank) == (1, 1) and what == "hang":
+                is_over.wait(60)
+            elif (step, rank) == (1, 1):
+                for peer in links._peers.values():
+                    for connection in peer.connections.values():
+                        connection.cut()
+
+        try:
+            train_rank(links, tmp_path, ONE_HAS_IMAGES, 0.5, in_step=lose)
+        finally:
+            is_over.set()
+
+    outcomes = rank_outcomes(2, run, timeout_s=1.0)
+    assert isinstance(outcomes[0].error, RankFailedError)
+    assert "rank 1" in str(outcomes[0].error)
+
+
+def train_and_report(links: Links, report: Callable[[object], None]) -> None:
+    """Train without an end. Report each forward."""
+    folder = Path(os.environ["BRANCHES_FOLDER"])
+    case = Case(tiny_llava, image_batch, [[True, False]] * 10_000)
+    train_rank(links, folder, case, 0.5, in_step=lambda step, rank: report(os.getpid()) if step < 5 else None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_other_process_ends_soon_after_a_killed_one(killed: int, tmp_path: Path) -> None:
+    ranks = RankProcesses(2, train_and_report, timeout_s=600.0, environment={"BRANCHES_FOLDER": str(tmp_path)})
+    try:
+        for _ in range(5):
+            pids = [ranks.report_of(rank) for rank in range(2)]
+            assert all(isinstance(pid, int) for pid in pids), pids
+        time.sleep(0.3)
+        os.kill(pids[killed], signal.SIGKILL)
+        killed_at_s = time.monotonic()
+        ends = ranks.ends()
+    finally:
+        ranks.close()
+    ended = ends[1 - killed]
+    assert ended is not None
+    assert re.search(rf"rank {killed} \(pid {pids[killed]}, \S+\) ended", ended.error), ended.error
+    assert ended.at_s - killed_at_s < 5.0
