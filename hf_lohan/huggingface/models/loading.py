@@ -62,6 +62,8 @@ from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
 
+_RETURNED_AFTER_BYTES = 256 << 20
+"""Loading returns freed memory each time this number of bytes is stored."""
 _MOST_ROWS_BYTES = 32 << 20
 """Larger weights are read and converted in pieces of at most this size and at most one buffer."""
 
@@ -78,6 +80,8 @@ class WeightSink:
         self._access = access
         self._names = names
         self._of_any_dtype = of_any_dtype
+        self._freed_bytes = 0
+        """Bytes of stored weights, which transformers frees, since freed memory was last returned."""
 
     def store_weight(self, name: str, weight: Tensor) -> bool:
         """Write a weight. Returns False if the store has no weight of this name. Raises ValueError for a wrong shape or
@@ -145,8 +149,13 @@ class WeightSink:
         return name if self._names is None else self._names.get(name, "")
 
     def _count(self, name: str, weight: Tensor) -> None:
+        num_bytes = weight.numel() * self._dtype_of(name).itemsize
         self.written.add(name)
-        advance(weight.numel() * self._dtype_of(name).itemsize)
+        advance(num_bytes)
+        self._freed_bytes += num_bytes
+        if self._freed_bytes >= _RETURNED_AFTER_BYTES:
+            self._freed_bytes = 0
+            return_freed_memory()
 
     def _check_dtype(self, name: str, weight: Tensor) -> None:
         if not self._of_any_dtype and weight.dtype != self._dtype_of(name):
