@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import anchor_name
+from hf_lohan.activations.chunked_norms import ChunkedNorm
 from hf_lohan.activations.layer_frame import LayerFrame, StoredTensor, is_random
 from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, TokenRange, cut_batch
 from hf_lohan.compat.torch_private import TorchDispatchMode, own_parameters, put_parameter, schema_of
@@ -99,22 +101,28 @@ class ChunkedLayer:
         chunk_tokens: Callable[[], int | None],
         inputs_of: InputsOf,
         frames: ChunkFrames,
+        on_cut: Callable[[], None] = lambda: None,
     ) -> None:
-        """``chunk_tokens`` returns the tokens of a chunk, or None to run whole layers."""
+        """``chunk_tokens`` returns the tokens of a chunk, or None to run whole layers. ``on_cut`` is called when the
+        layer has run in chunks."""
         self.layer = layer
         self.name = name
         self._chunk_tokens = chunk_tokens
         self._inputs_of = inputs_of
         self._frames = frames
+        self._on_cut = on_cut
         self.is_whole = False
         """Whether the layer runs whole, for example to be traced."""
-        self._before = vars(layer).get("forward")  # a wrapper may have set it on the instance
+        self._before = vars(layer).get("forward")
+        self.reason_on_paper: str | None = None
+        """Why a trace found the layer whole; completes "because each ..."."""
         self._reasons: dict[tuple[bool, bool], str | None] = {}
         """Why the layer stays whole, or None if it is cut, by whether rows are cut within and whether it trains. An
         evaluation draws no random numbers."""
 
     def attach(self) -> None:
         """Replace the layer's forward."""
+        self._before = vars(self.layer).get("forward")  # a wrapper may have set it on the instance
         self.layer.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,10 +130,16 @@ class ChunkedLayer:
         if run is None:
             return self.whole(*args, **kwargs)
         inputs, hidden, groups = run
-        layer_run = _LayerRun(self, inputs, groups, has_frames=torch.is_grad_enabled())
+        layer_run = LayerRun(self, inputs, groups, has_frames=torch.is_grad_enabled())
         output, *recorded = _Chunks.apply(layer_run, hidden, *layer_run.trained)  # type: ignore[no-untyped-call]
         inputs.add_recorded(list(zip(layer_run.recorded_names, recorded, strict=True)))
+        self._on_cut()
         return layer_run.in_form(output)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the layer stays whole, in some case."""
+        return [reason for reason in self._reasons.values() if reason is not None]
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on all tokens at once."""
@@ -136,6 +150,20 @@ class ChunkedLayer:
     def applies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call of the layer runs in chunks."""
         return self._run_of(args, kwargs) is not None
+
+    def cut_on_paper(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], chunk_tokens: int
+    ) -> tuple[LayerInputs, Tensor, list[list[TokenRange]]] | None:
+        """Return inputs, hidden states and chunks of a call on fake tensors. None if the layer would run whole, as far
+        as it shows without values."""
+        hidden, inputs = self._inputs_of(self.layer, args, kwargs)
+        if hidden is None or hidden.dim() != 3 or hidden.shape[0] * hidden.shape[1] <= chunk_tokens:
+            return None
+        within_rows = hidden.shape[1] > chunk_tokens
+        self.reason_on_paper = self._find_reason(hidden, inputs, within_rows=within_rows, on_paper=True)
+        if self.reason_on_paper is not None:
+            return None
+        return inputs, hidden, cut_batch(hidden.shape[0], hidden.shape[1], chunk_tokens)
 
     def _run_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -159,10 +187,12 @@ class ChunkedLayer:
             return None
         return inputs, hidden, cut_batch(hidden.shape[0], hidden.shape[1], chunk_tokens)
 
-    def _find_reason(self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool) -> str | None:
+    def _find_reason(
+        self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, on_paper: bool = False
+    ) -> str | None:
         try:
             inputs.refuse(within_rows=within_rows)
-            self._try(hidden, inputs, within_rows=within_rows)
+            self._try(hidden, inputs, within_rows=within_rows, on_paper=on_paper)
         except NotCuttableError as error:
             self._log(str(error))
             return str(error)
@@ -174,21 +204,26 @@ class ChunkedLayer:
             _logged.add((type(self.layer), reason))
             logger.info(message, type(self.layer).__name__, self.name, reason)
 
-    def _try(self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool) -> None:
-        """Raise NotCuttableError if the layer's outputs for some tokens differ when it runs in two chunks."""
+    def _try(self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, on_paper: bool) -> None:
+        """Raise NotCuttableError if the layer's outputs for some tokens differ when it runs in two chunks. On paper
+        there are no values to compare."""
         num_rows, length = hidden.shape[0], min(hidden.shape[1], _NUM_TRIED)
         rows, tokens = (1, length) if within_rows else (min(2, num_rows), length)
         whole = [[TokenRange(0, rows, 0, tokens)]]
         halves = cut_batch(rows, tokens, -(-tokens // 2) if within_rows else tokens)
-        generator = torch.Generator().manual_seed(0)
-        # Small hidden states, because layers normalize them and add to them.
-        tried = torch.randn(rows, tokens, hidden.shape[2], generator=generator).to(hidden) * 0.01
-        devices = [hidden.device] if hidden.device.type != "cpu" else []
-        fork = torch.random.fork_rng(devices, device_type=hidden.device.type if devices else "cuda")
+        fork: AbstractContextManager[None] = contextlib.nullcontext()
+        if on_paper:
+            tried = hidden.new_empty(rows, tokens, hidden.shape[2])
+        else:
+            generator = torch.Generator().manual_seed(0)
+            # Small hidden states, because layers normalize them and add to them.
+            tried = torch.randn(rows, tokens, hidden.shape[2], generator=generator).to(hidden) * 0.01
+            devices = [hidden.device] if hidden.device.type != "cpu" else []
+            fork = torch.random.fork_rng(devices, device_type=hidden.device.type if devices else "cuda")
         with fork, torch.no_grad(), _RandomOperations() as random:
             try:
-                first = _LayerRun(self, inputs, whole).forward(tried)[0]
-                second = _LayerRun(self, inputs, halves).forward(tried)[0]
+                first = LayerRun(self, inputs, whole).forward(tried)[0]
+                second = LayerRun(self, inputs, halves).forward(tried)[0]
             except NotCuttableError:
                 raise
             except (AttributeError, NotImplementedError, TypeError) as error:
@@ -199,6 +234,8 @@ class ChunkedLayer:
                 raise NotCuttableError(f"does not compute a part of its inputs ({error})") from error
         if random.found:
             raise NotCuttableError("draws random numbers")
+        if on_paper:
+            return
         change = (first - tried).float().norm()
         if not (first - second).float().norm() <= _tolerance(hidden.dtype) * change:
             raise NotCuttableError("mixes tokens in another way than by attention")
@@ -210,24 +247,66 @@ _logged: set[tuple[type, str]] = set()
 class ChunkedLayers:
     """The layers of a model that may run in chunks."""
 
-    def __init__(self, layers: Mapping[nn.Module, str], inputs_of: InputsOf, frames: ChunkFrames) -> None:
+    def __init__(
+        self,
+        layers: Mapping[nn.Module, str],
+        inputs_of: InputsOf,
+        frames: ChunkFrames,
+        masks_pending: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        norms: Sequence[nn.Module] = (),
+    ) -> None:
         """``layers`` has the name of each layer. ``inputs_of`` returns the hidden states and the other inputs of a
-        call."""
+        call. In the context ``masks_pending``, a forward makes no masks of all pairs of tokens. ``norms``: norms
+        outside the layers."""
         self.chunk_tokens: int | None = None
         """Tokens of a chunk. None runs whole layers."""
+        self.masks_pending = masks_pending
+        self._is_attached = False
         self.of_layer = {
-            layer: ChunkedLayer(layer, name, lambda: self.chunk_tokens, inputs_of, frames)
+            layer: ChunkedLayer(layer, name, lambda: self.chunk_tokens, inputs_of, frames, self.note_cut)
             for layer, name in layers.items()
         }
+        self._local = threading.local()
+        """Whether a layer has run in chunks in each thread's forward."""
+        self.norms = [ChunkedNorm(norm, self._tokens_of_norms) for norm in norms]
+
+    @property
+    def reason_on_paper(self) -> str | None:
+        """Why a trace found a layer whole; completes "because each ...". None if it found none."""
+        return next((chunked.reason_on_paper for chunked in self.of_layer.values() if chunked.reason_on_paper), None)
+
+    def reasons(self) -> list[str]:
+        """Return why layers stay whole, each reason once. It completes "because each ..."."""
+        found = (reason for chunked in self.of_layer.values() for reason in chunked.reasons)
+        return list(dict.fromkeys(found))
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the model on this thread."""
+        self._local.is_cut = False
+
+    def note_cut(self) -> None:
+        """Note that a layer has run in chunks in this thread's forward."""
+        self._local.is_cut = True
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether a layer has run in chunks in this thread's forward."""
+        return getattr(self._local, "is_cut", False)
+
+    def _tokens_of_norms(self) -> int | None:
+        """Return the tokens of a norm's chunk. Norms before the layers, and after whole layers, run whole."""
+        return self.chunk_tokens if self.has_cut else None
 
     def cut(self, chunk_tokens: int | None) -> None:
-        """Run layers in chunks of this number of tokens from the next forward on. None runs whole layers."""
+        """Run layers in chunks of this number of tokens from the next layer on. None runs whole layers. The first
+        number replaces the layers' forwards."""
         self.chunk_tokens = chunk_tokens
-
-    def attach(self) -> None:
-        """Replace the layers' forwards."""
-        for chunked in self.of_layer.values():
-            chunked.attach()
+        if chunk_tokens is not None and not self._is_attached:
+            self._is_attached = True
+            for chunked in self.of_layer.values():
+                chunked.attach()
+            for norm in self.norms:
+                norm.attach()
 
 
 @contextlib.contextmanager
@@ -251,7 +330,7 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 1e-3 if dtype.itemsize >= torch.float32.itemsize else 0.05
 
 
-class _LayerRun:
+class LayerRun:
     """One forward of a layer in chunks, and its backward."""
 
     def __init__(
@@ -293,7 +372,7 @@ class _LayerRun:
                 if frame is not None:
                     self._frames[tokens] = frame
                 with frame.contexts()[0] if frame is not None else contextlib.nullcontext():
-                    parts = self._call(hidden[tokens.index], tokens, cache)
+                    parts = self.call(hidden[tokens.index], tokens, cache)
                 if not outputs:
                     outputs = [part.new_empty((*hidden.shape[:2], *part.shape[2:])) for part in parts]
                 if [part.shape[2:] for part in parts] != [output.shape[2:] for output in outputs]:
@@ -318,10 +397,11 @@ class _LayerRun:
         assert self._input_frame is not None
         return self._input_frame.load_input(stored)
 
-    def _call(
+    def call(
         self, hidden: Tensor, tokens: TokenRange, cache: ChunkKeys | None, *, only_keys: bool = False
     ) -> list[Tensor]:
-        """Return a chunk's output and what was recorded, [rows, tokens, ...]."""
+        """Return a chunk's output and what was recorded, [rows, tokens, ...]. ``only_keys``: run the layer only until
+        ``cache`` has its keys, and return nothing."""
         with _without_checkpointing(self._chunked.layer), self._inputs.recording() as named:
             output = self._inputs.call(self._chunked.whole, hidden, tokens, cache, only_keys=only_keys)
         if only_keys:
@@ -370,7 +450,7 @@ class _LayerRun:
                 if cache is not None:
                     with torch.no_grad():
                         for tokens in group[:-1]:
-                            self._call(hidden[tokens.index], tokens, cache, only_keys=True)
+                            self.call(hidden[tokens.index], tokens, cache, only_keys=True)
                 for tokens in reversed(group):
                     self._run_back(hidden, gradients, of_hidden, tokens, cache)
         of_trained: list[Tensor | None] = []
@@ -391,7 +471,7 @@ class _LayerRun:
         frame = self._frames.get(tokens)
         with torch.enable_grad():
             with frame.recomputing() if frame is not None else contextlib.nullcontext():
-                outputs = self._call(chunk, tokens, cache)
+                outputs = self.call(chunk, tokens, cache)
             roots = [
                 (output, of_output[tokens.index])
                 for output, of_output in zip(outputs, gradients, strict=True)
@@ -438,7 +518,7 @@ class _Chunks(torch.autograd.Function):
     """A layer in chunks. The backward runs them again."""
 
     @staticmethod
-    def forward(ctx: Any, run: _LayerRun, hidden: Tensor, *_trained: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: LayerRun, hidden: Tensor, *_trained: Tensor) -> tuple[Tensor, ...]:
         ctx.layer_run = run
         ctx.set_materialize_grads(False)
         outputs = run.forward(hidden)
@@ -454,7 +534,7 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
-        run: _LayerRun = ctx.layer_run
+        run: LayerRun = ctx.layer_run
         hidden = ctx.saved_tensors[0] if ctx.stored is None else run.load_input(ctx.stored)
         of_hidden, of_trained = run.backward(hidden, gradients, needs_hidden=ctx.needs_input_grad[1])
         return (None, of_hidden, *of_trained)

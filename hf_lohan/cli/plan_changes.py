@@ -59,6 +59,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
         **simulated_facts(planned),
         "longest_tokens": longest.num_tokens,
         "longest_tokens_is_longest_tried": longest.is_longest_tried,
+        "positions_exceeded": positions_exceeded(planned),
         "times_slower_than_hidden": times_slower_than_hidden(planned),
         "drive_life": {"steps": life.steps, "tokens": life.tokens, "days": life.days} if life else None,
         "nearest_changes": [change.to_mapping() for change in nearest_changes(planned)] if step.fits else [],
@@ -103,6 +104,14 @@ def simulated_facts(planned: PlannedRun) -> dict[str, Any]:
         "simulated_waits_s": simulated.waits_s,
         "simulated_most_bytes": {tier: curve.most_bytes for tier, curve in simulated.memory.items()},
     }
+
+
+def positions_exceeded(planned: PlannedRun) -> int | None:
+    """Return the positions of the model's config, if the sequences have more tokens."""
+    config: Any = getattr(planned.model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and planned.shape.sequence_length > positions else None
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:

@@ -18,6 +18,7 @@ from hf_lohan.cli.plan_changes import (
     WORTH_IT,
     nearest_changes,
     plan_facts,
+    positions_exceeded,
     times_slower_than_hidden,
     tokens_at_once,
     with_other_experts,
@@ -151,6 +152,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
     hidden = (*rounded_within(planned.plan), hiding(planned), *what_hides(planned.plan))
     lines_below = (
+        *_length(planned),
         *_experts(planned),
         *_other_experts(planned),
         *_wear(planned),
@@ -167,7 +169,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     console.print(heading(planned), soft_wrap=True)
     console.print()
     console.print(summary(planned), soft_wrap=True)
-    for line in (*_simulated(planned), *_order(planned)):
+    for line in (*_simulated(planned), *_order(planned), *_length(planned)):
         console.print(line, soft_wrap=True)
     for table in (_resources(planned), *_sent(planned), _tiers(planned), _activations(planned)):
         console.print()
@@ -310,6 +312,19 @@ def _order(planned: PlannedRun) -> Iterable[str]:
         yield f"The micro-batches run together; one after the other, a step would take {seconds(other_s)}."
     elif other_s is not None:
         yield f"The micro-batches run one after the other; together, a step would take {seconds(other_s)}."
+
+
+def _length(planned: PlannedRun) -> Iterable[str]:
+    """Yield sentences on sequences that do not fit whole, or that are longer than the model's positions."""
+    chunk_tokens = planned.plan.chunk_tokens
+    if chunk_tokens is not None:
+        yield f"A layer computes {chunk_tokens} tokens at a time (chunked_layers)."
+    positions = positions_exceeded(planned)
+    if positions is not None:
+        yield (
+            f"The sequences have {planned.shape.sequence_length} tokens; the model's config has {positions} positions "
+            "(max_position_embeddings)."
+        )
 
 
 def _table(*columns: str) -> Table:

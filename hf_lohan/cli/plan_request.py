@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
+from hf_lohan.huggingface.attention import cuttable_layers
 from hf_lohan.huggingface.models.encoded_checkpoints import packed_as_published
 from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, refuse_other_methods
@@ -25,6 +27,7 @@ from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
     LongestRow,
     MicroBatches,
+    OffloadLayout,
     PlannedEpoch,
     PlannedStep,
     StepShape,
@@ -205,6 +208,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         fused_attention=not memory_is_host,
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
         ways=ways,
+        chunks=None if layout.model_blocks.experts else _cuttable(model, layout),
     )
     return PlannedRun(
         **vars(planned),
@@ -276,6 +280,11 @@ def lifetimes_of_run(planned: PlannedRun) -> StepLifetimes:
     layer runs more than once."""
     fused = not planned.hardware.device.shares_cpu
     return lifetimes_of_step(planned, planned.model, planned.config, fused_attention=fused)
+
+
+def _cuttable(model: nn.Module, layout: OffloadLayout) -> ChunkedLayers:
+    names = {module: name for name, module in model.named_modules()}
+    return cuttable_layers(model, {layer: names[layer] for layer in layout.model_blocks.layers})
 
 
 def _sequence_length_of(config: Any) -> int:

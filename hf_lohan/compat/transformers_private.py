@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import _active_collector
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """Attributes of Trainer with sums since the last log, which a checkpoint does not have."""
-CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 """Names of the key-value cache in a forward's arguments and outputs. "cache" is new in transformers 5.24."""
 
 

@@ -155,11 +155,11 @@ class OffloadConfig:
     """Whether the logits are computed for some tokens at a time, so that they never all exist at once. "auto" does so
     if they would take more than a sixteenth of `gpu_memory`. Only the order of sums in the loss changes."""
 
-    chunked_layers: int | Literal[False] = False
+    chunked_layers: int | Literal["auto"] | Literal[False] = AUTO
     """Tokens that a layer computes at a time, for sequences whose layers do not fit the device. Rows are cut from each
     other first, and a longer row is cut within, where each chunk attends to the chunks before it. Only the order of
-    sums changes. false runs whole layers. A resumed run has the bits of an uninterrupted one only with the same
-    number. The plan counts whole layers."""
+    sums changes. "auto" runs whole layers until a batch does not fit the device; the number that the plan then chooses
+    stays for the run, and a resumed run keeps it. false always runs whole layers."""
 
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the previous one; "naive" reads it
@@ -342,7 +342,7 @@ _DECIDED_LATER = (
     "device_memory",
     *("resident_records", "optimizer", "save_dtype", "experts", "expert_parallel"),
     *("lazy_experts", "expert_cache", "activations"),
-    *("chunked_loss", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
+    *("chunked_loss", "chunked_layers", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
 
 SETTINGS = tuple(setting.name for setting in fields(OffloadConfig))

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_lohan.config import interval_s
@@ -101,6 +101,10 @@ class StepCommits:
         self.each_step = True
         """Whether the engine requests a commit of each step that is due."""
         self._describe: Describe | None = _nothing
+        self.run_facts: Callable[[], Mapping[str, Any]] = dict
+        """Returns the facts of the run that each commit and checkpoint has."""
+        self.resume_facts: Callable[[Mapping[str, Any]], None] = lambda _facts: None
+        """Continues with the facts of an earlier commit or checkpoint."""
         self.last_commit_s = 0.0
         self.num_commits = 0
 
@@ -118,6 +122,11 @@ class StepCommits:
         thread that requests the commit calls ``describe``. Has no effect after a commit."""
         if self._describe is not None:
             self._describe = describe
+
+    def add_facts(self, facts: Callable[[], Mapping[str, Any]], resume: Callable[[Mapping[str, Any]], None]) -> None:
+        """Add what ``facts`` returns, JSON values by name, to each commit. ``resume`` is called with all facts of the
+        commit from which a run continues."""
+        self.run_facts, self.resume_facts = facts, resume
 
     def keep_what_was_loaded(self) -> None:
         """Commit the loaded weights before the first update of the run, so that the first step can be undone. Until
@@ -172,7 +181,9 @@ class StepCommits:
             self._steps_since, self._asked_s = 0, time.monotonic()
             model_files = self._describe() if self._describe is not None else None
             self._describe = None
-            self._run_when_written(lambda: self._write(journal or Journal(), model_files))
+            facts = {**self.run_facts(), **(journal.facts if journal is not None else {})}
+            journal = replace(journal or Journal(), facts=facts)
+            self._run_when_written(lambda: self._write(journal, model_files))
 
     def _write(self, journal: Journal, model_files: Mapping[str, bytes] | None) -> None:
         """Write the commit. The store must have all updates."""
@@ -197,6 +208,7 @@ class StepCommits:
             raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the beginning")
         self._store.drop_drafts()
         self._goes_on = True
+        self.resume_facts(last.facts)
         if self._missed is not None:
             self._missed.restore(last.journal.get(MISSED_STEPS_NAME))
         num_updates = last.facts.get("num_updates")

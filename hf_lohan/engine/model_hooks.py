@@ -164,6 +164,8 @@ class ModelHooks:
         return slot
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # a layer in chunks did not use it
+            return
         self._forward_pass.take_gradient(part, parameter)
 
 

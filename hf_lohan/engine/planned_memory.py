@@ -70,6 +70,8 @@ class PlannedMemory:
         """Traces of the layers in the first step."""
         self.sizes: Sizes = {}
         """Bytes that one micro-batch could swap. Empty until they are known."""
+        self._num_chunks = 1
+        """Largest number of chunks in which a layer runs. Each chunk has tensors of its own."""
         self._staging: BufferPool | None = None
         self._spill_files: RecordFiles | None = None
 
@@ -85,6 +87,7 @@ class PlannedMemory:
             self.layout = planned.layout
             self.allocate_copies()
         self.sizes = planned.activation_bytes
+        self._num_chunks = max((layer.num_chunks for layer in planned.profile.layers), default=1)
         if self._mode in ("auto", "swap"):
             self.set_placements(planned.plan.activations)
 
@@ -176,7 +179,7 @@ class PlannedMemory:
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
         # A tensor's last granule may be short.
-        num_tensors = self.num_together * sum(map(len, self.sizes.values()))
+        num_tensors = self.num_together * sum(map(len, self.sizes.values())) * self._num_chunks
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:

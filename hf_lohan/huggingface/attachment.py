@@ -69,6 +69,7 @@ from hf_lohan.planning import (
     lay_out,
 )
 from hf_lohan.planning.layout import resolved_here
+from hf_lohan.planning.run_plan import CHUNK_TOKENS
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
 
@@ -179,7 +180,7 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
     a notebook) has the store open for the same model, close it first."""
     assert isinstance(config.cpu_threads, int)
     check_layout(layout, config, links_to_other_ranks())
-    if layout.model_blocks.experts and config.chunked_layers is not False:
+    if layout.model_blocks.experts and config.chunked_layers not in (False, "auto"):
         raise ValueError(
             f"chunked_layers: {config.chunked_layers} would load each expert again for every chunk, because experts "
             "stream one by one; set chunked_layers: false, or experts: with_layer"
@@ -254,10 +255,11 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
             setattr(model, name, functools.partial(_refuse, name, advice))
     if engine.config.activations != "keep":
         enable_recompute(model, engine)
-    if config.chunked_layers is not False:
+    if not layout.model_blocks.experts:
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
-        run_layers_in_chunks(model, engine.activations, layers).cut(config.chunked_layers)
+        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers))
+        engine.commits.add_facts(lambda: {CHUNK_TOKENS: plan.chunk_tokens}, plan.resume)
     computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
-from hf_lohan.activations.chunked_layers import ChunkedLayer, ChunkedLayers
+from hf_lohan.activations.chunked_layers import ChunkedLayer, ChunkedLayers, ChunkFrames
+from hf_lohan.activations.chunked_norms import norms_outside
 from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, TokenRange
 from hf_lohan.compat.torch_private import attention_after, tree_map_only, without_torch_function
 from hf_lohan.compat.transformers_private import (
@@ -33,8 +35,12 @@ from hf_lohan.compat.transformers_private import (
 )
 from hf_lohan.engine.model_hooks import step_shape
 
+logger = logging.getLogger(__name__)
+
 _CUT_ATTENTION = ("sdpa", "eager")
 """Implementations of attention whose layers can be cut within rows."""
+_NUM_CHECKED = 8
+"""First training forwards of a run whose position ids are checked."""
 _MOST_SEGMENTS = 64
 """Documents of one chunk that are computed one by one. A chunk with more of them gets a mask."""
 
@@ -54,20 +60,25 @@ _current = _Current()
 def run_layers_in_chunks(
     model: nn.Module, activations: ActivationTiers, layers: Mapping[nn.Module, str]
 ) -> ChunkedLayers:
-    """Have the layers of a model run in chunks once `ChunkedLayers.chunk_tokens` is set."""
-    chunked = ChunkedLayers(layers, LayerCall.of, activations)
-    chunked.attach()
+    """Have the layers of a model run in chunks once `ChunkedLayers.cut` has a number of tokens."""
+    chunked = cuttable_layers(model, layers, activations)
     activations.runs_in_chunks.update(
         {layer: functools.partial(_runs_in_chunks, of_layer) for layer, of_layer in chunked.of_layer.items()}
     )
-    for name in _CUT_ATTENTION:  # calls outside chunks stay as they are
-        replace_mask(name, _make_mask)
-    replace_attention("sdpa", _attend)
+
+    num_to_check = _NUM_CHECKED
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal num_to_check
+        if num_to_check and torch.is_grad_enabled():
+            num_to_check = 0 if _warn_of_ignored_documents(kwargs) else num_to_check - 1
+        chunked.begin_forward()
+        if chunked.chunk_tokens is None:
+            return
+        _take_masks_and_attention()
         shape = step_shape(args, kwargs)
         num_tokens = 0 if shape is None else shape.batch_size * shape.sequence_length
-        _current.are_masks_pending = chunked.chunk_tokens is not None and num_tokens > chunked.chunk_tokens
+        _current.are_masks_pending = num_tokens > chunked.chunk_tokens
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         _current.are_masks_pending = False
@@ -75,6 +86,60 @@ def run_layers_in_chunks(
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end, always_call=True)
     return chunked
+
+
+def _warn_of_ignored_documents(kwargs: Mapping[str, Any]) -> bool:
+    """Warn if transformers will ignore that position ids begin anew, which it does beside a mask. Returns whether it
+    will."""
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if not isinstance(positions, Tensor) or not isinstance(mask, Tensor) or positions.dim() != 2 or mask.dim() != 2:
+        return False
+    if not bool(mask.all()) or not bool((positions[:, 1:] < positions[:, :-1]).any()):
+        return False
+    logger.warning(
+        "position_ids begin anew within a row, but the attention_mask beside them is all ones, so transformers lets "
+        "tokens attend to earlier documents of their row; leave out attention_mask to keep the documents apart"
+    )
+    return True
+
+
+class _NoFrames:
+    """Frames of layers that run on paper (`ChunkFrames`)."""
+
+    def begin_chunk(self, layer_name: str) -> None:
+        return None
+
+    def begin_input(self, layer_name: str) -> None:
+        return None
+
+    def end_layer(self, layer_name: str) -> None:
+        pass
+
+
+def cuttable_layers(
+    model: nn.Module, layers: Mapping[nn.Module, str], frames: ChunkFrames | None = None
+) -> ChunkedLayers:
+    """Return the layers of a model, which can be traced or run in chunks. ``frames``: None for a trace alone."""
+    norms = norms_outside(model, list(layers))
+    return ChunkedLayers(layers, LayerCall.of, _NoFrames() if frames is None else frames, _masks_pending, norms)
+
+
+def _take_masks_and_attention() -> None:
+    """Have transformers make masks and run attention by functions that know chunks. Other calls stay as they are."""
+    for name in _CUT_ATTENTION:
+        replace_mask(name, _make_mask)
+    replace_attention("sdpa", _attend)
+
+
+@contextlib.contextmanager
+def _masks_pending() -> Iterator[None]:
+    """Keep masks functions within this context."""
+    _take_masks_and_attention()
+    before, _current.are_masks_pending = _current.are_masks_pending, True
+    try:
+        yield
+    finally:
+        _current.are_masks_pending = before
 
 
 def _runs_in_chunks(chunked: ChunkedLayer, args: tuple[Any, ...], function: Any) -> bool:
@@ -188,7 +253,7 @@ class PendingMask(Tensor):
         return func(*args, **kwargs)
 
 
-_SHAPE_METHODS = frozenset(("size", "dim", "ndimension", "numel", "__len__"))
+_SHAPE_METHODS = frozenset(("size", "dim", "ndimension", "numel", "stride", "__len__"))
 _SHAPE_ATTRIBUTES = frozenset((Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad))
 
 
@@ -212,7 +277,10 @@ def _make_mask(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return stock(**kwargs)
     if stock.__name__ == "sdpa_mask" and is_causal_mask_skipped(kwargs):
         return None
-    return PendingMask.from_function(stock, kwargs, mask_pattern(kwargs["mask_function"]))
+    pattern = mask_pattern(kwargs["mask_function"])
+    if not pattern.is_causal:  # its layers are not cut, and stock may need no mask
+        return stock(**kwargs)
+    return PendingMask.from_function(stock, kwargs, pattern)
 
 
 # Attention.
@@ -375,7 +443,7 @@ class LayerCall:
 
     def _cache_name(self) -> str | None:
         known = _parameters_of(self._layer)
-        return next((name for name in CACHE_NAMES[:2] if name in known or name in self._arguments), None)
+        return next((name for name in CACHE_NAMES[:3] if name in known or name in self._arguments), None)
 
     def _cut_all(self, tokens: TokenRange) -> tuple[dict[str, Any], int, _SeenByChunk | None]:
         """Return the inputs for a chunk, its first key, and what it sees if it needs no mask."""

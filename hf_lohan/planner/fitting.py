@@ -202,6 +202,8 @@ def _refuse_device(
     smaller = f"use a batch size of at most {batch}, or " if batch else "use shorter sequences, or "
     who = "the head with its logits and the loss" if outer_bytes > layer_bytes else "a layer"
     chunks = "set chunked_loss: true, or " if outer_bytes > layer_bytes else ""
+    num_chunks = max((layer.num_chunks for layer in model.layers), default=1)
+    in_chunks = f" in chunks of {-(-model.num_tokens // num_chunks)}" if num_chunks > 1 else ""
     allocator = f", {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""
     limit, larger = f"the {_shown(memory_bytes)} of the device", "a device with at least that much memory"
     if setup.device_memory_bytes is not None and setup.device_memory_bytes <= hardware.device.memory_bytes:
@@ -210,8 +212,8 @@ def _refuse_device(
             larger = device_memory_advice(needed)
     return (
         f"{who} needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
-        f"tokens, which is {_shown(needed)} with the slots{allocator} and kept activations, more than {limit}; "
-        f"{smaller}{chunks}{larger}"
+        f"tokens{in_chunks}, which is {_shown(needed)} with the slots{allocator} and kept activations, more than "
+        f"{limit}; {smaller}{chunks}{larger}"
     )
 
 

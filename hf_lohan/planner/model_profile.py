@@ -133,6 +133,13 @@ class BlockProfile:
     moved_bytes: int = 0
     """Bytes that the other operations read and write in a forward. Memory bandwidth bounds these operations, not
     FLOPs."""
+    num_chunks: int = 1
+    """Chunks of tokens in which a layer runs. FLOPs and bytes above count all of them, and `working_bytes` one of them
+    with what the layer holds for all."""
+    repeated_flops: float = 0.0
+    """FLOPs that a backward in chunks adds to recomputation, because it makes keys and values again first."""
+    repeated_bytes: int = 0
+    """Bytes that the other operations of this addition read and write."""
     forward_s: float | None = None
     """Measured seconds; None before the measurement."""
     experts: ExpertsProfile | None = None

@@ -327,6 +327,8 @@ class OffloadPlan:
     num_params: int
     least_device_bytes: int
     """Memory of the device that the step needs at least, with these slots and whatever activations it keeps."""
+    chunk_tokens: int | None = None
+    """Tokens that a layer computes at a time; None if layers run whole."""
     other_order_step_s: float | None = None
     """The step time with the other order of micro-batches, if the plan compared it."""
     in_memory: InMemoryFit

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import AUTO, OffloadConfig
 from hf_lohan.device import Device
@@ -41,6 +42,8 @@ from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
 
+CHUNK_TOKENS = "chunk_tokens"
+"""Name of a run's chunks in the facts of a commit."""
 NUM_STEPS_BEFORE = 2
 """Number of steps that are not timed. The first has cold caches, and its updates run during the second."""
 NUM_STEPS_TIMED = 2
@@ -82,6 +85,10 @@ class RunPlan:
         self._device = device
         self._durability = durability
         self._links = links or Links.alone()
+        self.chunks: ChunkedLayers | None = None
+        """The layers that may run in chunks, if any may."""
+        self.chunk_tokens: int | None = None
+        """Tokens of a chunk of the run's layers, once they are decided. None while layers run whole."""
         self._net_bytes_per_s: float | None = None
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
@@ -96,6 +103,34 @@ class RunPlan:
     def begin_run(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
         self.num_steps = num_steps
         self.num_micro_batches = num_micro_batches
+
+    def may_cut(self, chunks: ChunkedLayers) -> None:
+        """Run these layers in chunks if the setting says so, or else from the first batch on that does not fit."""
+        self.chunks = chunks
+        setting = self._config.chunked_layers
+        if isinstance(setting, int) and setting is not False:
+            self.cut_layers(setting)
+
+    def cut_layers(self, chunk_tokens: int | None) -> None:
+        """Run layers in chunks of this number of tokens from now on."""
+        if self.chunks is not None:
+            self.chunk_tokens = chunk_tokens
+            self.chunks.cut(chunk_tokens)
+
+    def resume(self, facts: Mapping[str, Any]) -> None:
+        """Continue with the chunks of the run whose commit or checkpoint has these ``facts``."""
+        if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
+            return
+        before, setting = facts[CHUNK_TOKENS], self._config.chunked_layers
+        if setting == "auto":
+            self.cut_layers(before)
+        elif before != (setting or None):
+            logger.warning(
+                "this run continues one with %s and has chunked_layers: %s, so it adds sums in another order from here "
+                "on; for the same bits set chunked_layers to auto",
+                "whole layers" if before is None else f"chunks of {before} tokens",
+                str(setting).lower(),
+            )
 
     @property
     def plan(self) -> OffloadPlan | None:
@@ -120,6 +155,9 @@ class RunPlan:
             planned = self._try_to_plan(shape, may_run_together, ways)
         if may_choose:
             planned = self._with_common_way(planned, shape, may_run_together)
+        if self._config.device_memory != AUTO:
+            self._refuse_what_does_not_fit(planned)
+        planned = self._with_common_chunks(planned, shape, may_run_together)
         if self._config.device_memory != AUTO:
             self._refuse_what_does_not_fit(planned)
         if planned is None:
@@ -176,6 +214,24 @@ class RunPlan:
         has_plan = self._links.all_gather("planned", b"" if planned is None else b"1")
         return planned if all(has_plan) else None
 
+    def _with_common_chunks(
+        self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
+    ) -> PlannedStep | None:
+        """Decide the tokens of a chunk if the plan needs chunks. All ranks take the smallest number of all."""
+        if self.chunks is None or self._config.chunked_layers != "auto" or self.chunk_tokens is not None:
+            return planned
+        own = None if planned is None else planned.plan.chunk_tokens
+        answers = self._links.all_gather("the tokens of a chunk", json.dumps(own).encode())
+        numbers = [number for answer in answers if (number := json.loads(answer.decode())) is not None]
+        if not numbers:
+            return planned
+        self.cut_layers(min(numbers))
+        logger.info("layers run in chunks of %d tokens, because a batch does not fit the device whole", min(numbers))
+        if planned is not None and own != self.chunk_tokens:
+            ways = None if planned.layout.collectives is None else (planned.layout.collectives,)
+            planned = self._try_to_plan(shape, may_run_together, ways) or planned
+        return planned
+
     def _try_to_plan(
         self, shape: StepShape, may_run_together: bool, ways: Sequence[Collectives] | None = None
     ) -> PlannedStep | None:
@@ -193,6 +249,8 @@ class RunPlan:
                     may_run_together=may_run_together,
                     routing=self._routing,
                     ways=ways,
+                    chunks=self.chunks,
+                    chunk_tokens=self.chunk_tokens,
                 )
         except Exception as error:  # the model may not be traceable, or a drive not measurable
             self._failure = f"device_memory has a size, but this step cannot be planned: {error}; set it to auto"

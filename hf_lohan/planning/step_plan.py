@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations import ChunkedLoss, chunked_head_of
+from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.config import AUTO, OffloadConfig, interval_s
 from hf_lohan.model import ModelBlocks, discover_blocks
 from hf_lohan.model.block import ParamSlice
@@ -32,10 +34,12 @@ from hf_lohan.planner import (
     plan_offload,
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
-from hf_lohan.planner.fitting import device_memory_advice
+from hf_lohan.planner.fitting import device_memory_advice, room_to_hold_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes, Weight, step_lifetimes
+from hf_lohan.planning.chunk_choice import ChunkChoice, made_again, with_advice
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
+from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.threads import ThreadSettings, uninterrupted
 
@@ -98,6 +102,8 @@ def plan_step(
     may_run_together: bool = False,
     ways: Sequence[Collectives] | None = None,
     routing: Mapping[str, Sequence[float]] | None = None,
+    chunks: ChunkedLayers | None = None,
+    chunk_tokens: int | None = None,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) for a resolved configuration.
 
@@ -121,6 +127,8 @@ def plan_step(
             fused_attention=fused_attention,
             ways=ways,
             routing=routing or {},
+            chunks=chunks,
+            chunk_tokens=chunk_tokens,
         )
 
     in_turn = plan(shape, measure)
@@ -158,11 +166,13 @@ def _plan_shape(
     fused_attention: bool,
     ways: Sequence[Collectives] | None,
     routing: Mapping[str, Sequence[float]],
+    chunks: ChunkedLayers | None,
+    chunk_tokens: int | None,
 ) -> PlannedStep:
     """Plan a step whose micro-batches run in the order of ``shape``. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
 
-    def trace(chunked_loss: ChunkedLoss | None) -> TracedModel:
+    def trace(chunked_loss: ChunkedLoss | None, chunk_tokens: int | None = None) -> TracedModel:
         return trace_blocks(
             model,
             batch_size=shape.batch_size,
@@ -171,18 +181,26 @@ def _plan_shape(
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
             found=layout.model_blocks if layout.model_blocks.experts or layout.packs else None,
+            on_paper=None if chunks is None or chunk_tokens is None else LayersOnPaper(chunks, chunk_tokens),
         )
 
     traced = trace(chunked_loss)
     hardware = measure(traced, shape)
-    profile = _together(traced.profile.routed(routing), shape.num_together)
-
     device_bytes = hardware.device.memory_bytes
     if config.device_memory != AUTO:
         device_bytes = min(device_bytes, config.device_memory)
     in_memory = fits_without_offloading(trace(None).profile, device_bytes)
 
-    def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
+    @functools.cache
+    def profile_of(chunk_tokens: int | None) -> ModelProfile:
+        profile = traced.profile if chunk_tokens is None else trace(chunked_loss, chunk_tokens).profile
+        if config.activations == "keep":
+            profile = made_again(profile)
+        return _together(profile.routed(routing), shape.num_together)
+
+    def planned(
+        profile: ModelProfile, layout: OffloadLayout, config: OffloadConfig, durability: Durability
+    ) -> PlannedStep:
         def plan_split(split: OffloadLayout) -> PlannedStep:
             setup = training_setup(config, split, shape, durability)
             plan = replace(plan_offload(profile, hardware, setup), in_memory=in_memory)
@@ -199,10 +217,30 @@ def _plan_shape(
         return replace(best, plan=replace(best.plan, tried_ways=tried_ways))
 
     asked = durability or ("step" if config.durability == "auto" else config.durability)
-    found = planned(layout, config, asked)
-    if not found.plan.fits and durability is None and config.durability == "auto":
-        one_version = planned(layout, config, "checkpoint")
-        found = one_version if one_version.plan.fits else found
+
+    @functools.cache
+    def planned_in(chunk_tokens: int | None) -> PlannedStep:
+        profile = profile_of(chunk_tokens)
+        found = planned(profile, layout, config, asked)
+        if not found.plan.fits and durability is None and config.durability == "auto":
+            one_version = planned(profile, layout, config, "checkpoint")
+            found = one_version if one_version.plan.fits else found
+        is_cut = any(layer.num_chunks > 1 for layer in profile.layers)
+        return replace(found, plan=replace(found.plan, chunk_tokens=chunk_tokens if is_cut else None))
+
+    advice = None
+    if chunks is not None:
+        choice = ChunkChoice(
+            setting=config.chunked_layers,
+            batch_size=shape.batch_size,
+            sequence_length=shape.sequence_length,
+            room_bytes=room_to_hold_bytes(hardware, training_setup(config, layout, shape, asked)),
+            profile_of=profile_of,
+            plan_of=lambda number: planned_in(number).plan,
+        )
+        chunk_tokens, advice = choice.choose(chunk_tokens)
+    found = planned_in(chunk_tokens if chunks is not None else None)
+    reason = None if chunks is None or config.chunked_layers is False else chunks.reason_on_paper
 
     def planned_with(other: OffloadConfig) -> OffloadPlan | None:
         """Return the plan with other settings; None if the slots or buffers do not fit."""
@@ -219,9 +257,11 @@ def _plan_shape(
             )
         except BudgetError:
             return None
-        return planned(other_layout, other, asked).plan
+        return planned(found.profile, other_layout, other, asked).plan
 
     refusal = found.plan.refusal
+    if refusal is not None:
+        refusal = with_advice(refusal, reason, advice)
     if refusal is not None and config.device_memory != AUTO and found.plan.least_device_bytes > config.device_memory:
         least_bytes = _least_device_memory(config, planned_with, found.plan.least_device_bytes)
         refusal = refusal.replace(
@@ -280,7 +320,14 @@ def _together(one: ModelProfile, number: int) -> ModelProfile:
 
     def together(block: BlockProfile) -> BlockProfile:
         is_layer = block.size_class is SizeClass.LAYER
-        of_each = ("flops", "input_bytes", "moved_bytes", *(("saved_bytes",) if is_layer else ()))
+        of_each = (
+            "flops",
+            "input_bytes",
+            "moved_bytes",
+            "repeated_flops",
+            "repeated_bytes",
+            *(("saved_bytes",) if is_layer else ()),
+        )
         return replace(
             block,
             **{name: number * getattr(block, name) for name in of_each},
@@ -417,9 +464,10 @@ def trace_blocks(
     fused_attention: bool = False,
     chunked_loss: ChunkedLoss | None = None,
     found: ModelBlocks | None = None,
+    on_paper: LayersOnPaper | None = None,
 ) -> TracedModel:
     """Trace the forward of a causal LM (on meta, or in memory and not offloaded), divided into blocks as in a run.
-    ``found``: the model's blocks, by default its layers with all their experts.
+    ``found``: the model's blocks, by default its layers with all their experts. ``on_paper``: layers in chunks.
 
     Raises ValueError (DiscoveryError) for a model without layers, with fewer positions than the sequence has tokens, or
     whose forward needs more than token ids.
@@ -431,8 +479,9 @@ def trace_blocks(
     settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
     streams_experts = found is not None and bool(found.experts)
     packed = tuple(block.fetched_bytes for block in found.blocks if block.packed_slices) if found is not None else ()
+    chunk_tokens = None if on_paper is None else on_paper.chunk_tokens
     shape = (batch_size, sequence_length, str(device), fused_attention, chunked_loss, streams_experts, packed)
-    key = (signature_of(model), repr(settings), *shape)
+    key = (signature_of(model), repr(settings), *shape, chunk_tokens)
     if key not in _traced:
         _check_positions(model, sequence_length)
         if len(_traced) >= _MOST_TRACED:
@@ -446,6 +495,7 @@ def trace_blocks(
             device=device,
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
+            on_paper=on_paper,
         )
         # Fake tensors and modes are Python code that torch also calls in places where an exception ends the process.
         try:

@@ -3,11 +3,13 @@
     python scripts/development/architecture_matrix.py                             # causal LMs
     python scripts/development/architecture_matrix.py --only 'Qwen|Zamba'         # these alone, printed
     python scripts/development/architecture_matrix.py --task image-text-to-text   # models that read images
+    python scripts/development/architecture_matrix.py --chunks                    # which layers run in chunks
 
 After clipped steps from equal weights and batches, losses, gradient norms and weights must equal those of torch's
 AdamW in memory, to the bit. Models that read images train as a whole, with a frozen tower, and with a frozen text
-model. Classes run in child processes, so that a crash affects no other. `--results` keeps the outcomes in a file,
-which a run with `--only` updates.
+model. With `--chunks` models train without dropout in chunks of some tokens, and their losses and weights must be near
+those of whole layers. Classes run in child processes, so that a crash affects no other. `--results` keeps the outcomes
+in a file, which a run with `--only` updates.
 """
 
 from __future__ import annotations
@@ -41,7 +43,15 @@ MAX_SECONDS = 300.0
 NICENESS = 5
 EXACT, EXACT_KEPT, REFUSED, WRONG, FAILED = "exact", "exact, activations kept", "refused", "WRONG", "FAILED"
 NOT_TRIED = "not tried"
-ORDER = (EXACT, EXACT_KEPT, NOT_TRIED, REFUSED, WRONG, FAILED)
+IN_CHUNKS, WHOLE = "in chunks", "whole"
+CHUNK_TOKENS = 9
+"""Tokens of a chunk. Rows of 22 tokens have chunks of 9, 9 and 4."""
+CHUNKED_LENGTH = 22
+CHUNKS_TOLERANCE = 2e-5
+"""Relative to the largest element, if that is above 1."""
+CHUNKS_EPS = 1e-3
+"""AdamW's usual eps would amplify the rounding of gradients near zero."""
+ORDER = (EXACT, EXACT_KEPT, IN_CHUNKS, WHOLE, NOT_TRIED, REFUSED, WRONG, FAILED)
 DRAFTS = "drafts tokens from the hidden states and keys of another model, and does not train by itself"
 NOT_TRAINED_HERE = {
     "Gemma3nForConditionalGeneration": "its vision tower is one of the package timm, which is not installed here",
@@ -71,7 +81,7 @@ class Outcome:
     model_class: str
     what: str
     why: str = ""
-    """The reason, if the model is not exact."""
+    """The reason, if the model is not exact, or does not run in chunks."""
 
 
 # Training of one class, in a child process.
@@ -141,18 +151,74 @@ def try_training(
     return Outcome(name, EXACT_KEPT if kept else EXACT)
 
 
+def try_chunks(name: str, folder: Path) -> Outcome:
+    """Train the class without dropout, in memory and in chunks, and compare. Layers in chunks differ from whole layers
+    by the order of sums."""
+    from tiny_configs import tiny_model_of
+
+    from hf_lohan.huggingface.attachment import run_plan_of
+
+    if name in NOT_TRAINED_HERE:
+        return Outcome(name, NOT_TRIED, NOT_TRAINED_HERE[name])
+    stock, model = without_dropout(tiny_model_of(name)), without_dropout(tiny_model_of(name))
+    make_batch = batches_of(stock, CHUNKED_LENGTH)
+    try:
+        expected = train_in_memory(stock, make_batch, eps=CHUNKS_EPS)
+    except Exception as error:
+        return Outcome(name, FAILED, f"in memory: {one_line(error)}")
+    seen: list[tuple[bool, list[str]]] = []
+
+    def see(engine: Any) -> None:
+        plan = run_plan_of(engine)
+        chunks = None if plan is None else plan.chunks
+        seen.append((False, []) if chunks is None else (chunks.has_cut, chunks.reasons()))
+
+    settings = {"activations": "recompute", "experts": "with_layer", "chunked_layers": CHUNK_TOKENS}
+    try:
+        _, found = train_offloaded(model, make_batch, folder, settings, see=see, eps=CHUNKS_EPS)
+    except Exception as error:
+        return Outcome(name, REFUSED if is_refusal(error) else FAILED, one_line(error))
+    is_cut, reasons = seen[0]
+    for what, one, other in zip(("loss", "weights"), expected[::2], found[::2], strict=True):
+        if (difference := far_from(one, other)) is not None:
+            return Outcome(name, WRONG, f"{what}: {difference}")
+    return Outcome(name, IN_CHUNKS if is_cut else WHOLE, "; ".join(reasons))
+
+
+def without_dropout(model: Any) -> Any:
+    """Return the model, whose modules no longer draw random numbers."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for owner in (*model.modules(), *configs.values()):
+        is_dropout = "Dropout" in type(owner).__name__
+        for attribute, value in list(vars(owner).items()):
+            if isinstance(value, float) and ("drop" in attribute or (attribute == "p" and is_dropout)):
+                setattr(owner, attribute, 0.0)
+    return model
+
+
+def far_from(expected: Any, found: Any) -> str | None:
+    """Return where two results differ by more than `CHUNKS_TOLERANCE`; None if nowhere."""
+    pairs = expected.items() if isinstance(expected, dict) else enumerate(expected)
+    for key, value in pairs:
+        largest = max(1.0, value.abs().max().item()) if value.numel() else 1.0
+        distance = (value.double() - found[key].double()).abs().max().item() if value.numel() else 0.0
+        if not distance <= CHUNKS_TOLERANCE * largest:
+            return f"{key} differs by {distance:.2g}"
+    return None
+
+
 Batches = Callable[[int], dict[str, Any]]
 Trained = tuple[list[Any], list[Any], dict[str, Any]]
 
 
-def batches_of(model: Any) -> Batches:
+def batches_of(model: Any, length: int = 16) -> Batches:
     """Return a maker of batches of token ids, which are also the labels, with the class's further inputs."""
     import torch
     from tiny_configs import VOCAB_SIZE, more_inputs
 
     def batch(step: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(100 + step)
-        ids = torch.randint(5, VOCAB_SIZE - 20, (2, 16), generator=generator)
+        ids = torch.randint(5, VOCAB_SIZE - 20, (2, length), generator=generator)
         given = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
         return more_inputs(type(model).__name__, model, given, generator)
 
@@ -171,10 +237,12 @@ def losses_of(model: Any, make_batch: Batches, backward: Callable[[Any], None], 
         yield loss.detach().clone()
 
 
-def train_in_memory(model: Any, make_batch: Batches, max_norm: float = MAX_NORM, num_steps: int = NUM_STEPS) -> Trained:
+def train_in_memory(
+    model: Any, make_batch: Batches, max_norm: float = MAX_NORM, num_steps: int = NUM_STEPS, eps: float = 1e-8
+) -> Trained:
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps, weight_decay=0.1, fused=True)
     losses, norms = [], []
     for loss in losses_of(model, make_batch, lambda loss: loss.backward(), num_steps):
         losses.append(loss)
@@ -191,8 +259,10 @@ def train_offloaded(
     asked: dict[str, Any],
     max_norm: float = MAX_NORM,
     num_steps: int = NUM_STEPS,
+    see: Callable[[Any], None] = lambda _engine: None,
+    eps: float = 1e-8,
 ) -> tuple[bool, Trained]:
-    """Train offloaded. Returns whether activations were kept, and the results."""
+    """Train offloaded. Returns whether activations were kept, and the results. ``see`` gets the engine at the end."""
     import torch
     from accelerate.state import AcceleratorState, GradientState
 
@@ -205,7 +275,7 @@ def train_offloaded(
         settings = {"gpu_memory": gpu_bytes, "cpu_memory": "64MiB", "prefetch_blocks": 1, **asked}
         plugin = hf_lohan.LohanPlugin(offload={**settings, "ssd": str(folder), "io_threads": 2, "cpu_threads": 1})
         accelerator = hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps, weight_decay=0.1, fused=True)
         try:
             prepared = accelerator.prepare(model, optimizer)
             break
@@ -225,6 +295,7 @@ def train_offloaded(
             optimizer.zero_grad()
         if engine.peak_gpu_pool_bytes > gpu_bytes:
             raise AssertionError(f"{engine.peak_gpu_pool_bytes} bytes of device pools, {gpu_bytes} asked")
+        see(engine)
         access = engine.parameters
         weights = {name: access.read_parameter(name) for name, _ in model.named_parameters()}
         return engine.config.activations == "keep", (losses, norms, weights)
@@ -268,7 +339,11 @@ def run_child(task: Task, activations: str, experts: str, names: list[str]) -> N
         print(json.dumps({"begins": name}), flush=True)
         with tempfile.TemporaryDirectory(prefix="lohan-matrix-") as folder:
             try:
-                outcome = try_class(name, Path(folder) / "store", activations, experts, task)
+                store = Path(folder) / "store"
+                if experts == IN_CHUNKS:
+                    outcome = try_chunks(name, store)
+                else:
+                    outcome = try_class(name, store, activations, experts, task)
             except Exception as error:
                 outcome = Outcome(name, FAILED, f"no tiny model: {one_line(error)}")
         print(json.dumps(asdict(outcome)), flush=True)
@@ -350,6 +425,24 @@ class Deadline:
             timer.cancel()
 
 
+def with_chunks(page: str, task: Task, known: dict[str, Outcome]) -> str:
+    """Return the page with another last column in the task's table, which says whether layers run in chunks."""
+    begin, end = (mark.format(task=task.value) for mark in (SECTION_BEGIN, SECTION_END))
+    before, _, rest = page.partition(begin)
+    section, _, after = rest.partition(end)
+    lines = []
+    for line in section.splitlines(keepends=True):
+        if line.startswith("|"):
+            cells = line.strip().strip("|").split("|")[:3]
+            name = cells[0].strip().strip("`")
+            one = known.get(name)
+            shown = "" if one is None else one.what + (f": {one.why.replace('|', '/')}" if one.why else "")
+            last = {"class": " in chunks ", "---": "---"}.get(name, f" {shown} ")
+            line = "|" + "|".join([*cells, last]) + "|\n"
+        lines.append(line)
+    return before + begin + "".join(lines) + end + after
+
+
 SECTION_BEGIN, SECTION_END = "<!-- begin: {task} -->\n", "<!-- end: {task} -->\n"
 
 
@@ -389,6 +482,7 @@ def main(
     results: Annotated[Path | None, typer.Option(help="JSON file with earlier results, which are updated")] = None,
     activations: Annotated[str, typer.Option(help="as in the configuration; the page is of `recompute`")] = "recompute",
     experts: Annotated[str, typer.Option(help="the page is of `with_layer`; `streamed`: not clipped")] = "with_layer",
+    chunks: Annotated[bool, typer.Option(help="see which classes run in chunks, for that column of the page")] = False,
     page: Annotated[Path, typer.Option(help="the page to write, if all classes are known")] = PAGE,
 ) -> None:
     """Try classes, print the outcomes, and write the page if all classes are known."""
@@ -397,7 +491,7 @@ def main(
     names = class_names(task)
     asked = [name for name in names if re.search(only, name)]
     began_s = time.monotonic()
-    for outcome in outcomes_of(asked, activations, experts, task):
+    for outcome in outcomes_of(asked, activations, IN_CHUNKS if chunks else experts, task):
         known[outcome.model_class] = outcome
         print(f"{outcome.model_class:45s} {outcome.what:24s} {outcome.why}", flush=True)
         if results:  # now, because a run may be stopped
@@ -405,7 +499,9 @@ def main(
     found = [known[name] for name in names if name in known]
     counts = Counter(one.what for one in found)
     print(", ".join(f"{counts[what]} {what}" for what in ORDER), f"in {time.monotonic() - began_s:.0f} s")
-    if len(found) == len(names) and (activations, experts) == ("recompute", "with_layer"):
+    if chunks:
+        page.write_text(with_chunks(page.read_text(encoding="utf-8"), task, known), encoding="utf-8")
+    elif len(found) == len(names) and (activations, experts) == ("recompute", "with_layer"):
         page.write_text(with_section(page.read_text(encoding="utf-8"), task, found), encoding="utf-8")
     if counts[WRONG] or counts[FAILED]:
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.huggingface.attachment import enable_recompute
+from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
 from hf_lohan.planning import lay_out
@@ -37,6 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
     "lent": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
 }
 """The mode "lent" has one more slot, so updates in backward borrow weights from the slot that backward uses."""
+IN_CHUNKS: dict[str, Any] = {"max_norm": 0.5, "num_backwards": 2, "recompute": True}
+"""Layers run in chunks. The order of sums, and thus the bits, differ from those in memory."""
 SMALL: dict[str, Any] = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "experts": "with_layer"}
 BOUND_MEMORY = ("drain",)
 """These waits only limit memory. Without them the forward does not wait until activations have left the device."""
@@ -102,14 +105,17 @@ def _model(family: str, *, recompute: bool) -> Any:
 @contextlib.contextmanager
 def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[tuple[OffloadEngine, OffloadAdamW]]:
     """Offload a tiny model with as few slots and buffers as possible."""
-    settings = MODES[mode]
+    settings = MODES.get(mode, IN_CHUNKS)
     model = _model(family, recompute=settings["recompute"])
     prefetch_blocks, activations = 2 if mode == "lent" else 1, "swap" if mode == "swap" else "recompute"
     config = resolved(folder, **SMALL, prefetch_blocks=prefetch_blocks, activations=activations)
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=settings["max_norm"] > 0)
     engine = open_engine(model, layout, config, device)
-    if mode == "swap":
+    if mode in ("swap", "chunks"):
         enable_recompute(model, engine)
+    if mode == "chunks":
+        layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
+        run_layers_in_chunks(model, engine.activations, layers).cut(6)
     try:
         yield engine, OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
     finally:
@@ -117,7 +123,7 @@ def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[
 
 
 def run(family: str, mode: str, device: Device, folder: Path) -> Outcome:
-    settings = MODES[mode]
+    settings = MODES.get(mode, IN_CHUNKS)
     with offloaded(family, mode, device, folder) as (engine, optimizer):
         train(
             engine.model,
@@ -166,6 +172,17 @@ def test_late_copies_change_no_bit(
 ) -> None:
     device = AsyncDevice(seed, max_delay_s=5e-4)
     assert same(run(family, mode, device, tmp_path), references[family, mode])
+    assert device.num_races == 0
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_late_copies_change_no_bit_of_chunks(
+    seed: int, references: dict[tuple[str, str], Outcome], tmp_path: Path
+) -> None:
+    expected = run("llama", "chunks", CpuDevice(), tmp_path)
+    assert not same(expected, references["llama", "swap"]), "not cut"
+    device = AsyncDevice(seed, max_delay_s=5e-4)
+    assert same(run("llama", "chunks", device, tmp_path), expected)
     assert device.num_races == 0
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tiny_tokenizer import SENTENCES
 from trajectories import (
     SMALL_BUDGETS,
     Trajectory,
@@ -17,8 +22,13 @@ from trajectories import (
     train_offloaded,
     train_stock,
 )
+from trl_runs import BUDGETS, Run, close, save_checkpoint
+from trl_runs import arguments as sft_arguments
+from trl_runs import run as run_trl
 
 import hf_lohan
+from hf_lohan.huggingface.attachment import run_plan_of
+from hf_lohan.planning import run_plan
 from hf_lohan.testing.models import tiny_model
 
 N = 6
@@ -60,6 +70,53 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def long_rows(num_rows: int = 8, length: int = 640) -> Any:
+    return dataset(num_rows, length)
+
+
+def run_long(folder: Path, offload: dict[str, Any], resume: str | None = None, **settings: Any) -> Trajectory:
+    model = tiny_model("llama", max_position_embeddings=1024)
+    offload = {**SMALL_BUDGETS, "cpu_memory": "8MiB", **offload}
+    trainer = hf_lohan.Trainer(
+        model,
+        arguments(folder, per_device_train_batch_size=1, **settings),
+        train_dataset=long_rows(),
+        offload=offload,
+    )
+    return finish(trainer, resume)
+
+
+def a_device_of(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have plans count on a device with this memory."""
+    measured = run_plan.cached_hardware
+
+    def small(*args: Any, **kwargs: Any) -> Any:
+        hardware = measured(*args, **kwargs)
+        return replace(hardware, device=replace(hardware.device, memory_bytes=num_bytes))
+
+    monkeypatch.setattr(run_plan, "cached_hardware", small)
+
+
+def test_auto_cuts_what_does_not_fit_and_a_resumed_run_keeps_the_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    whole = run_long(tmp_path / "whole", {}, **settings)
+    assert json.loads((tmp_path / "whole/lohan/plan.json").read_text())["chunk_tokens"] is None
+    a_device_of(4 << 20, monkeypatch)
+    auto = run_long(tmp_path / "auto", {}, **settings)
+    number = json.loads((tmp_path / "auto/lohan/plan.json").read_text())["chunk_tokens"]
+    assert number in (512, 256)
+    assert_nearly_equal(auto, whole)
+    assert_same_bits(run_long(tmp_path / "given", {"chunked_layers": number}, **settings), auto)
+    monkeypatch.undo()
+    # A device with more memory would not need chunks, but the resumed run has the bits of the first.
+    for point in ("last_step", str(tmp_path / "auto/checkpoint-2")):
+        assert_same_bits(run_long(tmp_path / "auto", {}, resume=point, **settings), auto)
+    run_long(tmp_path / "auto", {"chunked_layers": 300}, resume=str(tmp_path / "auto/checkpoint-2"), **settings)
+    assert f"continues one with chunks of {number} tokens and has chunked_layers: 300" in caplog.text
+
+
 def test_placements_clipping_and_resuming_change_no_bit(tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 3.1}
     expected = train_offloaded("llama", tmp_path / "defer", {}, offload={**CHUNKED, "clip": "defer"}, **settings)
@@ -80,10 +137,10 @@ def test_as_many_rows_as_a_head_has_elements(tmp_path: Path) -> None:
     assert_nearly_equal(ours, stock)
 
 
-@pytest.mark.parametrize("value", [0, -4, 2.5, True, "auto"])
+@pytest.mark.parametrize("value", [0, -4, 2.5, True, "yes"])
 def test_a_chunk_of_no_tokens_is_refused(value: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^chunked_layers: .* is not allowed; give a whole number .* \(tokens\), or false$"
+        ValueError, match=r"^chunked_layers: .* is not allowed; give a whole number .* \(tokens\), auto or false$"
     ):
         hf_lohan.OffloadConfig(chunked_layers=value)
 
@@ -127,3 +184,22 @@ def test_an_evaluation_before_training_does_not_hide_dropout(tmp_path: Path) -> 
         return finish(trainer)
 
     assert_same_bits(run(tmp_path / "ours", CHUNKED), run(tmp_path / "whole", SMALL_BUDGETS))
+
+
+def test_adapters_and_packed_rows(tmp_path: Path) -> None:
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+    rows = Dataset.from_dict({"text": [sentence * 3 for sentence in SENTENCES]})
+    settings = {"packing": True, "max_length": 48, "dataset_num_proc": None, "per_device_train_batch_size": 1}
+    for name, peft_config in (("all weights", None), ("adapters", adapters)):
+        folder = save_checkpoint(tmp_path / name / "model")
+
+        def sft(part: str, offload: Any, folder: Path = folder, peft_config: Any = peft_config) -> Run:
+            args = sft_arguments("SFT", folder.parent / part, **settings)
+            return run_trl("SFT", args, offload=offload, model=str(folder), train_dataset=rows, peft_config=peft_config)
+
+        stock, ours = sft("stock", None), sft("ours", {**BUDGETS, "chunked_layers": 10, "activations": "recompute"})
+        plan = run_plan_of(ours.trainer.offload_engine)
+        assert plan is not None and plan.chunks is not None and plan.chunks.has_cut
+        losses = [[entry["loss"] for entry in found.logs if "loss" in entry] for found in (ours, stock)]
+        assert losses[0] == pytest.approx(losses[1], abs=2e-6) and len(losses[0]) > 0
+        close(ours)

@@ -68,6 +68,7 @@ class Run:
     save_steps: int = 0
     resume: bool | str = "last_step"
     activations: Literal["recompute", "swap"] = "recompute"
+    chunked_layers: int | Literal["auto"] = "auto"
     commit_every: int = 1
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
     insists: bool = False
@@ -190,6 +191,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "cpu_memory": run.cpu_memory,
         "ssd": run.ssd,
         "activations": run.activations,
+        "chunked_layers": run.chunked_layers,
         "commit_every": run.commit_every,
         "net_timeout": run.net_timeout,
     }

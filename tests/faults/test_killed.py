@@ -55,6 +55,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
         (Run(num_steps=40, save_steps=3, cpu_memory="7MiB"), 20),
         (Run(num_steps=40, cpu_memory="64MiB"), 20),
         (Run(num_steps=40, optimizer="Muon"), 20),
+        (Run(num_steps=40, save_steps=3, activations="swap", chunked_layers=6), 20),
         pytest.param(Run(family="qwen3_moe", num_steps=80), 50, marks=pytest.mark.storm),
         pytest.param(Run(family="mixtral", num_steps=80, activations="swap"), 50, marks=pytest.mark.storm),
     ],

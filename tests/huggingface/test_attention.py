@@ -16,6 +16,7 @@ from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.timeline import Timeline
 
 ROWS, TOKENS, CHUNK = 2, 48, 10
+IDS = torch.randint(3, 64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -42,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("gpt_oss", {"num_local_experts": 4, **MIXTURE}),
     "latent": ("deepseek_v3", {**GROUPS, **LATENT, **MIXTURE, "first_k_dense_replace": 1}),
     "experts": ("qwen3_moe", {"num_experts": 4, **MIXTURE}),
+    "layer_past": ("gpt_neox", {"num_key_value_heads": 4}),
 }
 
 
@@ -50,8 +52,7 @@ def model_and_batch(case: str) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**COMMON, **settings})
     model = transformers.AutoModelForCausalLM.from_config(config).float().train()
-    ids = torch.randint(3, 64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids}
+    batch = {"input_ids": IDS, "labels": IDS}
     if "packed" in case:
         batch["position_ids"] = torch.stack([torch.arange(TOKENS) % 13, torch.arange(TOKENS) % 24])
     if case == "padded":
@@ -66,8 +67,12 @@ def step(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tens
     return loss.item(), gradients
 
 
+def layers_of(model: Any) -> Any:
+    return model.base_model.layers
+
+
 def in_chunks(model: Any, chunk_tokens: int) -> ChunkedLayers:
-    names = {layer: f"layers.{number}" for number, layer in enumerate(model.model.layers)}
+    names = {layer: f"layers.{number}" for number, layer in enumerate(layers_of(model))}
     chunked = run_layers_in_chunks(model, ActivationTiers(CpuDevice(Timeline()), names), names)
     chunked.cut(chunk_tokens)
     return chunked
@@ -79,9 +84,8 @@ def test_layers_in_chunks_equal_whole_layers(case: str) -> None:
     whole = copy.deepcopy(model)
     loss, gradients = step(whole, batch)
     shapes: list[int] = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda _module, _args, kwargs: shapes.append(kwargs["hidden_states"].shape[1]), with_kwargs=True
-    )
+    mlp = layers_of(model)[0].mlp
+    mlp.register_forward_pre_hook(lambda _module, args: shapes.append(args[0].shape[1]))
     in_chunks(model, CHUNK)
     chunked_loss, chunked = step(model, batch)
     assert max(shapes) == CHUNK, "the layer ran whole"
@@ -133,3 +137,36 @@ def test_no_mask_of_all_pairs_is_made() -> None:
     with Watching():
         model(**batch).loss.backward()
     assert max(sizes, default=0) < TOKENS * TOKENS, "a mask of all pairs takes memory"
+
+
+def test_unused_weights_get_no_gradient() -> None:
+    """A decoder without an encoder does not use its cross attention."""
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, use_cache=False
+    )
+    config.dropout = 0.0
+    torch.manual_seed(0)
+    model = transformers.BartForCausalLM(config).train()
+    _, gradients = step(copy.deepcopy(model), {"input_ids": IDS, "labels": IDS})
+    names = {layer: f"layers.{number}" for number, layer in enumerate(model.model.decoder.layers)}
+    chunked = run_layers_in_chunks(model, ActivationTiers(CpuDevice(Timeline()), names), names)
+    chunked.cut(CHUNK)
+    _, found = step(model, {"input_ids": IDS, "labels": IDS})
+    assert chunked.has_cut and found.keys() == gradients.keys()
+    assert not [name for name in found if "encoder_attn" in name]
+
+
+@pytest.mark.parametrize(("has_mask", "num_warnings"), [(True, 1), (False, 0)])
+def test_documents_that_a_mask_hides_are_warned_of(
+    has_mask: bool, num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = model_and_batch("packed")
+    if has_mask:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    loss, _ = step(copy.deepcopy(model), batch)
+    in_chunks(model, CHUNK)
+    for _ in range(2):
+        chunked_loss, _ = step(model, batch)
+        assert chunked_loss == pytest.approx(loss, abs=2e-6)
+        model.zero_grad()
+    assert caplog.text.count("leave out attention_mask to keep the documents apart") == num_warnings

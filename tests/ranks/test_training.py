@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
@@ -86,6 +87,7 @@ def train_rank(
     device: Device | None = None,
     after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
     spoils: Callable[[int, int], bool] = lambda _step, _rank: False,
+    chunk_tokens: int | None = None,
     **settings: Any,
 ) -> Trained:
     """Train one rank of several with an engine, or a single rank with the batches of `num_batches` ranks. `spoils(step,
@@ -98,6 +100,9 @@ def train_rank(
     holds = max_norm > 0 or accumulation * num_batches > 1
     layout = lay_out(model, config, working_dtype=dtype, hold_gradients=holds, ranks=links.ranks)
     engine = open_engine(model, layout, config, device, links)
+    if chunk_tokens is not None:
+        layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
+        run_layers_in_chunks(model, engine.activations, layers).cut(chunk_tokens)
     try:
         optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
         norms, losses = [], []
@@ -165,6 +170,15 @@ def test_bfloat16_ranks_sum_in_float32_as_one_offloaded_process(family: str, tmp
     settings: dict[str, Any] = {"dtype": torch.bfloat16}
     alone = train_rank(Links.alone(), tmp_path / "alone", family, 0.5, num_batches=2, **settings)
     for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, family, 0.5, **settings)):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+        assert all(map(torch.equal, ours.norms, alone.norms))
+
+
+def test_two_ranks_in_chunks_equal_one_process_in_chunks(tmp_path: Path) -> None:
+    alone = train_rank(Links.alone(), tmp_path / "alone", "llama", 0.5, num_batches=2, chunk_tokens=6)
+    whole = train_rank(Links.alone(), tmp_path / "whole", "llama", 0.5, num_batches=2)
+    assert any(not torch.equal(alone.weights[name], weight) for name, weight in whole.weights.items()), "not cut"
+    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, chunk_tokens=6)):
         assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
         assert all(map(torch.equal, ours.norms, alone.norms))
 

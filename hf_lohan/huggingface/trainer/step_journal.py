@@ -41,6 +41,7 @@ from hf_lohan.updates import MISSED_STEPS_NAME
 logger = logging.getLogger(__name__)
 
 _TRAINER_FACTS = "trainer"
+_FACTS_NAME = "run.json"
 _END = b"end"
 
 
@@ -138,6 +139,7 @@ class StepJournal(TrainerCallback):
             self._last_checkpoint = facts["last_checkpoint"]
             self._begins_log = False
         elif checkpoint is not None:
+            self._engine.commits.resume_facts(_read_facts(checkpoint))
             self._last_checkpoint = os.path.abspath(checkpoint)
             self._loaded = Path(checkpoint)
 
@@ -171,8 +173,11 @@ class StepJournal(TrainerCallback):
         self._epoch.begin_epoch(is_rest=is_rest)
 
     def add_to_checkpoint(self, folder: str) -> None:
-        """Write the random state at the begin of the epoch to a checkpoint."""
+        """Write the random state at the begin of the epoch, and the facts of the run, to a checkpoint."""
         self._epoch.write(os.path.join(folder, FOLDER_NAME))
+        Path(folder, FOLDER_NAME, _FACTS_NAME).write_text(
+            json.dumps(self._engine.commits.run_facts()), encoding="utf-8"
+        )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_saved = True
@@ -247,6 +252,14 @@ class StepJournal(TrainerCallback):
                 by_name.setdefault(type(callback).__name__, []).append(callback.state())
         callbacks = {name: states if len(states) > 1 else states[0] for name, states in by_name.items()}
         return dataclasses.replace(state, log_history=[], stateful_callbacks=callbacks)
+
+
+def _read_facts(checkpoint: str) -> dict[str, Any]:
+    """Return the facts of the run that saved a checkpoint. Other programs and earlier versions save none."""
+    path = Path(checkpoint, FOLDER_NAME, _FACTS_NAME)
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    assert isinstance(facts, dict)
+    return facts
 
 
 def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:

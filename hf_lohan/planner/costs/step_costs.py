@@ -139,6 +139,12 @@ def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
     return block.moved_bytes / rate if rate else 0.0
 
 
+def repeated_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    """Return the seconds in which a layer's backward in chunks makes keys and values again."""
+    rate = hardware.device.memory_bytes_per_s
+    return block.repeated_flops / hardware.device.flops_per_s + (block.repeated_bytes / rate if rate else 0.0)
+
+
 def experts_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
     """Return the seconds of the operations in a block's forward that load experts one by one."""
     return sum(operation_s(operation, hardware) for operation in block.operations if operation.loads_experts)
@@ -159,6 +165,7 @@ class StepCosts:
         self._backward_s += sum(experts_forward_s(block, hardware) for block in model.layers)
         if setup.activations != "keep":
             self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
+        self._backward_s += sum(repeated_s(block, hardware) for block in model.layers)
         self._num_blocks = max(1, len(model.blocks))
         self._param_bytes = model.dense_param_bytes
         self._experts = ExpertCosts(model, hardware, setup)

@@ -27,7 +27,7 @@ class FullestMoment:
     * what earlier layers keep;
     * the layer's own work, with all that autograd saves of it (this already counts outputs that the layer keeps, except
       one as wide as the layer's input, which autograd need not save);
-    * what was swapped of the previous layer and comes back;
+    * what was swapped of the previous layer and comes back (of a layer in chunks, its input and one chunk);
     * the gradient of a head that is tied to the embeddings, which waits for the embeddings' gradient.
 
     Or it is in the forward of a layer. Memory then holds the layer's outputs, and those of the two previous layers,
@@ -44,6 +44,8 @@ class FullestMoment:
         self._gradient_bytes = tied_gradient_bytes(model)
         self._needs = np.array([layer_needs(layer, model) for layer in model.layers], dtype=np.float64)
         self._inputs = np.array([layer.input_bytes for layer in model.layers], dtype=np.float64)
+        self._chunk_shares = np.array([1 / layer.num_chunks for layer in model.layers])
+        """The share of a layer's outputs that a chunk has."""
         self._num_in_layer = np.zeros((len(kinds), len(model.layers)), dtype=np.int64)
         for index, kind in enumerate(kinds):
             for layer, _ in kind.places:
@@ -61,12 +63,14 @@ class FullestMoment:
             own = np.array([layer.saved_bytes for layer in self._layers], dtype=np.float64)
         kept_bytes = own + is_kept * self._inputs
         before = np.cumsum(kept_bytes) - kept_bytes
-        swapped = self._bytes_by_layer(candidates.swapped, from_last=False) + ~is_kept * self._inputs
+        swapped = self._bytes_by_layer(candidates.swapped, from_last=False) * self._chunk_shares
+        swapped = swapped + ~is_kept * self._inputs
         swapped = swapped / self._num_together
         one_before = np.concatenate([np.zeros((len(swapped), 1)), swapped[:, :-1]], axis=1)
         two_before = np.concatenate([np.zeros((len(swapped), 1)), one_before[:, :-1]], axis=1)
-        of_one = own / self._num_together
-        counted_twice = of_one if keeps_all else np.maximum(0.0, of_one - self._inputs / self._num_together)
+        of_one = own * self._chunk_shares / self._num_together
+        of_inputs = self._inputs * self._chunk_shares / self._num_together
+        counted_twice = of_one if keeps_all else np.maximum(0.0, of_one - of_inputs)
         rest = np.maximum(0.0, self._needs - counted_twice)  # `own` plus this is all that the layer needs
         backward = before + self._inputs + own + rest + self._gradient_bytes + one_before
         forward = before + 2 * self._inputs + own + swapped + one_before + two_before

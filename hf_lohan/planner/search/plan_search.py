@@ -188,7 +188,7 @@ class _Search:
         allowed_bytes = max(0, self._setup.gpu_memory_bytes - self._setup.gpu_fixed_bytes)
         most = self._room_to_hold - outer_working_bytes(model)
         beside_layer = self._room_to_hold - layer_working_bytes(model) - tied_gradient_bytes(model)
-        own_bytes = max((layer.output_bytes for layer in layers), default=0)
+        own_bytes = max((layer.output_bytes // layer.num_chunks for layer in layers), default=0)
         swapped_bytes = own_bytes + max((layer.input_bytes for layer in layers), default=0)
         budgets = {
             max(0, min(allowed_bytes, most - of_head, beside_layer + own))

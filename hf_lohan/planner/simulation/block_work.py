@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hf_lohan.planner.costs.expert_costs import ExpertCosts
-from hf_lohan.planner.costs.step_costs import block_forward_s, cheap_recompute_s, experts_forward_s, operation_s
+from hf_lohan.planner.costs.step_costs import (
+    block_forward_s,
+    cheap_recompute_s,
+    experts_forward_s,
+    operation_s,
+    repeated_s,
+)
 from hf_lohan.planner.fitting import layer_needs
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
@@ -37,6 +43,8 @@ class BlockWork:
     ram_bytes: float
     """Activations that are swapped to RAM."""
     spilled_bytes: float
+    device_share: float
+    """The share of swapped activations that is on the device at once. A layer in chunks has those of one chunk."""
     output_bytes: float
     """Bytes that a forward leaves on the device until they are swapped, or forever if they are kept."""
     working_bytes: float
@@ -132,8 +140,11 @@ def block_works(
                 ),
                 ram_bytes=ram,
                 spilled_bytes=spill,
-                output_bytes=ram + spill + kept,
-                working_bytes=max(0.0, needs - max(0.0, ram + spill + kept - 2 * block.input_bytes)),
+                device_share=1 / block.num_chunks,
+                output_bytes=(ram + spill) / block.num_chunks + kept,
+                working_bytes=max(
+                    0.0, needs - max(0.0, (ram + spill + kept - 2 * block.input_bytes) / block.num_chunks)
+                ),
                 gradient_bytes=gradient_bytes,
                 spilled_gradient_bytes=spilled,
                 num_updated=num_trained,
@@ -165,7 +176,7 @@ def _backward_s(
     seconds = block_forward_s(block, hardware) * (1 + block.trained_fraction)
     if not is_layer:
         return seconds
-    seconds += experts_forward_s(block, hardware)
+    seconds += experts_forward_s(block, hardware) + repeated_s(block, hardware)
     if setup.activations != "keep":
         seconds += cheap_recompute_s(block, hardware)
     placements = rules.activations.get(block.name, {})

@@ -303,7 +303,7 @@ class StepTasks:
                 first = read if first is None else first
             if copies:
                 self._swap_thread = copies[-1]
-            fetched_bytes = layer.ram_bytes + layer.spilled_bytes
+            fetched_bytes = (layer.ram_bytes + layer.spilled_bytes) * layer.device_share
             assert first is not None
             self._change("device", first, False, fetched_bytes)
             self._change("device", backward[layer.name][1], True, -fetched_bytes)
@@ -420,7 +420,7 @@ class StepTasks:
 
     def _note_work(self, work: BlockWork, forward: tuple[int, int], backward: tuple[int, int]) -> None:
         """Note what computing a block takes of the device."""
-        swapped_bytes = work.ram_bytes + work.spilled_bytes
+        swapped_bytes = (work.ram_bytes + work.spilled_bytes) * work.device_share
         if work.is_layer:
             self._change("device", forward[0], False, work.output_bytes)
             self._change("device", backward[1], True, swapped_bytes - work.output_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_lohan.activations.kernel_names import ATTENTION_KERNELS, Operation, anchor_name
@@ -120,6 +123,10 @@ class BlockTrace:
     """Number of operations of a recomputation, which stops at the last tensor that autograd saved."""
     experts: ExpertsTrace | None = None
     """Experts that stream one by one."""
+    num_chunks: int = 1
+    """See `BlockProfile`, as for the next two."""
+    repeated_flops: int = 0
+    repeated_bytes: int = 0
     times: int = 1
     """How many equal calls the next call stands for."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
@@ -191,6 +198,11 @@ class LiveBytes:
             del self._alive[key]
         self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._alive.values()))
 
+    def forget(self, tensors: Any) -> None:
+        """Count the memory of tensors no longer, as if they were freed."""
+        for tensor in tensors_in(tensors):
+            self._alive.pop(storage_id(tensor), None)
+
 
 class OperationTrace(TorchDispatchMode):
     """Counts operations for the block `target`. It may be entered again inside `fake_mode`, to see operations before
@@ -223,6 +235,15 @@ class OperationTrace(TorchDispatchMode):
             return output
         finally:
             self._inside = False
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count no operations within this context."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def repeat(self, times: int) -> None:
         """Count the next operations that many times."""
@@ -264,3 +285,31 @@ def _would_be_large(args: tuple[Any, ...]) -> bool:
         return False
     longest = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
     return math.prod(max(sizes) for sizes in longest) > _MAX_REAL_NUMEL
+
+
+class AttentionWithoutDropout(TorchFunctionMode):
+    """Lets the CPU choose its fused kernel, which moves and saves the same bytes as an accelerator's kernel with
+    dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_dropout = False
+
+    @contextlib.contextmanager
+    def with_dropout(self) -> Iterator[None]:
+        """Leave attention as it is within this context."""
+        self._has_dropout = True
+        try:
+            yield
+        finally:
+            self._has_dropout = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention and not self._has_dropout:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)

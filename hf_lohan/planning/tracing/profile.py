@@ -6,13 +6,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
 from hf_lohan.activations.chunked_layers import whole_layers
@@ -23,7 +20,8 @@ from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.experts import find_experts
 from hf_lohan.planner import ExpertsProfile, SizeClass
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
-from hf_lohan.planning.tracing.operations import BlockTrace
+from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
+from hf_lohan.planning.tracing.operations import AttentionWithoutDropout, BlockTrace
 from hf_lohan.planning.tracing.trace import ModelTrace
 
 
@@ -43,6 +41,7 @@ def trace_model(
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
     chunked_loss: ChunkedLoss | None = None,
+    on_paper: LayersOnPaper | None = None,
 ) -> TracedModel:
     """Trace one forward of a causal LM over `batch_size` sequences that fill `sequence_length`.
 
@@ -54,6 +53,7 @@ def trace_model(
         device: the device on which the forward would run. Kernel names depend on it. The installed torch must support
         it.
         chunked_loss: the condition for computing the loss in chunks.
+        on_paper: the layers that run in chunks. With None all run whole.
         fused_attention: use fused kernels for attention with dropout. Accelerators have these kernels, and the CPU does
         not.
     """
@@ -66,16 +66,25 @@ def trace_model(
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]
         fused = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
         experts = [fused[module] for module in blocks.experts]
-        trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()), experts=experts)
+        weights = list(tensors.values())
+        attention = AttentionWithoutDropout() if fused_attention else None
+        trace = ModelTrace(
+            fake_mode, layers, outer, weights=weights, experts=experts, on_paper=on_paper, attention=attention
+        )
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
         stack.enter_context(whole_logits(model))
         chunked_loss = chunked_loss and replace(chunked_loss, on_repeat=trace.repeat)
         stack.enter_context(whole_layers(model))
+        if on_paper is not None:
+            stack.enter_context(on_paper.layers.masks_pending())
+            on_paper.layers.begin_forward()
+            for norm in on_paper.layers.norms:
+                stack.enter_context(norm.traced(on_paper.tokens_of_norms, trace.repeat))
         chunked_head = chunked_head_of(model, chunked_loss)
         if chunked_head is not None:
             stack.callback(chunked_head.attach())
-        if fused_attention:
-            stack.enter_context(AttentionWithoutDropout())
+        if attention is not None:
+            stack.enter_context(attention)
         stack.enter_context(trace())
         output = functional_call(
             model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False}, tie_weights=False
@@ -147,21 +156,6 @@ def in_training_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class AttentionWithoutDropout(TorchFunctionMode):
-    """Lets the CPU choose its fused kernel, which moves and saves the same bytes as an accelerator's kernel with
-    dropout."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            kwargs.pop("dropout_p", None)
-        return func(*args, **kwargs)
-
-
 def _block_profile(
     block: Block,
     modules: Sequence[nn.Module],
@@ -184,6 +178,9 @@ def _block_profile(
         saved_bytes=traced.saved_bytes,
         working_bytes=traced.working_bytes,
         moved_bytes=traced.moved_bytes,
+        num_chunks=traced.num_chunks,
+        repeated_flops=traced.repeated_flops,
+        repeated_bytes=traced.repeated_bytes,
         experts=_experts_profile(modules, traced, experts) if is_layer else None,
     )
 

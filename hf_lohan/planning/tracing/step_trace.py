@@ -36,8 +36,14 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.planner.lifetimes import StepOperation, TensorKind, TensorLifetime
 from hf_lohan.planning.tracing.experts_on_paper import NAME as EXPERTS
 from hf_lohan.planning.tracing.experts_on_paper import forward_on_paper
-from hf_lohan.planning.tracing.operations import flops_of, moved_bytes_of, run_on_fake_tensors, tensors_in
-from hf_lohan.planning.tracing.profile import AttentionWithoutDropout, fake_parameters, in_training_mode, modules_of
+from hf_lohan.planning.tracing.operations import (
+    AttentionWithoutDropout,
+    flops_of,
+    moved_bytes_of,
+    run_on_fake_tensors,
+    tensors_in,
+)
+from hf_lohan.planning.tracing.profile import fake_parameters, in_training_mode, modules_of
 from hf_lohan.planning.tracing.trace import forward_replaced, signature_of
 
 _PART: TypeAlias = tuple[int | None, str]

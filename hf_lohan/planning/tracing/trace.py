@@ -18,10 +18,18 @@ from hf_lohan.compat.torch_private import (
     storage_id,
     tree_flatten,
     tree_map_only,
+    without_torch_function,
 )
 from hf_lohan.model.experts import FusedExperts
+from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.experts_on_paper import forward_on_paper
-from hf_lohan.planning.tracing.operations import BlockTrace, LiveBytes, OperationTrace, tensors_in
+from hf_lohan.planning.tracing.operations import (
+    AttentionWithoutDropout,
+    BlockTrace,
+    LiveBytes,
+    OperationTrace,
+    tensors_in,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +51,13 @@ class ModelTrace:
         outer: Sequence[tuple[nn.Module, str]],
         weights: Sequence[Tensor],
         experts: Sequence[FusedExperts] = (),
+        on_paper: LayersOnPaper | None = None,
+        attention: AttentionWithoutDropout | None = None,
     ) -> None:
         self._fake_mode = fake_mode
         self._layers = layers
+        self._on_paper = on_paper
+        self._attention = attention
         self._outer_modules = outer
         self._experts = experts
         self.of_layer: dict[nn.Module, BlockTrace] = {}
@@ -97,7 +109,8 @@ class ModelTrace:
         def traced(*args: Any, **kwargs: Any) -> Any:
             kind = (signature_of(layer), _signature_of_inputs(args, kwargs))
             if kind not in self._traced_layers:
-                self._traced_layers[kind] = self._trace_layer(layer, forward, args, kwargs)
+                with without_torch_function() if self._on_paper is not None else contextlib.nullcontext():
+                    self._traced_layers[kind] = self._trace_layer(layer, forward, args, kwargs)
             self.of_layer[layer], output = self._traced_layers[kind]
             self._last_output = list(tensors_in(output))
             return output
@@ -108,7 +121,12 @@ class ModelTrace:
         self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[BlockTrace, Any]:
         self._for_all_layers += list(tensors_in((args, kwargs)))[1:]
-        args, kwargs = tree_map_only(Tensor, self._to_fake, (args, kwargs))
+        # A mask that is not yet computed stays a function for a layer in chunks.
+        in_parts = tree_map_only(
+            Tensor, lambda tensor: tensor if _is_function(tensor) else self._to_fake(tensor), (args, kwargs)
+        )
+        cut = None if self._on_paper is None else self._cut(self._on_paper, layer, *in_parts)
+        args, kwargs = in_parts if cut is not None else tree_map_only(Tensor, self._to_fake, (args, kwargs))
         inputs = list(tensors_in((args, kwargs)))
         self._skip(inputs)
         trace = BlockTrace(input_bytes=inputs[0].nbytes if inputs else 0)
@@ -116,12 +134,26 @@ class ModelTrace:
         live, self._operations.live = self._operations.live, LiveBytes()
         try:
             with self._module_names(layer), self._fake_mode, self._operations:
-                output = forward(*args, **kwargs)
-                self._trace_backward(list(tensors_in(output)), [*inputs, *layer.parameters()])
+                if cut is not None:
+                    output = cut(self._operations)
+                else:
+                    output = forward(*args, **kwargs)
+                    self._trace_backward(list(tensors_in(output)), [*inputs, *layer.parameters()])
                 trace.working_bytes += sum(tensor.untyped_storage().nbytes() for tensor in inputs[1:])
             return trace, tree_map_only(Tensor, _cut_off, output)
         finally:
             self._operations.target, self._operations.live = outside, live
+
+    def _cut(
+        self, on_paper: LayersOnPaper, layer: nn.Module, args: Any, kwargs: Any
+    ) -> Callable[[OperationTrace], Any] | None:
+        """Return a function that traces a layer in chunks; None if it runs whole."""
+        with contextlib.ExitStack() as stack:
+            if self._attention is not None:
+                stack.enter_context(self._attention.with_dropout())
+            stack.enter_context(self._operations.uncounted())
+            stack.enter_context(self._fake_mode)
+            return on_paper.cut(layer, args, kwargs)
 
     def trace_loss(self, loss: Tensor) -> None:
         """Trace the backward from the loss to the last layer's output."""
@@ -155,7 +187,12 @@ class ModelTrace:
             self._not_saved[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _to_fake(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._fake_mode.from_tensor(tensor)
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if _is_function(tensor):
+            with self._fake_mode:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return self._fake_mode.from_tensor(tensor)
 
     @contextlib.contextmanager
     def _module_names(self, layer: nn.Module) -> Iterator[None]:
@@ -186,6 +223,11 @@ class ModelTrace:
             self._skip([tensor])
             trace.saved_bytes += tensor.untyped_storage().nbytes()
         return tensor
+
+
+def _is_function(tensor: Tensor) -> bool:
+    """Return whether a tensor is a subclass with methods of its own, whose values are computed when they are needed."""
+    return not isinstance(tensor, FakeTensor | nn.Parameter) and type(tensor) is not Tensor
 
 
 def _cut_off(output: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+"""Chooses how many tokens a layer computes at a time, if a batch does not fit the device in whole layers."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hf_lohan.planner import ModelProfile, OffloadPlan
+from hf_lohan.planner.fitting import layer_working_bytes, tied_gradient_bytes
+
+LEAST_CHUNK_TOKENS = 256
+"""Smaller chunks make matrix products slow, and hardly save memory."""
+_NUM_COMPARED = 3
+"""Chunks that are compared: the largest that fit, and smaller ones, which leave more room for activations."""
+_AS_GOOD = 1.01
+"""Larger chunks are taken unless a step with smaller ones is shorter by this factor."""
+
+
+@dataclass(frozen=True)
+class ChunkChoice:
+    """Plans one batch in whole layers and in chunks."""
+
+    setting: int | Literal["auto", False]
+    """`chunked_layers`."""
+    batch_size: int
+    sequence_length: int
+    room_bytes: int
+    """Room on the device beside the slots."""
+    profile_of: Callable[[int | None], ModelProfile]
+    """Returns the model's profile for a number of tokens in a chunk, or for whole layers."""
+    plan_of: Callable[[int | None], OffloadPlan]
+    """Returns the plan for this profile."""
+
+    def choose(self, decided: int | None) -> tuple[int | None, str | None]:
+        """Return the tokens of a chunk (None: layers run whole), and what to advise if their plan does not fit.
+        ``decided``: the tokens of a chunk, if they are already decided."""
+        if decided is None and isinstance(self.setting, int) and self.setting is not False:
+            decided = self.setting
+        if self.plan_of(decided).fits or not self._exceeds_device(decided):
+            return decided, None
+        found = self._largest_that_fits(below=decided)
+        if decided is None and self.setting == "auto":
+            return (self._candidates(None)[-1] if found is None else found), None
+        if found is None:
+            return decided, None
+        return decided, "set chunked_layers to auto" if decided is None else f"set chunked_layers to at most {found}"
+
+    def _exceeds_device(self, chunk_tokens: int | None) -> bool:
+        """Return whether a layer's work leaves no room on the device, even if nothing is kept there."""
+        profile = self.profile_of(chunk_tokens)
+        input_bytes = max((layer.input_bytes for layer in profile.layers), default=0)
+        return layer_working_bytes(profile) + input_bytes + tied_gradient_bytes(profile) > self.room_bytes
+
+    def _candidates(self, below: int | None) -> list[int]:
+        """Return numbers of tokens, largest first. Whole rows come before parts of a row."""
+        numbers = [rows * self.sequence_length for rows in _halves(self.batch_size)]
+        numbers += [tokens for tokens in _halves(self.sequence_length) if tokens >= LEAST_CHUNK_TOKENS]
+        numbers = [number for number in numbers if below is None or number < below]
+        return numbers or [LEAST_CHUNK_TOKENS]
+
+    def _largest_that_fits(self, below: int | None) -> int | None:
+        """Return the largest chunks that fit, or smaller ones if these have a shorter step."""
+        candidates = self._candidates(below)
+        first = bisect.bisect_left(candidates, True, key=lambda number: not self._exceeds_device(number))
+        steps_s: dict[int, float] = {}
+        for number in candidates[first:]:
+            if (plan := self.plan_of(number)).fits:
+                steps_s[number] = plan.prediction.step_s
+            if len(steps_s) == _NUM_COMPARED:
+                break
+        least_s = min(steps_s.values(), default=0.0)
+        return next((number for number, step_s in steps_s.items() if step_s <= _AS_GOOD * least_s), None)
+
+
+def _halves(number: int) -> list[int]:
+    """Return the powers of two below a number, largest first."""
+    return [1 << power for power in reversed(range((number - 1).bit_length()))]
+
+
+def made_again(profile: ModelProfile) -> ModelProfile:
+    """Return the profile of a run that keeps all activations. Chunks are made again nevertheless."""
+    return replace(
+        profile,
+        blocks=tuple(
+            block
+            if block.num_chunks == 1
+            else replace(
+                block,
+                repeated_flops=block.repeated_flops + block.flops,
+                repeated_bytes=block.repeated_bytes + block.moved_bytes,
+            )
+            for block in profile.blocks
+        ),
+    )
+
+
+def with_advice(refusal: str, reason: str | None, advice: str | None) -> str:
+    """Return a refusal with the ``reason`` why layers are not cut, and with the ``advice`` of `ChunkChoice.choose`."""
+    if reason is not None:
+        refusal = f"{refusal}; layers are not cut into chunks, because each {reason}"
+    return refusal if advice is None else f"{refusal}, or {advice}"

@@ -1,0 +1,142 @@
+"""Traces a layer that runs in chunks. Some of its chunks stand for all, so that long rows take no longer than short
+ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.activations.chunked_layers import ChunkedLayers, LayerInputs, LayerRun
+from hf_lohan.activations.token_ranges import ChunkKeys, TokenRange
+from hf_lohan.planner.model_profile import OperationProfile
+from hf_lohan.planning.tracing.operations import BlockTrace, OperationTrace
+
+
+@dataclass(frozen=True, slots=True)
+class LayersOnPaper:
+    """Layers that are traced in chunks of ``chunk_tokens`` tokens."""
+
+    layers: ChunkedLayers
+    chunk_tokens: int
+
+    def tokens_of_norms(self) -> int | None:
+        """Return the tokens of a chunk of norms behind the layers, or None if the layers run whole."""
+        return self.chunk_tokens if self.layers.has_cut else None
+
+    def cut(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[OperationTrace], Any] | None:
+        """Return a function that traces a call of a layer in chunks and returns its output. None if it runs whole."""
+        chunked = self.layers.of_layer.get(layer)
+        cut = None if chunked is None else chunked.cut_on_paper(args, kwargs, self.chunk_tokens)
+        if chunked is None or cut is None:
+            return None
+        inputs, hidden, groups = cut
+        self.layers.note_cut()
+
+        def run(of_groups: Sequence[Sequence[TokenRange]]) -> LayerRun:
+            return LayerRun(chunked, inputs, of_groups)
+
+        return lambda operations: _trace(operations, run, inputs, hidden, groups)
+
+
+def _trace(
+    operations: OperationTrace,
+    run: Callable[[Sequence[Sequence[TokenRange]]], LayerRun],
+    inputs: LayerInputs,
+    hidden: Tensor,
+    groups: Sequence[Sequence[TokenRange]],
+) -> Any:
+    """Trace a layer's chunks for `OperationTrace.target`, and return its output."""
+    trace, length = operations.target, hidden.shape[1]
+    single = run([])
+
+    def traced(tokens: TokenRange, *, only_keys: bool = False) -> BlockTrace:
+        operations.target = BlockTrace()
+        cache = ChunkKeys(length) if tokens.stop - tokens.start < length else None
+        with torch.no_grad():
+            single.call(hidden[tokens.index], tokens, cache, only_keys=only_keys)
+        return operations.target
+
+    try:
+        for group, times in _kinds(groups):
+            sampled = _sample(len(group))
+            samples = {index: traced(group[index]) for index in sampled}
+            _add_all(trace, samples, len(group), times)
+            if len(group) > 1:
+                again, num_again = traced(group[0], only_keys=True), times * (len(group) - 1)
+                trace.repeated_flops += num_again * again.flops
+                trace.repeated_bytes += num_again * again.moved_bytes
+    finally:
+        operations.target = trace
+    trace.num_run_again = len(trace.operations)
+    trace.num_chunks = sum(map(len, groups))
+    # The last two chunks of a row see the most keys, and the last but one finds all sums of gradients.
+    fullest = [groups[0][-2:]] if len(groups[0]) > 1 else groups[:2]
+    whole = run(fullest)
+    operations.is_in_backward = True  # these operations have been counted
+    try:
+        with torch.no_grad():
+            outputs = whole.forward(hidden)
+        operations.live.forget(outputs)
+        gradients = [torch.empty_like(output) if output.is_floating_point() else None for output in outputs]
+        whole.backward(hidden, gradients, needs_hidden=hidden.requires_grad)
+        trace.working_bytes, trace.saved_bytes = operations.live.peak_bytes, 0  # each chunk is made again
+    finally:
+        operations.is_in_backward = False
+    needs_gradient = hidden.requires_grad or bool(whole.trained)
+    first, *recorded = [
+        output.detach().requires_grad_(needs_gradient and output.is_floating_point()) for output in outputs
+    ]
+    inputs.add_recorded(list(zip(whole.recorded_names, recorded, strict=True)))
+    return whole.in_form(first)
+
+
+def _kinds(groups: Sequence[Sequence[TokenRange]]) -> list[tuple[Sequence[TokenRange], int]]:
+    """Return groups of different numbers of rows, with the number of equal groups."""
+    counts: dict[int, list[Sequence[TokenRange]]] = {}
+    for group in groups:
+        counts.setdefault(group[0].last_row - group[0].first_row, []).append(group)
+    return [(of_size[0], len(of_size)) for of_size in counts.values()]
+
+
+def _sample(num_chunks: int) -> list[int]:
+    """Return the indices of chunks between which costs are linear. The last chunk may be shorter."""
+    indices = {0, 1, num_chunks // 4, num_chunks // 2, num_chunks - 2, num_chunks - 1}
+    return sorted(index for index in indices if 0 <= index < num_chunks)
+
+
+def _add_all(trace: BlockTrace, samples: Mapping[int, BlockTrace], num_chunks: int, times: int) -> None:
+    """Add the operations of all chunks, from those of some."""
+    at, every = list(samples), np.arange(num_chunks)
+
+    def total(of_sample: Callable[[BlockTrace], float]) -> float:
+        return times * float(np.interp(every, at, [of_sample(sample) for sample in samples.values()]).sum())
+
+    trace.flops += round(total(lambda sample: sample.flops))
+    trace.moved_bytes += round(total(lambda sample: sample.moved_bytes))
+    for sample in samples.values():
+        trace.products.update(sample.products)
+    named = {operation.name: operation for sample in samples.values() for operation in sample.operations}
+    before = {operation.name: number for number, operation in enumerate(trace.operations)}
+    for name, operation in named.items():
+        flops = total(lambda sample, name=name: _of(sample, name).flops)  # type: ignore[misc]
+        output_bytes = round(total(lambda sample, name=name: _of(sample, name).output_bytes))  # type: ignore[misc]
+        if name in before:
+            first = trace.operations[before[name]]
+            trace.operations[before[name]] = replace(
+                first, flops=first.flops + flops, output_bytes=first.output_bytes + output_bytes
+            )
+        else:
+            trace.operations.append(replace(operation, flops=flops, output_bytes=output_bytes))
+
+
+def _of(sample: BlockTrace, name: str) -> OperationProfile:
+    """Return an operation of a chunk. The first chunk of a row may have fewer than the others."""
+    nothing = OperationProfile(name=name, flops=0.0, output_bytes=0)
+    return next((operation for operation in sample.operations if operation.name == name), nothing)

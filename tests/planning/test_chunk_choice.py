@@ -1,0 +1,121 @@
+"""The plan cuts layers into chunks only if a batch does not fit whole, and counts what chunks need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Config
+
+import hf_lohan.cli.plan_request as plan_request
+from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
+from hf_lohan.hardware import read_hardware
+
+ROOT = Path(__file__).resolve().parents[2]
+DESKTOP = ROOT / "configs/hardware/rtx4090_desktop.yaml"
+LLAMA = str(ROOT / "configs/models/llama-3.1-8b")
+GB = 10**9
+KIB = 1024
+
+
+def planned(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ram_gb: int = 96,
+    model: str = LLAMA,
+    batch_size: int = 1,
+    sequence_length: int,
+    offload: Any = "lohan",
+) -> PlannedRun:
+    hardware = read_hardware(str(DESKTOP))
+    hardware = replace(hardware, cpu=replace(hardware.cpu, memory_bytes=ram_gb * GB))
+    monkeypatch.setattr(plan_request, "read_hardware", lambda _path: hardware)
+    return plan_run(
+        PlanRequest(
+            model=model, batch_size=batch_size, sequence_length=sequence_length, hardware="H.yaml", offload=offload
+        )
+    )
+
+
+def setting(folder: Path, value: str) -> str:
+    path = folder / "lohan.yaml"
+    path.write_text(f"chunked_layers: {value}\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(("batch_size", "sequence_length"), [(8, 2048), (1, 16384), (1, 65536)])
+def test_what_fits_whole_is_not_cut(
+    batch_size: int, sequence_length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes: dict[str, int] = {"batch_size": batch_size, "sequence_length": sequence_length}
+    auto = planned(monkeypatch, **sizes)
+    whole = planned(monkeypatch, **sizes, offload=setting(tmp_path, "false"))
+    assert auto.plan.fits and auto.plan.chunk_tokens is None
+    assert auto.plan.to_mapping() == whole.plan.to_mapping()
+
+
+def test_a_quarter_of_a_million_tokens_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(monkeypatch, sequence_length=262_144)
+    plan, step = found.plan, found.plan.prediction
+    assert plan.fits and plan.chunk_tokens is not None and 262_144 % plan.chunk_tokens == 0
+    assert plan.to_mapping()["chunk_tokens"] == plan.chunk_tokens
+    forward_s = found.profile.flops / found.hardware.device.flops_per_s
+    assert 3 < (step.forward.compute_s + step.backward.compute_s) / forward_s < 4.6
+    inputs_bytes = 32 * 262_144 * 4096 * 2
+    assert found.profile.inter_block_bytes == inputs_bytes
+    assert step.kept_bytes + step.swapped_bytes >= inputs_bytes
+    assert sum(step.tier_bytes["gpu"].values()) <= 24 * GB
+
+
+def test_whole_layers_are_refused_with_the_setting_that_helps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = planned(monkeypatch, sequence_length=131_072, offload=setting(tmp_path, "false"))
+    assert whole.plan.refusal is not None and whole.plan.refusal.endswith(", or set chunked_layers to auto")
+    large = planned(monkeypatch, sequence_length=131_072, offload=setting(tmp_path, "100000"))
+    assert large.plan.refusal is not None
+    largest = int(large.plan.refusal.rpartition("set chunked_layers to at most ")[2])
+    assert planned(monkeypatch, sequence_length=131_072, offload=setting(tmp_path, str(largest))).plan.fits
+
+
+def test_what_does_not_fit_in_any_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = planned(monkeypatch, sequence_length=1_048_576).plan.refusal
+    assert refusal is not None and "1 x 1048576 tokens in chunks of " in refusal
+    assert "chunked_layers" not in refusal
+
+
+@pytest.mark.parametrize(("length", "most_kib"), [(131_072, 60), (524_288, 50)])
+def test_a_layer_in_chunks_needs_little(
+    length: int, most_kib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = planned(monkeypatch, sequence_length=length, offload=setting(tmp_path, "8192"))
+    layer, whole = found.profile.layers[-1], planned(monkeypatch, sequence_length=2048).profile.layers[-1]
+    assert layer.num_chunks == length // 8192
+    assert layer.working_bytes / length <= most_kib * KIB < whole.working_bytes / 2048 / 4
+    # Attention grows with the square of the length; all other FLOPs grow with the length.
+    num_pairs = length * (length + 1) // 2
+    assert layer.flops == 2 * layer.num_params * length - 4 * 4096 * length + 4 * 4096 * num_pairs
+    query_keys_and_values = 2 * 4096 * (4096 + 2 * 1024)
+    assert layer.repeated_flops == query_keys_and_values * (length - 8192)
+
+
+def gpt2_13b(folder: Path, dropout: float) -> str:
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    settings = {"n_embd": 5120, "n_layer": 40, "n_head": 40, "n_positions": 1024, "torch_dtype": "bfloat16"}
+    GPT2Config(**settings, **dict.fromkeys(names, dropout), architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
+    return str(folder)
+
+
+def test_rows_are_cut_from_each_other_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = gpt2_13b(tmp_path, dropout=0.0)
+    found = planned(monkeypatch, model=model, batch_size=64, sequence_length=1024, ram_gb=768)
+    assert found.plan.fits
+    assert found.plan.chunk_tokens in (32 * 1024, 16 * 1024, 8 * 1024)
+
+
+def test_dropout_keeps_planned_layers_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = gpt2_13b(tmp_path, dropout=0.1)
+    found = planned(monkeypatch, model=model, batch_size=128, sequence_length=1024, ram_gb=768)
+    assert found.plan.refusal is not None and found.plan.chunk_tokens is None
+    assert found.plan.refusal.endswith("; layers are not cut into chunks, because each draws random numbers")
+    assert all(layer.num_chunks == 1 for layer in found.profile.layers)
