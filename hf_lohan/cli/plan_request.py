@@ -224,6 +224,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
 def longest_row_of(planned: PlannedRun) -> LongestRow:
     """Return the longest row that fits the machine of the run, with one row in each batch and the run's settings and
     division of RAM."""
+    chunks = None if planned.layout.model_blocks.experts else _cuttable(planned.model, planned.layout)
     key = (replace(planned.request, batch_size=1, sequence_length=None), planned.hardware, planned.config)
 
     def plan(length: int) -> PlannedStep:
@@ -236,6 +237,8 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
             measure=lambda _traced, _shape: planned.hardware,
             durability=planned.setup.durability,
             fused_attention=not planned.hardware.device.shares_cpu,
+            chunks=chunks,
+            chunk_tokens=_SMALL_CHUNK if planned.config.chunked_layers == "auto" else None,
         )
 
     if key not in _longest_rows:
@@ -250,6 +253,8 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
     return _longest_rows[key]
 
 
+_SMALL_CHUNK = 1024
+"""Smaller chunks hardly make longer rows fit."""
 _longest_rows: dict[tuple[PlanRequest, HardwareProfile, OffloadConfig], LongestRow] = {}
 """Of the runs that this process has planned."""
 

@@ -21,7 +21,7 @@ def inputs(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def test_a_small_device_gets_chunks(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    long_context.main(inputs, tmp_path / "out", tokens=1024, device_memory="3MiB", cpu_memory="16MiB", steps=1)
+    long_context.main(inputs, tmp_path / "out", tokens=1024, device_memory="4MiB", cpu_memory="16MiB", steps=1)
     printed = capsys.readouterr().out
     assert "1024 tokens, layers in chunks of " in printed
     with pytest.raises(SystemExit, match=r"error: .* set device_memory to at least "):
