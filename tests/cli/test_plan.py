@@ -307,14 +307,17 @@ def test_lifetimes_of_experts_that_stream_one_by_one(tmp_path: Path) -> None:
     assert kinds["streamed"]["param"]["active_share"] < kinds["with_layer"]["param"]["active_share"]
 
 
-def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
+def test_the_longest_row_fits_and_a_longer_one_does_not(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.yaml"
+    whole.write_text("chunked_layers: false\n")
+    machine = ("--hardware", DESKTOP, "--offload", whole)
     options: dict[str, Any] = {"batch_size": 1, "with_changes": True}
-    values = json.loads(plan(LLAMA_8B, "--hardware", DESKTOP, "--json", seq_len=2048, **options).stdout)
+    values = json.loads(plan(LLAMA_8B, *machine, "--json", seq_len=2048, **options).stdout)
     longest = values["longest_tokens"]
     assert 32768 < longest < 131072 and not values["longest_tokens_is_longest_tried"]
-    assert planned(LLAMA_8B, "--hardware", DESKTOP, batch_size=1, seq_len=longest)["fits"]
-    assert plan(LLAMA_8B, "--hardware", DESKTOP, batch_size=1, seq_len=int(1.02 * longest)).exit_code == 2
-    arguments = ["estimate", LLAMA_8B, "--hardware", str(DESKTOP), "--batch-size", "1", "--seq-len", "2048"]
+    assert planned(LLAMA_8B, *machine, batch_size=1, seq_len=longest)["fits"]
+    assert plan(LLAMA_8B, *machine, batch_size=1, seq_len=int(1.02 * longest)).exit_code == 2
+    arguments = ["estimate", LLAMA_8B, *map(str, machine), "--batch-size", "1", "--seq-len", "2048"]
     assert (
         f"The longest row that fits, alone in its batch, has {longest} tokens" in runner.invoke(app, arguments).stdout
     )
