@@ -3,6 +3,7 @@
     python scripts/benchmarks/paced_step.py --regime all --store /mnt/nvme  # 537M parameters, minutes a turn
     python scripts/benchmarks/paced_step.py --regime bytes --max-grad-norm 1 --clip defer --clip speculate
     python scripts/benchmarks/paced_step.py --accumulation 4 --vertical --set prefetch_blocks=3
+    python scripts/benchmarks/paced_step.py --drive 400e6 --hidden 1024 --intermediate 4096  # also a paced drive
 
 The layers compute by waiting (`hf_lohan.testing.paced_layers`), on a device whose copies take the time of a link
 (`paced_device`), so the cores are as free as beside a GPU. Engine, drive, optimizer, journal and Trainer are real.
@@ -30,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -40,15 +42,18 @@ from torch.overrides import TorchFunctionMode
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 import hf_lohan
+import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.files import IoEngine
 from hf_lohan.hardware import cached_hardware, measure_hardware
 from hf_lohan.huggingface.attachment import offload_model, run_plan_of
-from hf_lohan.planner import HardwareProfile
-from hf_lohan.planning import trace_blocks
+from hf_lohan.planner import HardwareProfile, forecast, simulate_step
+from hf_lohan.planning import RunPlan, trace_blocks
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.testing.paced_device import PacedDevice
 from hf_lohan.testing.paced_layers import pace_layers
+from hf_lohan.testing.storage_doubles import PacedBackend
 from hf_lohan.timeline import Timeline
 from hf_lohan.wording import format_bytes
 
@@ -88,6 +93,8 @@ class Workload:
     accumulation: int
     link_bytes_per_s: float
     steps_per_turn: int
+    drive_bytes_per_s: float | None = None
+    """Of a paced drive, whose reads and writes share this rate. None is the real drive."""
 
     @property
     def rows(self) -> list[dict[str, torch.Tensor]]:
@@ -197,15 +204,16 @@ def running(
     if hardware is not None:
         keep_for_planner(hardware, model, config, device, options, folder)
     is_held = side.max_grad_norm > 0 or (work.accumulation > 1 and not config.vertical_micro_batches)
-    engine = offload_model(
-        model,
-        config,
-        torch_device="cpu",
-        default_ssd_path=folder,
-        hold_gradients=is_held,
-        sums_gradients=work.accumulation > 1,
-        device=device,
-    )
+    with paced_drive(work.drive_bytes_per_s):
+        engine = offload_model(
+            model,
+            config,
+            torch_device="cpu",
+            default_ssd_path=folder,
+            hold_gradients=is_held,
+            sums_gradients=work.accumulation > 1,
+            device=device,
+        )
     try:
         meter = Meter(engine, device)
         args = TrainingArguments(
@@ -229,6 +237,28 @@ def running(
         engine.close()
         del model, engine
         gc.collect()
+
+
+@contextmanager
+def paced_drive(bytes_per_s: float | None) -> Iterator[None]:
+    """Give engines that are built here a drive of this rate. None leaves them the real one."""
+    if bytes_per_s is None:
+        yield
+        return
+    backend = PacedBackend(bytes_per_s, paces_writes=True)
+    paced = lambda *args, **kwargs: IoEngine(*args, **kwargs, backend=backend)  # noqa: E731
+    with patch.object(hf_lohan.engine.tiers, "IoEngine", paced):
+        yield
+
+
+def simulated_s(run: RunPlan) -> tuple[float, float]:
+    """Return the seconds of a step of the plan in use, simulated and as the sum of lanes, with the rates that were
+    measured before the run. The run's own corrections would fit the sum of lanes to the measured step."""
+    assert run.first is not None and run.now is not None
+    now, hardware = run.now, run.first.hardware
+    simulated = simulate_step(now.profile, hardware, now.setup, now.plan)
+    assert simulated is not None
+    return simulated.step_s, forecast(now.profile, hardware, now.setup, now.plan).step_s
 
 
 def keep_for_planner(
@@ -261,7 +291,12 @@ def measured_hardware(work: Workload, folder: Path) -> HardwareProfile:
         )
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     profile = measure_hardware(config, device, matrix_shapes=traced.matrix_shapes, dtype=dtype)
-    return replace(profile, device=replace(profile.device, memory_bytes_per_s=None))
+    profile = replace(profile, device=replace(profile.device, memory_bytes_per_s=None))
+    if work.drive_bytes_per_s is None:
+        return profile
+    paced = replace(profile.ssd[0], read_bytes_per_s=work.drive_bytes_per_s, write_bytes_per_s=work.drive_bytes_per_s)
+    together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
+    return replace(profile, ssd=(paced,), **dict.fromkeys(together))
 
 
 def drive_alone_s(engine: OffloadEngine, figures: Mapping[str, float]) -> float:
@@ -284,6 +319,8 @@ def take_turn(
         lanes = {"compute": figures["compute_s"], "drive": drive_s, "optimizer": figures["optimizer_s"]}
         longest = max(lanes, key=lambda lane: lanes[lane])
         plan = run_plan_of(engine)
+        assert plan is not None
+        simulated, by_lanes = simulated_s(plan)
         summary = json.loads((folder / "lohan" / "summary.json").read_text())
         norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
         predicted_s = summary["corrected_step_s"] or summary["predicted_step_s"]
@@ -296,7 +333,10 @@ def take_turn(
             "first_predicted_s": summary["predicted_step_s"],
             "predicted_s": predicted_s,
             "measured_over_predicted": figures["step_s"] / predicted_s if predicted_s else None,
-            "clip_way": plan.plan.clip if plan is not None and plan.plan is not None else None,
+            "simulated_s": simulated,
+            "by_lanes_s": by_lanes,
+            "measured_over_simulated": figures["step_s"] / simulated,
+            "clip_way": plan.plan.clip if plan.plan is not None else None,
             "clip_rate": summary["clip_rate"],
             "num_redone_steps": summary["num_redone_steps"],
             "last_norm": float(norms[-1]) if norms else None,
@@ -353,6 +393,8 @@ def show(results: list[dict[str, Any]]) -> None:
         "of the drive",
         "planned",
         "measured / planned",
+        "simulated",
+        "measured / simulated",
         "clips by",
         "host waits",
         "others'",
@@ -369,6 +411,8 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{result['share_of_drive']:.0%}",
             f"{predicted_s:.2f} s" if predicted_s else "-",
             f"{result['measured_over_predicted']:.2f}" if predicted_s else "-",
+            f"{result['simulated_s']:.2f} s",
+            f"{result['measured_over_simulated']:.3f}",
             "/".join(sorted({str(way) for way in result["clip_ways"]})),
             f"{result['num_host_waits']:.0f} ({result['host_wait_s']:.2f} s)",
             f"{result['num_other_waits']:.0f}",
@@ -415,13 +459,14 @@ def main(
     accumulation: Annotated[int, typer.Option(help="micro-batches a step")] = 1,
     vertical: Annotated[bool, typer.Option("--vertical", help="all micro-batches through a block together")] = False,
     steps_per_turn: Annotated[int, typer.Option(help="timed steps of each side in a turn")] = 3,
+    drive: Annotated[float | None, typer.Option(help="bytes a second of a paced drive; default: the real one")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any other offload setting, name=value")] = None,
 ) -> dict[str, Any]:
     regimes = list(COMPUTE_OVER_DRIVE) if regime == "all" else [regime]
     if unknown := set(regimes) - set(COMPUTE_OVER_DRIVE):
         raise typer.BadParameter(f"--regime {unknown.pop()}; choose one of {', '.join(COMPUTE_OVER_DRIVE)}, or all")
     settings = {**options.budgets, "activations": activations, "vertical_micro_batches": vertical}
-    work = Workload(options, settings | parsed_settings(set_), accumulation, link_bytes_per_s, steps_per_turn)
+    work = Workload(options, settings | parsed_settings(set_), accumulation, link_bytes_per_s, steps_per_turn, drive)
     sides = sides_of(regimes, max_grad_norm or [0.0, 1.0], clip or ["auto"])
     with folder_in(options.store) as folder, own_cache(folder):
         first = first_run(work, sides[0], folder)
@@ -439,6 +484,7 @@ def main(
         "link_bytes_per_s": link_bytes_per_s,
         "settings": dict(work.settings),
         "accumulation": accumulation,
+        "drive_bytes_per_s": drive,
         "first_run": first,
         "results": results,
     }
