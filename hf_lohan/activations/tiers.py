@@ -16,13 +16,17 @@ from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, num_bytes_of
 from hf_lohan.compat.torch_private import tree_leaves
 from hf_lohan.device import Device, HostStack
-from hf_lohan.planner import INPUT, ActivationPlacements, LayerPlacements, Placement
+from hf_lohan.planner import (
+    FETCH_AHEAD,
+    INPUT,
+    LAYERS_LEAVING,
+    ActivationPlacements,
+    LayerPlacements,
+    Placement,
+)
 
 Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
 """Bytes that one micro-batch could swap, by layer and operation. Operations are in the order of backward."""
-
-_MAX_LAYERS_LEAVING = 2
-"""Number of layers whose swapped activations may still be on the device (MEMO's two buffers)."""
 
 
 class SavedInput:
@@ -46,6 +50,7 @@ class ActivationTiers:
         self._layer_names = layer_names
         self.swapper = ActivationSwapper(device, ram)
         self._placements: ActivationPlacements = {}
+        self._fetch_ahead, self._layers_leaving = FETCH_AHEAD, LAYERS_LEAVING
         self._trace: dict[str, LayerTrace] | None = None
         """The traces, or None if layers are not traced."""
         self._frames: list[weakref.ref[LayerFrame]] = []
@@ -71,6 +76,11 @@ class ActivationTiers:
     def set_placements(self, placements: ActivationPlacements) -> None:
         """Use these placements from the next layer on."""
         self._placements = placements
+
+    def set_windows(self, *, fetch_ahead: int, layers_leaving: int) -> None:
+        """From the next layer on, fetch the tensors of ``fetch_ahead`` layers before their backward, and let those of
+        ``layers_leaving`` layers still be on the device after their forward."""
+        self._fetch_ahead, self._layers_leaving = fetch_ahead, layers_leaving
 
     def run_layer(self, function: Any, *args: Any) -> Any:
         """Replaces `torch.utils.checkpoint.checkpoint` in a model's layers."""
@@ -140,10 +150,9 @@ class ActivationTiers:
         self.swapper.begin_forward()
 
     def expect_backward(self) -> None:
-        """Fetch the tensors of the last layer, because the forward has ended."""
-        frames = self._of_this_forward()
-        if frames:
-            self._prefetch(frames[-1])
+        """Fetch the tensors of the last layers, because the forward has ended."""
+        for frame in self._of_this_forward()[: -self._fetch_ahead - 1 : -1]:
+            self._prefetch(frame)
 
     def close(self) -> None:
         """End the swapper's thread."""
@@ -184,8 +193,8 @@ class ActivationTiers:
         frames = self._alive()
         if frame in frames:
             below = frames[: frames.index(frame)]
-            if below:
-                self._prefetch(below[-1])
+            for earlier in below[: -self._fetch_ahead - 1 : -1]:
+                self._prefetch(earlier)
 
     def _prefetch(self, frame: LayerFrame) -> None:
         if frame.is_prefetched:
@@ -196,8 +205,8 @@ class ActivationTiers:
 
     def _let_earlier_layers_leave(self) -> None:
         frames = self._of_this_forward()
-        if len(frames) >= _MAX_LAYERS_LEAVING:
-            self.swapper.drain(frames[-_MAX_LAYERS_LEAVING].swapped)
+        if len(frames) >= self._layers_leaving:
+            self.swapper.drain(frames[-self._layers_leaving].swapped)
 
     def _of_this_forward(self) -> list[LayerFrame]:
         return [frame for frame in self._alive() if frame.forward_number == self._forward_number]

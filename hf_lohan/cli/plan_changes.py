@@ -97,9 +97,8 @@ def simulated_facts(planned: PlannedRun) -> dict[str, Any]:
     """Return the figures of the simulated step in JSON's types. They are null with several ranks."""
     simulated = simulate_step(planned.profile, planned.hardware, planned.setup, planned.plan)
     if simulated is None:
-        return dict.fromkeys(("simulated_step_s", "simulated_busy_s", "simulated_waits_s", "simulated_most_bytes"))
+        return dict.fromkeys(("simulated_busy_s", "simulated_waits_s", "simulated_most_bytes"))
     return {
-        "simulated_step_s": simulated.step_s,
         "simulated_busy_s": simulated.busy_s,
         "simulated_waits_s": simulated.waits_s,
         "simulated_most_bytes": {tier: curve.most_bytes for tier, curve in simulated.memory.items()},

@@ -301,6 +301,11 @@ def _simulated(planned: PlannedRun) -> Iterable[str]:
     waits = [f"{seconds(wait_s)} for {_WAITS.get(cause, cause)}" for cause, wait_s in named]
     what = f"; computing waits {listed(waits)}" if waits else ""
     yield f"Simulated task by task: {seconds(step.step_s)} a step{what}."
+    plan = planned.plan
+    usual = next((solved for solved in plan.solvers if solved.name == "algorithm_1"), None)
+    if plan.solver != "algorithm_1" and usual is not None and usual.simulated_step_s is not None:
+        usual_s = seconds(usual.simulated_step_s)
+        yield f"The plan is that of the solver {plan.solver}. Algorithm 1's would take {usual_s} simulated."
 
 
 def _order(planned: PlannedRun) -> Iterable[str]:

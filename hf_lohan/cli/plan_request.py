@@ -149,6 +149,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         host_bytes, device_bytes = hardware.cpu.memory_bytes, hardware.device.memory_bytes
         memory_is_host = hardware.device.shares_cpu
     if other is not None:
+        asked = replace(asked, solver="algorithm_1")  # changes are compared by the sum of lanes
         hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
         if other.ram_factor > 1:
             ram = asked.cpu_memory

@@ -29,7 +29,7 @@ from hf_lohan.config.values import (
     ssd_paths,
 )
 from hf_lohan.planner.collectives import ANY_EXACT_WAY, Collectives
-from hf_lohan.planner.offload_plan import Activations
+from hf_lohan.planner.offload_plan import Activations, Solver
 from hf_lohan.planner.pool_plan import SLOTS_TENTHS
 from hf_lohan.planner.quantization import FORM_OF_THE_CHECKPOINT, Quantization
 from hf_lohan.wording import format_bytes
@@ -150,6 +150,11 @@ class OffloadConfig:
     moves the layer's input and the outputs of matrix products and attention to host memory and the SSD, and recomputes
     only the cheap rest; "keep" leaves all of them on the device; "auto" chooses one of these for each activation at the
     first forward, so that the step is shortest."""
+
+    solver: Solver = AUTO
+    """How the plan for `activations: auto` is found. "algorithm_1" is LoHan's, by the sum of lanes. "migration" books
+    the time of lanes, as TeraIO does. "auto" simulates the plans of both, and Algorithm 1's with what is swapped and
+    spilled spread over the layers, and takes the shortest step. The setting changes no number."""
 
     chunked_loss: bool | Literal["auto"] = AUTO
     """Whether the logits are computed for some tokens at a time, so that they never all exist at once. "auto" does so
@@ -341,7 +346,7 @@ OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Offload
 _DECIDED_LATER = (
     "device_memory",
     *("resident_records", "optimizer", "save_dtype", "experts", "expert_parallel"),
-    *("lazy_experts", "expert_cache", "activations"),
+    *("lazy_experts", "expert_cache", "activations", "solver"),
     *("chunked_loss", "chunked_layers", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
 
@@ -365,6 +370,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "lazy_experts": check_flag_or_auto,
     "expert_cache": partial(check_choice, allowed=get_args(ExpertCachePolicy)),
     "activations": partial(check_choice, allowed=get_args(Activations)),
+    "solver": partial(check_choice, allowed=get_args(Solver)),
     "chunked_loss": check_flag_or_auto,
     "chunked_layers": check_chunk,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),

@@ -89,7 +89,9 @@ class PlannedMemory:
         self.sizes = planned.activation_bytes
         self._num_chunks = max((layer.num_chunks for layer in planned.profile.layers), default=1)
         if self._mode in ("auto", "swap"):
-            self.set_placements(planned.plan.activations)
+            plan = planned.plan
+            self._activations.set_windows(fetch_ahead=plan.fetch_ahead, layers_leaving=plan.layers_leaving)
+            self.set_placements(plan.activations)
 
     def allocate_copies(self) -> None:
         """Allocate the memory for copies of records, unless this was done. Called with the plan, or at the first use of

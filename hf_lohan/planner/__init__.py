@@ -20,7 +20,9 @@ from hf_lohan.planner.hardware_profile import (
 )
 from hf_lohan.planner.model_profile import BlockProfile, ExpertsProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import (
+    FETCH_AHEAD,
     INPUT,
+    LAYERS_LEAVING,
     MOST_WRONG_GUESSES,
     ActivationPlacements,
     Activations,
@@ -55,10 +57,13 @@ from hf_lohan.planner.search.hardware_changes import (
     what_hardware_buys,
 )
 from hf_lohan.planner.search.plan_search import fastest_way, forecast, plan_offload, scaled_to, sweep_swapped_bytes
+from hf_lohan.planner.search.solvers import choose_solver
 from hf_lohan.planner.simulation.simulated_step import MemoryCurve, SimulatedStep, simulate_step
 
 __all__ = [
+    "FETCH_AHEAD",
     "INPUT",
+    "LAYERS_LEAVING",
     "MIN_CHUNK_NUMEL",
     "MIN_SLOTS_TO_LEND",
     "MOST_WRONG_GUESSES",
@@ -101,6 +106,7 @@ __all__ = [
     "TriedWay",
     "all_ways",
     "choose_resident_records",
+    "choose_solver",
     "cut_for_ranks",
     "cut_units",
     "drive_life",

@@ -25,6 +25,11 @@ update twice.
 """
 Activations = Literal["auto", "recompute", "swap", "keep"]
 Durability = Literal["step", "checkpoint"]
+SolverName = Literal["algorithm_1", "algorithm_1_spread", "migration"]
+Solver = Literal["auto", "algorithm_1", "migration"]
+FETCH_AHEAD, LAYERS_LEAVING = 1, 2
+"""The usual number of layers whose activations are fetched before their backward, and of layers whose activations may
+still be on the device after their forward (MEMO's two buffers)."""
 Tier = Literal["gpu", "cpu", "ssd"]
 
 
@@ -117,6 +122,8 @@ class TrainingSetup:
     """Chunks of gradients that have buffers."""
     turnaround_bytes: int = 0
     """Bytes of the last layers' weights, which are still in slots when backward begins."""
+    solver: Solver = "algorithm_1"
+    """The solver whose plan is taken. `auto` is the plan with the shortest simulated step."""
     lazy_experts: bool | Literal["auto"] = False
     """Whether experts without tokens in a step are updated later."""
     cluster: Cluster = ONE_RANK
@@ -294,6 +301,19 @@ class StepPrediction:
 
 
 @dataclass(frozen=True, slots=True)
+class SolvedPlan:
+    """What one solver has found."""
+
+    name: SolverName
+    step_s: float
+    """The sum of lanes."""
+    simulated_step_s: float | None
+    """None with several ranks."""
+    written_bytes: int
+    """Bytes that a step writes to the drives."""
+
+
+@dataclass(frozen=True, slots=True)
 class InMemoryFit:
     """Whether a model trains without offloading."""
 
@@ -337,8 +357,21 @@ class OffloadPlan:
     cluster: Cluster = ONE_RANK
     tried_ways: tuple[TriedWay, ...] = ()
     """All compared ways to send weights and gradients, with several nodes."""
+    solver: SolverName = "algorithm_1"
+    """The solver whose plan this is."""
+    solvers: tuple[SolvedPlan, ...] = ()
+    """What the compared solvers have found."""
+    fetch_ahead: int = FETCH_AHEAD
+    """Number of layers whose activations are fetched before their backward."""
+    layers_leaving: int = LAYERS_LEAVING
+    """Number of layers whose activations may still be on the device after their forward."""
     refusal: str | None
     """Why the plan does not fit, and the smallest change that helps; None if it fits."""
+
+    @property
+    def simulated_step_s(self) -> float | None:
+        """The simulated step, if solvers were compared and there is one rank."""
+        return next((solved.simulated_step_s for solved in self.solvers if solved.name == self.solver), None)
 
     @property
     def fits(self) -> bool:
@@ -366,6 +399,8 @@ class OffloadPlan:
             "fits_without_offloading": self.in_memory.fits,
             "pools": None if self.pools is None else self.pools.to_mapping(),
             "resident": [[record.block, record.kind] for record in self.resident],
+            "solvers": [asdict(solved) for solved in self.solvers],
+            "simulated_step_s": self.simulated_step_s,
             "activations": {
                 layer: {name: place.value for name, place in places.items()}
                 for layer, places in self.activations.items()

@@ -294,7 +294,7 @@ class RunPlan:
             return None
         again = plan_again(now, hardware, clip_rate)
         stays = _scaled_to_measured(replace(again, plan=now.plan), measured.step_s)
-        is_other = (again.plan.activations, again.plan.clip) != (stays.plan.activations, stays.plan.clip)
+        is_other = _decisions(again.plan) != _decisions(stays.plan)
         if is_other and again.plan.prediction.step_s < _WORTH_TRYING * measured.step_s:
             self._tried_after, self._num_before_trial, self.now = stays, len(self._steps), again
             self._announce(f"a step took {measured.step_s:.3g} s, so another plan is tried")
@@ -357,6 +357,10 @@ class RunPlan:
 def _layers_without_text(profile: ModelProfile) -> list[str]:
     """The layers that a batch of token ids alone does not reach, such as those of a vision tower."""
     return [layer.name for layer in profile.layers if not layer.flops]
+
+
+def _decisions(plan: OffloadPlan) -> tuple[object, ...]:
+    return plan.activations, plan.clip, plan.fetch_ahead, plan.layers_leaving
 
 
 def _of_layers(profile: ModelProfile, routing: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:

@@ -29,6 +29,7 @@ from hf_lohan.planner import (
     OffloadPlan,
     SizeClass,
     TrainingSetup,
+    choose_solver,
     fastest_way,
     fits_without_offloading,
     plan_offload,
@@ -133,10 +134,15 @@ def plan_step(
 
     in_turn = plan(shape, measure)
     if not may_run_together or shape.num_micro_batches == 1:
-        return in_turn
+        return _by_best_solver(in_turn)
     num_together = shape.num_micro_batches * shape.num_together
     together = plan(replace(shape, num_micro_batches=1, num_together=num_together), lambda *_: in_turn.hardware)
-    return _better_order(in_turn, together)
+    return _by_best_solver(_better_order(in_turn, together))
+
+
+def _by_best_solver(planned: PlannedStep) -> PlannedStep:
+    """Return the step with the plan of the best solver. Everything else was chosen by the sum of lanes."""
+    return replace(planned, plan=choose_solver(planned.profile, planned.hardware, planned.setup, planned.plan))
 
 
 WORTH_RUNNING_TOGETHER = 1.05
@@ -397,7 +403,7 @@ def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float
     """Plan the same step again, for the measured hardware and the measured rate of clipping."""
     setup = replace(planned.setup, clip_rate=clip_rate)
     before = planned.plan
-    plan = plan_offload(planned.profile, hardware, setup)
+    plan = choose_solver(planned.profile, hardware, setup, plan_offload(planned.profile, hardware, setup))
     plan = replace(plan, in_memory=before.in_memory, other_order_step_s=before.other_order_step_s)
     return replace(planned, hardware=hardware, setup=setup, plan=plan)
 
@@ -438,6 +444,7 @@ def training_setup(
         records=layout.records_of_a_step,
         record_cpu_bytes=layout.record_bytes,
         activations=config.activations,
+        solver=config.solver,
         lent_bytes=sum(block.state_numel * block.master.working_dtype.itemsize for block in layers) if lends else 0,
         hands_over=config.schedule == "optimized",
         state_bytes_per_param=state_bytes / state_numel if state_numel else 0.0,

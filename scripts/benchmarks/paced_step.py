@@ -251,14 +251,28 @@ def paced_drive(bytes_per_s: float | None) -> Iterator[None]:
         yield
 
 
-def simulated_s(run: RunPlan) -> tuple[float, float]:
-    """Return the seconds of a step of the plan in use, simulated and as the sum of lanes, with the rates that were
-    measured before the run. The run's own corrections would fit the sum of lanes to the measured step."""
+def simulated(run: RunPlan, drive_bytes_per_s: float) -> dict[str, Any]:
+    """Return the step of the plan in use, simulated and as the sum of lanes, with the rates that were measured before
+    the run, and the rate of the drive alone. The run's own corrections would fit the sum of lanes to its steps."""
     assert run.first is not None and run.now is not None
     now, hardware = run.now, run.first.hardware
-    simulated = simulate_step(now.profile, hardware, now.setup, now.plan)
-    assert simulated is not None
-    return simulated.step_s, forecast(now.profile, hardware, now.setup, now.plan).step_s
+    if drive_bytes_per_s:
+        hardware = one_drive(hardware, drive_bytes_per_s)
+    step = simulate_step(now.profile, hardware, now.setup, now.plan)
+    assert step is not None
+    return {
+        "simulated_s": step.step_s,
+        "simulated_busy_s": dict(step.busy_s),
+        "simulated_waits_s": dict(step.waits_s),
+        "by_lanes_s": forecast(now.profile, hardware, now.setup, now.plan).step_s,
+    }
+
+
+def one_drive(hardware: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
+    """Return the hardware with one drive whose reads and writes share a rate."""
+    drive = replace(hardware.ssd[0], read_bytes_per_s=bytes_per_s, write_bytes_per_s=bytes_per_s)
+    together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
+    return replace(hardware, ssd=(drive,), **dict.fromkeys(together))
 
 
 def keep_for_planner(
@@ -292,11 +306,7 @@ def measured_hardware(work: Workload, folder: Path) -> HardwareProfile:
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     profile = measure_hardware(config, device, matrix_shapes=traced.matrix_shapes, dtype=dtype)
     profile = replace(profile, device=replace(profile.device, memory_bytes_per_s=None))
-    if work.drive_bytes_per_s is None:
-        return profile
-    paced = replace(profile.ssd[0], read_bytes_per_s=work.drive_bytes_per_s, write_bytes_per_s=work.drive_bytes_per_s)
-    together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
-    return replace(profile, ssd=(paced,), **dict.fromkeys(together))
+    return one_drive(profile, work.drive_bytes_per_s) if work.drive_bytes_per_s is not None else profile
 
 
 def drive_alone_s(engine: OffloadEngine, figures: Mapping[str, float]) -> float:
@@ -320,7 +330,8 @@ def take_turn(
         longest = max(lanes, key=lambda lane: lanes[lane])
         plan = run_plan_of(engine)
         assert plan is not None
-        simulated, by_lanes = simulated_s(plan)
+        moved_bytes = figures["read_bytes"] + figures["write_bytes"]
+        step = simulated(plan, moved_bytes / drive_s if drive_s else 0.0)
         summary = json.loads((folder / "lohan" / "summary.json").read_text())
         norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
         predicted_s = summary["corrected_step_s"] or summary["predicted_step_s"]
@@ -333,9 +344,8 @@ def take_turn(
             "first_predicted_s": summary["predicted_step_s"],
             "predicted_s": predicted_s,
             "measured_over_predicted": figures["step_s"] / predicted_s if predicted_s else None,
-            "simulated_s": simulated,
-            "by_lanes_s": by_lanes,
-            "measured_over_simulated": figures["step_s"] / simulated,
+            **step,
+            "measured_over_simulated": figures["step_s"] / step["simulated_s"],
             "clip_way": plan.plan.clip if plan.plan is not None else None,
             "clip_rate": summary["clip_rate"],
             "num_redone_steps": summary["num_redone_steps"],

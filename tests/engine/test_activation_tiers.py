@@ -62,6 +62,7 @@ def test_every_place_and_random_mixtures_equal_stock(family: str, attention: str
         assert (swapper.spilled_bytes > before[1]) is (place is Placement.SSD)
     for seed in range(NUM_MIXTURES):
         memory.set_placements(random_mixture(memory.trace, seed))
+        twins.engine.activations.set_windows(fetch_ahead=1 + seed % 3, layers_leaving=2 + seed % 2)
         train(twins, 2 + seed)
     twins.assert_equal()
 
@@ -74,6 +75,37 @@ def test_every_mode_equals_stock(mode: str, make_twins: TwinsFactory) -> None:
         train(twins, seed)
     twins.assert_equal()
     assert (twins.engine.activations.swapper.swapped_bytes > 0) is (mode == "swap")
+
+
+@pytest.mark.parametrize(("fetch_ahead", "layers_leaving"), [(1, 2), (2, 1), (3, 3)])
+def test_so_many_layers_come_back_early_and_leave_late(
+    fetch_ahead: int, layers_leaving: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = LayeredModel(lambda layer, hidden: layer.down(layer.up(hidden).relu()), lambda output, _: output)
+    ours = LayeredModel(stock.layers[0].function, stock.between)
+    ours.use_tiers(Placement.CPU)
+    assert ours.tiers is not None
+    ours.tiers.set_windows(fetch_ahead=fetch_ahead, layers_leaving=layers_leaving)
+    swapper, num_drained = ours.tiers.swapper, []
+    drain = swapper.drain
+    monkeypatch.setattr(swapper, "drain", lambda swapped: num_drained.append(len(swapped)) or drain(swapped))
+    prefetched: list[str] = []
+    prefetch = ours.tiers._prefetch
+    monkeypatch.setattr(ours.tiers, "_prefetch", lambda frame: prefetched.append(frame.block_name) or prefetch(frame))
+    expect = ours.tiers.expect_backward
+
+    def expect_backward() -> None:
+        assert not prefetched
+        expect()
+        assert prefetched == ["2", "1", "0"][:fetch_ahead]
+
+    monkeypatch.setattr(ours.tiers, "expect_backward", expect_backward)
+    try:
+        assert all_equal(ours.gradients(), stock.gradients())
+        assert len(num_drained) == max(0, len(stock.layers) - layers_leaving)
+        assert {*prefetched} == {"0", "1", "2"}
+    finally:
+        ours.close()
 
 
 class AnchorCount(TorchDispatchMode):

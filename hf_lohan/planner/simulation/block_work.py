@@ -51,6 +51,9 @@ class BlockWork:
     """Device memory of the backward beside these activations."""
     gradient_bytes: float
     spilled_gradient_bytes: float
+    """The part of the step's gradient that is held on the drives."""
+    spilled_sum_bytes: float
+    """The part of its sum over the micro-batches so far that is held there."""
     num_updated: float
     update_read_bytes: float
     update_write_bytes: float
@@ -97,11 +100,11 @@ def block_works(
     costs = ExpertCosts(model, hardware, setup)
     trained_experts = sum(each.num_experts * each.num_trainable_params for each in model.experts)
     on_time = 1 - costs.updates_left_out / trained_experts if trained_experts else 1.0
-    spilled_bytes = rules.spilled_gradient_bytes
+    spilled = _spilled_shares(model, setup)
     of_one = 1 / max(1, expert_layers)
     held_blocks = set(setup.pools.held_blocks) if setup.pools is not None else set()
     chunk_numel = setup.pools.chunk_numel if setup.pools is not None else MAX_CHUNK_NUMEL
-    works = []
+    works, lends = [], False
     for block in reversed(model.blocks):
         is_layer = block.name in layer_names
         num_experts_trained = 0.0
@@ -116,10 +119,17 @@ def block_works(
         gradient_bytes = block.num_trainable_params * model.param_itemsize + of_one * (
             costs.gradient_bytes if block.experts is not None else 0.0
         )
-        spilled = min(spilled_bytes, gradient_bytes)
-        spilled_bytes -= spilled
         trained_bytes = block.num_trainable_params * model.param_itemsize
-        is_lent = is_layer and setup.lent_bytes > 0 and not resident[block.name] and setup.update_reads_param
+        lends = not lends if is_layer and block.num_trainable_params else lends
+        # A block lends its slot if the one before it has given back its own. On a device that computes while the host
+        # goes on, that is every second block.
+        is_lent = (
+            is_layer
+            and (lends or hardware.device.shares_cpu)
+            and setup.lent_bytes > 0
+            and not resident[block.name]
+            and setup.update_reads_param
+        )
         expert_share = block.experts.hit_bytes / costs.forward_bytes if block.experts and costs.forward_bytes else 0.0
         reloaded = _reloads(block, rules) * costs.reload_bytes(block) if block.experts is not None else 0.0
         ram, spill, kept = _placed_bytes(block, rules) if is_layer else (0.0, 0.0, 0.0)
@@ -146,7 +156,8 @@ def block_works(
                     0.0, needs - max(0.0, (ram + spill + kept - 2 * block.input_bytes) / block.num_chunks)
                 ),
                 gradient_bytes=gradient_bytes,
-                spilled_gradient_bytes=spilled,
+                spilled_gradient_bytes=spilled.get(block.name, 0.0) * rules.spilled_gradient_bytes,
+                spilled_sum_bytes=spilled.get(block.name, 0.0) * setup.spilled_gradient_bytes,
                 num_updated=num_trained,
                 update_read_bytes=max(0.0, update_read - in_ram),
                 update_write_bytes=max(
@@ -158,6 +169,14 @@ def block_works(
             )
         )
     return works[::-1]
+
+
+def _spilled_shares(model: ModelProfile, setup: TrainingSetup) -> dict[str, float]:
+    """Return the share of each block in the gradients that spill. These are the last blocks'."""
+    names = None if setup.pools is None else set(setup.pools.spilled_blocks)
+    numels = {block.name: block.num_trainable_params for block in model.blocks if names is None or block.name in names}
+    all_numel = sum(numels.values())
+    return {name: numel / all_numel for name, numel in numels.items()} if all_numel else {}
 
 
 def _placed_bytes(block: BlockProfile, rules: StepRules) -> tuple[float, float, float]:

@@ -32,6 +32,9 @@ class LaneRules:
     mixed_lane: str = NO_LANE
     """The lane of the drives."""
     mixed_factor: float = 1.0
+    looks_ahead: bool = False
+    """Whether the drives have chosen their next task before the running one ends, because several threads each have
+    one."""
     """The factor by which a read or a write takes longer if the other kind waits, so that the drives do both."""
 
 
@@ -121,6 +124,8 @@ class _Run:
         self._core_s = 0.0
         """Seconds that each shared lane would have worked until now."""
         self._now = 0.0
+        self._chosen: int | None = None
+        """The next task of the drives, if they look ahead."""
 
     def run_all(self) -> tuple[list[float], list[float]]:
         graph = self._graph
@@ -129,8 +134,10 @@ class _Run:
         num_ended = 0
         while True:
             for lane, ready in self._ready.items():
-                if ready and not self._running[lane]:
+                if not self._running[lane] and (ready or (lane == self._rules.mixed_lane and self._chosen is not None)):
                     self._begin(lane, ready)
+            if self._rules.looks_ahead and self._chosen is None and self._ready[self._rules.mixed_lane]:
+                self._chosen = heapq.heappop(self._ready[self._rules.mixed_lane])[1]
             if not self._events and not self._shared:
                 break
             ended = self._advance()
@@ -170,7 +177,10 @@ class _Run:
 
     def _begin(self, lane: str, ready: list[tuple[int, int]]) -> None:
         rules, graph = self._rules, self._graph
-        _, task = heapq.heappop(ready)
+        if lane == rules.mixed_lane and self._chosen is not None:
+            task, self._chosen = self._chosen, None
+        else:
+            _, task = heapq.heappop(ready)
         seconds = graph.seconds[task]
         self._begins[task] = self._now
         self._running[lane] = True

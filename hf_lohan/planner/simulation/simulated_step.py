@@ -72,8 +72,8 @@ def simulate_step(
     rules = StepRules(
         activations=plan.activations,
         clip=plan.clip,
-        fetch_ahead=1,
-        layers_leaving=2,
+        fetch_ahead=plan.fetch_ahead,
+        layers_leaving=plan.layers_leaving,
         spilled_gradient_bytes=plan.prediction.spilled_gradient_bytes,
         committed_fraction=1 / plan.commit_every_steps if plan.commit_every_steps else 0.0,
     )
@@ -102,7 +102,7 @@ def _simulate(
     num_steps = 2 if setup.num_micro_batches >= _MANY_MICRO_BATCHES else 3
     tasks = StepTasks(model, hardware, setup, rules, num_steps)
     graph = tasks.graph
-    begins, ends = graph.run(lane_rules(hardware))
+    begins, ends = graph.run(replace(lane_rules(hardware), looks_ahead=not tasks.is_coarse))
     began_s, ended_s = (ends[task] for task in tasks.ends[-2:])
     busy_s: dict[str, float] = defaultdict(float)
     waits_s: dict[str, float] = defaultdict(float)

@@ -25,7 +25,7 @@ _URGENT, _SOON, _ANY_TIME = 0, 1, 2
 """Ranks of the drives' tasks, as in a run: weights, other reads, writes."""
 _STAGING_BUFFERS = 4
 """Through which activations pass to and from the drives."""
-_DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, SizeClass.RESIDENT: 1 << 20}
+DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, SizeClass.RESIDENT: 1 << 20}
 """For a setup without pools."""
 _DEFAULT_BUFFER_BYTES = 4 * MAX_CHUNK_NUMEL
 _MOST_PIECES = 8
@@ -67,9 +67,11 @@ class StepTasks:
         self._rules = rules
         self._is_copied = not hardware.device.shares_cpu
         num_passes = 2 * setup.num_micro_batches * max(1, len(model.blocks))
+        self.is_coarse = False
+        """Whether pieces are larger than those of a run."""
         self._most_pieces = max(1, min(_MOST_PIECES, _PIECES_OF_A_PASS // num_passes))
         pools = setup.pools
-        self._slots: Mapping[SizeClass, int] = _DEFAULT_SLOTS if pools is None else pools.num_slots
+        self._slots: Mapping[SizeClass, int] = DEFAULT_SLOTS if pools is None else pools.num_slots
         self._buffer_bytes = _DEFAULT_BUFFER_BYTES if pools is None else pools.staging_buffer_bytes
         self._most_gradients = math.inf if pools is None else pools.num_gradient_buffers * pools.gradients_per_buffer
         self._works = block_works(model, hardware, setup, rules)
@@ -320,7 +322,8 @@ class StepTasks:
         updates_now = is_last and self._rules.clip != "defer"
         num_pieces = self._num_pieces(work.gradient_bytes)
         each_bytes, each_chunks = work.gradient_bytes / num_pieces, work.num_chunks / num_pieces
-        spilled_bytes = work.spilled_gradient_bytes / num_pieces
+        sum_bytes = work.spilled_sum_bytes / num_pieces
+        spilled_bytes = work.spilled_gradient_bytes / num_pieces if is_last else sum_bytes
         arrived: list[int] = []
         blocked: int | None = None
         for number in range(num_pieces):
@@ -332,8 +335,8 @@ class StepTasks:
             self._change("ram", task, False, 0 if work.holds_in_buffers else each_bytes - spilled_bytes)
             if not updates_now:
                 task = graph.add(NO_LANE, 0.0, [task, self._worker], name="gradients")
-                if spilled_bytes and not is_first:
-                    seconds = spilled_bytes / hardware.ssd_read_bytes_per_s
+                if sum_bytes and not is_first:
+                    seconds = sum_bytes / hardware.ssd_read_bytes_per_s
                     task = graph.add(SSD, seconds, [task], name="gradients", rank=_SOON)
                 if spilled_bytes:
                     seconds = spilled_bytes / hardware.ssd_write_bytes_per_s
@@ -368,9 +371,11 @@ class StepTasks:
         lent_bytes = 0.0 if is_deferred else work.lent_bytes
         read_bytes = max(0.0, read_bytes - lent_bytes)
         write_bytes = work.update_write_bytes
-        spilled_bytes = work.spilled_gradient_bytes if is_deferred or setup.num_micro_batches > 1 else 0.0
+        spilled_bytes = work.spilled_gradient_bytes if is_deferred else 0.0
+        if not is_deferred and setup.num_micro_batches > 1:
+            spilled_bytes = work.spilled_sum_bytes
         if self._rules.clip == "speculate":
-            spilled_bytes = 0.0  # these are for a wrong guess
+            write_bytes += work.spilled_gradient_bytes  # for a wrong guess
         on_cpu_s = work.num_updated / hardware.cpu.optimizer_params_per_s
         if hardware.cpu.checksum_bytes_per_s:
             on_cpu_s += (read_bytes + write_bytes) / hardware.cpu.checksum_bytes_per_s
@@ -432,7 +437,9 @@ class StepTasks:
             self.changes.append(MemoryChange(tier, task, at_end, num_bytes))
 
     def _num_pieces(self, num_bytes: float) -> int:
-        return max(1, min(self._most_pieces, round(num_bytes / self._buffer_bytes)))
+        num_pieces = round(num_bytes / self._buffer_bytes)
+        self.is_coarse = self.is_coarse or num_pieces > self._most_pieces
+        return max(1, min(self._most_pieces, num_pieces))
 
 
 def order_loads(uses: Sequence[tuple[str, SizeClass]], num_slots: Mapping[SizeClass, int]) -> list[tuple[int, int]]:

@@ -1,0 +1,181 @@
+"""Makes a plan from given placements of activations: its bytes on each tier, its memory on the device, and its step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_lohan.planner.fitting import (
+    allocator_bytes,
+    layer_needs,
+    measure_room,
+    outer_working_bytes,
+    room_to_hold_bytes,
+    tied_gradient_bytes,
+)
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planner.offload_plan import (
+    FETCH_AHEAD,
+    INPUT,
+    LAYERS_LEAVING,
+    ActivationPlacements,
+    OffloadPlan,
+    Placement,
+    Tier,
+    TrainingSetup,
+)
+from hf_lohan.planner.search.candidate_memory import held_beside
+from hf_lohan.planner.search.plan_search import forecast
+
+Bytes = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBytes:
+    """Bytes of activations by layer [num_layers]."""
+
+    kept: Bytes
+    kept_outputs: Bytes
+    """The part of `kept` without the layers' inputs."""
+    ram: Bytes
+    spilled: Bytes
+
+    @property
+    def swapped(self) -> Bytes:
+        return self.ram + self.spilled
+
+
+def placed_by_layer(model: ModelProfile, activations: ActivationPlacements) -> PlacedBytes:
+    """Return the bytes of each layer's activations on each tier."""
+    sums = {place: np.zeros(len(model.layers)) for place in Placement}
+    for index, layer in enumerate(model.layers):
+        places = activations.get(layer.name, {})
+        sums[places.get(INPUT, Placement.GPU)][index] += layer.input_bytes
+        for operation in layer.operations:
+            sums[places.get(operation.name, Placement.RECOMPUTE)][index] += operation.output_bytes
+    kept = sums[Placement.GPU]
+    inputs = [
+        layer.input_bytes if activations.get(layer.name, {}).get(INPUT, Placement.GPU) is Placement.GPU else 0
+        for layer in model.layers
+    ]
+    return PlacedBytes(kept, kept - np.array(inputs), sums[Placement.CPU], sums[Placement.SSD])
+
+
+def fullest_bytes(
+    model: ModelProfile,
+    placed: PlacedBytes,
+    *,
+    num_together: int = 1,
+    fetch_ahead: int = FETCH_AHEAD,
+    layers_leaving: int = LAYERS_LEAVING,
+) -> float:
+    """Return the peak of device memory beside the slots, by the rules of `FullestMoment`. ``fetch_ahead`` layers come
+    back before their backward, and ``layers_leaving`` layers leave while the next one computes."""
+    layers = model.layers
+    if not layers:
+        return float(outer_working_bytes(model))
+    inputs = np.array([layer.input_bytes for layer in layers], dtype=np.float64)
+    needs = np.array([layer_needs(layer, model) for layer in layers], dtype=np.float64)
+    before = np.cumsum(placed.kept) - placed.kept
+    swapped = placed.swapped / num_together
+    ahead = sum((_shifted(swapped, number) for number in range(1, fetch_ahead + 1)), np.zeros(len(layers)))
+    leaving = sum((_shifted(swapped, number) for number in range(layers_leaving + 1)), np.zeros(len(layers)))
+    own = placed.kept_outputs
+    rest = np.maximum(0.0, needs - np.maximum(0.0, (own - inputs) / num_together))
+    backward = before + inputs + own + rest + tied_gradient_bytes(model) + ahead
+    forward = before + 2 * inputs + own + leaving
+    back_first = swapped[len(layers) - fetch_ahead :].sum()
+    head = placed.kept.sum() + outer_working_bytes(model) + back_first
+    return float(max(backward.max(), forward.max(), head))
+
+
+def _shifted(values: Bytes, number: int) -> Bytes:
+    """Return for each layer the value of the layer ``number`` places before it, or 0."""
+    return np.concatenate([np.zeros(min(number, len(values))), values[: max(0, len(values) - number)]])
+
+
+def with_placements(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    setup: TrainingSetup,
+    plan: OffloadPlan,
+    activations: ActivationPlacements,
+    *,
+    fetch_ahead: int = FETCH_AHEAD,
+    layers_leaving: int = LAYERS_LEAVING,
+) -> OffloadPlan | None:
+    """Return ``plan`` with other placements and windows. Returns None if they do not fit a tier."""
+    own = replace(setup, commit_every_steps=plan.commit_every_steps)
+    placed = placed_by_layer(model, activations)
+    peak_bytes = fullest_bytes(
+        model, placed, num_together=setup.num_together, fetch_ahead=fetch_ahead, layers_leaving=layers_leaving
+    )
+    room, resident_bytes = measure_room(model, hardware, own), sum(record.num_bytes for record in plan.resident)
+    cpu_bytes = max(0, room.cpu_bytes - resident_bytes)
+    if setup.activation_cpu_bytes is not None:
+        cpu_bytes = min(cpu_bytes, setup.activation_cpu_bytes)
+    kept_bytes, ram_bytes, spilled_bytes = (float(part.sum()) for part in (placed.kept, placed.ram, placed.spilled))
+    fits = (
+        peak_bytes <= room_to_hold_bytes(hardware, own)
+        and kept_bytes <= max(0, setup.gpu_memory_bytes - setup.gpu_fixed_bytes)
+        and ram_bytes <= cpu_bytes
+        and spilled_bytes <= room.ssd_bytes
+    )
+    if not fits:
+        return None
+    recomputed = [
+        operation
+        for layer in model.layers
+        for operation in layer.operations
+        if activations[layer.name][operation.name] is Placement.RECOMPUTE
+    ]
+    spilled_gradient_bytes = float(setup.spilled_gradient_bytes)
+    if setup.gradients and setup.spilled_gradient_bytes and cpu_bytes:
+        through = np.cumsum(placed.ram)
+        put_away = {layer.name: np.full(1, through[index]) for index, layer in enumerate(model.layers)}
+        held = held_beside(setup.gradients, put_away, num_held_chunks=setup.num_held_chunks, ram_bytes=cpu_bytes)
+        spilled_gradient_bytes = max(0.0, setup.spilled_gradient_bytes - float(held[0]))
+    swaps, recomputes = any(placed.swapped > 0), bool(recomputed)
+    decided = replace(
+        plan.prediction,
+        case=1 if recomputes and not swaps else 3 if recomputes else 2,
+        kept_bytes=int(kept_bytes),
+        swapped_bytes=int(ram_bytes + spilled_bytes),
+        spilled_bytes=int(spilled_bytes),
+        spilled_gradient_bytes=int(spilled_gradient_bytes),
+        recomputed_flops=setup.num_micro_batches * sum(operation.flops for operation in recomputed),
+        tier_bytes=_tier_bytes(plan, hardware, own, placed, peak_bytes, spilled_gradient_bytes),
+    )
+    other = replace(
+        plan, activations=activations, prediction=decided, fetch_ahead=fetch_ahead, layers_leaving=layers_leaving
+    )
+    return replace(other, prediction=forecast(model, hardware, own, other))
+
+
+def _tier_bytes(
+    plan: OffloadPlan,
+    hardware: HardwareProfile,
+    setup: TrainingSetup,
+    placed: PlacedBytes,
+    peak_bytes: float,
+    spilled_gradient_bytes: float,
+) -> dict[Tier, dict[str, int]]:
+    """Return the plan's bytes on each tier, with other activations."""
+    num_local, before = setup.cluster.num_local, plan.prediction.tier_bytes
+    kept_bytes, ram_bytes = int(placed.kept.sum()), int(placed.ram.sum())
+    working_bytes = max(0, math.ceil(peak_bytes - kept_bytes))
+    gpu = {**before["gpu"], "activations": kept_bytes, "working_set": working_bytes}
+    gpu.pop("allocator_and_workspaces", None)
+    if on_top := allocator_bytes(hardware, setup, kept_bytes + working_bytes):
+        gpu["allocator_and_workspaces"] = on_top
+    in_ram = setup.spilled_gradient_bytes - int(spilled_gradient_bytes)
+    ram = {"activations": num_local * ram_bytes, "gradients": num_local * max(0, in_ram - ram_bytes)}
+    return {
+        "gpu": gpu,
+        "cpu": {**before["cpu"], **ram},
+        "ssd": {**before["ssd"], "activations": num_local * int(placed.spilled.sum())},
+    }
