@@ -45,7 +45,7 @@ class _Program:
 
     def least_cost(self) -> float:
         """Return the least cost. Raises ValueError if no solution exists."""
-        from scipy.optimize import linprog  # type: ignore[import-untyped]
+        from scipy.optimize import linprog
 
         below, limits = self._matrix(self._below)
         equal, values = self._matrix(self._equal)

@@ -26,6 +26,9 @@ from hf_lohan.planner.simulation.simulated_step import simulate_step
 
 EQUALLY_SHORT = 1.01
 """Of plans within this factor of the shortest step, the one that writes least is chosen."""
+CLEARLY_LESS = 0.97
+"""Algorithm 1's plan stays unless another plan takes less than this share of its time, or writes less than this share
+of its bytes. Simulated steps are up to 5% off the measured ones, so smaller gains may be none."""
 _WINDOWS = ((1, 2), (2, 3), (3, 4))
 """Pairs of `fetch_ahead` and `layers_leaving`. Wider windows take more memory of the device."""
 _SWAPPED = (Placement.CPU, Placement.SSD)
@@ -70,12 +73,14 @@ def choose_solver(
 
 def shortest(found: Sequence[tuple[OffloadPlan, float | None]]) -> OffloadPlan:
     """Return the plan that writes least among those whose simulated steps are about as short as the shortest. The
-    first plan stays unless another writes less, or is clearly shorter."""
+    first plan stays unless another is clearly shorter, or writes clearly less."""
+    usual, usual_s = found[0][0], _simulated(found[0])
     fast_s = EQUALLY_SHORT * min(map(_simulated, found))
     fast = [one for one in found if _simulated(one) <= fast_s]
-    least_bytes = min(plan.prediction.ssd_write_bytes_per_step for plan, _ in fast)
-    few = [one for one in fast if one[0].prediction.ssd_write_bytes_per_step <= least_bytes]
-    return found[0][0] if found[0] in few else min(few, key=_simulated)[0]
+    best, best_s = min(fast, key=lambda one: (one[0].prediction.ssd_write_bytes_per_step, _simulated(one)))
+    less_bytes = CLEARLY_LESS * usual.prediction.ssd_write_bytes_per_step
+    is_clear = _simulated((best, best_s)) < CLEARLY_LESS * usual_s
+    return best if is_clear or best.prediction.ssd_write_bytes_per_step < less_bytes else usual
 
 
 def _simulated(one: tuple[OffloadPlan, float | None]) -> float:

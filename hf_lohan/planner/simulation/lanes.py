@@ -115,6 +115,7 @@ class _Run:
         self._begins = [0.0] * len(graph)
         self._ends = [-1.0] * len(graph)
         self._ready: dict[str, list[tuple[int, int]]] = {lane: [] for lane in sorted({*graph.lanes, NO_LANE})}
+        self._of_drives = self._ready.get(rules.mixed_lane, []) if rules.mixed_lane != NO_LANE else []
         self._running: dict[str, bool] = dict.fromkeys(self._ready, False)
         self._num_waiting = [0, 0]
         """Reads and writes that wait for the drives."""
@@ -136,8 +137,8 @@ class _Run:
             for lane, ready in self._ready.items():
                 if not self._running[lane] and (ready or (lane == self._rules.mixed_lane and self._chosen is not None)):
                     self._begin(lane, ready)
-            if self._rules.looks_ahead and self._chosen is None and self._ready[self._rules.mixed_lane]:
-                self._chosen = heapq.heappop(self._ready[self._rules.mixed_lane])[1]
+            if self._rules.looks_ahead and self._chosen is None and self._of_drives:
+                self._chosen = heapq.heappop(self._of_drives)[1]
             if not self._events and not self._shared:
                 break
             ended = self._advance()

@@ -16,7 +16,7 @@ from hf_lohan.planner.costs.expert_costs import ROUTER_SYNC_S
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import TrainingSetup
-from hf_lohan.planner.pool_plan import MAX_CHUNK_NUMEL, NUM_PIPELINE_STAGES, SizeClass
+from hf_lohan.planner.pool_plan import MAX_CHUNK_NUMEL, NUM_PIPELINE_STAGES, NUM_RECALL_BUFFERS, SizeClass
 from hf_lohan.planner.simulation.block_work import BlockWork, StepRules, block_works
 from hf_lohan.planner.simulation.lanes import NO_LANE, TaskGraph
 
@@ -88,6 +88,8 @@ class StepTasks:
         self._released: deque[tuple[float, int]] = deque()
         """(number of chunks of gradients so far, the task after which these have left their buffers)."""
         self._num_released = 0.0
+        self._recalled: list[int] = []
+        """The writes of sums of gradients."""
         self._num_arrived = 0.0
         self._held: dict[str, list[int]] = {}
         """By block, the tasks after which the pieces of its held gradient may be applied."""
@@ -337,10 +339,13 @@ class StepTasks:
                 task = graph.add(NO_LANE, 0.0, [task, self._worker], name="gradients")
                 if sum_bytes and not is_first:
                     seconds = sum_bytes / hardware.ssd_read_bytes_per_s
-                    task = graph.add(SSD, seconds, [task], name="gradients", rank=_SOON)
-                if spilled_bytes:
+                    recalled = self._recalled[-NUM_RECALL_BUFFERS:]
+                    before = [task, *recalled[:1]] if len(recalled) == NUM_RECALL_BUFFERS else [task]
+                    task = graph.add(SSD, seconds, before, name="gradients", rank=_SOON)
+                if spilled_bytes:  # its buffer is free when it is written
                     seconds = spilled_bytes / hardware.ssd_write_bytes_per_s
-                    graph.add(SSD, seconds, [task], name="writes", rank=_ANY_TIME, is_write=True)
+                    task = graph.add(SSD, seconds, [task], name="gradients", rank=_ANY_TIME, is_write=True)
+                    self._recalled.append(task)
                 if not (is_last and work.holds_in_buffers):
                     self._release(each_chunks, task)
             arrived.append(task)
