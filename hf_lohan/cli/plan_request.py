@@ -21,7 +21,7 @@ from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, refuse_other_methods
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
-from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
+from hf_lohan.planner import BudgetError, HardwareProfile, Quantization, choose_solver
 from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
@@ -211,6 +211,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ways=ways,
         chunks=None if layout.model_blocks.experts else _cuttable(model, layout),
     )
+    if other is None and planned.setup.solver == "auto":
+        compared = choose_solver(planned.profile, planned.hardware, planned.setup, planned.plan, compares=True)
+        planned = replace(planned, plan=compared)
     return PlannedRun(
         **vars(planned),
         request=request,

@@ -153,8 +153,8 @@ class OffloadConfig:
 
     solver: Solver = AUTO
     """How the plan for `activations: auto` is found. "algorithm_1" is LoHan's, by the sum of lanes. "migration" books
-    the time of lanes, as TeraIO does. "auto" simulates the plans of both, and Algorithm 1's with what is swapped and
-    spilled spread over the layers, and takes the shortest step. The setting changes no number."""
+    the time of lanes, as TeraIO does. "auto" is "algorithm_1", and `lohan plan` also simulates the plans of the others.
+    The setting changes no number."""
 
     chunked_loss: bool | Literal["auto"] = AUTO
     """Whether the logits are computed for some tokens at a time, so that they never all exist at once. "auto" does so

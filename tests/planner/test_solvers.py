@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,9 +23,18 @@ from hf_lohan.planner import (
     plan_offload,
     simulate_step,
 )
+from hf_lohan.planner.search import solvers
 from hf_lohan.planner.search.placed_plan import fullest_bytes, placed_by_layer, with_placements
 from hf_lohan.planner.search.solvers import EQUALLY_SHORT, spread_placements
 from hf_lohan.testing.step_bound import least_step_s
+
+
+@pytest.fixture(autouse=True, scope="module")
+def auto_takes_the_shortest() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solvers, "AUTO_TAKES_THE_SHORTEST", True)
+        yield
+
 
 deep_models = st.builds(
     tiny_model,
@@ -126,6 +136,16 @@ def test_the_setting_chooses_the_solver() -> None:
     assert choose_solver(model, hardware, forced, recomputing).activations == recomputing.activations
 
 
+def test_auto_is_algorithm_1_by_default_and_compares_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solvers, "AUTO_TAKES_THE_SHORTEST", False)
+    model, hardware, setup = spilling()
+    plan = plan_offload(model, hardware, setup)
+    alone, compared = (choose_solver(model, hardware, setup, plan, compares=compares) for compares in (False, True))
+    assert alone.activations == compared.activations == plan.activations
+    assert [solved.name for solved in alone.solvers] == ["algorithm_1"]
+    assert [solved.name for solved in compared.solvers] == ["algorithm_1", "algorithm_1_spread", "migration"]
+
+
 def test_spreading_keeps_the_bytes_of_each_tier() -> None:
     model, hardware, setup = spilling()
     plan = plan_offload(model, hardware, setup)
@@ -157,8 +177,6 @@ def test_wider_windows_take_more_memory() -> None:
 def test_a_large_model_is_solved_with_few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder(8192, 80, batch_size=1, sequence_length=2048, vocabulary=128_256)
     calls = []
-    import hf_lohan.planner.search.solvers as solvers
-
     real = solvers.simulate_step
     monkeypatch.setattr(solvers, "simulate_step", lambda *args: calls.append(1) or real(*args))
     own = setup(solver="auto", **OUR_STATES)

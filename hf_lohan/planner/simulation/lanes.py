@@ -1,6 +1,6 @@
 """Runs a graph of tasks on lanes. A lane does one task at a time.
 
-Of the tasks that can begin, a lane takes the most urgent one, and among these the one that was added first. A running
+Of the tasks that can begin, a lane takes the most urgent one, and among these the one that could begin first. A running
 task is not interrupted.
 """
 
@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 
 NO_LANE = ""
 """For tasks that wait for other tasks and occupy nothing."""
-
-_RANK = 1 << 40
-"""Larger than any number of tasks. The rank of a task comes before its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class TaskGraph:
         """The step of each task."""
         self.step = 0
         """The step of the tasks that are added from now on."""
-        self._keys: list[int] = []
+        self._ranks: list[int] = []
         self._after: list[list[int]] = []
         self._num_before: list[int] = []
         self._before: list[list[int]] = []
@@ -76,7 +73,7 @@ class TaskGraph:
         self.seconds.append(seconds)
         self.names.append(name)
         self.steps.append(self.step)
-        self._keys.append(rank * _RANK + number)
+        self._ranks.append(rank)
         self._is_write.append(is_write)
         self._after.append([])
         self._before.append([])
@@ -114,7 +111,7 @@ class _Run:
         self._num_before = list(graph._num_before)
         self._begins = [0.0] * len(graph)
         self._ends = [-1.0] * len(graph)
-        self._ready: dict[str, list[tuple[int, int]]] = {lane: [] for lane in sorted({*graph.lanes, NO_LANE})}
+        self._ready: dict[str, list[tuple[int, float, int]]] = {lane: [] for lane in sorted({*graph.lanes, NO_LANE})}
         self._of_drives = self._ready.get(rules.mixed_lane, []) if rules.mixed_lane != NO_LANE else []
         self._running: dict[str, bool] = dict.fromkeys(self._ready, False)
         self._num_waiting = [0, 0]
@@ -138,7 +135,7 @@ class _Run:
                 if not self._running[lane] and (ready or (lane == self._rules.mixed_lane and self._chosen is not None)):
                     self._begin(lane, ready)
             if self._rules.looks_ahead and self._chosen is None and self._of_drives:
-                self._chosen = heapq.heappop(self._of_drives)[1]
+                self._chosen = heapq.heappop(self._of_drives)[2]
             if not self._events and not self._shared:
                 break
             ended = self._advance()
@@ -172,16 +169,16 @@ class _Run:
                     if not self._num_before[later]:
                         tasks.append(later)
                 continue
-            heapq.heappush(self._ready[lane], (graph._keys[task], task))
+            heapq.heappush(self._ready[lane], (graph._ranks[task], self._now, task))
             if lane == self._rules.mixed_lane:
                 self._num_waiting[graph._is_write[task]] += 1
 
-    def _begin(self, lane: str, ready: list[tuple[int, int]]) -> None:
+    def _begin(self, lane: str, ready: list[tuple[int, float, int]]) -> None:
         rules, graph = self._rules, self._graph
         if lane == rules.mixed_lane and self._chosen is not None:
             task, self._chosen = self._chosen, None
         else:
-            _, task = heapq.heappop(ready)
+            task = heapq.heappop(ready)[2]
         seconds = graph.seconds[task]
         self._begins[task] = self._now
         self._running[lane] = True
