@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_lohan.cli.plan_ranks import divides_experts
@@ -56,6 +56,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
     longest = longest_row_of(planned)
     return {
         **planned.plan.to_mapping(),
+        "solvers": [asdict(solved) for solved in planned.plan.solvers],
         **simulated_facts(planned),
         "longest_tokens": longest.num_tokens,
         "longest_tokens_is_longest_tried": longest.is_longest_tried,

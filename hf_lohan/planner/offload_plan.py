@@ -389,7 +389,7 @@ class OffloadPlan:
     def to_mapping(self) -> dict[str, Any]:
         """Return all decisions and the figures of the prediction, for JSON."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"]
+        del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"], own["solvers"]
         if self.prediction.ranks is not None:
             own["cluster"] = asdict(self.cluster)
             own["tried_ways"] = [way.to_mapping() for way in self.tried_ways]
@@ -399,7 +399,6 @@ class OffloadPlan:
             "fits_without_offloading": self.in_memory.fits,
             "pools": None if self.pools is None else self.pools.to_mapping(),
             "resident": [[record.block, record.kind] for record in self.resident],
-            "solvers": [asdict(solved) for solved in self.solvers],
             "simulated_step_s": self.simulated_step_s,
             "activations": {
                 layer: {name: place.value for name, place in places.items()}
