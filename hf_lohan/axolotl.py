@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pydantic import BaseModel, Field
 
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.huggingface import OffloadTrainerMixin, engine_of, from_pretrained
+from hf_lohan.huggingface.models.adapters import changes_the_base
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, choose_optimizer, config_named_by_optim
 from hf_lohan.planning import MicroBatches
 from hf_lohan.report.run_data import STORE_FOLDER
@@ -63,10 +65,18 @@ _REFUSED_VALUES = {
     "nf4_backend": (("torchao",), "is not the NF4 of offload, which has the bits of bitsandbytes; leave it out"),
     "experts_implementation": (("scattermoe", "sonicmoe"), _READS_LATER),
 }
+_REFUSED_PLUGINS = {
+    "cut_cross_entropy": _READS_LATER,
+    "grokfast": "changes gradients, which leave the device before it sees them; leave it out",
+    "llm_compressor": _CHANGES,
+}
+"""axolotl's own plugins that are not honoured under offload."""
 _ABOVE_ONE = (
     *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "expert_parallel_size"),
     *("dp_shard_size", "dp_replicate_size"),
 )
+_RANGE = re.compile(r"\[[0-9]*(:[0-9]*)?\]$")
+"""The end of a pattern of `unfrozen_parameters` that trains some rows of a weight, such as [5] or [:10]."""
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _ADAPTERS = (None, "", "lora", "qlora")
 _SET_BY_US = ("torch_dtype", "dtype", "device_map", "max_memory", "low_cpu_mem_usage", "quantization_config")
@@ -155,8 +165,9 @@ def check_run(cfg: Any) -> None:
     for name in _LORA_KERNELS:
         if cfg.get(name):
             raise ConfigError(f"{name}: {cfg.get(name)} {_READS_LATER}")
-    if any("cut_cross_entropy" in str(plugin) for plugin in cfg.get("plugins") or ()):
-        raise ConfigError(f"plugins: axolotl's cut_cross_entropy {_READS_LATER}")
+    for name, why in _REFUSED_PLUGINS.items():
+        if any(name in str(plugin) for plugin in cfg.get("plugins") or ()):
+            raise ConfigError(f"plugins: axolotl's {name} {why}")
     _check_adapter(cfg)
     optimizer = _name_of(cfg.get("optimizer"))
     if optimizer is not None and optimizer not in OPTIM_NAMES:
@@ -175,13 +186,23 @@ def _check_adapter(cfg: Any) -> None:
             "load_in_4bit: True is for adapter: qlora; write that, or adapter: lora and quantize: nf4 in the section "
             "lohan"
         )
+    init = "loftq" if _loftq_of(cfg) else cfg.get("peft_init_lora_weights")
+    if changes_the_base(init):
+        raise ConfigError(
+            f"peft_init_lora_weights: {init} changes the base's weights, and these stream to the store while adapters "
+            "are made; leave it out"
+        )
     patterns = cfg.get("unfrozen_parameters") or ()
-    parts = [pattern for pattern in patterns if str(pattern).endswith("]") and ":" in str(pattern).rpartition("[")[2]]
+    parts = [pattern for pattern in patterns if _RANGE.search(str(pattern))]
     if parts:
         raise ConfigError(
             f"unfrozen_parameters: {parts[0]} trains a part of a weight, and offload trains or freezes whole weights; "
             "leave the range out"
         )
+
+
+def _loftq_of(cfg: Any) -> Any:
+    return ((cfg.get("peft") or {}).get("loftq_config") or {}).get("loftq_bits")
 
 
 def _name_of(value: Any) -> Any:

@@ -337,3 +337,14 @@ def test_an_int8_checkpoint_of_conv1d_is_turned_round(tmp_path: Path) -> None:
         assert torch.equal(found, merged.get_parameter(name)), name
         assert torch.equal(engine.parameters.read_parameter(name), model.get_parameter(name)), name
     engine.close()
+    without_head = hf_lohan.from_pretrained(
+        tmp_path / "packed",
+        {**BUDGETS, "ssd": str(tmp_path / "without head")},
+        torch_device="cpu",
+        model_class=transformers.AutoModel,
+    )
+    engine = engine_of(without_head)
+    assert engine is not None
+    for name, _ in without_head.named_parameters():
+        assert torch.equal(engine.parameters.read_parameter(name), model.get_parameter(f"transformer.{name}")), name
+    engine.close()

@@ -36,11 +36,17 @@ def check_peft_config(peft_config: Any) -> None:
             'peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
         )
     init = getattr(peft_config, "init_lora_weights", True)
-    if isinstance(init, str) and init.partition("_")[0] in _CHANGE_THE_BASE:
+    if changes_the_base(init):
         raise ValueError(
             f"peft_config has init_lora_weights={init!r}, which changes the base's weights, and these stream to the "
             f"store while adapters are made; {_IN_MEMORY}, or set init_lora_weights=True"
         )
+
+
+def changes_the_base(init_lora_weights: Any) -> bool:
+    """Return whether this initialisation of LoRA changes the base's weights."""
+    name = init_lora_weights.lower() if isinstance(init_lora_weights, str) else ""
+    return name == "lora_ga" or name.partition("_")[0] in _CHANGE_THE_BASE
 
 
 def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:

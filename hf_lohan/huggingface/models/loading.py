@@ -229,6 +229,8 @@ def from_pretrained(
     refuse_placement(kwargs, "which offload streams to its device itself")
     dtype = take_torch_dtype(kwargs, dtype)
     if peft_config is not None:
+        if finish is not None:
+            raise ValueError("peft_config and finish are both given; add the adapters in finish alone")
         check_peft_config(peft_config)
         finish = adding_adapters(peft_config)
     # A Trainer passes its own configuration, or a part of that configuration.

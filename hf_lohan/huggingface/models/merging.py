@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import shutil
@@ -108,7 +109,8 @@ def _unread_model(
     if quantized is not None:
         model_config = quantized.model_config
         with torch.device("meta"):
-            skeleton = skeleton_of(model_class, model_config, torch.float32, checkpoint.code)
+            own_config = copy.deepcopy(model_config)  # building a model changes its dtype
+            skeleton = skeleton_of(model_class, own_config, torch.float32, checkpoint.code)
         decoded = tensors_replaced(quantized.of_model(skeleton).replace_encoded)
     unread: dict[str, UnreadWeight] = {}
     with loaded_unread(unread) as unused, decoded:

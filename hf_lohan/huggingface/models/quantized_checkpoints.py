@@ -418,7 +418,8 @@ def weight_settings(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _find_int8(transposed: Collection[str], tensors: Tensors) -> Encoded:
-    """``transposed``: names of weights that the model has transposed. A checkpoint may leave out their beginning."""
+    """``transposed``: names of weights that the model has transposed. The checkpoint's names may have another
+    beginning, as those of a causal LM have for its base model."""
     encoded: Encoded = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
@@ -433,7 +434,7 @@ def _find_int8(transposed: Collection[str], tensors: Tensors) -> Encoded:
                 f"{name} is int8 in an order of an early bitsandbytes ({stem}.weight_format is not 0), which is not "
                 "decoded; use the checkpoint from before it was packed, with quantize: int8"
             )
-        is_turned = any(full == name or full.endswith(f".{name}") for full in transposed)
+        is_turned = any(f".{full}".endswith(f".{name}") or name.endswith(f".{full}") for full in transposed)
         weight = EncodedWeight(
             torch.Size((columns, rows) if is_turned else (rows, columns)),
             tensor,

@@ -149,7 +149,7 @@ def test_a_streamed_base_gets_its_adapters_while_it_loads(kind: str, dtype: torc
     engine.close()
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga"])
 def test_an_initialization_that_changes_a_streamed_base_is_refused(init: str, tmp_path: Path) -> None:
     tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
     config = KINDS["lora"]()
@@ -157,6 +157,11 @@ def test_an_initialization_that_changes_a_streamed_base_is_refused(init: str, tm
     with pytest.raises(ValueError, match=rf"^peft_config has init_lora_weights='{init}'.*make the adapters in memory"):
         hf_lohan.from_pretrained(tmp_path / "base", OFFLOAD, default_ssd_path=tmp_path / "store", peft_config=config)
     assert not (tmp_path / "store").exists()
+
+
+def test_adapters_and_finish_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^peft_config and finish are both given; add the adapters in finish alone$"):
+        hf_lohan.from_pretrained(tmp_path, OFFLOAD, peft_config=KINDS["lora"](), finish=lambda model: model)
 
 
 def test_adapters_that_need_the_values_of_a_streamed_base_are_refused(tmp_path: Path) -> None:
@@ -261,18 +266,22 @@ def test_a_saved_adapter_is_merged_into_another_base(kind: str, tmp_path: Path) 
     assert any(not torch.equal(before[name], tensor) for name, tensor in expected.items() if name in before)
 
 
-@pytest.mark.parametrize("kind", ["llama-fp8", "gpt_oss-mxfp4"])
-def test_an_adapter_is_merged_into_a_quantized_original(kind: str, tmp_path: Path) -> None:
-    """The base is decoded, a weight at a time, and the saved model is plain."""
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama-fp8", torch.float32), ("llama-fp8", torch.bfloat16), ("gpt_oss-mxfp4", torch.float32)]
+)
+def test_an_adapter_is_merged_into_a_quantized_original(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The base is decoded, a weight at a time, and the saved model is plain, in the dtype of the base's config."""
     base = quantized_folders.KINDS[kind][0](tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, "dtype": str(dtype).removeprefix("torch.")}))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **CAUSAL)
-    stock = peft.get_peft_model(quantized_folders.dequantized(base, kind), config)
+    stock = peft.get_peft_model(quantized_folders.dequantized(base, kind, dtype), config)
     stock.save_pretrained(tmp_path / "adapter")
-    stock = peft.PeftModel.from_pretrained(quantized_folders.dequantized(base, kind), tmp_path / "adapter")
+    stock = peft.PeftModel.from_pretrained(quantized_folders.dequantized(base, kind, dtype), tmp_path / "adapter")
     expected = stock.merge_and_unload().state_dict()
     hf_lohan.merge(tmp_path / "adapter", base, tmp_path / "merged")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert not hasattr(found.config, "quantization_config")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert not hasattr(found.config, "quantization_config") and found.dtype == dtype
     assert_same(found.state_dict(), expected)
 
 
