@@ -89,6 +89,8 @@ class _NormRun:
         self.norm = norm
         self.names = names
         self._chunks = chunks
+        self.autocast_state: tuple[str, torch.dtype, bool] | None = None
+        """The device's type, and what the forward's autocast was."""
 
     def __iter__(self) -> Iterator[TokenRange]:
         """Yield the chunks. A trace gets the first, for all but the last, and the last."""
@@ -108,6 +110,8 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _NormRun, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.norm_run = run
+        kind = hidden.device.type
+        run.autocast_state = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.save_for_backward(hidden, *parameters)
         output: Tensor | None = None
         for tokens in run:
@@ -130,7 +134,12 @@ class _InChunks(torch.autograd.Function):
             nn.Parameter(weight.detach(), requires_grad=needed)
             for weight, needed in zip(weights, needs_weight, strict=True)
         ]
-        with run.norm.with_parameters(dict(zip(run.names, leaves, strict=True))):
+        assert run.autocast_state is not None
+        kind, dtype, is_enabled = run.autocast_state
+        with (
+            torch.autocast(kind, dtype=dtype, enabled=is_enabled),
+            run.norm.with_parameters(dict(zip(run.names, leaves, strict=True))),
+        ):
             for tokens in run:
                 chunk = hidden[tokens.index].detach().requires_grad_(needs_hidden)
                 with torch.enable_grad():

@@ -42,7 +42,7 @@ class ChunkChoice:
             return decided, None
         found = self._largest_that_fits(below=decided)
         if decided is None and self.setting == "auto":
-            return (self._candidates(None)[-1] if found is None else found), None
+            return (self._largest_beside_drives() if found is None else found), None
         if found is None:
             return decided, None
         return decided, "set chunked_layers to auto" if decided is None else f"set chunked_layers to at most {found}"
@@ -59,6 +59,12 @@ class ChunkChoice:
         numbers += [tokens for tokens in _halves(self.sequence_length) if tokens >= LEAST_CHUNK_TOKENS]
         numbers = [number for number in numbers if below is None or number < below]
         return numbers or [LEAST_CHUNK_TOKENS]
+
+    def _largest_beside_drives(self) -> int:
+        """Return the largest chunks that fit the device if nothing is kept there, or the smallest chunks. RAM and
+        drives, which have too little room, need as much with smaller chunks."""
+        candidates = self._candidates(None)
+        return next((number for number in candidates if not self._exceeds_device(number)), candidates[-1])
 
     def _largest_that_fits(self, below: int | None) -> int | None:
         """Return the largest chunks that fit, or smaller ones if these have a shorter step."""
@@ -94,10 +100,3 @@ def made_again(profile: ModelProfile) -> ModelProfile:
             for block in profile.blocks
         ),
     )
-
-
-def with_advice(refusal: str, reason: str | None, advice: str | None) -> str:
-    """Return a refusal with the ``reason`` why layers are not cut, and with the ``advice`` of `ChunkChoice.choose`."""
-    if reason is not None:
-        refusal = f"{refusal}; layers are not cut into chunks, because each {reason}"
-    return refusal if advice is None else f"{refusal}, or {advice}"

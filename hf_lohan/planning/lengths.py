@@ -54,7 +54,7 @@ def longest_row(
             return LongestRow(0, is_longest_tried=False)
         except ValueError:
             does_not_fit = length
-            if fits and fits == num_positions:
+            if (fits and fits == num_positions) or length <= fits + 1:
                 break
             length = num_positions if num_positions and fits < num_positions < length else _middle(fits, length)
             continue

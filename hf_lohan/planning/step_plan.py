@@ -37,7 +37,7 @@ from hf_lohan.planner import (
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.fitting import device_memory_advice, room_to_hold_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes, Weight, step_lifetimes
-from hf_lohan.planning.chunk_choice import ChunkChoice, made_again, with_advice
+from hf_lohan.planning.chunk_choice import ChunkChoice, made_again
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
@@ -116,7 +116,11 @@ def plan_step(
     cannot be traced. A plan that does not fit has a refusal.
     """
 
-    def plan(shape: StepShape, measure: Callable[[TracedModel, StepShape], HardwareProfile]) -> PlannedStep:
+    def plan(
+        shape: StepShape,
+        measure: Callable[[TracedModel, StepShape], HardwareProfile],
+        chunks: ChunkedLayers | None = chunks,
+    ) -> PlannedStep:
         return _plan_shape(
             model,
             layout,
@@ -136,7 +140,13 @@ def plan_step(
     if not may_run_together or shape.num_micro_batches == 1:
         return _by_best_solver(in_turn)
     num_together = shape.num_micro_batches * shape.num_together
-    together = plan(replace(shape, num_micro_batches=1, num_together=num_together), lambda *_: in_turn.hardware)
+    fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
+    together = plan(
+        replace(shape, num_micro_batches=1, num_together=num_together),
+        lambda *_: in_turn.hardware,
+        # What fits whole one by one is not cut to run together, because that would change numbers.
+        None if fits_whole and chunk_tokens is None and config.chunked_layers == AUTO else chunks,
+    )
     return _by_best_solver(_better_order(in_turn, together))
 
 
@@ -266,8 +276,8 @@ def _plan_shape(
         return planned(found.profile, other_layout, other, asked).plan
 
     refusal = found.plan.refusal
-    if refusal is not None:
-        refusal = with_advice(refusal, reason, advice)
+    if refusal is not None and advice is not None:
+        refusal = f"{refusal}, or {advice}"
     if refusal is not None and config.device_memory != AUTO and found.plan.least_device_bytes > config.device_memory:
         least_bytes = _least_device_memory(config, planned_with, found.plan.least_device_bytes)
         refusal = refusal.replace(
@@ -277,6 +287,8 @@ def _plan_shape(
         with_fewer_slots = planned_with(replace(config, prefetch_blocks=1))
         if with_fewer_slots is not None and with_fewer_slots.fits:
             refusal = f"{refusal}, or set prefetch_blocks to 1"
+    if refusal is not None and reason is not None:
+        refusal = f"{refusal}; layers are not cut into chunks, because each {reason}"
     return replace(found, plan=replace(found.plan, refusal=refusal))
 
 

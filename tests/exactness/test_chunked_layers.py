@@ -27,6 +27,7 @@ from trl_runs import arguments as sft_arguments
 from trl_runs import run as run_trl
 
 import hf_lohan
+from hf_lohan.activations.chunked_norms import ChunkedNorm
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planning import run_plan
 from hf_lohan.testing.models import tiny_model
@@ -113,8 +114,37 @@ def test_auto_cuts_what_does_not_fit_and_a_resumed_run_keeps_the_number(
     # A device with more memory would not need chunks, but the resumed run has the bits of the first.
     for point in ("last_step", str(tmp_path / "auto/checkpoint-2")):
         assert_same_bits(run_long(tmp_path / "auto", {}, resume=point, **settings), auto)
+    assert json.loads((tmp_path / "auto/lohan/plan.json").read_text())["chunk_tokens"] == number
     run_long(tmp_path / "auto", {"chunked_layers": 300}, resume=str(tmp_path / "auto/checkpoint-2"), **settings)
     assert f"continues one with chunks of {number} tokens and has chunked_layers: 300" in caplog.text
+
+
+class ProductNorm(torch.nn.Module):
+    """Multiplies by a product, which autocast computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.1, 1.0, 8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.float() @ torch.diag(self.weight)
+
+
+def test_the_backward_of_a_norm_in_chunks_has_the_autocast_of_its_forward() -> None:
+    hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+
+    def gradients(chunk_tokens: int | None) -> list[torch.Tensor | None]:
+        norm, own = ProductNorm(), hidden.clone().requires_grad_()
+        ChunkedNorm(norm, lambda: chunk_tokens).attach()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = norm(own)
+        (output * torch.linspace(0.3, 1.7, 8)).sum().backward()
+        return [output.detach(), own.grad, norm.weight.grad]
+
+    (output, of_hidden, of_weight), (whole, of_whole, of_its_weight) = gradients(4), gradients(None)
+    assert output is not None and output.dtype == torch.bfloat16
+    torch.testing.assert_close((output, of_hidden), (whole, of_whole), rtol=0, atol=0)
+    torch.testing.assert_close(of_weight, of_its_weight, rtol=0.02, atol=0.02)
 
 
 def test_placements_clipping_and_resuming_change_no_bit(tmp_path: Path) -> None:

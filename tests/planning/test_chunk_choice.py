@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import GPT2Config
 import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.hardware import read_hardware
+from hf_lohan.planning.chunk_choice import ChunkChoice
 
 ROOT = Path(__file__).resolve().parents[2]
 DESKTOP = ROOT / "configs/hardware/rtx4090_desktop.yaml"
@@ -27,6 +29,7 @@ def planned(
     model: str = LLAMA,
     batch_size: int = 1,
     sequence_length: int,
+    num_micro_batches: int = 1,
     offload: Any = "lohan",
 ) -> PlannedRun:
     hardware = read_hardware(str(DESKTOP))
@@ -34,7 +37,12 @@ def planned(
     monkeypatch.setattr(plan_request, "read_hardware", lambda _path: hardware)
     return plan_run(
         PlanRequest(
-            model=model, batch_size=batch_size, sequence_length=sequence_length, hardware="H.yaml", offload=offload
+            model=model,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            num_micro_batches=num_micro_batches,
+            hardware="H.yaml",
+            offload=offload,
         )
     )
 
@@ -54,6 +62,34 @@ def test_what_fits_whole_is_not_cut(
     whole = planned(monkeypatch, **sizes, offload=setting(tmp_path, "false"))
     assert auto.plan.fits and auto.plan.chunk_tokens is None
     assert auto.plan.to_mapping() == whole.plan.to_mapping()
+
+
+def test_what_fits_one_by_one_is_not_cut_to_run_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"sequence_length": 65_536, "num_micro_batches": 8, "ram_gb": 768}
+    auto = planned(monkeypatch, **sizes)
+    assert auto.plan.fits and auto.plan.chunk_tokens is None
+    cut = planned(monkeypatch, **sizes, offload=setting(tmp_path, "16384"))
+    together_s = cut.plan.other_order_step_s
+    assert together_s is not None and 1.05 * together_s < auto.plan.prediction.step_s
+
+
+@pytest.mark.parametrize(("room_bytes", "expected"), [(40_000, 32_768), (300, 256), (1, 256)])
+def test_chunks_of_a_batch_that_fits_nowhere(room_bytes: int, expected: int) -> None:
+    """With too little room on the drives smaller chunks do not help, and with too little on the device they may."""
+
+    def profile(chunk_tokens: int | None) -> Any:
+        layer = SimpleNamespace(input_bytes=0, working_bytes=chunk_tokens or 131_072, name="layer")
+        return SimpleNamespace(layers=(layer,), blocks=(layer,))
+
+    choice = ChunkChoice(
+        setting="auto",
+        batch_size=1,
+        sequence_length=131_072,
+        room_bytes=room_bytes,
+        profile_of=profile,
+        plan_of=lambda _tokens: SimpleNamespace(fits=False),  # type: ignore[arg-type, return-value]
+    )
+    assert choice.choose(None) == (expected, None)
 
 
 def test_a_quarter_of_a_million_tokens_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,11 @@ def test_no_row_is_longer_than_the_models_positions() -> None:
     assert Plans(0, 1.0).longest(num_positions=4096) == LongestRow(MOST_TOKENS, is_longest_tried=True)
 
 
+def test_positions_that_the_config_does_not_name_end_the_search() -> None:
+    for most in range(40, 56):
+        assert Plans(0, 1.0, most=most).longest(begin=16) == LongestRow(most, is_longest_tried=False)
+
+
 def test_no_row_may_fit() -> None:
     assert Plans(2e9, 1.0).longest() == LongestRow(0, is_longest_tried=False)
 
