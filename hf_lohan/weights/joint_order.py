@@ -377,14 +377,16 @@ class LentShards:
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks whose shards have not arrived. The caller holds the lock."""
-        return [] if self._load is None or self._load.error is not None else sorted(self._load.missing)
+        return [] if self._load is None else sorted(self._load.missing)
 
     def finish_load(self, *, is_wanted: bool) -> Event | None:
-        """Return the event of the load's end; None if shards are missing. Raises the error of a load that is wanted."""
+        """Return the event of the load's end; None if shards are missing. Raises the error of a load that is wanted.
+        After an error this also waits for the other shards, because they would overwrite the slot's next block."""
         load = self._load
         assert load is not None
         with self._links.lock:
-            if load.missing and load.error is None:
+            ends_run = is_wanted and isinstance(load.error, StorageError)  # of this rank
+            if load.missing and not ends_run:
                 return None
         if load.error is None and load.block.packed_slices and load.turn + 1 < len(_TURNS):
             load.turn += 1
@@ -415,6 +417,7 @@ class LentShards:
         if has_failed:
             with self._links.lock:
                 load.error = RanksDisagreeError(payload.bytes().decode())
+                del load.missing[rank]  # the rank sends no more of this shard
         else:
             kind = _KINDS[kind_number]
             dtype = load.block.master.working_dtype if kind == PARAM else torch.uint8

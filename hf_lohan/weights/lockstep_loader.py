@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_lohan.device import Event
 from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.ranks import CodedTraffic, RankFailedError
+from hf_lohan.ranks import CodedTraffic, RankFailedError, RanksDisagreeError
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.joint_order import Standing
 from hf_lohan.weights.load_order import DeterministicLoadOrder, OrderedLoad, first_of_period
@@ -185,10 +185,15 @@ class LockstepLoader(BlockLoader):
     def _finish_first(self) -> bool:
         """Finish the first load, if its block has arrived and no update borrows the slot."""
         if self._lent is not None:
-            ready = self._source.finish_lent_load(is_wanted=self._is_wanted(self._lent))
-            if ready is None:
-                return False
-            self._publish(self._lent, ready)
+            try:
+                ready = self._source.finish_lent_load(is_wanted=self._is_wanted(self._lent))
+            except RanksDisagreeError:
+                if not self._has_abandoned(self._lent):
+                    raise
+            else:
+                if ready is None:
+                    return False
+                self._publish(self._lent, ready)
             self._lent = None
             return True
         if not self._begun:
@@ -207,7 +212,9 @@ class LockstepLoader(BlockLoader):
         return True
 
     def _begin_next(self) -> bool:
-        if not self._ordered:
+        # A lent load ends before a common one begins. Shards of common loads that have no room here would stay in the
+        # connection in front of the lent ones. And the load's end belongs to its period.
+        if not self._ordered or self._lent is not None:
             return False
         load = self._ordered[0]
         if not self._source.is_common(load.number):
@@ -219,7 +226,7 @@ class LockstepLoader(BlockLoader):
         return True
 
     def _begin_lent(self, load: OrderedLoad) -> bool:
-        if self._begun or self._lent is not None:
+        if self._begun:
             return False
         if not self._is_wanted(load):
             self._ordered.popleft()
@@ -232,6 +239,16 @@ class LockstepLoader(BlockLoader):
         self._lent = self._ordered.popleft()
         self._source.begin_lent_load(load.number, load.block, load.weights, load.free)
         return True
+
+    def _has_abandoned(self, load: OrderedLoad) -> bool:
+        """Empty the slot of a lent load whose shards are not all there, unless compute needs the block now. A rank may
+        end a step, and change a block, a moment before a rank that loads the block ahead without a need for it."""
+        with self._ring.lock:
+            if self._order.is_wanted(load) and load.slot.num_pins:
+                return False
+            if self._order.is_latest(load):
+                self._ring.abandon(load.slot)
+            return True
 
     def _publish(self, load: OrderedLoad, ready: Event) -> None:
         with self._ring.lock:
