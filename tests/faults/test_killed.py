@@ -61,6 +61,7 @@ def check_against(run: Run, undisturbed: Undisturbed) -> None:
     ],
     ids=[
         *("hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"),
+        "in-chunks",
         "experts-behind",
         "experts-swapped",
     ],

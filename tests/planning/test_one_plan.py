@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from covering import slow_but
 from transformers import TrainingArguments
 from typer.testing import CliRunner
 
@@ -69,7 +70,10 @@ def train(checkpoint: Path, folder: Path, settings: dict[str, Any], asked: dict[
     return trainer.offload_engine
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK_RUNS = ("tight", "keep, two drives", "accumulated", "vertical", "experts one by one", "bf16")
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK_RUNS, RUNS))
 def test_a_run_follows_the_printed_plan(name: str, tmp_path: Path) -> None:
     family, settings, asked = RUNS[name]
     checkpoint, folder = tmp_path / "checkpoint", tmp_path / "run"

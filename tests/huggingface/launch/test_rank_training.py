@@ -101,9 +101,11 @@ def test_two_ranks_equal_stock_accumulation(run: Run, folder: Path) -> None:
 
 
 def test_a_step_has_one_exchange_for_its_decisions(run: Run, folder: Path) -> None:
-    """Two other exchanges count the items of all batches before the forward, and wait for logging."""
+    """Three other exchanges count the items of all batches, compare their lengths before the forward, and wait for
+    logging."""
     run("whole")
-    every_step = ["what is logged, evaluated and saved", "a number of each rank", "the end of the step"]
+    every_step = ["what is logged, evaluated and saved", "a number of each rank", "the lengths of batches"]
+    every_step.append("the end of the step")
     steps = facts(folder, "whole")["exchanged"]
     assert len(steps) == 7, "one list after each step, and one before the first"
     assert [steps[step] for step in (1, 3, 5)] == [every_step] * 3, "these steps neither evaluate nor save"
