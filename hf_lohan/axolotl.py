@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list) else value
 
 
-# What is refused.
+# Refusals.
 
 
 def check_run(cfg: Any) -> None:

@@ -90,7 +90,7 @@ class RankStepCosts(StepCosts):
         return rows.backward_bytes + share * rows.forward_bytes
 
     def _wait_for_most_loaded(self) -> None:
-        """Count the computing of each layer's experts as long as that of the rank with the most rows."""
+        """Add the time in which each layer waits for the rank that has the most rows for its experts."""
         layers = [block for block in self._model.blocks if block.experts is not None]
         for number, block in enumerate(layers):
             assert block.experts is not None

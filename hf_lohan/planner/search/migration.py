@@ -108,7 +108,7 @@ class _Migrations:
         num_layers = len(layers)
         born = self._tensors.layers
         self._born, self._needed = born, 2 * num_layers - 1 - born
-        # What is left of the lanes beside weights, gradients and states, in seconds of each interval.
+        # The free seconds of each lane in each interval, beside weights, gradients and states.
         load, count = plan.prediction, setup.num_micro_batches
         own_s = {
             "h2d": load.forward.h2d_s + load.backward.h2d_s - count * load.swapped_bytes / hardware.h2d_bytes_per_s,

@@ -164,7 +164,7 @@ def _curve(
 ) -> MemoryCurve:
     at_s = np.array([ends[change.task] if change.at_end else begins[change.task] for change in changes])
     num_bytes = np.array([change.num_bytes for change in changes], dtype=np.float64)
-    # What is freed at a time can be taken at the same time.
+    # Memory that is freed at a time can be taken at the same time.
     order = np.lexsort((num_bytes, at_s)) if len(changes) else np.zeros(0, dtype=np.int64)
     at_s, sums = at_s[order], fixed_bytes + np.cumsum(num_bytes[order])
     inside = (at_s >= began_s) & (at_s <= ended_s)
