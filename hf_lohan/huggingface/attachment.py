@@ -259,7 +259,9 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
         plan.may_cut(run_layers_in_chunks(model, engine.activations, layers))
-        engine.commits.add_facts(lambda: {CHUNK_TOKENS: plan.chunk_tokens}, plan.resume)
+        engine.commits.add_facts(
+            functools.partial(_chunk_facts, weakref.ref(plan), {}), functools.partial(_resume_plan, weakref.ref(plan))
+        )
     computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(
@@ -273,6 +275,19 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         setattr(model, _HEAD_ATTRIBUTE, chunked_head)
     engine.commits.describe_first(functools.partial(describe_model, model, engine))
     return engine
+
+
+def _chunk_facts(plan: weakref.ref[RunPlan], last: dict[str, Any]) -> dict[str, Any]:
+    """Return what a commit says of the plan. The commits must not keep the plan, which has the model. ``last``: what
+    the commit before said, for the commit of a model that was deleted."""
+    if (planned := plan()) is not None:
+        last[CHUNK_TOKENS] = planned.chunk_tokens
+    return dict(last)
+
+
+def _resume_plan(plan: weakref.ref[RunPlan], facts: Any) -> None:
+    if (planned := plan()) is not None:
+        planned.resume(facts)
 
 
 def _save_through(engine: OffloadEngine, model: Any, merges: PendingMerges | None = None) -> None:

@@ -114,12 +114,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
     return {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "ssd": str(folder / "store")}
 
 
-_SOMETIMES_KEPT = pytest.mark.xfail(
-    reason="a prepared model's engine is sometimes kept until the next one", strict=False
-)
-
-
-@pytest.mark.parametrize("run", [with_trainer, pytest.param(with_accelerator, marks=_SOMETIMES_KEPT)])
+@pytest.mark.parametrize("run", [with_trainer, with_accelerator])
 def test_an_engine_closes_with_its_trainer_or_accelerator(run: Callable[[Path], Any], tmp_path: Path) -> None:
     engine = weakref.ref(run(tmp_path))
     collect()
