@@ -197,18 +197,22 @@ class GradientNorms:
     def total(self) -> Tensor:
         """Return the 2-norm over all gradients of the step, a float32 scalar on the host.
 
-        If a parameter is in several blocks, the squares of its parts' norms are added in float64, in any order. Stock
-        torch measures it with one kernel, which on a CPU adds squares in float32 and has an error of 2e-4 at 8M
-        elements.
+        The norms of parameters are added in the model's order, as in stock torch, because gradients are measured in an
+        order that changes from run to run. If a parameter is in several blocks, the squares of its parts' norms are
+        added in float64, in any order. Stock torch measures it with one kernel, which on a CPU adds squares in float32
+        and has an error of 2e-4 at 8M elements.
         """
-        norms: list[Tensor] = []
-        in_parts: defaultdict[nn.Parameter, list[float]] = defaultdict(list)
-        for part, norm in self._norms().items():
-            if part.is_whole:
-                norms.append(norm)
-            else:
-                in_parts[part.parameter].append(float(norm))
-        norms += [torch.tensor(math.hypot(*sorted(parts)), dtype=torch.float32) for parts in in_parts.values()]
+        measured = self._norms()
+        by_parameter: defaultdict[nn.Parameter, list[ParamSlice]] = defaultdict(list)
+        for part in self._order:
+            if part in measured:
+                by_parameter[part.parameter].append(part)
+        norms = [
+            measured[parts[0]]
+            if parts[0].is_whole
+            else torch.tensor(math.hypot(*sorted(float(measured[part]) for part in parts)), dtype=torch.float32)
+            for parts in by_parameter.values()
+        ]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def first_not_finite(self) -> str | None:

@@ -189,6 +189,20 @@ def test_the_total_norm_equals_torch_to_the_bit(dtype: torch.dtype) -> None:
     assert norms.total() == 0.0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_total_norm_does_not_depend_on_the_order_in_which_sums_are_measured(seed: int) -> None:
+    """Threads measure sums, so the order changes from run to run."""
+    generator = torch.Generator().manual_seed(seed)
+    block, chunk = block_of(*[64] * 200)
+    gradients = [torch.randn(piece.numel, generator=generator).exp() for piece in chunk.pieces]
+    in_order = float(torch.nn.utils.get_total_norm(gradients, foreach=False))
+    for _ in range(20):
+        norms = GradientNorms(block.slices)
+        for index in torch.randperm(len(gradients), generator=generator).tolist():
+            norms.set_summed(chunk.pieces[index], gradients[index])
+        assert float(norms.total()) == in_order
+
+
 def test_all_norms_are_copied_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each copy waits for the device."""
     block, _ = block_of(64, 5000, 3)
