@@ -16,11 +16,15 @@ from hf_lohan.compat.torch_private import version_of
 from hf_lohan.device import Buffer, BufferPool, Device, Event, HostRead, HostStack, IntervalStack, Lane
 from hf_lohan.planner import Placement
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles
-from hf_lohan.threads import FirstFailure, WorkThread
+from hf_lohan.threads import FirstFailure, WorkThread, return_freed_memory
 from hf_lohan.timeline import COMPUTE_WAITS
 
 SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
+_KEPT_HOLES_BYTES = 128 << 20
+"""If the device is the CPU: bytes that are swapped until glibc returns its free memory. A tensor that has left leaves a
+hole in the heap, into which no tensor of the same size fits, because glibc looks for a larger one to align. So the heap
+would grow by all that is swapped in a forward."""
 
 _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
 """Memory in RAM or None, an offset on the SSD, and a function that frees this room."""
@@ -47,6 +51,7 @@ class ActivationSwapper:
         self._device = device
         self._ram = ram or HostStack(device)
         self._num_reads = 0
+        self._holes_bytes = 0
         self._spill: _Spill | None = None
         self._is_closed = False
         self.swapped_bytes = 0
@@ -215,6 +220,7 @@ class ActivationSwapper:
         finally:
             swapped.source = None
             swapped.is_stored.set()
+            self._return_holes(swapped.num_bytes)
 
     def _spill_out(self, swapped: SwappedTensor, flat: Tensor) -> None:
         spill = self._spill
@@ -250,6 +256,16 @@ class ActivationSwapper:
             swapped.error = error
         finally:
             swapped.is_fetched.set()
+            self._return_holes(swapped.num_bytes)
+
+    def _return_holes(self, num_bytes: int) -> None:
+        """Count a tensor that came or left, and return free memory after enough of them."""
+        if not self._device.shares_cores:
+            return
+        self._holes_bytes += num_bytes
+        if self._holes_bytes >= _KEPT_HOLES_BYTES:
+            self._holes_bytes = 0
+            return_freed_memory()
 
     def _read_back(self, swapped: SwappedTensor, flat: Tensor) -> None:
         spill = self._spill

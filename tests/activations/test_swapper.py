@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,11 @@ from torch import Tensor
 from hf_lohan.activations.swapped_tensor import is_swappable
 from hf_lohan.device import Event, Lane
 from hf_lohan.files import CorruptionError, StorageError
+from hf_lohan.hardware import anonymous_memory_bytes
 from hf_lohan.planner import Placement
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, SlowBackend
+from hf_lohan.threads import keep_freed_memory
 
 BenchFactory = Callable[..., SwapperBench]
 SWAPPED = pytest.mark.parametrize("place", [Placement.CPU, Placement.SSD])
@@ -155,6 +158,24 @@ def test_draining_waits_only_for_the_last_copy(make_bench: BenchFactory) -> None
     bench.swapper.drain(swapped)
     assert waited == [5]
     assert all(one.stored.is_reached() for one in swapped)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_tensors_that_left_the_cpu_leave_no_holes_in_the_heap(make_bench: BenchFactory) -> None:
+    """Small tensors that stay lie between those that leave, so glibc cannot join their memory."""
+    keep_freed_memory()
+    num_tensors, tensor_granules = 40, 256
+    bench = make_bench(ssd_granules=num_tensors * tensor_granules)
+    before_bytes = anonymous_memory_bytes()
+    kept: list[Any] = []
+    for _ in range(num_tensors):
+        large = torch.ones(tensor_granules * GRANULE_BYTES, dtype=torch.uint8)
+        kept += [torch.ones(40, dtype=torch.uint8) for _ in range(20)]
+        kept.append(bench.swapper.swap_out(large, Placement.SSD))
+        bench.swapper.drain(kept[-1:])
+        del large
+    grown_bytes = anonymous_memory_bytes() - before_bytes
+    assert grown_bytes < 0.5 * bench.swapper.spilled_bytes
 
 
 def test_without_memory_nothing_is_swapped(make_bench: BenchFactory) -> None:
