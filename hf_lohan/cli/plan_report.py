@@ -44,6 +44,7 @@ from hf_lohan.planner import (
     simulate_step,
     what_hardware_buys,
 )
+from hf_lohan.planner.address_plan import Addresses
 from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planner.record_traffic import FETCHED_KINDS
@@ -252,8 +253,22 @@ def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Cons
         "\nA gap is the time between two uses (the median, and the longest). Link, SSDs: the share of the bytes that "
         "could leave the device and return within their longest gap.\n"
         "If all these tensors were on a device with enough memory, one micro-batch and its update would take "
-        f"{seconds(lifetimes.step_s)}, and {100 * lifetimes.active_share():.2g}% of the bytes would be in use.",
+        f"{seconds(lifetimes.step_s)}, and {100 * lifetimes.active_share():.2g}% of the bytes would be in use.\n"
+        f"{_addresses_in_words(lifetimes.addresses())}",
         soft_wrap=True,
+    )
+
+
+def _addresses_in_words(addresses: Addresses) -> str:
+    live_bytes = max(1, addresses.live_bytes)
+    planned, caching, expandable = (
+        f"{100 * (num_bytes / live_bytes - 1):.1f}%"
+        for num_bytes in (addresses.planned_bytes, addresses.caching_bytes, addresses.expandable_bytes)
+    )
+    return (
+        f"Operations make up to {format_bytes(addresses.live_bytes)} at one time. Addresses that are planned for the "
+        f"whole step take {planned} more than that, and PyTorch's allocator would reserve {expandable} more with "
+        f"expandable segments and {caching} more without."
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hf_lohan.planner.address_plan import Addresses, compare_addresses
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.quantization import DEVICE_MEMORY_BYTES_PER_S
 
@@ -103,9 +104,17 @@ _Integers: TypeAlias = npt.NDArray[np.int64]
 class StepLifetimes:
     """The lifetimes of all tensors of a step."""
 
-    def __init__(self, operation_s: Sequence[float], tensors: Sequence[TensorLifetime]) -> None:
-        """``operation_s``: the seconds of each operation."""
+    def __init__(
+        self,
+        operation_s: Sequence[float],
+        tensors: Sequence[TensorLifetime],
+        traced: Sequence[TensorLifetime] = (),
+    ) -> None:
+        """``operation_s``: the seconds of each operation. ``traced``: the tensors that operations make, which are all
+        that a run allocates during a step. Gradients die when they are complete, because a run sends them to the
+        host."""
         self.tensors = tensors
+        self._traced = traced
         self._seconds: _Floats = np.asarray(operation_s, dtype=np.float64)
         self._starts: _Floats = np.concatenate([np.zeros(1), np.cumsum(self._seconds)])
         """The beginning of each operation, and the end of the step."""
@@ -145,6 +154,11 @@ class StepLifetimes:
             gaps = np.append(gaps, over_the_end)
         return np.where(gaps > _NO_TIME * self.step_s, gaps, 0.0)
 
+    def addresses(self) -> Addresses:
+        """Return the device memory that the tensors of operations take, with planned addresses and with those of
+        PyTorch's allocator. Takes a second for ten thousand tensors."""
+        return compare_addresses(self._traced)
+
     def kinds(self, hardware: HardwareProfile) -> dict[TensorKind, KindSummary]:
         """Return a summary of each kind that has tensors."""
         of_kind: dict[TensorKind, list[TensorLifetime]] = defaultdict(list)
@@ -155,7 +169,12 @@ class StepLifetimes:
     def to_mapping(self, hardware: HardwareProfile) -> dict[str, Any]:
         """Return the figures for JSON."""
         kinds = {kind: asdict(summary) for kind, summary in self.kinds(hardware).items()}
-        return {"active_share": self.active_share(), "step_s": self.step_s, "kinds": kinds}
+        return {
+            "active_share": self.active_share(),
+            "step_s": self.step_s,
+            "kinds": kinds,
+            "addresses": asdict(self.addresses()),
+        }
 
     def _active_share(self, tensors: Sequence[TensorLifetime]) -> float:
         active, held = 0.0, 0.0
@@ -243,4 +262,4 @@ def step_lifetimes(
             )
         if block in updated:
             seconds.append(moved_bytes / rate)
-    return StepLifetimes(seconds, found)
+    return StepLifetimes(seconds, found, tensors)

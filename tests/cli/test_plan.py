@@ -286,8 +286,13 @@ def test_lifetimes_are_printed_drawn_and_in_json(tiny: str, tmp_path: Path) -> N
     assert kinds["state"]["num_bytes"] == 10 * values["num_params"]
     assert 0 < values["lifetimes"]["active_share"] < 0.14  # as TeraIO measured
     assert all(0 <= share <= 1 for kind in kinds.values() for share in kind["can_leave_share"].values())
+    addresses = values["lifetimes"]["addresses"]
+    live_bytes = addresses["live_bytes"]
+    assert 5 << 30 < live_bytes <= addresses["planned_bytes"] <= 1.01 * live_bytes
+    assert live_bytes < addresses["expandable_bytes"] < addresses["caching_bytes"] < 1.5 * live_bytes
     sizes = {"batch_size": 1, "seq_len": 16}
     printed = plan(tiny, "--hardware", DESKTOP, "--lifetimes", "--plot", picture, **sizes).stdout
+    assert "more with expandable segments" in printed
     kinds = planned(tiny, "--hardware", DESKTOP, "--lifetimes", **sizes)["lifetimes"]["kinds"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert all(kind in printed and str(summary["num_tensors"]) in printed for kind, summary in kinds.items())

@@ -50,6 +50,45 @@ def test_the_record_has_measured_and_planned_peaks(tmp_path: Path) -> None:
     assert plan["allocator_and_workspaces"] > 0
 
 
+REPLAY = """
+import sys, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from hf_lohan.model import discover_blocks
+from hf_lohan.planner.address_plan import compare_addresses
+from hf_lohan.planning.tracing.step_trace import trace_step
+
+sizes = dict(hidden_size=1024, intermediate_size=3584, num_attention_heads=8, num_key_value_heads=2, vocab_size=8192)
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=3, **sizes), dtype=torch.bfloat16)
+traced = trace_step(model, discover_blocks(model), batch_size=1, sequence_length=2048, fused_attention=True)
+changes = [(one.born, 1, number) for number, one in enumerate(traced.tensors)]
+changes += [(one.died, 0, number) for number, one in enumerate(traced.tensors)]
+alive = {}
+for _ in range(2):
+    for _, is_birth, number in sorted(changes):
+        if is_birth:
+            alive[number] = torch.empty(traced.tensors[number].num_bytes, dtype=torch.uint8, device="cuda")
+        else:
+            del alive[number]
+found = compare_addresses(traced.tensors)
+print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+print(found.live_bytes, found.caching_bytes, found.expandable_bytes)
+print(int(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())))
+"""
+
+
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_the_model_of_the_caching_allocator_reserves_what_it_reserves(is_expandable: bool) -> None:
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{is_expandable}"}
+    done = subprocess.run([sys.executable, "-c", REPLAY], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    allocated, reserved, live, fixed, expandable, has_grown = map(int, done.stdout.split())
+    if is_expandable and not has_grown:
+        pytest.skip("the driver cannot grow segments")
+    assert allocated == live
+    assert reserved == (expandable if is_expandable else fixed)
+
+
 QUICK = (3, 60, 400)
 """An allocation of slots, one in the first step and one in a later step."""
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
 
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.model import discover_blocks
+from hf_lohan.planner.address_plan import compare_addresses
 from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.testing.models import FAMILIES, tiny_config
 
@@ -93,6 +94,8 @@ def test_births_and_deaths_equal_those_of_a_real_step(name: str) -> None:
     died = [tensor.died for tensor in traced.tensors]
     assert died == [real.died[number] for number in range(len(real.born))]
     assert peak_bytes(born, died) == peak_bytes(real.born, [real.died[number] for number in range(len(real.born))])
+    addresses = compare_addresses(traced.tensors)
+    assert addresses.live_bytes <= addresses.planned_bytes <= 1.01 * addresses.live_bytes
     gradients = {tensor.name: tensor.num_bytes for tensor in traced.tensors if tensor.kind == "gradient"}
     assert gradients == {name: parameter.nbytes for name, parameter in model.named_parameters()}
     assert set(traced.weight_uses) >= set(gradients)
