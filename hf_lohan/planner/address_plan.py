@@ -20,8 +20,8 @@ ALIGN_BYTES = 512
 _MIB = 1 << 20
 
 
-class Lifetime(Protocol):
-    """A tensor that exists from time ``born`` to time ``died``, which it does not reach."""
+class Allocation(Protocol):
+    """Memory that is in use from time ``born`` to time ``died``, which it does not reach."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -65,7 +65,7 @@ def aligned(num_bytes: int) -> int:
     return max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
 
 
-def compare_addresses(tensors: Sequence[Lifetime]) -> Addresses:
+def compare_addresses(tensors: Sequence[Allocation]) -> Addresses:
     """Return the memory that tensors take with each kind of addresses."""
     return Addresses(
         live_bytes=live_bytes(tensors),
@@ -75,7 +75,7 @@ def compare_addresses(tensors: Sequence[Lifetime]) -> Addresses:
     )
 
 
-def live_bytes(tensors: Sequence[Lifetime]) -> int:
+def live_bytes(tensors: Sequence[Allocation]) -> int:
     """Return the most bytes that exist at one time."""
     changes = np.zeros(max((tensor.died for tensor in tensors), default=0) + 1, dtype=np.int64)
     for tensor in tensors:
@@ -84,7 +84,7 @@ def live_bytes(tensors: Sequence[Lifetime]) -> int:
     return int(np.cumsum(changes).max(initial=0))
 
 
-def plan_addresses(tensors: Sequence[Lifetime]) -> AddressPlan:
+def plan_addresses(tensors: Sequence[Allocation]) -> AddressPlan:
     """Return addresses that need hardly more memory than the tensors that exist at one time.
 
     Tensors are placed one after the other, each into the smallest gap that is free during its life. The largest are
@@ -111,7 +111,7 @@ _ORDERS: tuple[Callable[[int, int, int], tuple[int, ...]], ...] = (
 """Sort keys: by size, by size times life, by life, by birth."""
 
 
-def _place(tensors: Sequence[Lifetime], order: Callable[[int, int, int], tuple[int, ...]]) -> AddressPlan:
+def _place(tensors: Sequence[Allocation], order: Callable[[int, int, int], tuple[int, ...]]) -> AddressPlan:
     """Place tensors in an order, each at the best fit."""
     numbers = sorted(
         range(len(tensors)), key=lambda n: order(aligned(tensors[n].num_bytes), tensors[n].born, tensors[n].died)
@@ -261,7 +261,7 @@ class CachingAllocator:
         return self._block_at.pop(block.address)
 
 
-def _reserved_bytes(tensors: Sequence[Lifetime], *, is_expandable: bool, num_steps: int = 2) -> int:
+def _reserved_bytes(tensors: Sequence[Allocation], *, is_expandable: bool, num_steps: int = 2) -> int:
     """Return the bytes that the caching allocator reserves for ``num_steps`` equal steps."""
     changes = [(tensor.born, 1, number) for number, tensor in enumerate(tensors)]
     changes += [(tensor.died, 0, number) for number, tensor in enumerate(tensors)]
