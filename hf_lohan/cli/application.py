@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -332,10 +333,35 @@ def generate(
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Maximum device memory for weights, keys and values.")
     ] = None,
+    num_processes: Annotated[
+        int,
+        typer.Option("--num-processes", "--num_processes", metavar="N", help="Number of ranks that share the weights."),
+    ] = 1,
     revision: _Revision = None,
     trust_remote_code: _TrustRemoteCode = False,
 ) -> None:
     """Generate text. Weights that fit neither the device nor RAM are read for each token."""
+    if num_processes > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with one_line_errors():
+            from hf_lohan.huggingface.launch import launch_script
+
+            options = {
+                "--prompt": prompt,
+                "--max-new-tokens": max_new_tokens,
+                "--temperature": temperature,
+                "--top-p": top_p,
+                "--seed": seed,
+                "--num-beams": num_beams,
+                "--config": offload,
+                "--ssd": ssd,
+                "--cpu-memory": cpu_memory,
+                "--gpu-memory": gpu_memory,
+                "--revision": revision,
+            }
+            given = [f"{name}={value}" for name, value in options.items() if value is not None]
+            flags = ["--trust-remote-code"] if trust_remote_code else []
+            program = ["-m", "hf_lohan.cli", "generate", model, *given, *flags]
+            raise typer.Exit(launch_script(["--num_processes", str(num_processes), *program]))
     with one_line_errors():
         from hf_lohan.config import OffloadConfig
         from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
@@ -360,6 +386,8 @@ def generate(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        if int(os.environ.get("RANK", "0")):
+            return
         typer.echo()
         for line in generation_summary(figures):
             typer.echo(line, err=True)

@@ -276,14 +276,16 @@ def _expert_loader(
         return None
     source = _local_weights(tiers, records, tiers.expert_staging, layout, deliver)
     room, rank = layout.expert_cache, layout.ranks.rank
+
+    def is_own(block: Block) -> bool:
+        return block.owner in (None, rank)
+
     if room is None or policy == "off":
-        return ExpertLoader(
-            ring, source, layers, lambda block: _is_in_ram(block, tiers), own=lambda block: block.owner in (None, rank)
-        )
+        return ExpertLoader(ring, source, layers, lambda block: _is_in_ram(block, tiers), own=is_own)
     cache = ExpertCache(
         tiers.device, source, make_policy(policy, room.num_experts), room.bytes_of_each, ring.version_of
     )
-    return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass)
+    return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass, own=is_own)
 
 
 def _is_in_ram(block: Block, tiers: Tiers) -> bool:

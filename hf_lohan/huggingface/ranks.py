@@ -250,12 +250,6 @@ def check_batches(nums_of_ranks: Iterable[int]) -> None:
             )
 
 
-def refuse_generation_of_ranks() -> None:
-    """Raise ValueError if this process is one of several ranks."""
-    if ranks_here().others:
-        raise ValueError("a model generates in one process; run it without lohan launch --num_processes or torchrun")
-
-
 def refuse_stores_of_ranks(num_ranks: int, path: str, run: str | Path) -> None:
     """Raise ValueError if the store in ``path`` is one of several, that is, if ``num_ranks`` is more than 1."""
     if num_ranks > 1:

@@ -93,13 +93,13 @@ def _two_experts(number: int) -> str:
 def token_traffic(
     blocks: Sequence[BlockShape], slots: GenerationSlots, *, num_outer_slots: int, experts_share: float = 1.0
 ) -> tuple[RecordTraffic, ...]:
-    """Return how much of each block's parameters is read for one token if nothing is cached in RAM, in forward order.
-    ``experts_share``: the share of streamed experts that a token chooses. All experts are equally likely. Experts in
-    slots are not read."""
+    """Return how much of each of a rank's records of parameters is read for one token if nothing is cached in RAM, in
+    forward order. ``experts_share``: the share of streamed experts that a token chooses. All experts are equally
+    likely. Experts in slots are not read."""
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
     kept = set(slots.kept_layers)
     num_experts = sum(block.size_class is SizeClass.EXPERT for block in blocks)
-    missing_share = 1 - slots.num_expert_slots / num_experts if num_experts else 0.0
+    missing_share = max(0.0, 1 - slots.num_expert_slots / num_experts) if num_experts else 0.0
 
     def read_bytes(block: BlockShape, num_bytes: int) -> int:
         if block.size_class is SizeClass.EXPERT:

@@ -13,6 +13,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.files import SECTOR_BYTES
 from hf_lohan.model import Block, find_experts, round_up, stored_form
 from hf_lohan.planner import (
+    BudgetError,
     KeysAndValues,
     PoolRequest,
     RecordTraffic,
@@ -22,9 +23,11 @@ from hf_lohan.planner import (
     slots_for_generation,
     token_traffic,
 )
+from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.pool_plan import GOOD_STAGING_BYTES, MASTER_ITEMSIZE_BYTES, STAGING_SHARE
-from hf_lohan.planning.layout import ExpertCacheRoom, OffloadLayout, streams_experts
-from hf_lohan.ranks import SINGLE_RANK
+from hf_lohan.planning.layout import ExpertCacheRoom, OffloadLayout, shards_of, streams_experts
+from hf_lohan.ranks import SINGLE_RANK, Ranks
+from hf_lohan.wording import format_bytes
 
 
 def lay_out_generation(
@@ -35,29 +38,33 @@ def lay_out_generation(
     keys_and_values: KeysAndValues,
     memory_is_host: bool,
     experts_per_token: int | None = None,
+    ranks: Ranks = SINGLE_RANK,
 ) -> OffloadLayout:
     """Lay out a frozen `model` (real or on meta) for `generate`. `config` must be resolved. `working_dtype`: see
     `discover_blocks`. `memory_is_host`: see `Device`. ``experts_per_token``: number of a layer's experts that a token
-    chooses, if it is known.
+    chooses, if it is known. `ranks`: each rank has a shard of every block's record, or whole experts.
 
     Keys and values get their part of `gpu_memory` first. A ring of slots and the layers that stay get the rest.
     `cpu_memory` without the buffers is for copies of weights, and for a cache of streamed experts if not all fit. With
-    `experts: auto`, experts are streamed if all sequences together choose at most half of them. Raises DiscoveryError
-    or BudgetError.
+    `experts: auto`, experts are streamed if all sequences of all ranks together choose at most half of them. Raises
+    DiscoveryError or BudgetError.
     """
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
     make_form = partial(stored_form, model, working_dtype, config.moment_dtype, quantization=config.quantize)
     form = make_form()
-    num_choices = keys_and_values.num_sequences * experts_per_token if experts_per_token else None
+    num_choices = ranks.num_ranks * keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
     if config.experts == "streamed":
-        is_streamed = streams_experts(model, form, config, SINGLE_RANK)
+        is_streamed = streams_experts(model, form, config, ranks)
     else:
         is_few = num_choices is not None and 2 * num_choices <= num_experts
-        is_streamed = config.experts == "auto" and is_few
+        may_divide = ranks.num_ranks == 1 or config.expert_parallel != "none"
+        is_streamed = config.experts == "auto" and is_few and may_divide
     if is_streamed:
         form = make_form(streams_experts=True)
+    shards = shards_of(ranks)
+    form = shards.cut(form)
     blocks = form.model_blocks.blocks
     assert not any(block.state_numel for block in blocks), "freeze it first"
     shapes = [block.shape() for block in blocks]
@@ -67,24 +74,32 @@ def lay_out_generation(
         keys_and_values=keys_and_values,
         prefetch_blocks=config.prefetch_blocks,
     )
+    shared_bytes = shards.shared_weight_bytes(blocks, "exact")
+    cpu_memory_bytes = config.cpu_memory - shared_bytes // ranks.num_local
+    if cpu_memory_bytes <= 0:
+        raise BudgetError(
+            f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(shared_bytes)} through "
+            f"which blocks pass between {ranks.num_local} ranks of a machine, divided among them; raise it"
+        )
     pools = plan_pools(
         PoolRequest(
             blocks=shapes,
             gpu_memory_bytes=config.gpu_memory - keys_and_values.num_bytes,
-            cpu_memory_bytes=config.cpu_memory,
+            cpu_memory_bytes=cpu_memory_bytes,
             prefetch_blocks=slots.num_layer_slots - 1,
             num_state_buffers_per_chunk=1,
             hold_gradients=False,
             stages_params=not memory_is_host,
             stages_codes=config.quantize.packs,
-            min_chunk_numel=_chunk_numel(blocks, config.cpu_memory),
+            min_chunk_numel=_chunk_numel(blocks, cpu_memory_bytes),
         )
     )
     pools = replace(pools, num_slots=pools.num_slots | {SizeClass.EXPERT: slots.num_expert_slots})
     share = min(1.0, num_choices / num_experts) if num_choices and num_experts else 1.0
     num_outer_slots = pools.num_slots[SizeClass.OUTER]
-    traffic = token_traffic(shapes, slots, num_outer_slots=num_outer_slots, experts_share=share)
-    record_bytes = config.cpu_memory - pools.cpu_pool_bytes if config.resident_records == "auto" else 0
+    own_shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
+    traffic = token_traffic(own_shapes, slots, num_outer_slots=num_outer_slots, experts_share=share)
+    record_bytes = cpu_memory_bytes - pools.cpu_pool_bytes if config.resident_records == "auto" else 0
     is_cached = config.expert_cache != "off" and not config.quantize.packs  # packed experts have copies as records
     cache = _expert_cache(traffic, record_bytes) if is_cached else None
     return OffloadLayout(
@@ -96,6 +111,9 @@ def lay_out_generation(
         expert_cache=cache,
         kept_layers=slots.kept_layers if len(slots.kept_layers) < len(form.model_blocks.layers) else (),
         is_split=True,
+        ranks=ranks,
+        shared_weight_bytes=shared_bytes,
+        collectives=WAY_WITHIN_A_NODE if ranks.num_ranks > 1 else None,
     )
 
 

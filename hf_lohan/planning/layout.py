@@ -176,8 +176,8 @@ class OffloadLayout(StoredForm):
         )
 
     @property
-    def _shards(self) -> _WholeBlocks:
-        return _shards_of(self.ranks)
+    def _shards(self) -> WholeBlocks:
+        return shards_of(self.ranks)
 
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
         """Return the ways to compare, which are ``ways``, or by default all that the configuration allows. One node has
@@ -286,7 +286,7 @@ class OffloadLayout(StoredForm):
         return tuple(_gradient_record(block, torch.float32) for block in self.blocks if block.state_numel)
 
 
-class _WholeBlocks:
+class WholeBlocks:
     """Sizes for a single rank, which stores whole blocks."""
 
     gradients_are_summed = False
@@ -316,7 +316,7 @@ class _WholeBlocks:
         return sum(record.num_bytes for record in layout.spill_records())
 
 
-class _Shards(_WholeBlocks):
+class _Shards(WholeBlocks):
     """Sizes for one of several ranks, which stores its shard of each block."""
 
     gradients_are_summed = True
@@ -352,8 +352,8 @@ class _Shards(_WholeBlocks):
         )
 
 
-def _shards_of(ranks: Ranks) -> _WholeBlocks:
-    return _Shards(ranks) if ranks.num_ranks > 1 else _WholeBlocks(ranks)
+def shards_of(ranks: Ranks) -> WholeBlocks:
+    return _Shards(ranks) if ranks.num_ranks > 1 else WholeBlocks(ranks)
 
 
 def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
@@ -369,7 +369,7 @@ def resolved_here(
     links = links or Links.alone()
     given = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
     paths = rank_paths(given, links.ranks) if given != "auto" else ()
-    share, paths = _shards_of(links.ranks).share_of_machine(config, device, paths, links)
+    share, paths = shards_of(links.ranks).share_of_machine(config, device, paths, links)
     return replace(config, ssd=paths or "auto").resolve(
         host_memory_bytes=share.host_memory_bytes,
         device_memory_bytes=share.device_memory_bytes,
@@ -409,7 +409,7 @@ def lay_out(
     form = make_form()
     if streams_experts(model, form, config, ranks):
         form = make_form(streams_experts=True)
-    shards = _shards_of(ranks)
+    shards = shards_of(ranks)
     form = shards.cut(form)
     blocks = form.model_blocks.blocks
     sums_gradients = sums_gradients or shards.gradients_are_summed
@@ -528,7 +528,7 @@ def _check_expert_parallel(model: nn.Module, has_experts: bool, config: OffloadC
         )
 
 
-def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: _WholeBlocks) -> tuple[RecordTraffic, ...]:
+def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: WholeBlocks) -> tuple[RecordTraffic, ...]:
     """Return what a step reads of each of this rank's records, with blocks in forward order."""
     shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
     master_of = {block.name: block.master for block in blocks}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from hf_lohan.cli.application import app, generation_summary
+from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.generate.text_generation import GenerationFigures
 
 PROMPT = "block 7 goes down"
@@ -61,6 +64,18 @@ def test_the_text_equals_that_of_the_model_in_memory(
     expected = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert result.stdout.strip("\n") == expected.strip("\n")
     assert "8 further tokens at" in result.stderr
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="the launcher would take the GPUs")
+def test_two_ranks_print_the_text_of_one_process_once(checkpoint: Path, tmp_path: Path) -> None:
+    one = generate(checkpoint, tmp_path / "one")
+    options = ["--prompt", PROMPT, "--max-new-tokens", "9", "--ssd", str(tmp_path / "two")]
+    budgets = ["--cpu-memory", "4MiB", "--gpu-memory", "1MiB", "--num-processes", "2"]
+    command = [sys.executable, "-m", "hf_lohan.cli", "generate", str(checkpoint), *options, *budgets]
+    two = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout == one.stdout
+    assert two.stderr.count("8 further tokens at") == 1
 
 
 def test_read_bytes_and_the_bound_are_printed(checkpoint: Path, tmp_path: Path) -> None:

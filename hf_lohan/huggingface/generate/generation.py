@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hf_lohan.compat.transformers_private import cache_among
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
+from hf_lohan.engine.ranks import all_agree, check_equal_weights
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
 from hf_lohan.huggingface.models.encoded_checkpoints import encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
@@ -26,11 +27,10 @@ from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, s
 from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, quantized_checkpoint
 from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
-from hf_lohan.huggingface.ranks import refuse_generation_of_ranks
+from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.ranks import Links
 from hf_lohan.store import Store
 from hf_lohan.wording import format_bytes, times
 
@@ -74,7 +74,10 @@ def load_for_generation(
 
     The store has one copy of the weights, and no optimizer states. Later calls use it until the checkpoint's files
     change. Raises ValueError, before a weight is read, if the budgets have no room for two layers and the keys and
-    values, if the store has another model, or if there are several ranks.
+    values, or if the store has another model.
+
+    With several ranks (processes of one launcher), all call this together. Each stores its shard of each layer, or
+    whole experts, and all must then call `generate` equally often. Their prompts may differ.
     """
     from transformers import GenerationConfig
 
@@ -83,18 +86,21 @@ def load_for_generation(
             "max_length is required, because the device keeps room for the keys and values of each sequence; give the "
             "largest number of tokens, including the prompt, such as max_length=2048"
         )
-    refuse_generation_of_ranks()
+    links = links_to_other_ranks()
     config = settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = replace(
-        resolved_here(config, device, default_ssd_path), activations="keep", durability="checkpoint", chunked_loss=False
+        resolved_here(config, device, default_ssd_path, links),
+        activations="keep",
+        durability="checkpoint",
+        chunked_loss=False,
     )
     arguments = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
     checkpoint = Checkpoint.open(path, arguments)
     model_config = checkpoint.read_config()
     model_class = model_class or model_class_of(model_config, checkpoint.code)
     if quantization_of(model_config) is not None:
-        checkpoint.fetch_weights(None, config, Links.alone())  # their files say how they are packed
+        checkpoint.fetch_weights(None, config, links)  # their files say how they are packed
     packed = packed_checkpoint(checkpoint.folder, model_config)
     model_config = model_config if packed is None else packed.model_config
     quantized = quantized_checkpoint(checkpoint.folder, model_config)
@@ -126,13 +132,15 @@ def load_for_generation(
         ),
         memory_is_host=device.memory_is_host,
         experts_per_token=getattr(model_config, "num_experts_per_tok", None),
+        ranks=links.ranks,
     )
     layout = lay_out_for_this(skeleton)
-    checkpoint.fetch_weights(layout.records, config, Links.alone())
+    checkpoint.fetch_weights(layout.records, config, links)
     fingerprint = _fingerprint(checkpoint.folder, wanted_dtype)
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        if _is_in_store(tiers.store, fingerprint) and _take_buffers(skeleton, tiers.store):
+        is_stored = all_agree(links, "the weights are in the store", _is_in_store(tiers.store, fingerprint))
+        if is_stored and _take_buffers(skeleton, tiers.store):
             tiers.store.drop_drafts()  # drops the zeros with which a new store begins
             logger.info("the store in %s already has the weights of this checkpoint", tiers.store.paths[0].path)
             model = skeleton
@@ -145,6 +153,7 @@ def load_for_generation(
                 checkpoint, model_class, model_config, wanted_dtype, access, names, quantized, encoded, packed=packed
             )
             model.requires_grad_(False)
+            check_equal_weights(model.named_parameters(), links)  # new heads are in no checkpoint
             store_the_rest(model, access, names)
             layout = lay_out_for_this(model)
             if layout.identity.fingerprint != tiers.store.model.fingerprint:

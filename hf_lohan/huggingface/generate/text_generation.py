@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
 from hf_lohan.huggingface.attachment import engine_of
 from hf_lohan.huggingface.generate.generation import load_for_generation
 from hf_lohan.huggingface.models.hub import Checkpoint
+from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planning import bytes_per_token
+from hf_lohan.ranks import Links
 from hf_lohan.timeline import SSD_READ
 
 _SCRATCH_BYTES, _BUFFER_BYTES = 128 << 20, 64 << 20
@@ -125,7 +128,10 @@ def generate_text(
     trust_remote_code: bool = False,
 ) -> GenerationFigures:
     """Pass the text after the prompt to ``write``, piece by piece, or at the end with beams. Raises the errors of
-    `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer."""
+    `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer.
+
+    Several ranks all make the same tokens. Each rank's RAM and drives serve its shards of layers and its experts, and
+    rank 0 writes. The bytes and rates of the figures are those of all ranks together."""
     began_s = time.perf_counter()
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _tokenizer_of(Checkpoint.open(path, origin))
@@ -148,8 +154,13 @@ def generate_text(
         loaded_s = time.perf_counter()
         clock = PassClock(engine)
         settings = request.settings() | {"logits_processor": LogitsProcessorList([clock])}
-        if request.seed is not None:
-            torch.manual_seed(request.seed)
+        links = links_to_other_ranks()
+        write = write if links.ranks.rank == 0 else _write_nothing
+        seed = request.seed
+        if seed is None and request.is_sampled and links.ranks.others:  # all ranks draw the same tokens
+            seed = int(links.all_gather("the seed of rank 0", str(torch.seed()).encode())[0])
+        if seed is not None:
+            torch.manual_seed(seed)
         inputs = {name: tensor.to(engine.device.torch_device) for name, tensor in inputs.items()}
         if request.num_beams == 1:
             model.generate(**inputs, **settings, streamer=_Streamer(tokenizer, write))
@@ -158,6 +169,11 @@ def generate_text(
             write(tokenizer.decode(tokens, skip_special_tokens=True))
         pass_s, read_bytes = clock.per_pass()
         missing_bytes = bytes_per_token(engine.layout)
+        drive_bytes_per_s = _drive_bytes_per_s(engine, links) if missing_bytes else 0.0
+        if links.ranks.others:
+            own = json.dumps([read_bytes, missing_bytes, drive_bytes_per_s]).encode()
+            of_ranks = map(json.loads, links.all_gather("the bytes that were read", own))
+            read_bytes, missing_bytes, drive_bytes_per_s = map(sum, zip(*of_ranks, strict=True))
         experts = engine.expert_loader.figures if engine.expert_loader is not None else None
         return GenerationFigures(
             num_prompt_tokens=num_prompt_tokens,
@@ -167,7 +183,7 @@ def generate_text(
             pass_s=pass_s,
             read_bytes=read_bytes,
             missing_bytes=missing_bytes,
-            drive_bytes_per_s=_drive_bytes_per_s(engine) if missing_bytes else 0.0,
+            drive_bytes_per_s=drive_bytes_per_s,
             num_expert_loads=experts.num_loads if experts is not None else 0,
             num_experts_from_ram=experts.num_from_ram if experts is not None else 0,
         )
@@ -199,10 +215,17 @@ class _Streamer(TextStreamer):
         self._write(text)
 
 
-def _drive_bytes_per_s(engine: OffloadEngine) -> float:
-    """Measure the rate of all drives of the store together, with the run's I/O settings."""
+def _write_nothing(text: str) -> None:
+    """The other ranks make the same text as rank 0."""
+
+
+def _drive_bytes_per_s(engine: OffloadEngine, links: Links) -> float:
+    """Measure the rate of all drives of the store together, with the run's I/O settings. Ranks measure at the same
+    time, because they may share drives."""
     config: OffloadConfig = engine.config
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
+    if links.ranks.others:
+        links.barrier("the drives are measured")
     _, together = measure_ssds(
         store_paths(config),
         engine.device,

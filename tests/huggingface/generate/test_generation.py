@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from architectures import model_of
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation
@@ -302,3 +306,53 @@ def settle(engine: Any) -> None:
             lambda: not any(slot.is_loading for slot in ring.slots[SizeClass.EXPERT]) and loader.find_load() is None,
             timeout=60,
         )
+
+
+def generated_by_rank(model: Any, rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the tokens and logits of this rank's own prompts."""
+    prompt = PROMPT + rank
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        pad_token_id=0,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **GREEDY,
+    )
+    return out.sequences, list(out.logits)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(num_gpus() > 0, reason="torchrun would take the GPUs")
+def test_two_ranks_generate_the_tokens_of_one_process(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each rank has its own prompts, and its part of the weights."""
+    cases = [
+        "with_layer,llama",
+        "with_layer,qwen2_tied",
+        "streamed,mixtral",
+        "with_layer,mixtral",
+        "streamed,qwen3_moe",
+    ]
+    names = sorted({case.split(",")[1] for case in cases})
+    for name in names:
+        checkpoint_of(name)
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    program = str(Path(__file__).with_name("generate_on_ranks.py"))
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([sys.executable, *ranks, program, str(tmp_path), *cases], env=environment, check=True, timeout=280)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name in names:
+            stock = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+            for rank in (0, 1):
+                tokens, logits = generated_by_rank(stock, rank)
+                for case in cases:
+                    if case.endswith(f",{name}"):
+                        found = torch.load(tmp_path / name / f"{case.split(',')[0]}-{rank}.pt")
+                        assert torch.equal(found[0], tokens), (case, rank)
+                        assert all(map(torch.equal, found[1], logits)), (case, rank)
+    finally:
+        torch.set_num_threads(before)
