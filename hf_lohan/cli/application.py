@@ -341,27 +341,27 @@ def generate(
     trust_remote_code: _TrustRemoteCode = False,
 ) -> None:
     """Generate text. Weights that fit neither the device nor RAM are read for each token."""
-    if num_processes > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        with one_line_errors():
-            from hf_lohan.huggingface.launch import launch_script
+    options = {
+        "--prompt": prompt,
+        "--max-new-tokens": max_new_tokens,
+        "--temperature": temperature,
+        "--top-p": top_p,
+        "--seed": seed,
+        "--num-beams": num_beams,
+        "--config": offload,
+        "--ssd": ssd,
+        "--cpu-memory": cpu_memory,
+        "--gpu-memory": gpu_memory,
+        "--revision": revision,
+    }
+    with one_line_errors():
+        from hf_lohan.huggingface.launch import launch_lohan
 
-            options = {
-                "--prompt": prompt,
-                "--max-new-tokens": max_new_tokens,
-                "--temperature": temperature,
-                "--top-p": top_p,
-                "--seed": seed,
-                "--num-beams": num_beams,
-                "--config": offload,
-                "--ssd": ssd,
-                "--cpu-memory": cpu_memory,
-                "--gpu-memory": gpu_memory,
-                "--revision": revision,
-            }
-            given = [f"{name}={value}" for name, value in options.items() if value is not None]
-            flags = ["--trust-remote-code"] if trust_remote_code else []
-            program = ["-m", "hf_lohan.cli", "generate", model, *given, *flags]
-            raise typer.Exit(launch_script(["--num_processes", str(num_processes), *program]))
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        flags = ["--trust-remote-code"] if trust_remote_code else []
+        status = launch_lohan(num_processes, ["generate", model, *given, *flags])
+        if status is not None:
+            raise typer.Exit(status)
     with one_line_errors():
         from hf_lohan.config import OffloadConfig
         from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text

@@ -180,6 +180,16 @@ def launch_script(arguments: Sequence[str]) -> int:
     return 0
 
 
+def launch_lohan(num_processes: int, arguments: Sequence[str]) -> int | None:
+    """Run the command `lohan` in several processes, and return the exit status. Returns None, and starts nothing, if
+    one process is asked for, or this is already one of several."""
+    if num_processes < 1:
+        raise ValueError(f"num_processes={num_processes} must be at least 1")
+    if num_processes == 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return None
+    return launch_script(["--num_processes", str(num_processes), "-m", "hf_lohan.cli", *arguments])
+
+
 def _shell_status(code: int) -> int:
     return code if code > 0 else 128 - code
 

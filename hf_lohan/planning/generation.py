@@ -53,17 +53,16 @@ def lay_out_generation(
     assert isinstance(config.prefetch_blocks, int)
     make_form = partial(stored_form, model, working_dtype, config.moment_dtype, quantization=config.quantize)
     form = make_form()
+    shards = shards_of(ranks)
     num_choices = ranks.num_ranks * keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
     if config.experts == "streamed":
         is_streamed = streams_experts(model, form, config, ranks)
     else:
         is_few = num_choices is not None and 2 * num_choices <= num_experts
-        may_divide = ranks.num_ranks == 1 or config.expert_parallel != "none"
-        is_streamed = config.experts == "auto" and is_few and may_divide
+        is_streamed = config.experts == "auto" and is_few and shards.may_stream_experts(config)
     if is_streamed:
         form = make_form(streams_experts=True)
-    shards = shards_of(ranks)
     form = shards.cut(form)
     blocks = form.model_blocks.blocks
     assert not any(block.state_numel for block in blocks), "freeze it first"
@@ -113,7 +112,7 @@ def lay_out_generation(
         is_split=True,
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
-        collectives=WAY_WITHIN_A_NODE if ranks.num_ranks > 1 else None,
+        collectives=WAY_WITHIN_A_NODE,
     )
 
 

@@ -303,6 +303,10 @@ class WholeBlocks:
     def cut(self, form: StoredForm) -> StoredForm:
         return form
 
+    def may_stream_experts(self, config: OffloadConfig) -> bool:
+        """Return whether `experts: auto` may load experts one by one."""
+        return True
+
     def shape(self, block: Block) -> BlockShape:
         return block.shape()
 
@@ -328,6 +332,9 @@ class _Shards(WholeBlocks):
         self, config: OffloadConfig, device: Device, paths: tuple[SsdPath, ...], links: Links
     ) -> tuple[Share, tuple[SsdPath, ...]]:
         return share_of_machine(config, device, paths, links)
+
+    def may_stream_experts(self, config: OffloadConfig) -> bool:
+        return config.expert_parallel != "none"
 
     def cut(self, form: StoredForm) -> StoredForm:
         assign_shards(form.model_blocks, self._ranks.num_ranks)
@@ -485,7 +492,7 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
                 f"experts: streamed is set, but {_lacks_experts(model)}; set experts to auto or with_layer"
             )
         return True
-    if ranks.num_ranks > 1 and config.expert_parallel == "none":
+    if not shards_of(ranks).may_stream_experts(config):
         return False
     assert isinstance(config.gpu_memory, int)
     fused = [parameter for experts in found.values() for parameter in experts.parameters.values()]

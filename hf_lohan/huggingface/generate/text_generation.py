@@ -157,7 +157,7 @@ def generate_text(
         links = links_to_other_ranks()
         write = write if links.ranks.rank == 0 else _write_nothing
         seed = request.seed
-        if seed is None and request.is_sampled and links.ranks.others:  # all ranks draw the same tokens
+        if seed is None and request.is_sampled:  # all ranks draw the same tokens
             seed = int(links.all_gather("the seed of rank 0", str(torch.seed()).encode())[0])
         if seed is not None:
             torch.manual_seed(seed)
@@ -170,10 +170,9 @@ def generate_text(
         pass_s, read_bytes = clock.per_pass()
         missing_bytes = bytes_per_token(engine.layout)
         drive_bytes_per_s = _drive_bytes_per_s(engine, links) if missing_bytes else 0.0
-        if links.ranks.others:
-            own = json.dumps([read_bytes, missing_bytes, drive_bytes_per_s]).encode()
-            of_ranks = map(json.loads, links.all_gather("the bytes that were read", own))
-            read_bytes, missing_bytes, drive_bytes_per_s = map(sum, zip(*of_ranks, strict=True))
+        own = json.dumps([read_bytes, missing_bytes, drive_bytes_per_s]).encode()
+        of_ranks = map(json.loads, links.all_gather("the bytes that were read", own))
+        read_bytes, missing_bytes, drive_bytes_per_s = map(sum, zip(*of_ranks, strict=True))
         experts = engine.expert_loader.figures if engine.expert_loader is not None else None
         return GenerationFigures(
             num_prompt_tokens=num_prompt_tokens,
@@ -224,8 +223,7 @@ def _drive_bytes_per_s(engine: OffloadEngine, links: Links) -> float:
     time, because they may share drives."""
     config: OffloadConfig = engine.config
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
-    if links.ranks.others:
-        links.barrier("the drives are measured")
+    links.barrier("the drives are measured")
     _, together = measure_ssds(
         store_paths(config),
         engine.device,
