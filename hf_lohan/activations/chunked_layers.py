@@ -115,7 +115,7 @@ class ChunkedLayer:
         """Whether the layer runs whole, for example to be traced."""
         self._before = vars(layer).get("forward")
         self.reason_on_paper: str | None = None
-        """Why a trace found the layer whole; completes "because each ..."."""
+        """Why the last trace found the layer whole; completes "because each ..."."""
         self._reasons: dict[tuple[bool, bool], str | None] = {}
         """Why the layer stays whole, or None if it is cut, by whether rows are cut within and whether it trains. An
         evaluation draws no random numbers."""
@@ -156,6 +156,7 @@ class ChunkedLayer:
     ) -> tuple[LayerInputs, Tensor, list[list[TokenRange]]] | None:
         """Return inputs, hidden states and chunks of a call on fake tensors. None if the layer would run whole, as far
         as it shows without values."""
+        self.reason_on_paper = None
         hidden, inputs = self._inputs_of(self.layer, args, kwargs)
         if hidden is None or hidden.dim() != 3 or hidden.shape[0] * hidden.shape[1] <= chunk_tokens:
             return None
@@ -269,11 +270,6 @@ class ChunkedLayers:
         self._local = threading.local()
         """Whether a layer has run in chunks in each thread's forward."""
         self.norms = [ChunkedNorm(norm, self._tokens_of_norms) for norm in norms]
-
-    @property
-    def reason_on_paper(self) -> str | None:
-        """Why a trace found a layer whole; completes "because each ...". None if it found none."""
-        return next((chunked.reason_on_paper for chunked in self.of_layer.values() if chunked.reason_on_paper), None)
 
     def reasons(self) -> list[str]:
         """Return why layers stay whole, each reason once. It completes "because each ..."."""

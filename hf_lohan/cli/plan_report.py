@@ -133,10 +133,19 @@ def _planned(
     if as_json:
         facts = {**plan_facts(planned), **(more_facts(planned) if more_facts is not None else {})}
         typer.echo(json.dumps(facts, indent=2))
-    planned.plan.check()
+    if planned.plan.refusal is not None:
+        raise BudgetError(f"{planned.plan.refusal}{_longest_beside_refusal(planned)}")
     if not as_json:
         show(planned, Console())
     return planned
+
+
+def _longest_beside_refusal(planned: PlannedRun) -> str:
+    """Return the longest row that fits, to end a refusal of the batch. Nothing if no row fits."""
+    if planned.plan.least_device_bytes <= device_limit_bytes(planned.hardware, planned.setup):
+        return ""
+    longest = longest_row_of(planned).num_tokens
+    return f"; the longest row that fits, alone in its batch, has {longest} tokens" if longest else ""
 
 
 def _print_estimate(planned: PlannedRun, console: Console) -> None:

@@ -21,7 +21,7 @@ from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, refuse_other_methods
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
-from hf_lohan.planner import BudgetError, HardwareProfile, Quantization, choose_solver
+from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
 from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
@@ -149,7 +149,6 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         host_bytes, device_bytes = hardware.cpu.memory_bytes, hardware.device.memory_bytes
         memory_is_host = hardware.device.shares_cpu
     if other is not None:
-        asked = replace(asked, solver="algorithm_1")  # changes are compared by the sum of lanes
         hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
         if other.ram_factor > 1:
             ram = asked.cpu_memory
@@ -210,10 +209,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
         ways=ways,
         chunks=None if layout.model_blocks.experts else _cuttable(model, layout),
+        # Changes of a run are compared by the sum of lanes.
+        simulates="none" if other is not None else "all" if config.solver == "auto" else "own",
     )
-    if other is None and planned.setup.solver == "auto":
-        compared = choose_solver(planned.profile, planned.hardware, planned.setup, planned.plan, compares=True)
-        planned = replace(planned, plan=compared)
     return PlannedRun(
         **vars(planned),
         request=request,
@@ -238,11 +236,13 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
             planned.layout,
             planned.config,
             StepShape(1, length, num_together=planned.shape.num_together if is_vertical else 1),
-            measure=lambda _traced, _shape: planned.hardware,
+            measure=planned.hardware,
             durability=planned.setup.durability,
             fused_attention=not planned.hardware.device.shares_cpu,
             chunks=chunks,
             chunk_tokens=_SMALL_CHUNK if planned.config.chunked_layers == "auto" else None,
+            simulates="none",
+            is_trial=True,
         )
 
     if key not in _longest_rows:

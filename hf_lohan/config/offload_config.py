@@ -153,8 +153,8 @@ class OffloadConfig:
 
     solver: Solver = AUTO
     """How the plan for `activations: auto` is found. "algorithm_1" is LoHan's, by the sum of lanes. "migration" books
-    the time of lanes, as TeraIO does. "auto" is "algorithm_1", and `lohan plan` also simulates the plans of the others.
-    The setting changes no number."""
+    the time of lanes, as TeraIO does, and needs one rank. "auto" is "algorithm_1", and `lohan plan` also simulates the
+    plans of the others. The setting changes no number."""
 
     chunked_loss: bool | Literal["auto"] = AUTO
     """Whether the logits are computed for some tokens at a time, so that they never all exist at once. "auto" does so
@@ -221,6 +221,12 @@ class OffloadConfig:
             raise ConfigError(
                 f"clip: 'speculate' needs a commit of every step to return to, and commit_every is "
                 f"{self.commit_every!r}; set commit_every to 1, or clip to 'defer'"
+            )
+
+        if self.solver == "migration" and self.activations != AUTO:
+            raise ConfigError(
+                f"solver: 'migration' chooses what is swapped, and activations: {self.activations!r} leaves it no "
+                "choice; set activations to auto, or solver to auto"
             )
 
         slots, whole = self.gpu_memory, self.device_memory
@@ -301,6 +307,10 @@ class OffloadConfig:
         if self.device_memory == AUTO or self.gpu_memory != self.device_memory * DEVICE_TENTHS // 10:
             return replace(self, device_memory=num_bytes)
         return replace(self, device_memory=num_bytes, gpu_memory=num_bytes * DEVICE_TENTHS // 10)
+
+    def with_all_activations_kept(self) -> OffloadConfig:
+        """Return this config for a model whose layers cannot be recomputed."""
+        return replace(self, activations="keep", solver=AUTO)
 
     @property
     def is_resolved(self) -> bool:

@@ -227,7 +227,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     config = replace(config, trace=tiers.device.timeline.is_tracing)
     if config.activations != "keep" and needs_all_kept(model):
         logger.info("activations are kept, because layers cannot be recomputed under prefix tuning")
-        config = replace(config, activations="keep")
+        config = config.with_all_activations_kept()
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links)
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
@@ -383,7 +383,7 @@ def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> Offlo
         type(model).__name__,
         config.activations,
     )
-    return replace(config, activations="keep")
+    return config.with_all_activations_kept()
 
 
 def _can_recompute(model: nn.Module) -> bool:

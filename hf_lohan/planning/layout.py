@@ -411,6 +411,10 @@ def lay_out(
     `discover_blocks`. The configuration chooses the default rules. `sums_gradients`: a step may sum a parameter's
     gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each rank has a shard of every block's
     records. Raises DiscoveryError or BudgetError, and ValueError for a working dtype that cannot be trained."""
+    if config.solver == "migration" and ranks.num_ranks > 1:
+        raise ValueError(
+            f"solver: 'migration' plans the lanes of one rank, and this run has {ranks.num_ranks}; set solver to auto"
+        )
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
     make_form = partial(stored_form, model, working_dtype, config.moment_dtype, rules, quantization=config.quantize)
     form = make_form()

@@ -243,7 +243,7 @@ class RunPlan:
                     self._layout,
                     self._config,
                     shape,
-                    measure=self._measured if now is None else lambda _traced, _shape: now.hardware,
+                    measure=self._measured if now is None else now.hardware,
                     durability=self._durability,
                     device=self._device.torch_device,
                     may_run_together=may_run_together,

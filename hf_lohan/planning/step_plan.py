@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.threads import ThreadSettings, uninterrupted
+
+logger = logging.getLogger(__name__)
 
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
@@ -96,7 +99,7 @@ def plan_step(
     config: OffloadConfig,
     shape: StepShape,
     *,
-    measure: Callable[[TracedModel, StepShape], HardwareProfile],
+    measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
     durability: Durability | None = None,
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
@@ -105,20 +108,26 @@ def plan_step(
     routing: Mapping[str, Sequence[float]] | None = None,
     chunks: ChunkedLayers | None = None,
     chunk_tokens: int | None = None,
+    simulates: Literal["all", "own", "none"] = "own",
+    is_trial: bool = False,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) for a resolved configuration.
 
     ``durability``: the durability of an existing store. With `durability: auto`, a new store keeps one version of the
-    state if two do not fit. ``may_run_together``: compare the orders of micro-batches, and return the better one in the
-    shape. With several ranks, configuration and shape describe one rank. ``ways``: the ways to exchange weights and
-    gradients among which to choose, by default those that the configuration allows. ``routing``: by layer, the number
-    of tokens of each expert. By default all experts are equally likely. Raises ValueError for a model or a batch that
-    cannot be traced. A plan that does not fit has a refusal.
+    state if two do not fit. ``measure``: the hardware, or a function that measures it. ``may_run_together``: compare
+    the orders of micro-batches, and return the better one in the shape. With several ranks, configuration and shape
+    describe one rank. ``ways``: the ways to exchange weights and gradients among which to choose, by default those that
+    the configuration allows. ``routing``: by layer, the number of tokens of each expert. By default all experts are
+    equally likely. ``chunk_tokens``: the tokens of a chunk, if they are decided. ``simulates``: the solvers whose steps
+    are simulated, which are all, the one that the configuration asks for, or none, with Algorithm 1's plan.
+    ``is_trial``: the caller asks only whether and how the step fits. The plan then chooses no chunks, advises nothing,
+    and compares nothing with training in memory. Raises ValueError for a model or a batch that cannot be traced. A plan
+    that does not fit has a refusal.
     """
 
     def plan(
         shape: StepShape,
-        measure: Callable[[TracedModel, StepShape], HardwareProfile],
+        measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
         chunks: ChunkedLayers | None = chunks,
     ) -> PlannedStep:
         return _plan_shape(
@@ -134,25 +143,36 @@ def plan_step(
             routing=routing or {},
             chunks=chunks,
             chunk_tokens=chunk_tokens,
+            is_trial=is_trial,
         )
 
     in_turn = plan(shape, measure)
     if not may_run_together or shape.num_micro_batches == 1:
-        return _by_best_solver(in_turn)
+        return _by_best_solver(in_turn, simulates)
     num_together = shape.num_micro_batches * shape.num_together
     fits_whole = in_turn.plan.fits and in_turn.plan.chunk_tokens is None
     together = plan(
         replace(shape, num_micro_batches=1, num_together=num_together),
-        lambda *_: in_turn.hardware,
+        in_turn.hardware,
         # What fits whole one by one is not cut to run together, because that would change numbers.
         None if fits_whole and chunk_tokens is None and config.chunked_layers == AUTO else chunks,
     )
-    return _by_best_solver(_better_order(in_turn, together))
+    return _by_best_solver(_better_order(in_turn, together), simulates)
 
 
-def _by_best_solver(planned: PlannedStep) -> PlannedStep:
-    """Return the step with the plan of the best solver. Everything else was chosen by the sum of lanes."""
-    return replace(planned, plan=choose_solver(planned.profile, planned.hardware, planned.setup, planned.plan))
+def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none"] = "own") -> PlannedStep:
+    """Return the step with the plan of the best solver. Everything else was chosen by the sum of lanes. A run does not
+    depend on the simulation, so after an error the plan stays."""
+    if simulates == "none":
+        return planned
+    try:
+        best = choose_solver(
+            planned.profile, planned.hardware, planned.setup, planned.plan, compares=simulates == "all"
+        )
+    except Exception as error:
+        logger.warning("the plan of Algorithm 1 stays, because its step cannot be simulated: %r", error)
+        return planned
+    return replace(planned, plan=best)
 
 
 WORTH_RUNNING_TOGETHER = 1.05
@@ -176,7 +196,7 @@ def _plan_shape(
     config: OffloadConfig,
     shape: StepShape,
     *,
-    measure: Callable[[TracedModel, StepShape], HardwareProfile],
+    measure: Callable[[TracedModel, StepShape], HardwareProfile] | HardwareProfile,
     durability: Durability | None,
     device: torch.device | str,
     fused_attention: bool,
@@ -184,6 +204,7 @@ def _plan_shape(
     routing: Mapping[str, Sequence[float]],
     chunks: ChunkedLayers | None,
     chunk_tokens: int | None,
+    is_trial: bool,
 ) -> PlannedStep:
     """Plan a step whose micro-batches run in the order of ``shape``. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
@@ -200,16 +221,17 @@ def _plan_shape(
             on_paper=None if chunks is None or chunk_tokens is None else LayersOnPaper(chunks, chunk_tokens),
         )
 
-    traced = trace(chunked_loss)
-    hardware = measure(traced, shape)
-    device_bytes = hardware.device.memory_bytes
-    if config.device_memory != AUTO:
-        device_bytes = min(device_bytes, config.device_memory)
-    in_memory = fits_without_offloading(trace(None).profile, device_bytes)
+    hardware = measure if isinstance(measure, HardwareProfile) else measure(trace(chunked_loss), shape)
+    in_memory = None
+    if not is_trial:
+        device_bytes = hardware.device.memory_bytes
+        if config.device_memory != AUTO:
+            device_bytes = min(device_bytes, config.device_memory)
+        in_memory = fits_without_offloading(trace(None).profile, device_bytes)
 
     @functools.cache
     def profile_of(chunk_tokens: int | None) -> ModelProfile:
-        profile = traced.profile if chunk_tokens is None else trace(chunked_loss, chunk_tokens).profile
+        profile = trace(chunked_loss, chunk_tokens).profile
         if config.activations == "keep":
             profile = made_again(profile)
         return _together(profile.routed(routing), shape.num_together)
@@ -219,7 +241,8 @@ def _plan_shape(
     ) -> PlannedStep:
         def plan_split(split: OffloadLayout) -> PlannedStep:
             setup = training_setup(config, split, shape, durability)
-            plan = replace(plan_offload(profile, hardware, setup), in_memory=in_memory)
+            plan = plan_offload(profile, hardware, setup)
+            plan = replace(plan, in_memory=in_memory or plan.in_memory)
             whole = replace(split, is_split=True)
             return PlannedStep(shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan)
 
@@ -245,6 +268,10 @@ def _plan_shape(
         return replace(found, plan=replace(found.plan, chunk_tokens=chunk_tokens if is_cut else None))
 
     advice = None
+    if is_trial:
+        setting = config.chunked_layers
+        chunk_tokens = chunk_tokens or (setting if isinstance(setting, int) and setting is not False else None)
+        return planned_in(chunk_tokens if chunks is not None else None)
     if chunks is not None:
         choice = ChunkChoice(
             setting=config.chunked_layers,
@@ -256,7 +283,9 @@ def _plan_shape(
         )
         chunk_tokens, advice = choice.choose(chunk_tokens)
     found = planned_in(chunk_tokens if chunks is not None else None)
-    reason = None if chunks is None or config.chunked_layers is False else chunks.reason_on_paper
+    reason = None
+    if chunks is not None and chunk_tokens is not None:
+        reason = trace(chunked_loss, chunk_tokens).whole_because
 
     def planned_with(other: OffloadConfig) -> OffloadPlan | None:
         """Return the plan with other settings; None if the slots or buffers do not fit."""
@@ -415,9 +444,9 @@ def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float
     """Plan the same step again, for the measured hardware and the measured rate of clipping."""
     setup = replace(planned.setup, clip_rate=clip_rate)
     before = planned.plan
-    plan = choose_solver(planned.profile, hardware, setup, plan_offload(planned.profile, hardware, setup))
+    plan = plan_offload(planned.profile, hardware, setup)
     plan = replace(plan, in_memory=before.in_memory, other_order_step_s=before.other_order_step_s)
-    return replace(planned, hardware=hardware, setup=setup, plan=plan)
+    return _by_best_solver(replace(planned, hardware=hardware, setup=setup, plan=plan))
 
 
 def training_setup(

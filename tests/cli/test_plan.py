@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_models import DESKTOP, LLAMA_8B, PAPER, drives, hardware_file, plan, planned, runner
+from planned_models import DESKTOP, LLAMA_8B, PAPER, drives, estimate, hardware_file, plan, planned, runner
 from rich.console import Console
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
@@ -59,8 +59,7 @@ def test_default_settings_are_automatic_and_paper_puts_all_state_on_the_ssds(tin
     assert paper == planned(tiny, "--hardware", DESKTOP, "--offload", all_on_ssd, **sizes)
     assert paper["ssd_read_bytes_per_step"] > default["ssd_read_bytes_per_step"]
     estimates = [
-        json.loads(runner.invoke(app, ["estimate", tiny, "--hardware", str(DESKTOP), "--json", *more]).stdout)
-        for more in ([], ["--paper"])
+        json.loads(estimate(tiny, "--hardware", DESKTOP, "--json", *more).stdout) for more in ([], ["--paper"])
     ]
     assert estimates[1]["ssd_read_bytes_per_step"] > estimates[0]["ssd_read_bytes_per_step"]
 
@@ -237,6 +236,8 @@ def test_a_refusal_says_what_to_change(model_13b: str, tmp_path: Path, changes: 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
+    names_longest = "; the longest row that fits, alone in its batch, has 4096 tokens\n" in result.stderr
+    assert names_longest == ("batch size" in message), "a shorter row helps only if the batch is too large"
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
     result = plan(model_13b, "--hardware", hardware, "--json")
@@ -408,13 +409,13 @@ def test_estimate_prints_at_most_13_lines(model_13b: str) -> None:
 
 def test_estimate_uses_the_number_of_positions_of_the_model(tmp_path: Path) -> None:
     tiny_config("opt").save_pretrained(tmp_path / "short")
-    result = runner.invoke(app, ["estimate", str(tmp_path / "short"), "--hardware", str(PAPER), "--json"])
+    result = estimate(str(tmp_path / "short"), "--hardware", PAPER, "--json")
     assert json.loads(result.stdout)["num_tokens"] == 8 * 128
 
 
 def test_estimate_refuses_a_store_that_does_not_fit(model_13b: str, tmp_path: Path) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="90GB"))
-    result = runner.invoke(app, ["estimate", model_13b, "--hardware", hardware])
+    result = estimate(model_13b, "--hardware", hardware)
     assert result.exit_code == 2
     assert "give the SSDs" in result.stderr
 

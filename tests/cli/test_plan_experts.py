@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import yaml
 from moe_shapes import MOE_CONFIGS
-from planned_models import CONFIGS, drives, hardware_file, runner
+from planned_models import DESKTOP, drives, estimate, hardware_file
 
-from hf_lohan.cli import app
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.planner import SizeClass
 from hf_lohan.testing.models import tiny_config
 
-DESKTOP = CONFIGS / "hardware" / "rtx4090_desktop.yaml"
 GB, WITHIN = 1e9, 0.1
 MOST_S = 120.0
 """The limit on a busy machine. Alone, planning takes seconds."""
@@ -107,7 +105,7 @@ def test_planned_bytes_of_large_mixtures(tmp_path: Path, name: str) -> None:
 def test_estimate_prints_the_costs_of_experts(tmp_path: Path) -> None:
     path = saved_config(tmp_path, "gpt-oss-20b")
     words = ["--hardware", str(DESKTOP), "--offload", settings_file(tmp_path), "--seq-len", "8", "--batch-size", "1"]
-    result = runner.invoke(app, ["estimate", path, *words])
+    result = estimate(path, *words)
     assert result.exit_code == 0, result.stderr
     printed = result.stdout
     sizes = re.search(r"768 experts of ([\d.]+) MiB in 24 layers stream one by one, ([\d.]+) GiB in all", printed)
@@ -124,7 +122,7 @@ def test_a_refusal_of_a_large_mixture_has_numbers(tmp_path: Path) -> None:
     """A store of 2.6 TB on a drive of 2 TB."""
     path, settings = saved_config(tmp_path, "gpt-oss-20b"), settings_file(tmp_path)
     hardware = hardware_file(tmp_path / "hardware.yaml", DESKTOP, ssd=drives(1, capacity_bytes="100GB"))
-    result = runner.invoke(app, ["estimate", path, "--hardware", hardware, "--offload", settings])
+    result = estimate(path, "--hardware", hardware, "--offload", settings)
     assert result.exit_code == 2
     assert "the SSDs' 100000000000 bytes" in result.stderr and "cannot hold the training state" in result.stderr
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from planned_models import DESKTOP, LLAMA_8B, PAPER, hardware_file, plan, planned, runner
+from planned_models import DESKTOP, LLAMA_8B, PAPER, estimate, hardware_file, plan, planned, runner
 from transformers import AutoConfig
 
 from hf_lohan.cli import app
@@ -176,7 +176,7 @@ def test_link_rates_are_parsed() -> None:
 
 def test_estimate_prints_the_bytes_that_a_node_sends(tiny: str) -> None:
     options = ["--ranks", "2", "--nodes", "2", "--link", "10Gbit"]
-    result = runner.invoke(app, ["estimate", tiny, "--hardware", str(DESKTOP), *options])
+    result = estimate(tiny, "--hardware", DESKTOP, *options)
     assert result.exit_code == 0, result.stderr
     assert "on each of 2 ranks in 2 nodes" in result.stdout
     assert "sends     " in result.stdout and "from each node: weights " in result.stdout

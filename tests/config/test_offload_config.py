@@ -111,6 +111,13 @@ def test_device_memory_bounds_what_auto_allows_for_slots() -> None:
     assert f"gpu_memory: {11 * GIB} bytes is more than device_memory: {10 * GIB} bytes" in text
 
 
+def test_migration_needs_activations_to_place() -> None:
+    text = refusal({"solver": "migration", "activations": "recompute"})
+    assert "activations: 'recompute' leaves it no choice; set activations to auto, or solver to auto" in text
+    kept = OffloadConfig.load({"solver": "migration"}).with_all_activations_kept()
+    assert (kept.activations, kept.solver) == ("keep", "auto")
+
+
 def test_an_unknown_key_lists_the_known_keys() -> None:
     assert "Known: gpu_memory, device_memory, cpu_memory, ssd" in refusal({"zzz": 1})
     assert "True" in refusal({True: 1})

@@ -155,3 +155,5 @@ def test_dropout_keeps_planned_layers_whole(monkeypatch: pytest.MonkeyPatch, tmp
     assert found.plan.refusal is not None and found.plan.chunk_tokens is None
     assert found.plan.refusal.endswith("; layers are not cut into chunks, because each draws random numbers")
     assert all(layer.num_chunks == 1 for layer in found.profile.layers)
+    again = planned(monkeypatch, model=model, batch_size=128, sequence_length=1024, ram_gb=768)
+    assert again.plan.refusal == found.plan.refusal  # though this process traced the layers before

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from covering import slow_but
+from planned_models import one_plan_alone, runner
 from transformers import TrainingArguments
-from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
@@ -98,7 +98,8 @@ def test_a_run_follows_the_printed_plan(name: str, tmp_path: Path) -> None:
         "--dtype": "bfloat16" if asked.get("bf16") else "float32",
     }
     words = [str(word) for option in options.items() for word in option]
-    result = CliRunner().invoke(app, ["plan", *words, "--json"])
+    with one_plan_alone():
+        result = runner.invoke(app, ["plan", *words, "--json"])
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
     assert {name: printed[name] for name in followed} == followed
@@ -224,7 +225,9 @@ def test_ranks_follow_the_printed_plan(name: str, tmp_path: Path) -> None:
         "--ranks": case.num_ranks,
         "--nodes": case.num_ranks // case.num_local,
     }
-    result = CliRunner().invoke(app, ["plan", *(str(word) for option in options.items() for word in option), "--json"])
+    words = [str(word) for option in options.items() for word in option]
+    with one_plan_alone():
+        result = runner.invoke(app, ["plan", *words, "--json"])
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
     first = json.loads(json.dumps(results[0][0]))

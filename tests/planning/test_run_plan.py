@@ -10,9 +10,10 @@ import torch
 from engines import resolved
 
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
-from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step
+from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step, step_plan
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import plan_again
+from hf_lohan.ranks import Ranks
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, Timeline
 
@@ -103,3 +104,23 @@ def test_an_unusually_long_step_does_not_count() -> None:
     usual, other, long = StepTimes(1.0, 0.5, 0.1), StepTimes(1.2, 0.7, 0.3), StepTimes(2.0, 0.5, 0.1)
     assert usual_step([usual, long]) == usual
     assert usual_step([usual, other]) == StepTimes(*(pytest.approx(value) for value in (1.1, 0.6, 0.2)))
+
+
+def test_a_run_keeps_its_plan_if_its_step_cannot_be_simulated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: object, **settings: object) -> None:
+        raise ZeroDivisionError("no rate")
+
+    simulated = planned_on(machine(FAST), tmp_path)
+    monkeypatch.setattr(step_plan, "choose_solver", fails)
+    planned = planned_on(machine(FAST), tmp_path)
+    assert planned.plan == replace(simulated.plan, solvers=())
+    assert plan_again(planned, machine(FAST / 2), 0.0).plan.fits
+    assert caplog.text.count("stays, because its step cannot be simulated: ZeroDivisionError('no rate')") == 2
+
+
+def test_a_solver_of_one_rank_is_refused_for_several(tmp_path: Path) -> None:
+    config = resolved(tmp_path, cpu_memory="4MiB", gpu_memory="2MiB", solver="migration")
+    with pytest.raises(ValueError, match="plans the lanes of one rank, and this run has 2; set solver to auto"):
+        lay_out(tiny_model("llama"), config, working_dtype=torch.float32, hold_gradients=True, ranks=Ranks(0, 2, 0, 2))

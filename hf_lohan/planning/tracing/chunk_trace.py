@@ -4,7 +4,7 @@ ones."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ class LayersOnPaper:
 
     layers: ChunkedLayers
     chunk_tokens: int
+    reasons: list[str] = field(default_factory=list)
+    """Why layers were traced whole; each completes "because each ..."."""
 
     def tokens_of_norms(self) -> int | None:
         """Return the tokens of a chunk of norms behind the layers, or None if the layers run whole."""
@@ -34,6 +36,8 @@ class LayersOnPaper:
         """Return a function that traces a call of a layer in chunks and returns its output. None if it runs whole."""
         chunked = self.layers.of_layer.get(layer)
         cut = None if chunked is None else chunked.cut_on_paper(args, kwargs, self.chunk_tokens)
+        if chunked is not None and chunked.reason_on_paper is not None:
+            self.reasons.append(chunked.reason_on_paper)
         if chunked is None or cut is None:
             return None
         inputs, hidden, groups = cut

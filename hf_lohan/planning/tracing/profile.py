@@ -30,6 +30,8 @@ class TracedModel:
     profile: ModelProfile
     matrix_shapes: tuple[MatrixShape, ...]
     """Shapes of all matrix products, most FLOPs first. A device is measured with them."""
+    whole_because: str | None = None
+    """Why a layer that may run in chunks was traced whole; completes "because each ..."."""
 
 
 def trace_model(
@@ -98,7 +100,10 @@ def trace_model(
         sequence_length=sequence_length,
         param_itemsize=blocks.blocks[0].slices[0].parameter.element_size(),
     )
-    return TracedModel(profile=profile, matrix_shapes=_matrix_shapes(trace))
+    reasons = on_paper.reasons if on_paper is not None else []
+    return TracedModel(
+        profile=profile, matrix_shapes=_matrix_shapes(trace), whole_because=reasons[0] if reasons else None
+    )
 
 
 def _is_layer(block: Block) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterator
@@ -34,15 +35,26 @@ def plan(
     """Run `lohan plan`, by default without the nearest changes and the longest row, which are up to ten more plans."""
     sizes = ["--batch-size", str(batch_size), *(["--seq-len", str(seq_len)] if seq_len is not None else [])]
     arguments = ["plan", "--model", model, *sizes, *map(str, options)]
-    if with_changes:
+    with contextlib.nullcontext() if with_changes else one_plan_alone():
         return runner.invoke(app, arguments)
+
+
+def estimate(model: str, *options: object) -> Result:
+    """Run `lohan estimate` without the nearest changes and the longest row."""
+    with one_plan_alone():
+        return runner.invoke(app, ["estimate", model, *map(str, options)])
+
+
+@contextlib.contextmanager
+def one_plan_alone() -> Iterator[None]:
+    """Let `lohan plan` plan neither changes nor other rows within this context."""
     with (
         mock.patch.object(plan_changes, "nearest_changes", return_value=[]),
         mock.patch.object(plan_report, "nearest_changes", return_value=[]),
         mock.patch.object(plan_changes, "longest_row_of", return_value=LongestRow(4096, is_longest_tried=False)),
         mock.patch.object(plan_report, "longest_row_of", return_value=LongestRow(4096, is_longest_tried=False)),
     ):
-        return runner.invoke(app, arguments)
+        yield
 
 
 def planned(model: str, *options: object, **keywords: Any) -> dict[str, Any]:
