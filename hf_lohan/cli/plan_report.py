@@ -431,11 +431,18 @@ def _activations(planned: PlannedRun) -> Table:
 
 
 def _records(planned: PlannedRun) -> Iterable[str]:
-    num_blocks = len(planned.profile.blocks)
-    kinds = {record.kind for record in planned.plan.resident} - set(FETCHED_KINDS)
-    weights, states = (len(planned.plan.resident_blocks(*of)) for of in (FETCHED_KINDS, kinds))
-    if weights or states:
-        yield f"Copies in RAM: weights of {weights} and optimizer states of {states} of {num_blocks} blocks."
+    """Yield a sentence on the blocks whose weights are in RAM in full, and on those with optimizer states there."""
+    copies = {(record.block, record.kind) for record in planned.plan.resident}
+    with_states = {record.block for record in planned.plan.resident if record.kind not in FETCHED_KINDS}
+    shapes, texts = [block.shape() for block in planned.layout.blocks], []
+    for what, are_experts in (("blocks", False), ("experts", True)):
+        of = [shape for shape in shapes if (shape.size_class is SizeClass.EXPERT) == are_experts]
+        weights = sum(all((shape.name, kind) in copies for kind in shape.fetched_bytes) for shape in of)
+        states = sum(shape.name in with_states for shape in of)
+        if weights or states:
+            texts.append(f"weights of {weights} and optimizer states of {states} of {len(of)} {what}")
+    if texts:
+        yield f"Copies in RAM: {', '.join(texts)}."
 
 
 def _gradients(planned: PlannedRun) -> Iterable[str]:

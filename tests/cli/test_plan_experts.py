@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from moe_shapes import MOE_CONFIGS
-from planned_models import DESKTOP, drives, estimate, hardware_file
+from planned_models import DESKTOP, drives, estimate, hardware_file, plan, planned
 
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.planner import SizeClass
@@ -165,3 +165,21 @@ def test_planning_is_linear_in_the_number_of_experts(tmp_path: Path) -> None:
     growing = {name: (many[name] - few[name]) / max(500, some[name] - few[name]) for name in many}
     assert {name: factor for name, factor in growing.items() if factor > 1.5 * (160 - 8) / (40 - 8)} == {}
     assert max(growing.values()) > 0.9 * (160 - 8) / (40 - 8)
+
+
+def test_copies_of_an_expert_count_when_codes_scales_and_biases_have_them(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_local_experts": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
+    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    offload = settings_file(tmp_path, resident_records="auto", cpu_memory="2MiB", gpu_memory="8MiB")
+    words = ["--hardware", str(DESKTOP), "--offload", offload, "--lora-rank", "2", "--quantize", "nf4"]
+    request = {"batch_size": 1, "seq_len": 8}
+    text = plan(str(tmp_path / "config.json"), *words, **request).stdout
+    kinds: dict[str, set[str]] = {}
+    for name, kind in planned(str(tmp_path / "config.json"), *words, **request)["resident"]:
+        if ".experts" in name:
+            kinds.setdefault(name, set()).add(kind)
+    whole = sum(of == {"param", "codes", "scales"} for of in kinds.values())
+    assert 0 < whole < len(kinds) <= 32, "some experts have a copy of a part alone"
+    assert f"weights of {whole} and optimizer states of 0 of 32 experts." in " ".join(text.split())
