@@ -71,7 +71,9 @@ def _check_target(target: str, *, is_module: bool) -> None:
     if is_module:
         top = target.partition(".")[0]
         if not top or importlib.util.find_spec(top) is None:
-            raise ValueError(f"there is no module {target!r}; give one that python -m would find")
+            raise ValueError(
+                f"there is no module {target!r}; install its package, or give a module that python -m finds"
+            )
     elif not Path(target).is_file():
         raise ValueError(f"there is no script {target!r}; give the path of a Python file, or -m and a module")
 

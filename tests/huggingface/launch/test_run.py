@@ -74,7 +74,7 @@ def test_a_module_runs_as_with_python_m(
         (["--offload", "nope", "script.py"], "'nope' is neither 'lohan'"),
         (["--offload", "bad.yaml", "script.py"], "did you mean 'cpu_memory'?"),
         (["missing.py"], "there is no script 'missing.py'"),
-        (["-m", "no_such_module.train"], "there is no module 'no_such_module.train'"),
+        (["-m", "no_such_module.train"], "there is no module 'no_such_module.train'; install its package"),
         (["-m", ".train"], "there is no module '.train'"),
     ],
 )
