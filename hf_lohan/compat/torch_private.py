@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -211,7 +212,8 @@ def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float |
     if num_earlier == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
     if query.device.type != "cpu":
-        mask: Any = causal_lower_right(query.shape[2], key.shape[2])
+        with _disable_current_modes():  # within a dispatch mode this subclass cannot be made
+            mask: Any = causal_lower_right(query.shape[2], key.shape[2])
         lower: Tensor = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=is_grouped)
         return lower
     output: Tensor = _AttentionAfter.apply(query, key, value, scale)  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,3 +245,17 @@ def test_the_keys_of_a_rendezvous_get_a_prefix(monkeypatch: pytest.MonkeyPatch) 
     assert (rank, num_ranks, store.check(["addresses"])) == (0, 1, False)
     store.set("addresses", "of the second")
     assert agent.get("attempt/1/addresses") == b"of the second"
+
+
+def test_attention_after_earlier_keys_runs_within_a_dispatch_mode() -> None:
+    """torch's `CausalBias`, which a GPU's kernels take, cannot be made within one, and layers in chunks are tried and
+    recomputed within one."""
+
+    class Passing(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    query, key = torch.empty(1, 4, 4, 8, device="meta"), torch.empty(1, 2, 12, 8, device="meta")
+    with Passing():
+        output = private.attention_after(query, key, key)
+    assert output.shape == query.shape
