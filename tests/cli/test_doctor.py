@@ -8,32 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_models import TINY_EFFORT
 from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app, doctor
 from hf_lohan.cli.doctor import Examination, examine, print_tables
 from hf_lohan.cli.verdicts import Check, Verdict
-from hf_lohan.hardware import MatrixShape, MeasuringEffort, read_hardware
+from hf_lohan.hardware import MatrixShape, read_hardware
 
 runner = CliRunner()
-
-TINY = MeasuringEffort(
-    budget_s=0.0,
-    scratch_bytes=1 << 20,
-    io_buffer_bytes=1 << 18,
-    copy_bytes=1 << 16,
-    product_bytes=1 << 20,
-    activation_bytes=1 << 16,
-    update_numel=4096,
-)
 
 
 @pytest.fixture
 def offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A config file with its own path. Measurements take milliseconds and are cached next to it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(doctor, "EFFORT", TINY)
+    monkeypatch.setattr(doctor, "EFFORT", TINY_EFFORT)
     monkeypatch.setattr(doctor, "SHAPES", (MatrixShape(64, 32, 16),))
     (tmp_path / "store").mkdir()
     file = tmp_path / "offload.yaml"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from interrupted_runs import InterruptAfter, interrupt
+from packed_bases import take_decoded
 from quantized_folders import KINDS, compressed_folder, dequantized, fp8_folder, is_linear
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +25,6 @@ from hf_lohan.cli.plan_request import PlanRequest, plan_run
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface import engine_of
-from hf_lohan.model.packed_weights import name_in_base
 from hf_lohan.quantize import values_of
 from hf_lohan.quantize.four_bit import encode
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -262,15 +262,8 @@ def test_adapters_over_int8_equal_those_over_the_decoded_base(family: str, tmp_p
     model.save_pretrained(tmp_path / "base")
     targets = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
     trainer = offloaded(tmp_path, tmp_path / "base", targets=targets, quantize="int8")
-    access, names = trainer.offload_engine.parameters, packed_names(trainer.offload_engine)
-    base = {name_in_base(name): name for name in access.parts}
-    changed = 0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            decoded = access.read_parameter(base[name])
-            changed += not torch.equal(decoded, parameter)
-            parameter.copy_(decoded)
-    assert changed == len(names) and len(names) >= 2 * 4
+    names = packed_names(trainer.offload_engine)
+    assert take_decoded(model, trainer.offload_engine.parameters) == len(names) >= 2 * 4
     assert_same_bits(finish(trainer), stock(tmp_path / "stock", model, targets))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interrupted_runs import InterruptAfter, interrupt
+from packed_bases import take_decoded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -164,6 +164,15 @@ def trained(trainer: hf_lohan.Trainer, folder: Path) -> tuple[list[float], dict[
     return outcome
 
 
+def resumed(folder: Path, base: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """The outcome of a broken run that continues from its last step."""
+    again = offloaded(folder, base, "nf4", lora())
+    again.train(resume_from_checkpoint="last_step")
+    outcome = losses_of(again), saved_adapters(again, folder / "again")
+    again.offload_engine.close()
+    return outcome
+
+
 def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
@@ -291,12 +300,7 @@ def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
     broken = offloaded(tmp_path / "run", base, "nf4", lora())
     broken.add_callback(InterruptAfter(2))
     interrupt(broken)
-    again = offloaded(tmp_path / "run", base, "nf4", lora())
-    again.train(resume_from_checkpoint="last_step")
-    assert losses_of(again) == whole[0]
-    found = saved_adapters(again, tmp_path / "again")
-    assert all(torch.equal(found[name], tensor) for name, tensor in whole[1].items())
-    again.offload_engine.close()
+    assert_equal(resumed(tmp_path / "run", base), whole)
     with pytest.raises(ForeignStoreError, match="holds a store with quantize: nf4, this run has none"):
         offloaded(tmp_path / "run", base, "none", lora())
     tiny_model("llama", seed=1, hidden_size=64).save_pretrained(tmp_path / "other")
@@ -308,14 +312,7 @@ def test_a_run_resumes_over_a_packed_base(tmp_path: Path) -> None:
 
 def decode_to(folder: Path, model: Any, trainer: hf_lohan.Trainer) -> int:
     """Save the model with the decoded weights of a packed store. Returns how many of its weights they change."""
-    access = trainer.offload_engine.parameters
-    names = {re.sub(r"^base_model\.model\.|\.(base_layer|original_module)", "", name): name for name in access.parts}
-    changed = 0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            decoded = access.read_parameter(names[name])
-            changed += not torch.equal(decoded, parameter)
-            parameter.copy_(decoded)
+    changed = take_decoded(model, trainer.offload_engine.parameters)
     model.save_pretrained(folder)
     return changed
 
@@ -477,12 +474,7 @@ def test_a_packed_store_is_resharded_for_two_ranks_and_back(tmp_path: Path) -> N
     for num_ranks in (2, 1):
         reshard_stores(stores, num_ranks, removes_old=True)
         assert verify_stores(stores)
-    again = offloaded(tmp_path / "run", base, "nf4", lora())
-    again.train(resume_from_checkpoint="last_step")
-    assert losses_of(again) == whole[0]
-    found = saved_adapters(again, tmp_path / "again")
-    assert all(torch.equal(found[name], tensor) for name, tensor in whole[1].items())
-    again.offload_engine.close()
+    assert_equal(resumed(tmp_path / "run", base), whole)
 
 
 def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from planned_models import TINY_EFFORT
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.hardware import MeasuringEffort
@@ -14,15 +15,7 @@ from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProf
 @pytest.fixture
 def tiny_effort() -> MeasuringEffort:
     """An effort of milliseconds and at most 1 MiB of each kind."""
-    return MeasuringEffort(
-        budget_s=0.0,
-        scratch_bytes=1 << 20,
-        io_buffer_bytes=1 << 18,
-        copy_bytes=1 << 16,
-        product_bytes=1 << 20,
-        activation_bytes=1 << 16,
-        update_numel=4096,
-    )
+    return TINY_EFFORT
 
 
 @pytest.fixture

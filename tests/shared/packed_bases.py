@@ -70,6 +70,18 @@ def packed_and_decoded(weight: Tensor, form: Any) -> Tensor:
     return found.view_as(weight)
 
 
+@torch.no_grad()
+def take_decoded(model: Any, access: ParameterAccess) -> int:
+    """Copy the weights of a packed store into a model without adapters. Returns how many weights that changes."""
+    names = {name_in_base(name): name for name in access.parts}
+    changed = 0
+    for name, parameter in model.named_parameters():
+        decoded = access.read_parameter(names[name])
+        changed += not torch.equal(decoded, parameter)
+        parameter.copy_(decoded)
+    return changed
+
+
 def base_of(
     kind: str,
     form: dict[str, Any] | None = None,

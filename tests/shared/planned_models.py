@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from hf_lohan.cli import app, plan_changes, plan_report
 from hf_lohan.cli.plan_request import plan_run
+from hf_lohan.hardware import MeasuringEffort
 from hf_lohan.planning import LongestRow
 from hf_lohan.testing.models import tiny_config
 
@@ -25,6 +26,17 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PAPER = CONFIGS / "hardware" / "rtx4090_p5510.yaml"
 DESKTOP = CONFIGS / "hardware" / "rtx4090_desktop.yaml"
 LLAMA_8B = str(CONFIGS / "models" / "llama-3.1-8b")
+
+TINY_EFFORT = MeasuringEffort(
+    budget_s=0.0,
+    scratch_bytes=1 << 20,
+    io_buffer_bytes=1 << 18,
+    copy_bytes=1 << 16,
+    product_bytes=1 << 20,
+    activation_bytes=1 << 16,
+    update_numel=4096,
+)
+"""Measures hardware in milliseconds, with at most 1 MiB of each kind."""
 
 runner = CliRunner()
 
