@@ -30,7 +30,7 @@ def test_a_resumed_epoch_keeps_its_order(settings: dict[str, Any], tmp_path: Pat
         assert_same(train_to_end(again, resume), expected)
 
 
-@pytest.mark.parametrize("resume", ["last_step", "checkpoint-8"])
+@pytest.mark.parametrize("resume", [pytest.param("last_step", marks=pytest.mark.slow), "checkpoint-8"])
 def test_an_epoch_that_began_with_a_resume_keeps_its_order(resume: str, tmp_path: Path) -> None:
     """Interrupt at the end of the second epoch, and again within the third."""
     settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8)}

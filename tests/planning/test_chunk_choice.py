@@ -120,7 +120,7 @@ def test_what_does_not_fit_in_any_chunks_is_refused(monkeypatch: pytest.MonkeyPa
     assert "chunked_layers" not in refusal
 
 
-@pytest.mark.parametrize(("length", "most_kib"), [(131_072, 60), (524_288, 50)])
+@pytest.mark.parametrize(("length", "most_kib"), [(131_072, 60), pytest.param(524_288, 50, marks=pytest.mark.slow)])
 def test_a_layer_in_chunks_needs_little(
     length: int, most_kib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def test_other_architectures_are_refused(checkpoint: Callable[[str], Path], tmp_
         moe_inputs.upcycle(checkpoint("opt"), tmp_path / "base")
 
 
+@pytest.mark.slow
 def test_the_number_of_layers_can_be_chosen(dense: Path, tmp_path: Path) -> None:
     moe_inputs.main(dense, tmp_path, 1)
     base = tmp_path / "base"

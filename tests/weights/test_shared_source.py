@@ -231,8 +231,11 @@ class World:
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "num_local", "room"),
     [
-        *((0, 1, 1, 2.0), (0, 2, 2, 2.0), (1, 2, 1, 2.0), (0, 3, 3, 1.0)),
-        *((1, 4, 2, 2.0), (1, 4, 4, 1.5), (0, 4, 1, 1.0), (1, 8, 4, 2.0)),
+        *((0, 1, 1, 2.0), (1, 2, 1, 2.0), (0, 3, 3, 1.0), (1, 4, 2, 2.0)),
+        *(
+            pytest.param(*world, marks=pytest.mark.slow)
+            for world in ((0, 2, 2, 2.0), (1, 4, 4, 1.5), (0, 4, 1, 1.0), (1, 8, 4, 2.0))
+        ),
     ],
 )
 def test_each_use_sees_the_weights_of_the_last_update(
