@@ -5,7 +5,6 @@ that needs more than `device_memory` ends the run before its forward.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import ONE_GENERATOR
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
@@ -35,8 +35,6 @@ MACHINE = {
     "ssd": [{"read_bytes_per_s": 5e9, "write_bytes_per_s": 5e9, "capacity_bytes": 1 << 40}],
     "cpu": {"memory_bytes": 1 << 34, "optimizer_params_per_s": 1e9},
 }
-_ONE_GENERATOR = threading.Lock()
-"""Ranks are threads here, and all threads share torch's generator."""
 
 
 @dataclass
@@ -64,7 +62,7 @@ def run_lengths(
 ) -> Run:
     """Train one step with each length, or with the lengths of several micro-batches, on swapped activations."""
     links = links or Links.alone()
-    with _ONE_GENERATOR:
+    with ONE_GENERATOR:
         model, device = tiny_model("llama"), CpuDevice()
     asked = {"activations": "swap", "io_threads": 1, "ssd": str(folder / f"{links.ranks.rank}"), **settings}
     config = OffloadConfig.load(asked).resolve(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import open_engine, resolved
+from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from rank_processes import RankProcesses
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
@@ -33,15 +33,6 @@ from hf_lohan.weights.joint_order import LentShards
 LR = 1e-3
 IMAGE_TOKEN = 250
 NUM_PATCHES = 4
-SETTINGS: dict[str, Any] = {
-    "cpu_memory": "6MiB",
-    "gpu_memory": "1MiB",
-    "io_threads": 1,
-    "prefetch_blocks": 1,
-    "activations": "recompute",
-    "experts": "with_layer",
-}
-_ONE_GENERATOR = threading.Lock()
 _skipped = threading.local()
 Batch = dict[str, Any]
 Branches = Sequence[Sequence[Any]]
@@ -180,9 +171,9 @@ def train_rank(
 ) -> Trained:
     ranks = links.ranks
     accumulation = len(case.branches[0]) // ranks.num_ranks
-    with _ONE_GENERATOR:
+    with ONE_GENERATOR:
         model = case.make_model().train()
-    config = resolved(folder / f"rank-{ranks.rank}", **{**SETTINGS, **settings})
+    config = resolved(folder / f"rank-{ranks.rank}", **{**RANK_SETTINGS, **settings})
     holds = max_norm > 0 or accumulation > 1
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=holds, ranks=ranks)
     engine = open_engine(model, layout, config, None, links)

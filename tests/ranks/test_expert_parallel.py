@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
-from engines import open_engine, resolved
+from engines import ONE_GENERATOR, open_engine, resolved
 from expert_models import expert_model
 from rank_processes import RankProcesses
 from torch import Tensor, nn
@@ -52,8 +51,6 @@ SETTINGS: dict[str, Any] = {
     "activations": "recompute",
     "experts": "streamed",
 }
-_ONE_GENERATOR = threading.Lock()
-"""Ranks are threads here, and all threads share torch's generator."""
 MakeModel = Callable[[], Any]
 
 
@@ -145,7 +142,7 @@ def opened(
     **settings: Any,
 ) -> Iterator[OffloadEngine]:
     """Open the engine of one rank."""
-    with _ONE_GENERATOR:
+    with ONE_GENERATOR:
         model = make_model()
     config = resolved(folder / f"rank-{links.ranks.rank}", **{**SETTINGS, **settings})
     layout = lay_out(model, config, working_dtype=dtype, hold_gradients=hold_gradients, ranks=links.ranks)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines import open_engine, resolved
+from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from torch import Tensor
 
 from hf_lohan.device import Device
@@ -26,16 +26,6 @@ from hf_lohan.testing.thread_ranks import run_ranks
 
 NUM_STEPS = 4
 LR = 1e-3
-SETTINGS: dict[str, Any] = {
-    "cpu_memory": "6MiB",
-    "gpu_memory": "1MiB",
-    "io_threads": 1,
-    "prefetch_blocks": 1,
-    "activations": "recompute",
-    "experts": "with_layer",
-}
-_ONE_GENERATOR = threading.Lock()
-"""Ranks are threads here, and all threads share torch's generator."""
 
 
 class Trained(NamedTuple):
@@ -94,9 +84,9 @@ def train_rank(
     rank)`: whether the loss of a rank is not finite in a step.
     """
     rank = links.ranks.rank
-    with _ONE_GENERATOR:
+    with ONE_GENERATOR:
         model = tiny_model(family).train()
-    config = resolved(folder / f"rank-{rank}", **{**SETTINGS, **settings})
+    config = resolved(folder / f"rank-{rank}", **{**RANK_SETTINGS, **settings})
     holds = max_norm > 0 or accumulation * num_batches > 1
     layout = lay_out(model, config, working_dtype=dtype, hold_gradients=holds, ranks=links.ranks)
     engine = open_engine(model, layout, config, device, links)

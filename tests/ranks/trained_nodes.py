@@ -4,7 +4,6 @@ codecs to the same values.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import resolved
+from engines import ONE_GENERATOR, resolved
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice, Device
@@ -25,8 +24,6 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
 LR = 1e-3
-_ONE_GENERATOR = threading.Lock()
-"""Ranks are threads here, and all threads share torch's generator."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Training:
 
     def train_rank(self, links: Links, folder: Path, collectives: Any) -> Trained:
         rank = links.ranks.rank
-        with _ONE_GENERATOR:
+        with ONE_GENERATOR:
             model = tiny_model("llama").to(self.dtype).train()
         layout, config = self.layout(model, rank, folder, collectives)
         tiers = open_tiers(layout, config, self.make_device(), links)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,18 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 EngineFactory = Callable[..., OffloadEngine]
 ConfigFactory = Callable[..., OffloadConfig]
+
+RANK_SETTINGS: dict[str, Any] = {
+    "cpu_memory": "6MiB",
+    "gpu_memory": "1MiB",
+    "io_threads": 1,
+    "prefetch_blocks": 1,
+    "activations": "recompute",
+    "experts": "with_layer",
+}
+"""Of ranks that are threads of one process."""
+ONE_GENERATOR = threading.Lock()
+"""Held while such a rank draws its model, because all threads share torch's generator."""
 
 HELD_OR_ACTIVE = pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
 
