@@ -19,6 +19,13 @@ class TokenRange:
     last_row: int
     start: int
     stop: int
+    shift: int = 0
+    """Added to the number of a token in this rank's tensors, this gives its number in the row."""
+
+    @property
+    def in_row(self) -> TokenRange:
+        """The same tokens, by their numbers in the whole row."""
+        return TokenRange(self.first_row, self.last_row, self.start + self.shift, self.stop + self.shift)
 
     @property
     def index(self) -> tuple[slice, slice]:
@@ -37,11 +44,72 @@ def cut_batch(num_rows: int, length: int, chunk_tokens: int) -> list[list[TokenR
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class RowPieces:
+    """The tokens of each row that one of several ranks computes.
+
+    A row is cut into two pieces for each rank. Rank r has piece r from the start and piece r from the end, so that all
+    ranks have equally many pairs of a query and an earlier key.
+    """
+
+    length: int
+    """Tokens of a whole row."""
+    number: int
+    """The number of this rank among those that share the row."""
+    num_ranks: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The first token of each of this rank's pieces, and the token after its last one."""
+        num_pieces = 2 * self.num_ranks
+        pieces = (self.number, num_pieces - 1 - self.number)
+        bounds = [(piece * self.length // num_pieces, (piece + 1) * self.length // num_pieces) for piece in pieces]
+        return [(start, stop) for start, stop in bounds if start < stop]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row that this rank computes."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return this rank's tokens of a tensor [rows, tokens, ...]."""
+        return torch.cat([tensor[:, start:stop] for start, stop in self.ranges], 1)
+
+    def cut(self, num_rows: int, chunk_tokens: int | None) -> list[list[TokenRange]]:
+        """Return this rank's chunks of a batch, by group of rows whose keys are on the device together. None cuts
+        pieces no further."""
+        if chunk_tokens is None or num_rows * self.num_tokens <= chunk_tokens:
+            return [self._chunks_of(0, num_rows, self.length)]
+        return [self._chunks_of(row, row + 1, chunk_tokens) for row in range(num_rows)]
+
+    def _chunks_of(self, first_row: int, last_row: int, chunk_tokens: int) -> list[TokenRange]:
+        chunks, num_before = [], 0
+        for start, stop in self.ranges:
+            shift = start - num_before
+            chunks += [
+                TokenRange(first_row, last_row, first - shift, min(first + chunk_tokens, stop) - shift, shift)
+                for first in range(start, stop, chunk_tokens)
+            ]
+            num_before += stop - start
+        return chunks
+
+
+@dataclass(frozen=True, eq=False)
+class CutRows:
+    """The rows of a batch that several ranks share, and what masks need to know of all their tokens."""
+
+    pieces: RowPieces
+    documents: Tensor | None
+    """[rows, tokens of a row], the number of each token's document. None if each row is one document."""
+    padding: Tensor | None
+    """[rows, tokens of a row], false for padding. None without padding."""
+
+
 class NotCuttableError(Exception):
     """A layer must see all tokens at once. The text completes "because it ..."."""
 
 
-class _KeysTaken(BaseException):
+class KeysTaken(BaseException):
     """Leaves a layer's forward when its keys and values are known. It is not an `Exception`, so no layer catches it."""
 
 
@@ -68,7 +136,7 @@ class ChunkKeys:
         self._range, self._first_key, self._only_keys, self.num_updates = tokens, first_key, only_keys, 0
         try:
             yield
-        except _KeysTaken:
+        except KeysTaken:
             pass
         finally:
             self._range = None
@@ -91,7 +159,13 @@ class ChunkKeys:
             for all_tokens, own in zip(self._tensors, (keys, values), strict=True):
                 all_tokens[:, :, tokens.start : tokens.stop] = own
         if self._only_keys:
-            raise _KeysTaken
+            raise KeysTaken
+        return self._visible(keys, values)
+
+    def _visible(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the running chunk sees, with a graph to its own ``keys`` and ``values``."""
+        tokens = self._range
+        assert tokens is not None
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             seen: tuple[Tensor, Tensor] = _SeenKeys.apply(keys, values, self, tokens, self._first_key)  # type: ignore[no-untyped-call]
             return seen

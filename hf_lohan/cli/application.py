@@ -70,6 +70,10 @@ _ExpertParallel = Annotated[
         metavar="W", help="Whether ranks divide a mixture's experts: auto, none, node or world. Default: as --offload."
     ),
 ]
+_SequenceRanks = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Devices of a machine that compute each row together. Default: as --offload."),
+]
 _CHECKPOINT = "A checkpoint folder, a config.json, or the name of a model in the Hub."
 _Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a model in the Hub.")]
 _TrustRemoteCode = Annotated[
@@ -227,6 +231,7 @@ def plan(
     link: _Link = None,
     collectives: _Collectives = None,
     expert_parallel: _ExpertParallel = None,
+    sequence_ranks: _SequenceRanks = None,
     paper: _Paper = False,
     revision: _Revision = None,
     trust_remote_code: _TrustRemoteCode = False,
@@ -262,6 +267,7 @@ def plan(
             link=link,
             collectives=collectives,
             expert_parallel=expert_parallel,
+            sequence_ranks=sequence_ranks,
             paper=paper,
             revision=revision,
             trust_remote_code=trust_remote_code,

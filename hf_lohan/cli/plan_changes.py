@@ -106,12 +106,18 @@ def simulated_facts(planned: PlannedRun) -> dict[str, Any]:
     }
 
 
+def row_tokens(planned: PlannedRun) -> int:
+    """Return the tokens of a whole row."""
+    tokens, num_ranks = planned.shape.sequence_length, planned.config.sequence_ranks
+    return (planned.request.sequence_length or tokens * num_ranks) if num_ranks > 1 else tokens
+
+
 def positions_exceeded(planned: PlannedRun) -> int | None:
     """Return the positions of the model's config, if the sequences have more tokens."""
     config: Any = getattr(planned.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and planned.shape.sequence_length > positions else None
+    return positions if isinstance(positions, int) and row_tokens(planned) > positions else None
 
 
 def times_slower_than_hidden(planned: PlannedRun) -> float:

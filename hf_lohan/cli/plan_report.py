@@ -19,6 +19,7 @@ from hf_lohan.cli.plan_changes import (
     nearest_changes,
     plan_facts,
     positions_exceeded,
+    row_tokens,
     times_slower_than_hidden,
     tokens_at_once,
     with_other_experts,
@@ -348,10 +349,15 @@ def _length(planned: PlannedRun) -> Iterable[str]:
     chunk_tokens = planned.plan.chunk_tokens
     if chunk_tokens is not None:
         yield f"A layer computes {chunk_tokens} tokens at a time (chunked_layers)."
+    if planned.config.sequence_ranks > 1:
+        yield (
+            f"{planned.config.sequence_ranks} ranks share each row of {row_tokens(planned)} tokens (sequence_ranks). "
+            "The plan counts the attention to all keys of a row, and holds them on each device with their gradients."
+        )
     positions = positions_exceeded(planned)
     if positions is not None:
         yield (
-            f"The sequences have {planned.shape.sequence_length} tokens; the model's config has {positions} positions "
+            f"The sequences have {row_tokens(planned)} tokens; the model's config has {positions} positions "
             "(max_position_embeddings)."
         )
 

@@ -21,6 +21,7 @@ from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, refuse_other_methods
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
+from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
 from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
@@ -39,6 +40,7 @@ from hf_lohan.planning import (
     plan_step,
     why_not_together,
 )
+from hf_lohan.planning.shared_rows import tokens_of_rank
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
 from hf_lohan.threads import usable_cpus
@@ -79,6 +81,8 @@ class PlanRequest:
     """How ranks exchange weights and gradients. None is the setting of the configuration."""
     expert_parallel: str | None = None
     """Whether ranks divide experts. None is the setting of the configuration."""
+    sequence_ranks: int | None = None
+    """How many ranks share each row. None is the setting of the configuration."""
     paper: bool = False
     """Whether all state is on the SSDs, without copies in RAM, as in LoHan's paper."""
 
@@ -90,6 +94,7 @@ class PlanRequest:
             "rank of LoRA": self.lora_rank,
             "number of ranks": self.num_ranks,
             "number of nodes": self.num_nodes,
+            "number of sequence_ranks": self.sequence_ranks,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
@@ -136,6 +141,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         asked = replace(asked, quantize=Quantization.parse(request.quantize))
     if request.expert_parallel is not None:
         asked = OffloadConfig.load({**asked.to_dict(), "expert_parallel": request.expert_parallel})
+    if request.sequence_ranks is not None:
+        asked = replace(asked, sequence_ranks=request.sequence_ranks)
+    check_sequence_ranks(asked.sequence_ranks, request.ranks)
     if request.paper:
         asked = replace(asked, resident_records="none")
     hardware, device = None, device_for(default_torch_device())
@@ -184,7 +192,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     in_turn_because = why_not_together(model) if micro_batches.run_together is None else None
     shape = StepShape(
         request.batch_size,
-        request.sequence_length or _sequence_length_of(model_config),
+        tokens_of_rank(request.sequence_length or _sequence_length_of(model_config), config.sequence_ranks),
         num_micro_batches=1 if micro_batches.run_together else request.num_micro_batches,
         num_together=request.num_micro_batches if micro_batches.run_together else 1,
     )
@@ -227,6 +235,7 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
     """Return the longest row that fits the machine of the run, with one row in each batch and the run's settings and
     division of RAM."""
     chunks = None if planned.layout.model_blocks.experts else _cuttable(planned.model, planned.layout)
+    shared = planned.config.sequence_ranks
     key = (replace(planned.request, batch_size=1, sequence_length=None), planned.hardware, planned.config)
 
     def plan(length: int) -> PlannedStep:
@@ -235,7 +244,7 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
             planned.model,
             planned.layout,
             planned.config,
-            StepShape(1, length, num_together=planned.shape.num_together if is_vertical else 1),
+            StepShape(1, tokens_of_rank(length, shared), num_together=planned.shape.num_together if is_vertical else 1),
             measure=planned.hardware,
             durability=planned.setup.durability,
             fused_attention=not planned.hardware.device.shares_cpu,
@@ -250,7 +259,7 @@ def longest_row_of(planned: PlannedRun) -> LongestRow:
         num_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         _longest_rows[key] = longest_row(
             plan,
-            begin=planned.shape.sequence_length,
+            begin=planned.shape.sequence_length * shared,
             num_positions=num_positions if isinstance(num_positions, int) else None,
             room_bytes=device_limit_bytes(planned.hardware, planned.setup),
         )
@@ -266,6 +275,11 @@ _longest_rows: dict[tuple[PlanRequest, HardwareProfile, OffloadConfig], LongestR
 def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
     """Return the plan of an epoch of rows with these lengths, for the run that was planned for the longest."""
     request = planned.request
+    if planned.config.sequence_ranks > 1:
+        raise ValueError(
+            f"--lengths plans rows of one rank each, and sequence_ranks is {planned.config.sequence_ranks}; plan one "
+            "length with --seq-len, or leave sequence_ranks out"
+        )
 
     def plan(length: int) -> PlannedStep:
         if length == planned.shape.sequence_length:

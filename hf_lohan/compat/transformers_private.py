@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Trainer, TrainingArguments, masking_utils
 from transformers import trainer as stock_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
@@ -260,6 +261,29 @@ def mask_pattern(function: Callable[..., Any]) -> MaskPattern:
         parts = [mask_pattern(part) for part in cells["mask_functions"]]
         return MaskPattern(is_causal=all(part.is_causal for part in parts), is_known=False)
     return MaskPattern(is_causal=False, is_known=False)
+
+
+def mask_function(pattern: MaskPattern) -> Callable[..., Any]:
+    """Return the function of a known causal pattern."""
+    functions = [masking_utils.causal_mask_function]
+    if pattern.window is not None:
+        functions.append(masking_utils.sliding_window_overlay(pattern.window))
+    if pattern.documents is not None:
+        functions.append(masking_utils.packed_sequence_mask_function(pattern.documents))
+    combined: Callable[..., Any] = masking_utils.and_masks(*functions)
+    return functions[0] if len(functions) == 1 else combined
+
+
+def documents_of(position_ids: Tensor) -> Tensor | None:
+    """Return the number of each token's document, [rows, tokens], as transformers finds it by position ids without a
+    mask beside them. None if no row has several documents."""
+    documents: Tensor | None = masking_utils.find_packed_sequence_indices(position_ids)
+    return documents
+
+
+def is_causal_lm_loss(function: Any) -> bool:
+    """Return whether a model's loss is the one of causal language models, which takes `shift_labels`."""
+    return function is ForCausalLMLoss
 
 
 def is_causal_mask_skipped(options: Mapping[str, Any]) -> bool:

@@ -58,6 +58,7 @@ LEAST_NET_TIMEOUT_S = 120.0
 _SLOW_STEPS = 10
 _MAX_IO_THREADS = 256
 _MAX_CPU_THREADS = 1024
+_MAX_SEQUENCE_RANKS = 1024
 _SIZES = frozenset({"gpu_memory", "device_memory", "cpu_memory", "io_piece_bytes"})
 
 
@@ -166,6 +167,12 @@ class OffloadConfig:
     sums changes. "auto" runs whole layers until a batch does not fit the device; the number that the plan then chooses
     stays for the run, and a resumed run keeps it. false always runs whole layers."""
 
+    sequence_ranks: int = 1
+    """Ranks of a machine that compute one row together, for rows that are too long for one device. Each has two pieces
+    of every row of a Trainer's batch, so that all have equally much attention to compute. Keys and values go through
+    the memory that the ranks share, so any length and any number of heads is possible. Ranks of one row get the same
+    batch. The loss is that of all tokens, and only the order of sums changes. 1 gives each rank rows of its own."""
+
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the previous one; "naive" reads it
     after that write; both run during backward. "serial" updates only after backward."""
@@ -229,12 +236,30 @@ class OffloadConfig:
                 "choice; set activations to auto, or solver to auto"
             )
 
+        if self.sequence_ranks > 1:
+            self._refuse_beside_sequence_ranks()
         slots, whole = self.gpu_memory, self.device_memory
         if isinstance(slots, int) and isinstance(whole, int) and slots > whole:
             raise ConfigError(
                 f"gpu_memory: {slots} bytes is more than device_memory: {whole} bytes, which also counts a step's "
                 "working memory; lower gpu_memory or set it to auto, or raise device_memory"
             )
+
+    def _refuse_beside_sequence_ranks(self) -> None:
+        """Raise ConfigError for settings that need the whole rows of a batch on each rank."""
+        refused = {
+            "vertical_micro_batches: true, which runs micro-batches in threads; set vertical_micro_batches to false": (
+                self.vertical_micro_batches is True
+            ),
+            "experts: 'streamed', which runs all tokens of a layer at once; set experts to with_layer": (
+                self.experts == "streamed"
+            ),
+            f"expert_parallel: {self.expert_parallel!r}, which sends tokens to other ranks; set expert_parallel to "
+            "none": self.expert_parallel in ("node", "world"),
+        }
+        for what, is_set in refused.items():
+            if is_set:
+                raise ConfigError(f"sequence_ranks: {self.sequence_ranks} cannot be combined with {what}")
 
     @classmethod
     def load(cls, value: OffloadSource = None, /, **overrides: Any) -> OffloadConfig:
@@ -383,6 +408,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "solver": partial(check_choice, allowed=get_args(Solver)),
     "chunked_loss": check_flag_or_auto,
     "chunked_layers": check_chunk,
+    "sequence_ranks": partial(check_number, most=_MAX_SEQUENCE_RANKS),
     "schedule": partial(check_choice, allowed=get_args(Schedule)),
     "durability": partial(check_choice, allowed=get_args(DurabilitySetting)),
     "commit_every": check_interval,

@@ -87,6 +87,26 @@ class _PreparedOffloadOptimizer(AcceleratedOptimizer):
 class OffloadAwareAccelerator(accelerate.Accelerator):
     """An `Accelerator` that also handles offloaded models."""
 
+    _num_row_ranks = 1
+    """Ranks that get the same batches of the data loaders that are prepared now."""
+
+    @contextlib.contextmanager
+    def loading_for(self, num_row_ranks: int) -> Iterator[None]:
+        """In this context, `prepare` gives ``num_row_ranks`` neighbouring ranks the same batches of a data loader."""
+        self._num_row_ranks = num_row_ranks
+        try:
+            yield
+        finally:
+            del self._num_row_ranks
+
+    @property
+    def num_processes(self) -> int:
+        return int(super().num_processes) // self._num_row_ranks
+
+    @property
+    def process_index(self) -> int:
+        return int(super().process_index) // self._num_row_ranks
+
     @property
     def offload_engine(self) -> OffloadEngine | None:
         """The engine of the prepared model; None if no prepared model is offloaded."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.activations import ChunkedHead, chunked_head_of, has_foreign_forward
+from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
@@ -58,6 +59,7 @@ from hf_lohan.huggingface.ranks import (
     generate_together,
     links_to_other_ranks,
 )
+from hf_lohan.huggingface.sequences import check_model_of_rows
 from hf_lohan.model import Rules
 from hf_lohan.planning import (
     OffloadLayout,
@@ -70,6 +72,7 @@ from hf_lohan.planning import (
 )
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.planning.run_plan import CHUNK_TOKENS
+from hf_lohan.ranks import RowLinks
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
 
@@ -185,6 +188,11 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
             f"chunked_layers: {config.chunked_layers} would load each expert again for every chunk, because experts "
             "stream one by one; set chunked_layers: false, or experts: with_layer"
         )
+    if layout.model_blocks.experts and config.sequence_ranks > 1:
+        raise ValueError(
+            f"sequence_ranks: {config.sequence_ranks} divides the tokens of rows among ranks, and the experts of this "
+            "model stream one by one; set experts: with_layer, or leave sequence_ranks out"
+        )
     _refuse_a_second_model(config)
     set_compute_threads(config.cpu_threads)
     keep_freed_memory()
@@ -224,6 +232,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     """Attach an engine to a model whose weights are in the store. The model then saves its weights from the store, and
     recomputes activations as configured."""
     check_rank_model(model, tiers.links.ranks)
+    if config.sequence_ranks > 1:
+        check_model_of_rows(model)
     config = replace(config, trace=tiers.device.timeline.is_tracing)
     if config.activations != "keep" and needs_all_kept(model):
         logger.info("activations are kept, because layers cannot be recomputed under prefix tuning")
@@ -258,7 +268,10 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     if not layout.model_blocks.experts:
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
-        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers))
+        memory = None
+        if config.sequence_ranks > 1:
+            memory = RowMemory(RowLinks.of(tiers.links, config.sequence_ranks), tiers.device)
+        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, memory))
         engine.commits.add_facts(
             functools.partial(_chunk_facts, weakref.ref(plan), {}), functools.partial(_resume_plan, weakref.ref(plan))
         )

@@ -11,22 +11,25 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
-from hf_lohan.activations.chunked_layers import ChunkedLayer, ChunkedLayers, ChunkFrames
+from hf_lohan.activations.chunked_layers import ChunkedLayer, ChunkedLayers
 from hf_lohan.activations.chunked_norms import norms_outside
-from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, TokenRange
+from hf_lohan.activations.layer_runs.layer_run import ChunkFrames
+from hf_lohan.activations.layer_runs.shared_rows import RowMemory, RowsOfRanks
+from hf_lohan.activations.token_ranges import ChunkKeys, CutRows, NotCuttableError, TokenRange
 from hf_lohan.compat.torch_private import attention_after, tree_map_only, without_torch_function
 from hf_lohan.compat.transformers_private import (
     CACHE_NAMES,
     MaskPattern,
     add_recorded_outputs,
     is_causal_mask_skipped,
+    mask_function,
     mask_pattern,
     recorded_names,
     recording_outputs,
@@ -45,11 +48,30 @@ _MOST_SEGMENTS = 64
 """Documents of one chunk that are computed one by one. A chunk with more of them gets a mask."""
 
 
+@contextlib.contextmanager
+def next_forward_of(rows: CutRows) -> Iterator[None]:
+    """Training forwards of this thread in this context compute a part of these rows."""
+    _current.announced = rows
+    try:
+        yield
+    finally:
+        _current.announced = None
+
+
+def computes_a_part() -> bool:
+    """Return whether this thread's running forward computes a part of its rows."""
+    return _current.rows is not None
+
+
 class _Current(threading.local):
     """State of one thread's forward."""
 
     are_masks_pending = False
     """Whether masks stay functions."""
+    announced: CutRows | None = None
+    """The rows of the next training forward, if several ranks share them."""
+    rows: CutRows | None = None
+    """The rows of the running forward, if several ranks share them."""
     attention: _SeenByChunk | None = None
     """What the running chunk sees, if its attention needs no mask."""
 
@@ -58,9 +80,13 @@ _current = _Current()
 
 
 def run_layers_in_chunks(
-    model: nn.Module, activations: ActivationTiers, layers: Mapping[nn.Module, str]
+    model: nn.Module,
+    activations: ActivationTiers,
+    layers: Mapping[nn.Module, str],
+    row_memory: RowMemory | None = None,
 ) -> ChunkedLayers:
-    """Have the layers of a model run in chunks once `ChunkedLayers.cut` has a number of tokens."""
+    """Have the layers of a model run in chunks once `ChunkedLayers.cut` has a number of tokens. ``row_memory``: the
+    memory of the ranks that share the rows of all training forwards (`sequence_ranks`)."""
     chunked = cuttable_layers(model, layers, activations)
     activations.runs_in_chunks.update(
         {layer: functools.partial(_runs_in_chunks, of_layer) for layer, of_layer in chunked.of_layer.items()}
@@ -73,6 +99,17 @@ def run_layers_in_chunks(
         if num_to_check and torch.is_grad_enabled():
             num_to_check = 0 if _warn_of_ignored_documents(kwargs) else num_to_check - 1
         chunked.begin_forward()
+        if row_memory is not None and torch.is_grad_enabled():
+            _current.rows = _current.announced
+            if _current.rows is None:
+                raise ValueError(
+                    f"sequence_ranks: {row_memory.links.ranks.num_ranks} divides the rows of a Trainer's batches among "
+                    "ranks, and this training forward has whole rows; train with Trainer and its own loss, or leave "
+                    "sequence_ranks out"
+                )
+            chunked.shared_rows = RowsOfRanks(_current.rows.pieces, row_memory)
+            _take_masks_and_attention()
+            return
         if chunked.chunk_tokens is None:
             return
         _take_masks_and_attention()
@@ -82,7 +119,10 @@ def run_layers_in_chunks(
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         _current.are_masks_pending = False
+        _current.rows = chunked.shared_rows = None
 
+    if row_memory is not None:
+        chunked.attach()
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end, always_call=True)
     return chunked
@@ -270,6 +310,8 @@ def _first_tokens(documents: Tensor) -> list[list[int]]:
 
 def _make_mask(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the stock mask, or a function of it in a forward in chunks."""
+    if _current.rows is not None:
+        return _mask_of_rows(stock, _current.rows, *args, **kwargs)
     if args or not _current.are_masks_pending or not {"q_length", "kv_length", "mask_function"} <= kwargs.keys():
         return stock(*args, **kwargs)
     offset = kwargs.get("q_offset", 0)
@@ -281,6 +323,28 @@ def _make_mask(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not pattern.is_causal:  # its layers are not cut, and stock may need no mask
         return stock(**kwargs)
     return PendingMask.from_function(stock, kwargs, pattern)
+
+
+def _mask_of_rows(stock: Callable[..., Any], rows: CutRows, *args: Any, **kwargs: Any) -> PendingMask:
+    """Return the mask of whole rows, for a model that asks for the mask of its own tokens."""
+    pattern = mask_pattern(kwargs.get("mask_function", stock))
+    if args or not pattern.is_causal or not pattern.is_known or kwargs.get("attention_mask") is not None:
+        raise ValueError(
+            "sequence_ranks divides rows whose tokens see all earlier ones, those of a window, or those of their "
+            "document, and this model has a mask of another form; leave sequence_ranks out"
+        )
+    pattern = replace(pattern, documents=rows.documents)
+    length = rows.pieces.length
+    options = {
+        **kwargs,
+        "q_length": length,
+        "kv_length": length,
+        "q_offset": 0,
+        "kv_offset": 0,
+        "attention_mask": rows.padding,
+        "mask_function": mask_function(pattern),
+    }
+    return PendingMask.from_function(stock, options, pattern)
 
 
 # Attention.
@@ -364,6 +428,8 @@ class LayerCall:
         self._arguments = arguments
         self._shape = hidden.shape
         self._recorded = recorded_names()
+        self._is_shared = _current.rows is not None
+        """Whether other ranks have tokens of these rows."""
 
     @classmethod
     def of(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, LayerCall]:
@@ -395,7 +461,7 @@ class LayerCall:
         if implementation not in _CUT_ATTENTION:
             raise NotCuttableError(f"runs attention by {implementation}, not by {' or '.join(_CUT_ATTENTION)}")
         mask = self._arguments.get("attention_mask")
-        if mask is None and implementation != "sdpa":
+        if mask is None and (implementation != "sdpa" or self._is_shared):
             raise NotCuttableError("has attention without a mask")
         if isinstance(mask, PendingMask) and mask.is_padded_before and implementation == "eager":
             # The last padding predicts the first token. It sees no key, which eager softmax makes all keys of the row.
@@ -420,7 +486,7 @@ class LayerCall:
             arguments[name] = cache
             if "use_cache" in _parameters_of(self._layer) or "use_cache" in arguments:
                 arguments["use_cache"] = True
-            context = cache.at(tokens, first_key, only_keys=only_keys)
+            context = cache.at(tokens.in_row, first_key, only_keys=only_keys)
         args = () if self._is_named else (hidden,)
         if self._is_named:
             arguments["hidden_states"] = hidden
@@ -448,6 +514,7 @@ class LayerCall:
     def _cut_all(self, tokens: TokenRange) -> tuple[dict[str, Any], int, _SeenByChunk | None]:
         """Return the inputs for a chunk, its first key, and what it sees if it needs no mask."""
         cut = {name: self._cut(value, tokens) for name, value in self._arguments.items() if name != "attention_mask"}
+        tokens = tokens.in_row
         if "attention_mask" not in self._arguments:
             return cut, 0, self._seen(tokens, 0, ((tokens.start, tokens.stop, 0),))
         mask = self._arguments["attention_mask"]

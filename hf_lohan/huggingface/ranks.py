@@ -31,6 +31,7 @@ from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 _FIRST_TIMEOUT_S = 600.0
 """Long, because ranks start, import and load at different speeds."""
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
+_SEQUENCE_PARALLELISM = ("cp_size", "sp_size")
 _links: Links | None = None
 
 
@@ -178,6 +179,11 @@ def check_parallelism(parallelism: Any) -> None:
     for name in _OTHER_PARALLELISM:
         size = getattr(parallelism, name, None) or 1
         if size > 1:
+            if name in _SEQUENCE_PARALLELISM:
+                raise ValueError(
+                    f"{name}={size} shards sequences by a backend that cannot follow streamed weights; leave "
+                    f"parallelism_config out, and set sequence_ranks: {size} in the offload settings"
+                )
             raise ValueError(
                 f"{name}={size} shards the model or its sequences, and offload computes both whole on each GPU; leave "
                 "parallelism_config out of the arguments and of accelerate's config, and each process is a rank with "
@@ -189,7 +195,8 @@ def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> 
     """Raise ValueError if several ranks cannot train the model, or if the store is for another number of ranks. All
     ranks call this together. Creates the directories in which each rank makes its own."""
     num_ranks = links.ranks.num_ranks
-    check_rules(layout.blocks, num_ranks)
+    check_sequence_ranks(config.sequence_ranks, links.ranks)
+    check_rules(layout.blocks, num_ranks, config.sequence_ranks)
     assert config.ssd != "auto"
     for ssd in config.ssd:
         refuse_other_ranks(shared_directory(ssd.path), num_ranks)
@@ -229,9 +236,23 @@ def generate_together(model: Any, ranks: Ranks) -> None:
             module.generate = functools.partial(module.generate, synced_gpus=True)
 
 
-def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
+def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:
+    """Raise ValueError if rows cannot be shared by so many ranks of a node."""
+    if ranks.num_local % sequence_ranks:
+        raise ValueError(
+            f"sequence_ranks: {sequence_ranks} does not divide the {ranks.num_local} ranks of each machine; start a "
+            f"multiple of {sequence_ranks} on each (lohan launch --num_processes), or change sequence_ranks"
+        )
+
+
+def check_rules(blocks: Iterable[Block], num_ranks: int, sequence_ranks: int = 1) -> None:
     """Raise ValueError for optimizers that need whole parameters, because each rank has only a shard of each."""
     whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
+    if sequence_ranks > 1 and whole:
+        raise ValueError(
+            f"sequence_ranks: {sequence_ranks} cannot be combined with {' and '.join(whole)}, which needs whole "
+            f"parameters, because each of {num_ranks} ranks has a shard of them; use AdamW"
+        )
     if num_ranks > 1 and whole:
         raise ValueError(
             f"{' and '.join(whole)} needs whole parameters, and each of {num_ranks} ranks has a shard of them; use "

@@ -40,6 +40,7 @@ from hf_lohan.planner.fitting import device_memory_advice, room_to_hold_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes, Weight, step_lifetimes
 from hf_lohan.planning.chunk_choice import ChunkChoice, made_again
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
+from hf_lohan.planning.shared_rows import with_keys_of_other_ranks
 from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.step_trace import trace_step
@@ -234,6 +235,8 @@ def _plan_shape(
         profile = trace(chunked_loss, chunk_tokens).profile
         if config.activations == "keep":
             profile = made_again(profile)
+        if config.sequence_ranks > 1:
+            profile = with_keys_of_other_ranks(profile, model, config.sequence_ranks)
         return _together(profile.routed(routing), shape.num_together)
 
     def planned(

@@ -18,6 +18,7 @@ from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
 from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
 from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL, CodedValues, sum_in_rank_order_
 from hf_lohan.ranks.collectives.row_exchange import CallOfRank, ExpertCall, RowExchange
+from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
 from hf_lohan.ranks.transport.connection import Handler
@@ -57,6 +58,7 @@ __all__ = [
     "Ranks",
     "RanksDisagreeError",
     "RowExchange",
+    "RowLinks",
     "SharedRegion",
     "StepAgreement",
     "StepDelta",

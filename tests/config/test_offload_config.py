@@ -273,3 +273,17 @@ def test_the_settings_page_lists_every_default() -> None:
 def test_the_error_shown_in_the_docs_is_the_real_one() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert f"hf_lohan.config.values.ConfigError: {refusal({'cpu_memroy': '32GiB'})}" in page
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ({"vertical_micro_batches": True}, "set vertical_micro_batches to false"),
+        ({"experts": "streamed"}, "set experts to with_layer"),
+        ({"expert_parallel": "world"}, "set expert_parallel to none"),
+    ],
+)
+def test_settings_that_need_whole_rows_are_refused_beside_sequence_ranks(beside: dict[str, Any], told: str) -> None:
+    assert OffloadConfig(sequence_ranks=2).sequence_ranks == 2
+    with pytest.raises(ConfigError, match=f"sequence_ranks: 2 cannot be combined with .*{told}"):
+        OffloadConfig(sequence_ranks=2, **beside)

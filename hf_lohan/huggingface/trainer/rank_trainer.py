@@ -19,6 +19,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import check_batches, launch_id, links_to_other_ranks, num_restarts, set_timeouts
+from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, cut_rows, sharing_rows
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 class RankTrainerMixin(_TrainerBase):
     """Mixed into a Trainer. Ranks agree on what all must do, and a rank that fails ends the others."""
 
+    accelerator: Any
+    model: Any
     _offload_config: OffloadConfig | None
     _slowest_step_s = 0.0
     _step_ended_s: float | None = None
@@ -105,6 +108,45 @@ class RankTrainerMixin(_TrainerBase):
             with contextlib.suppress(TypeError):  # the data loader may have no length
                 num_batches = len(train_dataloader)
         check_batches(int(num) for num in self._links.all_gather("the number of batches", str(num_batches).encode()))
+
+    # Rows that several ranks share (`sequence_ranks`).
+
+    @property
+    def num_row_ranks(self) -> int:
+        """Ranks that share each row of a training batch."""
+        engine = self.offload_engine
+        config = self._offload_config if engine is None else engine.config
+        return 1 if config is None else config.sequence_ranks
+
+    def get_train_dataloader(self) -> Any:
+        """Same as upstream, but ranks that share rows get the same batches."""
+        if self.num_row_ranks == 1:
+            return super().get_train_dataloader()
+        check_trainer_of_rows(self, self.num_row_ranks)
+        with self.accelerator.loading_for(self.num_row_ranks):
+            return super().get_train_dataloader()
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Same as upstream, but ranks that share rows count once."""
+        return int(super().get_total_train_batch_size(args)) // self.num_row_ranks
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Same as upstream, but cut the batches for the ranks that share their rows, before their labels are
+        counted."""
+        num_ranks = self.num_row_ranks
+        if num_ranks > 1:
+            number = self._links.ranks.local_rank % num_ranks
+            epoch_iterator = (cut_rows(batch, number, num_ranks) for batch in epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Same as upstream, but a batch that was cut has a part of the rows."""
+        rows = inputs.get(ROWS)
+        if rows is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        inputs = {name: value for name, value in inputs.items() if name != ROWS}
+        with sharing_rows(self.model, rows, inputs["shift_labels"]):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _save_optimizer_files(self, folder: str) -> None:
         """Save the files of optimizer and scheduler on every rank, because each rank has its own journal. Upstream

@@ -62,7 +62,7 @@ from hf_lohan.huggingface.guards import (
 from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights, take_torch_dtype
 from hf_lohan.huggingface.optimizers import StoreOptimizerMixin, config_named_by_optim
 from hf_lohan.huggingface.progress import begin_step, trainer_line
-from hf_lohan.huggingface.ranks import random_state_suffix
+from hf_lohan.huggingface.ranks import check_sequence_ranks, random_state_suffix, ranks_here
 from hf_lohan.huggingface.trainer.in_memory import choose_place, load_in_memory
 from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
 from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
@@ -306,6 +306,7 @@ class OffloadTrainerMixin(
         is_launched_in_bf16 = take_launched_precision(args)
         check_arguments(args)
         check_model(model)
+        check_sequence_ranks(self._offload_config.sequence_ranks, ranks_here())
         self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
         optimizers = settings.get("optimizers") or (None, None)
         check_optimizers(model, optimizers, self.optimizer_cls_and_kwargs, self._offload_config)

@@ -89,6 +89,10 @@ class Kind(enum.IntEnum):
     EXPERT_NODE_ROWS = 43
     """The sender's rows for the experts of all ranks on the receiver's node."""
 
+    ROW_MEETING = 50
+    """A rank is at a meeting of the ranks that share a row's tokens. Numbers: the meeting's number. Payload: the length
+    of its name, the name, and what the rank gives the others."""
+
 
 class DamagedHeadError(ValueError):
     """Received bytes are not the head of the next message."""

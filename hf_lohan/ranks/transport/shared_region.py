@@ -16,20 +16,34 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hf_lohan.device import Device, available_host_memory_bytes, mapped_file
 from hf_lohan.ranks.transport.connection import SLICE_S
 from hf_lohan.ranks.transport.failures import RankTimeoutError
-from hf_lohan.ranks.transport.links import Links
+from hf_lohan.ranks.transport.topology import Ranks
 from hf_lohan.wording import format_bytes
 
 FILES_IN_RAM = "/dev/shm"
 _TOKEN_BYTES = 32
 _of_this_process: dict[str, Tensor] = {}
 """By token, the regions for ranks that are threads of this process."""
+
+
+class NodeLinks(Protocol):
+    """The calls of `Links` that sharing needs. Those of one row's ranks have them too."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    def all_gather(self, tag: str, payload: bytes = b"") -> list[bytes]: ...
+
+    def raise_if_failed(self, doing: str) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +55,7 @@ class SharedRegion:
     name: str
 
     @classmethod
-    def create(cls, links: Links, num_bytes: int, name: str, device: Device | None = None) -> SharedRegion:
+    def create(cls, links: NodeLinks, num_bytes: int, name: str, device: Device | None = None) -> SharedRegion:
         """Share memory on each node. All ranks call this, and ranks of one node pass the same size. If it fails on one
         rank, all raise ValueError."""
         if num_bytes <= 0:
@@ -60,7 +74,7 @@ class SharedRegion:
         return offset if offset >= 0 and offset + tensor.nbytes <= self.bytes.nbytes else None
 
 
-def _offer(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int], Tensor]) -> Tensor:
+def _offer(links: NodeLinks, num_bytes: int, name: str, map_it: Callable[[int, int], Tensor]) -> Tensor:
     """Allocate the memory of this node, and send it to the node's other ranks."""
     ranks = links.ranks
     token = secrets.token_hex(_TOKEN_BYTES // 2)
@@ -84,7 +98,7 @@ def _offer(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int],
         return region
 
 
-def _accept(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int], Tensor]) -> Tensor:
+def _accept(links: NodeLinks, num_bytes: int, name: str, map_it: Callable[[int, int], Tensor]) -> Tensor:
     """Get the memory from local rank 0."""
     ranks = links.ranks
     exchanged = _exchange(links, f"the memory of {name}", {"pid": os.getpid(), "num_bytes": num_bytes})
@@ -116,7 +130,7 @@ def _fetch(offered: dict[str, Any], num_bytes: int, timeout_s: float, map_it: Ca
         os.close(fds[0])
 
 
-def _exchange(links: Links, tag: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchange(links: NodeLinks, tag: str, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Exchange what each rank offers or wants. Raises ValueError if a rank's request was refused, or if ranks of a node
     want different sizes."""
     messages = [json.loads(packed) for packed in links.all_gather(tag, json.dumps(message).encode())]
@@ -133,7 +147,7 @@ def _exchange(links: Links, tag: str, message: dict[str, Any]) -> list[dict[str,
     return messages
 
 
-def _serve(links: Links, listener: socket.socket, fd: int, token: str, num_others: int, name: str) -> None:
+def _serve(links: NodeLinks, listener: socket.socket, fd: int, token: str, num_others: int, name: str) -> None:
     """Send `fd` to ``num_others`` processes that know the token."""
     until_s = time.monotonic() + links.timeout_s
     listener.settimeout(SLICE_S)

@@ -1,0 +1,217 @@
+"""Runs layers on the tokens that one of several ranks has of each row.
+
+The keys and values of a layer go through memory that the ranks share. Each rank writes those of its tokens, waits until
+all have, and runs its chunks, which see the keys of earlier tokens on any rank. The backward does the same, and sums
+the gradients of all keys and values that its chunks see in float32. When all ranks have theirs, each adds the sums for
+its own tokens in the order of ranks, and runs them back through the layer's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_lohan.activations.layer_runs.layer_run import CutLayer, LayerInputs, LayerRun
+from hf_lohan.activations.token_ranges import ChunkKeys, KeysTaken, NotCuttableError, RowPieces, TokenRange
+from hf_lohan.device import Device
+from hf_lohan.ranks import RowLinks
+
+_NUM_KEY_PLACES = 2
+"""Places for keys and values, which are used in turn: a rank may write those of the next layer while another still
+reads those of the layer before. It cannot be two layers ahead, because it waits for the others in each."""
+
+
+class RowsOfRanks:
+    """The rows of one forward, which the ranks of `RowLinks` share (`SharedRows`)."""
+
+    def __init__(self, pieces: RowPieces, memory: RowMemory) -> None:
+        self.pieces = pieces
+        self.memory = memory
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pieces.num_tokens
+
+    def cut(self, num_rows: int, chunk_tokens: int | None) -> list[list[TokenRange]]:
+        return self.pieces.cut(num_rows, chunk_tokens)
+
+    def make_run(
+        self, layer: CutLayer, inputs: LayerInputs, groups: Sequence[Sequence[TokenRange]], *, has_frames: bool
+    ) -> SharedRun:
+        return SharedRun(layer, inputs, groups, self, has_frames=has_frames)
+
+
+class RowMemory:
+    """Memory that the ranks of one row share. It has two places for keys and values, and sums of gradients of each
+    rank. It grows when a layer needs more."""
+
+    def __init__(self, links: RowLinks, device: Device) -> None:
+        self.links = links
+        self._device = device
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._place_bytes = self._sum_bytes = 0
+        """Size of a place, and of a rank's sums. They never shrink, because a rank may still read from a place of an
+        earlier layer, which would begin elsewhere."""
+        self._place = 0
+
+    def take(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Return keys and values of these shapes in the next place, and the float32 sums of each rank. All ranks of
+        the row call this with equal shapes."""
+        numels = [torch.Size(shape).numel() for shape in shapes]
+        place_bytes, sum_bytes = (_aligned(sum(numels) * size) for size in (dtype.itemsize, torch.float32.itemsize))
+        num_ranks = self.links.ranks.num_ranks
+        if place_bytes > self._place_bytes or sum_bytes > self._sum_bytes:
+            self._place_bytes = max(place_bytes, self._place_bytes)
+            self._sum_bytes = max(sum_bytes, self._sum_bytes)
+            num_bytes = _NUM_KEY_PLACES * self._place_bytes + num_ranks * self._sum_bytes
+            self._bytes = self.links.share_memory(num_bytes, "keys and values", self._device)
+        first_sum = _NUM_KEY_PLACES * self._place_bytes
+        start, self._place = self._place * self._place_bytes, (self._place + 1) % _NUM_KEY_PLACES
+
+        def split(first_byte: int, of_type: torch.dtype) -> list[Tensor]:
+            flat = self._bytes[first_byte : first_byte + sum(numels) * of_type.itemsize].view(of_type)
+            return [part.view(*shape) for part, shape in zip(flat.split(numels), shapes, strict=True)]
+
+        sums = [split(first_sum + rank * self._sum_bytes, torch.float32) for rank in range(num_ranks)]
+        return split(start, dtype), sums
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64
+
+
+class SharedKeys(ChunkKeys):
+    """The keys and values of a group of rows that several ranks compute, and the sums of their gradients."""
+
+    def __init__(self, length: int, memory: RowMemory, name: str) -> None:
+        """``name``: the layer's name, for errors."""
+        super().__init__(length)
+        self._memory = memory
+        self._name = name
+        self._own: dict[TokenRange, tuple[Tensor, Tensor]] = {}
+        """This rank's keys and values, until they are shared."""
+        self._shared_sums: list[list[Tensor]] = []
+        self.is_complete = False
+        """Whether the keys and values of all ranks are there."""
+        self._is_on_host = True
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        tokens = self._range
+        assert tokens is not None
+        self.num_updates += 1
+        if self.num_updates > 1 or any(
+            t.dim() != 4 or t.shape[2] != tokens.stop - tokens.start for t in (keys, values)
+        ):
+            raise NotCuttableError("keeps its keys in another form")
+        if self._only_keys:
+            self._own[tokens] = keys, values
+            raise KeysTaken
+        return self._visible(keys, values)
+
+    def share(self) -> None:
+        """Give the other ranks this rank's keys and values, and wait for theirs."""
+        first = next(iter(self._own.values()))
+        if len({tensor.dtype for tensor in first}) > 1:
+            raise NotCuttableError("has keys and values of different dtypes")
+        shapes = [(t.shape[0], t.shape[1], self._length, t.shape[3]) for t in first]
+        shared, self._shared_sums = self._memory.take(shapes, first[0].dtype)
+        for tokens, own in self._own.items():
+            for whole, part in zip(shared, own, strict=True):
+                whole[:, :, tokens.start : tokens.stop] = part
+        self._own.clear()
+        self._memory.links.barrier(f"the keys and values of {self._name}")
+        self._is_on_host = first[0].device.type == "cpu"
+        self._tensors = tuple(shared if self._is_on_host else (tensor.to(first[0].device) for tensor in shared))
+        self.is_complete = True
+
+    def begin_sums(self) -> None:
+        """Begin to sum the gradients of keys and values. `gradient_of` adds to the sums."""
+        own = self._shared_sums[self._memory.links.ranks.rank]
+        self._sums = [
+            total.zero_() if self._is_on_host else torch.zeros_like(keys, dtype=torch.float32)
+            for total, keys in zip(own, self._tensors, strict=True)
+        ]
+
+    def gradient_of(self, number: int, gradient: Tensor | None, tokens: TokenRange, first_key: int) -> Tensor | None:
+        if gradient is not None:
+            total = self._sums[number]
+            assert total is not None
+            total[:, :, first_key : tokens.stop] += gradient
+        return None  # `own_gradients` has it when all ranks have their sums
+
+    def share_sums(self) -> None:
+        """Give the other ranks this rank's sums, and wait for theirs."""
+        own = self._shared_sums[self._memory.links.ranks.rank]
+        for shared, total in zip(own, self._sums, strict=True):
+            assert total is not None
+            if not self._is_on_host:
+                shared.copy_(total)
+        self._sums = [None, None]
+        self._memory.links.barrier(f"the gradients of the keys and values of {self._name}")
+
+    def take_own(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and the values of the chunk that has run until its keys, and their gradients."""
+        ((tokens, own),) = self._own.items()
+        self._own.clear()
+        found = []
+        for number, tensor in enumerate(own):
+            parts = [sums[number][:, :, tokens.start : tokens.stop] for sums in self._shared_sums]
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            found.append((tensor, total.to(tensor.device, tensor.dtype)))
+        return found
+
+
+class SharedRun(LayerRun):
+    """One forward of a layer for this rank's tokens, and its backward."""
+
+    def __init__(
+        self,
+        layer: CutLayer,
+        inputs: LayerInputs,
+        groups: Sequence[Sequence[TokenRange]],
+        rows: RowsOfRanks,
+        *,
+        has_frames: bool,
+    ) -> None:
+        super().__init__(layer, inputs, groups, has_frames=has_frames)
+        self._rows = rows
+        self._name = layer.name
+
+    @property
+    def num_backwards(self) -> int:
+        return 2 * super().num_backwards
+
+    def begin_group(self, hidden: Tensor, group: Sequence[TokenRange]) -> SharedKeys:
+        keys = SharedKeys(self._rows.pieces.length, self._rows.memory, self._name)
+        with torch.no_grad():
+            for tokens in group:
+                self.call(hidden[tokens.index], tokens, keys, only_keys=True)
+        keys.share()
+        return keys
+
+    def run_group_back(
+        self,
+        hidden: Tensor,
+        gradients: Sequence[Tensor | None],
+        of_hidden: Tensor | None,
+        group: Sequence[TokenRange],
+    ) -> None:
+        keys = self.begin_group(hidden, group)
+        keys.begin_sums()
+        for tokens in reversed(group):
+            self.run_back(hidden, gradients, of_hidden, tokens, keys)
+        keys.share_sums()
+        for tokens in group:
+            chunk = hidden[tokens.index].detach().requires_grad_(of_hidden is not None)
+            with torch.enable_grad():
+                self.call(chunk, tokens, keys, only_keys=True)
+            roots = [(tensor, gradient) for tensor, gradient in keys.take_own() if tensor.requires_grad]
+            if roots:
+                torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+            if of_hidden is not None and chunk.grad is not None:
+                of_hidden[tokens.index] += chunk.grad

@@ -1,0 +1,184 @@
+"""Cuts a Trainer's batches for the ranks that share their rows (`sequence_ranks`), and refuses what cannot be cut.
+
+A rank gets two pieces of each row, with explicit position ids. Labels are shifted before the cut, so that the last
+token of a piece predicts the first of the next one. Masks know all tokens of a row (`CutRows`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_lohan.activations.token_ranges import CutRows, RowPieces
+from hf_lohan.compat.transformers_private import documents_of, is_causal_lm_loss
+from hf_lohan.huggingface.attention import computes_a_part, next_forward_of
+
+ROWS = "rows_of_ranks"
+"""Key of the `CutRows` in a cut batch."""
+_IGNORED = -100
+_CUT_INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "labels", "shift_labels"))
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies depend on the largest position of a forward."""
+
+
+def cut_rows(batch: Mapping[str, Any], number: int, num_ranks: int) -> dict[str, Any]:
+    """Return the part of a batch that rank ``number`` of the ``num_ranks`` of a row computes. Raises ValueError for a
+    batch that cannot be cut."""
+    others = [name for name, value in batch.items() if value is not None and name not in _CUT_INPUTS]
+    ids, labels, targets = (batch.get(name) for name in ("input_ids", "labels", "shift_labels"))
+    if others or not isinstance(ids, Tensor) or ids.dim() != 2 or (labels is None and targets is None):
+        what = f"the input {others[0]!r}" if others else "no input_ids [rows, tokens] with labels"
+        raise ValueError(
+            f"sequence_ranks: {num_ranks} cuts batches of token ids and labels, and this batch has {what}; leave "
+            "sequence_ranks out"
+        )
+    num_rows, length = ids.shape
+    if length < 2 * num_ranks:
+        raise ValueError(
+            f"sequence_ranks: {num_ranks} cuts each row into {2 * num_ranks} pieces, and a row of this batch has "
+            f"{length} tokens; pack or pad rows to at least {2 * num_ranks} tokens, or lower sequence_ranks"
+        )
+    padding, positions, documents = batch.get("attention_mask"), batch.get("position_ids"), None
+    if padding is not None:
+        if padding.shape != ids.shape:
+            raise ValueError(
+                f"sequence_ranks: {num_ranks} cuts rows whose attention_mask is [rows, tokens], and this batch has one "
+                f"of shape {tuple(padding.shape)}; leave sequence_ranks out"
+            )
+        is_token = padding.bool()
+        if bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
+            raise ValueError(
+                f"sequence_ranks: {num_ranks} cuts rows that begin with a token, and a row of this batch begins with "
+                "padding; set tokenizer.padding_side = 'right'"
+            )
+    if positions is None:
+        positions = torch.arange(length, device=ids.device).expand(num_rows, -1)
+    elif positions.dim() != 2 or positions.shape[1] != length:
+        raise ValueError(
+            f"sequence_ranks: {num_ranks} cuts rows whose position_ids are [rows, tokens], and this batch has ones of "
+            f"shape {tuple(positions.shape)}; leave sequence_ranks out"
+        )
+    else:
+        positions = positions.expand(num_rows, -1)
+        documents = documents_of(positions) if padding is None else None  # as transformers does
+    if targets is None:
+        assert labels is not None
+        targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+    pieces = RowPieces(length, number, num_ranks)
+    own_targets = pieces.take(targets)
+    has_padding = padding is not None and not bool(padding.all())
+    return {
+        "input_ids": pieces.take(ids),
+        "position_ids": pieces.take(positions),
+        # Models want labels, and some versions of Trainer count these.
+        "labels": F.pad(own_targets, (1, 0), value=_IGNORED),
+        "shift_labels": own_targets,
+        ROWS: CutRows(pieces, documents, padding.bool() if has_padding else None),
+    }
+
+
+@contextlib.contextmanager
+def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
+    """In this context, a training forward computes a part of ``rows``. Raises ValueError if its loss is not that of
+    ``targets``."""
+    base = _base_of(model)
+    stock, has_own = base.loss_function, "_loss_function" in vars(base)
+    num_calls = 0
+
+    def loss_function(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        if not computes_a_part():  # the plan traces a forward of whole rows
+            return stock(*args, **kwargs)
+        if kwargs.get("shift_labels") is not targets:
+            raise _foreign_loss(base)
+        num_calls += 1
+        return stock(*args, **kwargs)
+
+    base.loss_function = loss_function
+    try:
+        with next_forward_of(rows):
+            yield
+        if num_calls != 1:
+            raise _foreign_loss(base)
+    finally:
+        if has_own:
+            base.loss_function = stock
+        else:
+            del base._loss_function
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _foreign_loss(model: Any) -> ValueError:
+    return ValueError(
+        f"sequence_ranks divides the loss of causal language models among ranks, and {type(model).__name__} computes "
+        "its loss in another way; leave sequence_ranks out"
+    )
+
+
+def check_model_of_rows(model: nn.Module) -> None:
+    """Raise ValueError for a model that needs all tokens of a row outside its layers."""
+    base = _base_of(model)
+    name, config = type(base).__name__, getattr(base, "config", None)
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not is_causal_lm_loss(base.loss_function):
+        raise _foreign_loss(base)
+    problem = None
+    if "position_ids" not in inspect.signature(type(base).forward).parameters:
+        problem = "takes no position_ids"
+    elif getattr(config, "output_router_logits", False):
+        problem = "adds a loss of its routers over all tokens (output_router_logits)"
+    elif (kind := _rope_by_length(config.to_dict() if config is not None else {})) is not None:
+        problem = f"has rotary embeddings of type {kind!r}, which depend on the longest position of a forward"
+    elif any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules()):
+        problem = "has dropout, which draws other random numbers on each rank; set its probability to 0"
+    if problem is not None:
+        raise ValueError(f"sequence_ranks cannot divide the rows of {name}, because it {problem}; leave it out")
+
+
+def _rope_by_length(config: Any) -> str | None:
+    if not isinstance(config, Mapping):
+        return None
+    kind = config.get("rope_type", config.get("type"))
+    if kind in _ROPE_BY_LENGTH:
+        return str(kind)
+    return next((found for value in config.values() if (found := _rope_by_length(value)) is not None), None)
+
+
+def check_trainer_of_rows(trainer: Any, num_ranks: int) -> None:
+    """Raise ValueError for settings of a Trainer with which ranks that share rows would train something else."""
+    args = trainer.args
+    reads_on_rank_0 = isinstance(trainer.train_dataset, IterableDataset) and (
+        args.accelerator_config.dispatch_batches is not False
+    )
+    refused = {
+        "average_tokens_across_devices=False, with which ranks divide by their own tokens; set it to True": (
+            not args.average_tokens_across_devices
+        ),
+        "label_smoothing_factor, which smooths unshifted labels; leave it out": args.label_smoothing_factor,
+        "compute_loss_func, which does not get the shifted labels; leave it out": trainer.compute_loss_func is not None,
+        "neftune_noise_alpha, which draws other noise on each rank; leave it out": (
+            args.neftune_noise_alpha is not None
+        ),
+        "a model whose loss takes no num_items_in_batch; leave sequence_ranks out": (
+            not trainer.model_accepts_loss_kwargs
+        ),
+        "an IterableDataset that rank 0 reads for all; set dispatch_batches to False in accelerator_config": (
+            reads_on_rank_0
+        ),
+        "split_batches=True, which gives each rank other rows of a batch; leave it out of accelerator_config": (
+            args.accelerator_config.split_batches
+        ),
+    }
+    for what, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"sequence_ranks: {num_ranks} cannot be combined with {what}")

@@ -1,0 +1,86 @@
+"""Trainer in processes that share rows equals a stock process with whole rows, up to the order of sums."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = str(Path(__file__).parent / "sequences_by_ranks.py")
+CASES_OF_TWO = ("plain", "packed", "padded", "windowed", "clipped", "accumulated", "eager", "chunked")
+CASES_OF_THREE = ("seven_heads",)
+
+pytestmark = pytest.mark.slow  # each run starts processes
+Run = Callable[..., str]
+
+
+def launch(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    return subprocess.run(
+        [sys.executable, *(launcher if num_ranks > 1 else []), SCRIPT, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    for num_ranks, cases in ((1, (*CASES_OF_TWO, *CASES_OF_THREE)), (2, CASES_OF_TWO), (3, CASES_OF_THREE)):
+        done = launch(num_ranks, str(folder), *cases)
+        assert done.returncode == 0, done.stderr
+        assert "this run has no plan" not in done.stderr
+    return folder
+
+
+def logged(folder: Path, case: str, name: str) -> list[float]:
+    return [row[name] for row in json.loads((folder / case / "log.json").read_text()) if name in row]
+
+
+@pytest.mark.parametrize("case", [*(f"{case}-2" for case in CASES_OF_TWO), *(f"{case}-3" for case in CASES_OF_THREE)])
+def test_ranks_equal_one_process(folder: Path, case: str) -> None:
+    stock = case.replace("-2", "-1").replace("-3", "-1")
+    assert len(logged(folder, case, "loss")) == 6
+    # Stock adds the losses of 508 tokens in float32, and the ranks those of some of them.
+    assert logged(folder, case, "loss") == pytest.approx(logged(folder, stock, "loss"), rel=1e-6)
+    assert logged(folder, case, "grad_norm") == pytest.approx(logged(folder, stock, "grad_norm"), rel=1e-5)
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in (case, stock))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, rtol=0, atol=2e-5), name
+
+
+def assert_ends_as_undisturbed(folder: Path, case: str) -> None:
+    for name in ("loss", "grad_norm"):
+        assert logged(folder, case, name)[-2:] == logged(folder, "clipped-2", name)[-2:]
+    ours, whole = (load_file(folder / name / "model.safetensors") for name in (case, "clipped-2"))
+    assert all(torch.equal(ours[name], weight) for name, weight in whole.items())
+
+
+def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_run_resumes(folder: Path) -> None:
+    done = launch(2, str(folder), "killed")
+    assert done.returncode != 0
+    told = (
+        r"RankFailedError: rank 1 \(pid \d+, \S+\) .* while rank 0 waited for the (gradients of the )?keys and values"
+    )
+    assert re.search(told, done.stderr), done.stderr
+    done = launch(2, str(folder), "after_kill")
+    assert done.returncode == 0, done.stderr
+    assert_ends_as_undisturbed(folder, "after_kill-2")
+
+
+def test_a_checkpoint_of_shared_rows_resumes_with_the_same_bits(folder: Path) -> None:
+    done = launch(2, str(folder), "checkpoint")
+    assert done.returncode == 0, done.stderr
+    assert_ends_as_undisturbed(folder, "checkpoint-2")
