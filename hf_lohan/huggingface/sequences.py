@@ -74,14 +74,15 @@ def cut_rows(batch: Mapping[str, Any], number: int, num_ranks: int) -> dict[str,
         targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
     pieces = RowPieces(length, number, num_ranks)
     own_targets = pieces.take(targets)
-    has_padding = padding is not None and not bool(padding.all())
+    if padding is not None:
+        padding = None if bool(padding.all()) else padding.bool()
     return {
         "input_ids": pieces.take(ids),
         "position_ids": pieces.take(positions),
         # Models want labels, and some versions of Trainer count these.
         "labels": F.pad(own_targets, (1, 0), value=_IGNORED),
         "shift_labels": own_targets,
-        ROWS: CutRows(pieces, documents, padding.bool() if has_padding else None),
+        ROWS: CutRows(pieces, documents, padding),
     }
 
 

@@ -73,7 +73,8 @@ class RowMemory:
 
         def split(first_byte: int, of_type: torch.dtype) -> list[Tensor]:
             flat = self._bytes[first_byte : first_byte + sum(numels) * of_type.itemsize].view(of_type)
-            return [part.view(*shape) for part, shape in zip(flat.split(numels), shapes, strict=True)]
+            # Autograd must not count writes to other places, or of other ranks, as writes to these tensors.
+            return [part.view(*shape).data for part, shape in zip(flat.split(numels), shapes, strict=True)]
 
         sums = [split(first_sum + rank * self._sum_bytes, torch.float32) for rank in range(num_ranks)]
         return split(start, dtype), sums
