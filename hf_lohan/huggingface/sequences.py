@@ -29,11 +29,12 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position of a forward."""
 
 
-def cut_rows(batch: Mapping[str, Any], number: int, num_ranks: int) -> dict[str, Any]:
+def cut_rows(batch: Any, number: int, num_ranks: int) -> dict[str, Any]:
     """Return the part of a batch that rank ``number`` of the ``num_ranks`` of a row computes. Raises ValueError for a
     batch that cannot be cut."""
-    others = [name for name, value in batch.items() if value is not None and name not in _CUT_INPUTS]
-    ids, labels, targets = (batch.get(name) for name in ("input_ids", "labels", "shift_labels"))
+    named = batch if isinstance(batch, Mapping) else {}
+    others = [name for name, value in named.items() if value is not None and name not in _CUT_INPUTS]
+    ids, labels, targets = (named.get(name) for name in ("input_ids", "labels", "shift_labels"))
     if others or not isinstance(ids, Tensor) or ids.dim() != 2 or (labels is None and targets is None):
         what = f"the input {others[0]!r}" if others else "no input_ids [rows, tokens] with labels"
         raise ValueError(
@@ -46,7 +47,7 @@ def cut_rows(batch: Mapping[str, Any], number: int, num_ranks: int) -> dict[str,
             f"sequence_ranks: {num_ranks} cuts each row into {2 * num_ranks} pieces, and a row of this batch has "
             f"{length} tokens; pack or pad rows to at least {2 * num_ranks} tokens, or lower sequence_ranks"
         )
-    padding, positions, documents = batch.get("attention_mask"), batch.get("position_ids"), None
+    padding, positions, documents = named.get("attention_mask"), named.get("position_ids"), None
     if padding is not None:
         if padding.shape != ids.shape:
             raise ValueError(
