@@ -290,9 +290,14 @@ class ChunkedLayers:
         found = (reason for chunked in self.of_layer.values() for reason in chunked.reasons)
         return list(dict.fromkeys(found))
 
-    def begin_forward(self) -> None:
-        """Begin a forward of the model on this thread."""
+    def begin_forward(self, shared_rows: SharedRows | None = None) -> None:
+        """Begin a forward of the model on this thread, of rows that other ranks share if they are given."""
+        self.shared_rows = shared_rows
         self._local.is_cut = False
+
+    def end_forward(self) -> None:
+        """End a forward of the model."""
+        self.shared_rows = None
 
     def note_cut(self) -> None:
         """Note that a layer has run in chunks in this thread's forward."""

@@ -98,7 +98,6 @@ def run_layers_in_chunks(
         nonlocal num_to_check
         if num_to_check and torch.is_grad_enabled():
             num_to_check = 0 if _warn_of_ignored_documents(kwargs) else num_to_check - 1
-        chunked.begin_forward()
         if row_memory is not None and torch.is_grad_enabled():
             _current.rows = _current.announced
             if _current.rows is None:
@@ -107,9 +106,10 @@ def run_layers_in_chunks(
                     "ranks, and this training forward has whole rows; train with Trainer and its own loss, or leave "
                     "sequence_ranks out"
                 )
-            chunked.shared_rows = RowsOfRanks(_current.rows.pieces, row_memory)
+            chunked.begin_forward(RowsOfRanks(_current.rows.pieces, row_memory))
             _take_masks_and_attention()
             return
+        chunked.begin_forward()
         if chunked.chunk_tokens is None:
             return
         _take_masks_and_attention()
@@ -119,7 +119,8 @@ def run_layers_in_chunks(
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         _current.are_masks_pending = False
-        _current.rows = chunked.shared_rows = None
+        _current.rows = None
+        chunked.end_forward()
 
     if row_memory is not None:
         chunked.attach()
