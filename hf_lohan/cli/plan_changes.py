@@ -108,8 +108,8 @@ def simulated_facts(planned: PlannedRun) -> dict[str, Any]:
 
 def row_tokens(planned: PlannedRun) -> int:
     """Return the tokens of a whole row."""
-    tokens, num_ranks = planned.shape.sequence_length, planned.config.sequence_ranks
-    return (planned.request.sequence_length or tokens * num_ranks) if num_ranks > 1 else tokens
+    own_tokens, num_sharing = planned.shape.sequence_length, planned.config.sequence_ranks
+    return (planned.request.sequence_length or own_tokens * num_sharing) if num_sharing > 1 else own_tokens
 
 
 def positions_exceeded(planned: PlannedRun) -> int | None:

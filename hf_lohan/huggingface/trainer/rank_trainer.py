@@ -133,10 +133,10 @@ class RankTrainerMixin(_TrainerBase):
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Same as upstream, but cut the batches for the ranks that share their rows, before their labels are
         counted."""
-        num_ranks = self.num_row_ranks
-        if num_ranks > 1:
-            number = self._links.ranks.local_rank % num_ranks
-            epoch_iterator = (cut_rows(batch, number, num_ranks) for batch in epoch_iterator)
+        num_sharing = self.num_row_ranks
+        if num_sharing > 1:
+            number = self._links.ranks.local_rank % num_sharing
+            epoch_iterator = (cut_rows(batch, number, num_sharing) for batch in epoch_iterator)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
