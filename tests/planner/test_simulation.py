@@ -169,6 +169,37 @@ def test_so_many_layers_leave_and_so_many_are_fetched_ahead() -> None:
     assert early[2] < late[2]
 
 
+def test_spilled_sums_are_read_and_added_one_after_the_other() -> None:
+    """Reading the sum of a layer's 200 bytes of gradients takes 1 s, and adding 100 parameters 3 s."""
+    model = layers(4)
+    hardware = machine(link_bytes_per_s=1e9, ssd_read_bytes_per_s=200.0, ssd_write_bytes_per_s=1e9)
+    hardware = replace(hardware, cpu=replace(hardware.cpu, optimizer_params_per_s=100 * (12 / 28) / 3.0))
+    spilled_bytes = model.num_trainable_params * model.param_itemsize
+    setup = paper_setup(activations="recompute", num_micro_batches=2, spilled_gradient_bytes=spilled_bytes)
+    tasks = StepTasks(model, hardware, setup, rules_of(model, hardware, setup), 1)
+    graph = tasks.graph
+    begins, ends = graph.run(LaneRules())
+    numbers = [number for number, name in enumerate(graph.names) if name == "gradients"]
+    reads = [n for n in numbers if graph.lanes[n] == "ssd" and graph.seconds[n] == pytest.approx(1.0)]
+    adds = [n for n in numbers if graph.lanes[n] == "cpu"]
+    assert len(reads) == len(adds) == 4
+    for add, later in zip(adds, reads[1:], strict=False):
+        assert ends[add] - begins[add] == pytest.approx(3.0)
+        assert begins[later] >= ends[add]
+
+
+def test_a_block_is_updated_by_its_chunks() -> None:
+    """A large chunk and a small one take as many buffers as two large ones."""
+    model = layers(1)
+    hardware, setup = machine(), paper_setup(activations="recompute")
+    tasks = StepTasks(model, hardware, setup, rules_of(model, hardware, setup), 1)
+    (work,) = (work for work in tasks._works if work.is_layer)
+    tasks._shares.clear()
+    assert tasks._chunk_shares(replace(work, num_chunks=3, last_chunk_share=0.1)) == pytest.approx([0.45, 0.45, 0.1])
+    tasks._shares.clear()
+    assert tasks._chunk_shares(replace(work, num_chunks=30, last_chunk_share=0.01)) == pytest.approx([1 / 8] * 8)
+
+
 def test_memory_returns_to_what_is_fixed_and_counts_what_is_swapped() -> None:
     model, hardware = layers(6), machine()
     setup = paper_setup(activations="swap")

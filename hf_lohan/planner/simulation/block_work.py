@@ -59,6 +59,8 @@ class BlockWork:
     update_write_bytes: float
     lent_bytes: float
     num_chunks: int
+    last_chunk_share: float
+    """The part of the block that its last chunk has."""
     holds_in_buffers: bool
     """Whether its held gradient stays in the buffers in which it arrives."""
 
@@ -165,6 +167,9 @@ def block_works(
                 ),
                 lent_bytes=trained_bytes if is_lent else 0.0,
                 num_chunks=max(1, math.ceil(num_trained / chunk_numel)),
+                last_chunk_share=1 - (math.ceil(num_trained / chunk_numel) - 1) * chunk_numel / num_trained
+                if num_trained > chunk_numel
+                else 1.0,
                 holds_in_buffers=block.name in held_blocks,
             )
         )

@@ -29,6 +29,8 @@ DEFAULT_SLOTS = {SizeClass.LAYER: 3, SizeClass.EXPERT: 8, SizeClass.OUTER: 1, Si
 """For a setup without pools."""
 _DEFAULT_BUFFER_BYTES = 4 * MAX_CHUNK_NUMEL
 _MOST_PIECES = 8
+_ADDED_BYTES, _UPDATED_BYTES = 12, 28
+"""Bytes that adding a gradient to a sum, and updating a parameter, move in RAM. They compare the rates of both."""
 _PIECES_OF_A_PASS = 3000
 """Blocks are cut into fewer pieces if a step has many, so that a simulation stays short."""
 _EXPERT_PARTS = 4
@@ -77,6 +79,7 @@ class StepTasks:
         self._works = block_works(model, hardware, setup, rules)
         self._loads: list[tuple[int, int]] = []
         self._layers = [work for work in self._works if work.is_layer]
+        self._shares: dict[str, list[float]] = {}
         # What the steps so far have left.
         self._compute: int | None = None
         self._in_slots: set[str] = set()
@@ -89,7 +92,9 @@ class StepTasks:
         """(number of chunks of gradients so far, the task after which these have left their buffers)."""
         self._num_released = 0.0
         self._recalled: list[int] = []
-        """The writes of sums of gradients."""
+        """The tasks after which the buffers of recalled sums are free."""
+        self._accepted: int | None = None
+        """The task after which the thread of updates has taken the last gradient that arrived."""
         self._num_arrived = 0.0
         self._held: dict[str, list[int]] = {}
         """By block, the tasks after which the pieces of its held gradient may be applied."""
@@ -108,7 +113,8 @@ class StepTasks:
             held, self._held = self._held, {}
             for work in self._works:
                 if work.name in held:
-                    self._update(work, held[work.name], is_deferred=True)
+                    self._updates[work.name] = []
+                    self._update_held(work, held[work.name])
             self._commit()
         for number in range(self._setup.num_micro_batches):
             self._add_pass(number)
@@ -204,14 +210,14 @@ class StepTasks:
         graph, hardware = self.graph, self._hardware
         updates = self._updates.get(work.name)
         comes_from_updates = updates is not None and self._setup.hands_over
-        num_pieces = len(updates) if updates is not None else self._num_pieces(work.param_bytes)
-        read_s = work.read_bytes / num_pieces / hardware.ssd_read_bytes_per_s
+        num_pieces = self._num_pieces(work.param_bytes)
+        shares = self._chunk_shares(work) if updates is not None else [1 / num_pieces] * num_pieces
         hash_rate = hardware.cpu.checksum_bytes_per_s
         copied = self._is_copied or comes_from_updates
-        copy_s = work.param_bytes / num_pieces / hardware.h2d_bytes_per_s if copied else 0.0
-        copy_s += work.decode_s / num_pieces
         ready: int | None = None
-        for number in range(num_pieces):
+        for number, share in enumerate(shares):
+            read_s = share * work.read_bytes / hardware.ssd_read_bytes_per_s
+            copy_s = share * (work.decode_s + (work.param_bytes / hardware.h2d_bytes_per_s if copied else 0.0))
             ready = free
             on_cpu, written = updates[number] if updates is not None else (None, None)
             if read_s:
@@ -225,7 +231,7 @@ class StepTasks:
                     chain = task
                 ready = task
                 if hash_rate:
-                    hashed_s = work.read_bytes / num_pieces / hash_rate
+                    hashed_s = share * work.read_bytes / hash_rate
                     ready = graph.add(HASH, hashed_s, [task], name="weights")
                     if comes_from_updates and written is not None:
                         graph.skip_unless_ended(ready, written)
@@ -322,36 +328,49 @@ class StepTasks:
             return None
         graph, hardware = self.graph, self._hardware
         updates_now = is_last and self._rules.clip != "defer"
-        num_pieces = self._num_pieces(work.gradient_bytes)
-        each_bytes, each_chunks = work.gradient_bytes / num_pieces, work.num_chunks / num_pieces
-        sum_bytes = work.spilled_sum_bytes / num_pieces
-        spilled_bytes = work.spilled_gradient_bytes / num_pieces if is_last else sum_bytes
+        if updates_now:
+            self._updates[work.name] = []
+        shares = self._chunk_shares(work)
+        each_chunks = work.num_chunks / len(shares)
         arrived: list[int] = []
         blocked: int | None = None
-        for number in range(num_pieces):
-            half = first if 2 * number < num_pieces else last
+        for number, share in enumerate(shares):
+            gradient_bytes, sum_bytes = share * work.gradient_bytes, share * work.spilled_sum_bytes
+            spilled_bytes = share * work.spilled_gradient_bytes if is_last else sum_bytes
+            half = first if 2 * number < len(shares) else last
             self._num_arrived += each_chunks
             blocked = self._after_release(self._num_arrived - self._most_gradients)
-            seconds = each_bytes / hardware.d2h_bytes_per_s
+            if half != last:  # the host waits for a buffer, and the rest of the layer is not enqueued
+                graph.link(blocked, last)
+            seconds = gradient_bytes / hardware.d2h_bytes_per_s
             task = graph.add(D2H, seconds, [half, blocked], name="gradients")
-            self._change("ram", task, False, 0 if work.holds_in_buffers else each_bytes - spilled_bytes)
+            self._change("ram", task, False, 0 if work.holds_in_buffers else gradient_bytes - spilled_bytes)
+            is_recalled = sum_bytes > 0 and not is_first
+            if is_recalled:  # the thread reads and adds one sum after the other
+                before = [task, self._worker, self._accepted, *self._cpu_tasks[-2:-1]]
+                if len(self._recalled) >= NUM_RECALL_BUFFERS:
+                    before.append(self._recalled[-NUM_RECALL_BUFFERS])
+                seconds = sum_bytes / hardware.ssd_read_bytes_per_s
+                task = graph.add(SSD, seconds, before, name="gradients", rank=_SOON)
+                seconds = share * work.num_updated * _ADDED_BYTES / _UPDATED_BYTES / hardware.cpu.optimizer_params_per_s
+                task = graph.add(CPU, seconds, [task], name="gradients")
+                self._release(each_chunks, task)
+            elif not updates_now:
+                task = graph.add(NO_LANE, 0.0, [task, self._worker, self._accepted], name="gradients")
+            if is_recalled or not updates_now:
+                self._accepted = task
             if not updates_now:
-                task = graph.add(NO_LANE, 0.0, [task, self._worker], name="gradients")
-                if sum_bytes and not is_first:
-                    seconds = sum_bytes / hardware.ssd_read_bytes_per_s
-                    recalled = self._recalled[-NUM_RECALL_BUFFERS:]
-                    before = [task, *recalled[:1]] if len(recalled) == NUM_RECALL_BUFFERS else [task]
-                    task = graph.add(SSD, seconds, before, name="gradients", rank=_SOON)
-                if spilled_bytes:  # its buffer is free when it is written
+                if spilled_bytes:
                     seconds = spilled_bytes / hardware.ssd_write_bytes_per_s
                     task = graph.add(SSD, seconds, [task], name="gradients", rank=_ANY_TIME, is_write=True)
+                if is_recalled:
                     self._recalled.append(task)
-                if not (is_last and work.holds_in_buffers):
+                elif not (is_last and work.holds_in_buffers):
                     self._release(each_chunks, task)
             arrived.append(task)
-        if updates_now:
-            self._update(work, arrived, is_deferred=False)
-        elif is_last:
+            if updates_now:
+                self._update_piece(work, share, task, is_deferred=False, is_recalled=is_recalled)
+        if is_last and not updates_now:
             self._held[work.name] = arrived
         return blocked
 
@@ -368,52 +387,55 @@ class StepTasks:
             released.popleft()
         return released[0][1] if released else None
 
-    def _update(self, work: BlockWork, ready: Sequence[int], *, is_deferred: bool) -> None:
-        """Update a block. ``ready``: for each piece, the task after which its gradient may be applied."""
-        graph, hardware, setup = self.graph, self._hardware, self._setup
-        num_pieces = len(ready)
-        read_bytes = work.update_read_bytes
-        lent_bytes = 0.0 if is_deferred else work.lent_bytes
-        read_bytes = max(0.0, read_bytes - lent_bytes)
-        write_bytes = work.update_write_bytes
-        spilled_bytes = work.spilled_gradient_bytes if is_deferred else 0.0
-        if not is_deferred and setup.num_micro_batches > 1:
-            spilled_bytes = work.spilled_sum_bytes
+    def _update_held(self, work: BlockWork, ready: Sequence[int]) -> None:
+        """Update a block from its held gradient. ``ready``: for each piece, the task after which it may be applied."""
+        for share, gradient in zip(self._chunk_shares(work), ready, strict=True):
+            self._update_piece(work, share, gradient, is_deferred=True)
+
+    def _update_piece(
+        self, work: BlockWork, share: float, gradient: int, *, is_deferred: bool, is_recalled: bool = False
+    ) -> None:
+        """Update a piece of a block after the task ``gradient``. ``is_recalled``: its gradient is in a buffer of
+        recalled sums, and its own buffer is free."""
+        graph, hardware = self.graph, self._hardware
+        lent_bytes = 0.0 if is_deferred else share * work.lent_bytes
+        read_bytes = max(0.0, share * work.update_read_bytes - lent_bytes)
+        write_bytes = share * work.update_write_bytes
+        spilled_bytes = share * work.spilled_gradient_bytes if is_deferred else 0.0
         if self._rules.clip == "speculate":
-            write_bytes += work.spilled_gradient_bytes  # for a wrong guess
-        on_cpu_s = work.num_updated / hardware.cpu.optimizer_params_per_s
+            write_bytes += share * work.spilled_gradient_bytes  # for a wrong guess
+        on_cpu_s = share * work.num_updated / hardware.cpu.optimizer_params_per_s
         if hardware.cpu.checksum_bytes_per_s:
             on_cpu_s += (read_bytes + write_bytes) / hardware.cpu.checksum_bytes_per_s
+        num_pieces = len(self._chunk_shares(work))
+        each_chunks = work.num_chunks / num_pieces
         stages = self._num_stages(work, num_pieces) if is_deferred else NUM_PIPELINE_STAGES
-        pieces: list[tuple[int, int]] = []
-        for gradient in ready:
-            before: list[int | None] = [gradient, self._worker, self._begin if is_deferred else None]
-            if len(self._writes) >= stages:
-                before.append(self._writes[-stages])
-            if not is_deferred and len(self._cpu_tasks) > 1:
-                before.append(self._cpu_tasks[-2])
-            inputs: list[int | None] = []
-            if read_bytes + spilled_bytes:
-                seconds = (read_bytes + spilled_bytes) / num_pieces / hardware.ssd_read_bytes_per_s
-                inputs.append(graph.add(SSD, seconds, before, name="states", rank=_SOON))
-            if lent_bytes:
-                seconds = lent_bytes / num_pieces / hardware.d2h_bytes_per_s
-                inputs.append(graph.add(D2H, seconds, before, name="states"))
-            last = self._cpu_tasks[-1] if self._cpu_tasks else None
-            task = graph.add(CPU, on_cpu_s / num_pieces, [*before, *inputs, last], name="updates")
-            self._cpu_tasks.append(task)
-            written = task
-            if write_bytes:
-                seconds = write_bytes / num_pieces / hardware.ssd_write_bytes_per_s
-                written = graph.add(SSD, seconds, [task], name="writes", rank=_ANY_TIME, is_write=True)
-            self._writes.append(written)
-            self._step_writes.append(written)
-            pieces.append((task, written))
-            if not is_deferred or work.holds_in_buffers:
-                self._release(work.num_chunks / num_pieces, task)
-            in_ram = 0.0 if work.holds_in_buffers else work.gradient_bytes - work.spilled_gradient_bytes
-            self._change("ram", task, True, -in_ram / num_pieces)
-        self._updates[work.name] = pieces
+        before: list[int | None] = [gradient, self._worker, self._begin if is_deferred else None]
+        if len(self._writes) >= stages:
+            before.append(self._writes[-stages])
+        if not is_deferred and len(self._cpu_tasks) > 1:
+            before.append(self._cpu_tasks[-2])
+        inputs: list[int | None] = []
+        if read_bytes + spilled_bytes:
+            seconds = (read_bytes + spilled_bytes) / hardware.ssd_read_bytes_per_s
+            inputs.append(graph.add(SSD, seconds, before, name="states", rank=_SOON))
+        if lent_bytes:
+            inputs.append(graph.add(D2H, lent_bytes / hardware.d2h_bytes_per_s, before, name="states"))
+        task = graph.add(CPU, on_cpu_s, [*before, *inputs, *self._cpu_tasks[-1:]], name="updates")
+        self._cpu_tasks.append(task)
+        written = task
+        if write_bytes:
+            seconds = write_bytes / hardware.ssd_write_bytes_per_s
+            written = graph.add(SSD, seconds, [task], name="writes", rank=_ANY_TIME, is_write=True)
+        self._writes.append(written)
+        self._step_writes.append(written)
+        if is_recalled:
+            self._recalled.append(written if self._rules.clip == "speculate" and work.spilled_gradient_bytes else task)
+        elif not is_deferred or work.holds_in_buffers:
+            self._release(each_chunks, task)
+        in_ram = 0.0 if work.holds_in_buffers else work.gradient_bytes - work.spilled_gradient_bytes
+        self._change("ram", task, True, -share * in_ram)
+        self._updates[work.name].append((task, written))
 
     def _num_stages(self, work: BlockWork, num_pieces: int) -> int:
         """Return how many pieces an update under a forward reads, updates and writes at a time. It may use the buffers
@@ -440,6 +462,21 @@ class StepTasks:
     def _change(self, tier: Tier, task: int, at_end: bool, num_bytes: float) -> None:
         if num_bytes:
             self.changes.append(MemoryChange(tier, task, at_end, num_bytes))
+
+    def _chunk_shares(self, work: BlockWork) -> list[float]:
+        """Return the pieces in which a block's gradients arrive and are updated, as parts of the block. These are its
+        chunks, of which the last may be small, or fewer equal pieces if there are many."""
+        shares = self._shares.get(work.name)
+        if shares is None:
+            self.is_coarse = self.is_coarse or work.num_chunks > self._most_pieces
+            if work.num_chunks == 1 or work.num_chunks > self._most_pieces:
+                num_pieces = min(self._most_pieces, work.num_chunks)
+                shares = [1 / num_pieces] * num_pieces
+            else:
+                num_whole = work.num_chunks - 1
+                shares = [(1 - work.last_chunk_share) / num_whole] * num_whole + [work.last_chunk_share]
+            self._shares[work.name] = shares
+        return shares
 
     def _num_pieces(self, num_bytes: float) -> int:
         num_pieces = round(num_bytes / self._buffer_bytes)
