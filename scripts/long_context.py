@@ -2,7 +2,8 @@
 
     python scripts/long_context.py quickstart_out long_context_out      (after quickstart_inputs.py)
 trains one step on a row of 32,768 tokens with 1 GiB of `device_memory`. The text is the Python language reference. On
-two CPU cores a step of this length takes a large part of an hour; `--tokens 4096` takes minutes.
+two CPU cores a step of this length may take hours, and one of `--tokens 8192` half an hour. The process needs 3.5 GiB:
+device memory, `cpu_memory` and the program share the RAM if the CPU is the device.
 """
 
 from __future__ import annotations
