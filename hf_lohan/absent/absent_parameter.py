@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hf_lohan.absent.weight_provider import (
     BorrowedWeights,
@@ -62,6 +63,11 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is functional.embedding:
+            with without_torch_function():
+                embedded = _embed_rows(*args, **kwargs)
+            if embedded is not None:
+                return embedded
         if AbsentGradient in types:
             with without_torch_function():
                 return _call_on_gradient(func, args, kwargs)
@@ -307,6 +313,24 @@ def _by_provider(parameters: Iterable[nn.Parameter], name: str) -> dict[WeightPr
             raise RuntimeError(no_model_refusal(name))
         groups.setdefault(provider, []).append(parameter)
     return groups
+
+
+def _embed_rows(
+    ids: Tensor,
+    table: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """Return `F.embedding` of an absent table of which only rows are loaded; None if it is loaded whole."""
+    if not isinstance(table, AbsentParameter) or isinstance(ids, AbsentTensor | AbsentParameter):
+        return None
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    provider = _provider_of(table)
+    return None if provider is None else provider.embed(table, ids, padding_idx)
 
 
 def _call_with_values(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

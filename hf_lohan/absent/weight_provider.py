@@ -70,6 +70,9 @@ class WeightProvider(Protocol):
     def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[BorrowedWeights]:
         """Load weights for one operation. Raises RuntimeError while their values are undefined."""
 
+    def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> Tensor | None:
+        """Return the rows ``ids`` of a table of which only rows are loaded; None for other parameters."""
+
     def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return an ordinary parameter with the same values. Raises RuntimeError if this may copy a whole model."""
 

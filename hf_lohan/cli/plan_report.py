@@ -164,6 +164,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
     hidden = (*rounded_within(planned.plan), hiding(planned), *what_hides(planned.plan))
     lines_below = (
         *_length(planned),
+        *_rows(planned),
         *_experts(planned),
         *_other_experts(planned),
         *_wear(planned),
@@ -189,6 +190,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     for line in (
         *_records(planned),
         *_gradients(planned),
+        *_rows(planned),
         *_experts(planned),
         *_other_experts(planned),
         *_wear(planned),
@@ -457,6 +459,17 @@ def _gradients(planned: PlannedRun) -> Iterable[str]:
     if all_bytes:
         held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)
         yield f"Gradients without buffers: RAM holds {held} beside activations, the SSDs hold {spilled}."
+
+
+def _rows(planned: PlannedRun) -> Iterable[str]:
+    """Yield a sentence on the rows of embeddings that come to the device."""
+    for block in planned.profile.blocks:
+        if block.rows is not None:
+            yield (
+                f"Of the {format_bytes(block.param_bytes)} of embeddings, the rows of a micro-batch's tokens come to "
+                f"the device, at most {format_bytes(block.rows.loaded_bytes)}; without a copy in RAM "
+                f"{format_bytes(block.rows.read_bytes)} are read for them."
+            )
 
 
 def _experts(planned: PlannedRun) -> Iterable[str]:

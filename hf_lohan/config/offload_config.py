@@ -44,6 +44,7 @@ ResidentRecords: TypeAlias = Literal["auto", "none"]
 Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
 ExpertParallel: TypeAlias = Literal["auto", "none", "node", "world"]
 ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
+Embedding: TypeAlias = Literal["auto", "whole", "rows"]
 
 ALL_AUTO = "lohan"
 """As a value: offloading with every setting at its default. As a key: the table that holds all settings."""
@@ -120,6 +121,12 @@ class OffloadConfig:
 
     prefetch_blocks: int | Literal["auto"] = AUTO
     """Number of blocks that are read ahead of the computing block; "auto" is 2."""
+
+    embedding: Embedding = AUTO
+    """How the input embeddings are loaded to the device. "whole" loads the table. "rows" loads only the rows of a
+    batch's tokens, and only their gradients leave the device. It changes no number on a CPU; on a GPU, the norm for
+    clipping adds the table's gradient in another order. Embeddings that are tied to the head, and tables that are used
+    in another way, are loaded whole. "auto" is "whole"."""
 
     experts: Experts = AUTO
     """How the experts of a mixture are loaded to the device. "with_layer" loads all experts of a layer at once.
@@ -380,7 +387,7 @@ OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Offload
 
 _DECIDED_LATER = (
     "device_memory",
-    *("resident_records", "optimizer", "save_dtype", "experts", "expert_parallel"),
+    *("resident_records", "optimizer", "save_dtype", "embedding", "experts", "expert_parallel"),
     *("lazy_experts", "expert_cache", "activations", "solver"),
     *("chunked_loss", "chunked_layers", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
@@ -400,6 +407,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "io_threads": partial(check_count, most=_MAX_IO_THREADS),
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,
+    "embedding": partial(check_choice, allowed=get_args(Embedding)),
     "experts": partial(check_choice, allowed=get_args(Experts)),
     "expert_parallel": partial(check_choice, allowed=get_args(ExpertParallel)),
     "lazy_experts": check_flag_or_auto,

@@ -58,6 +58,7 @@ from hf_lohan.updates import (
 from hf_lohan.weights import (
     BlockLoader,
     Decoder,
+    EmbeddingRows,
     LayerLoader,
     Loads,
     LocalWeights,
@@ -226,7 +227,7 @@ def _expert_places(layout: OffloadLayout, tiers: Tiers) -> ExpertPlaces:
 def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline: GradientPipeline) -> BlockLoader:
     deliver = pipeline.deliver
     if tiers.rank_memory is None:
-        order = [block for block in layout.blocks if block.size_class is not SizeClass.EXPERT]
+        order = [block for block in layout.blocks if block.size_class not in (SizeClass.EXPERT, SizeClass.ROWS)]
         return LayerLoader(ring, _local_weights(tiers, tiers.store, tiers.staging, layout, deliver), order)
     source = SharedWeights(
         tiers.device,
@@ -248,6 +249,13 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
         decoder=_decoder(tiers, layout.common_blocks, tiers.staging),
     )
     return LockstepLoader(ring, source, layout.common_blocks)
+
+
+def build_embedding_rows(layout: OffloadLayout, tiers: Tiers, updates: UpdateParts) -> EmbeddingRows | None:
+    """Return what loads rows of the table of embeddings; None if the table is loaded whole."""
+    if layout.model_blocks.table is None:
+        return None
+    return EmbeddingRows(tiers.device, tiers.store, updates.pipeline, layout.plan.rows_buffer_bytes)
 
 
 def _local_weights(

@@ -13,6 +13,7 @@ from hf_lohan.absent import AbsentParameter
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.build import (
+    build_embedding_rows,
     build_loaders,
     build_pass_parts,
     build_plan,
@@ -85,6 +86,7 @@ class OffloadEngine:
         self.experts = build_streamed_experts(
             model, self._ring, loaders, layout, compute_expert, self._hooks.current_forward_pass
         )
+        self.embedding_rows = build_embedding_rows(layout, tiers, updates)
         self._reads = WeightReads(
             layout.blocks,
             parts,
@@ -93,6 +95,7 @@ class OffloadEngine:
             wait_for_updates=self._pipeline.wait_for_updates,
             forward_pass=self._hooks.current_forward_pass,
             saving=self._hooks.saving,
+            rows=self.embedding_rows,
         )
         for parameter in dict.fromkeys(part.parameter for part in self._block_of):
             AbsentParameter.set_provider(parameter, self._reads)

@@ -396,6 +396,9 @@ class ForwardPass(Protocol):
     def weight(self, part: ParamSlice) -> Tensor:
         """Return the weight for the operation after `enter_to_read`."""
 
+    def leaf_of_rows(self, block: Block, part: ParamSlice) -> Tensor:
+        """Return the tensor that gets the gradient of a table of which only rows are loaded."""
+
     def after_layer(self, index: int, output: Any) -> Any:
         """Called after a layer has run. Returns the input of the next layer."""
 
@@ -471,6 +474,9 @@ class OneForward:
         self._pass.in_use.enter(block, for_operation=True)
 
     def weight(self, part: ParamSlice) -> Tensor:
+        return part.parameter
+
+    def leaf_of_rows(self, block: Block, part: ParamSlice) -> Tensor:
         return part.parameter
 
     def after_layer(self, index: int, output: Any) -> Any:

@@ -12,11 +12,13 @@ import xxhash
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, BorrowedWeights, WeightView, weight_refusal
+from hf_lohan.compat.torch_private import has_gradient_hook, storage_id, tree_map
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
-from hf_lohan.compat.torch_private import storage_id, tree_map
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess, packed_weight_error
 from hf_lohan.model import Block, ParamSlice
+from hf_lohan.planner import SizeClass
+from hf_lohan.weights import EmbeddingRows
 
 
 class WeightReads:
@@ -37,8 +39,11 @@ class WeightReads:
         wait_for_updates: Callable[[], None],
         forward_pass: Callable[[], ForwardPass],
         saving: Callable[[], contextlib.AbstractContextManager[Any]],
+        rows: EmbeddingRows | None = None,
     ) -> None:
-        """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves."""
+        """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves.
+        ``rows`` loads rows of the blocks of which only rows come to the device."""
+        self._rows = rows
         self.moved_gradients = parts.ring.moved_gradients
         self._parts = parts
         self._pass = model_pass
@@ -64,19 +69,45 @@ class WeightReads:
     def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         return self._gathering.gather_parameters(parameters)
 
+    def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> Tensor | None:
+        block, part = self._place[table]
+        if self._rows is None or block.size_class is not SizeClass.ROWS:
+            return None
+        if has_gradient_hook(table):  # which expects the gradient of a whole table
+            return None
+        self._parts.lifetime.check()
+        forward_pass = self._begin_read()
+        self._pass.in_use.note_use(block)
+        self._prepare_to_read(part)
+        has_gradient = table.requires_grad and torch.is_grad_enabled()
+        leaf = forward_pass.leaf_of_rows(block, part) if has_gradient else None
+        return self._rows.embed(block, leaf, ids, padding_idx)
+
+    def _begin_read(self) -> ForwardPass:
+        """Return the pass for a read of weights outside a module that owns them."""
+        forward_pass = self._forward_pass()
+        if is_in_backward_of_autograd():
+            forward_pass.enter_backward()
+        elif self._pass.is_running and not forward_pass.is_here:
+            raise RuntimeError(
+                "another thread read weights while the model runs; read them between steps, on the training thread"
+            )
+        return forward_pass
+
+    def _prepare_to_read(self, part: ParamSlice) -> None:
+        """Return when no guess of the step in progress has changed a parameter that is read from the store."""
+        if self._pass.phase is PassPhase.IDLE:
+            self._pass.recover()
+        self._parts.step.refuse_new_weight(part)
+        self._parts.step.undo_guesses()
+
     @contextlib.contextmanager
     def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> Iterator[BorrowedWeights]:
         self._parts.lifetime.check()
         with contextlib.ExitStack() as stack:
             borrowed = _OperationWeights(self._parts)
-            forward_pass, is_in_backward = self._forward_pass(), is_in_backward_of_autograd()
+            forward_pass, is_in_backward = self._begin_read(), is_in_backward_of_autograd()
             is_in_forward = not is_in_backward and self._pass.phase in (PassPhase.FORWARD, PassPhase.FORWARD_WITH_HEADS)
-            if is_in_backward:
-                forward_pass.enter_backward()
-            elif self._pass.is_running and not forward_pass.is_here:
-                raise RuntimeError(
-                    "another thread read weights while the model runs; read them between steps, on the training thread"
-                )
             if torch.is_grad_enabled() and not (is_in_backward or forward_pass.is_saving):
                 stack.enter_context(self._saving())
             for parameter in parameters:
@@ -100,10 +131,7 @@ class WeightReads:
     def _copy(self, block: Block, part: ParamSlice) -> Tensor:
         """Return a copy of a parameter after the last step."""
         self._pass.in_use.note_use(block)
-        if self._pass.phase is PassPhase.IDLE:
-            self._pass.recover()
-        self._parts.step.refuse_new_weight(part)
-        self._parts.step.undo_guesses()
+        self._prepare_to_read(part)
         self._wait_for_updates()
         copy = self._access.read_parameter(part.name).to(self._parts.device.torch_device)
         if part.is_whole:

@@ -60,14 +60,13 @@ from hf_lohan.huggingface.ranks import (
     links_to_other_ranks,
 )
 from hf_lohan.huggingface.sequences import check_model_of_rows
-from hf_lohan.model import Rules
+from hf_lohan.model import Rules, experts_as_stored, why_whole
 from hf_lohan.planning import (
     OffloadLayout,
     PlannedStep,
     RunPlan,
     StepShape,
     chunked_loss_of,
-    experts_as_stored,
     lay_out,
 )
 from hf_lohan.planning.layout import resolved_here
@@ -238,6 +237,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     if config.activations != "keep" and needs_all_kept(model):
         logger.info("activations are kept, because layers cannot be recomputed under prefix tuning")
         config = config.with_all_activations_kept()
+    if config.embedding == "rows" and layout.model_blocks.table is None:
+        logger.info("embedding: whole, because %s", why_whole(model))
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links)
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),

@@ -215,6 +215,9 @@ class JointForward:
     def weight(self, part: ParamSlice) -> Tensor:
         return self._leaves.leaf(self._lockstep.running, part)
 
+    def leaf_of_rows(self, block: Block, part: ParamSlice) -> Tensor:
+        return self._leaves.leaf_of_rows(self._lockstep.running, block, part)
+
     def _stop_before(self, blocks: Sequence[Block]) -> None:
         """Let the other micro-batches catch up before blocks that replace each other in a slot."""
         progress = self._progress[self._lockstep.running]

@@ -66,6 +66,14 @@ class MicroBatchLeaves:
         """Return a micro-batch's leaf of a parameter that is in use."""
         return self._leaves.get((micro_batch, part), part.parameter)
 
+    def leaf_of_rows(self, micro_batch: int, block: Block, part: ParamSlice) -> nn.Parameter:
+        """Return a micro-batch's leaf of a table of which only rows are loaded."""
+        leaf = self._leaves.get((micro_batch, part))
+        if leaf is None:
+            placeholder = self._ring.stand_ins.placeholder(block, part)
+            leaf = self._leaves[micro_batch, part] = self._leaf_of(micro_batch, part, placeholder)
+        return leaf
+
     def suspend(self, micro_batch: int) -> None:
         """Remove a micro-batch's leaves, because another micro-batch runs now."""
         for block in +self._in_use[micro_batch]:
@@ -98,7 +106,7 @@ class MicroBatchLeaves:
         for part in _parts_with_gradient(block):
             leaf = self._leaves.get((micro_batch, part))
             if leaf is None:
-                leaf = self._leaves[micro_batch, part] = self._leaf_of(micro_batch, part)
+                leaf = self._leaves[micro_batch, part] = self._leaf_of(micro_batch, part, part.parameter.data)
             leaf.data = part.parameter.data
             self._put(part, leaf)
 
@@ -111,8 +119,8 @@ class MicroBatchLeaves:
         for module, name in self._owners[part.parameter]:
             put_parameter(module, name, parameter)
 
-    def _leaf_of(self, micro_batch: int, part: ParamSlice) -> nn.Parameter:
-        leaf = nn.Parameter(part.parameter.data)
+    def _leaf_of(self, micro_batch: int, part: ParamSlice, weights: Tensor) -> nn.Parameter:
+        leaf = nn.Parameter(weights)
         has_more = part in self._used_by_layers.get(micro_batch, ())
         leaf.register_post_accumulate_grad_hook(
             lambda leaf: self._on_gradient(micro_batch, part, leaf, has_more=has_more)
@@ -163,6 +171,8 @@ class GradientSums:
     def _pop_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
         kept = self._unfinished.pop((micro_batch, part), None)
         return gradient if kept is None else kept.add_(gradient)
 

@@ -24,7 +24,14 @@ from hf_lohan.model.discovery import (
     kept_in_float32,
     muon_for_matrices,
 )
-from hf_lohan.model.experts import FusedExperts, find_experts
+from hf_lohan.model.embedding_table import (
+    rows_granule_bytes,
+    table_of_rows,
+    table_to_load_by_rows,
+    why_whole,
+    with_rows,
+)
+from hf_lohan.model.experts import FusedExperts, experts_as_stored, find_experts
 from hf_lohan.model.stored_form import StoredForm, assign_shards, dtype_name, records_of_rank, stored_form
 
 __all__ = [
@@ -42,6 +49,7 @@ __all__ = [
     "assign_shards",
     "discover_blocks",
     "dtype_name",
+    "experts_as_stored",
     "find_experts",
     "hidden_matrices",
     "kept_in_float32",
@@ -50,5 +58,10 @@ __all__ = [
     "ranges",
     "records_of_rank",
     "round_up",
+    "rows_granule_bytes",
     "stored_form",
+    "table_of_rows",
+    "table_to_load_by_rows",
+    "why_whole",
+    "with_rows",
 ]

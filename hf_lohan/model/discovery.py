@@ -28,7 +28,6 @@ _ADAPTER_FRACTION = 1 / 16
 _RESIDENT_FRACTION = 1 / 16
 """Size relative to a layer below which a module outside the layers stays on the device instead of in a slot."""
 
-
 Rules = Callable[[nn.Module], Mapping[nn.Parameter, UpdateRule]]
 """Returns the update rules of a model's parameters, real or on meta. Parameters without a rule get AdamW."""
 
@@ -52,6 +51,11 @@ class ModelBlocks:
     experts: dict[nn.Module, tuple[Block, ...]] = field(default_factory=dict)
     """The experts' blocks of each module whose experts stream one by one. No module with hooks needs these, because an
     expert's block is acquired when the expert is computed."""
+
+    @property
+    def table(self) -> Block | None:
+        """The block of which only rows come to the device. No module with hooks needs it."""
+        return next((block for block in self.blocks if block.size_class is SizeClass.ROWS), None)
 
     @property
     def shared(self) -> list[Block]:
@@ -164,6 +168,7 @@ def discover_blocks(
     rules: Rules = adamw_everywhere,
     *,
     streams_experts: bool = False,
+    by_rows: nn.Parameter | None = None,
     quantization: Quantization | None = None,
 ) -> ModelBlocks:
     """Cut `model` into blocks. Every parameter is in exactly one block. Tied weights are in the first block that uses
@@ -171,6 +176,7 @@ def discover_blocks(
 
     `working_dtype` is the dtype of all parameters except those in `kept_in_float32`. With None, each parameter keeps
     its dtype. A block has parameters of one dtype and one rule, so a module with several has several blocks.
+    `by_rows` is the weight of which only rows come to the device (`table_of_rows`), unless it stays there.
     `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a dtype
     that cannot be trained or a quantization that packs nothing.
     """
@@ -222,7 +228,8 @@ def discover_blocks(
         if is_kept or sum(p.numel() for p in parameters) <= largest_layer * _RESIDENT_FRACTION:
             small.update(dict.fromkeys(parameters))
         else:
-            add(name, SizeClass.OUTER, parameters)
+            is_table = len(parameters) == 1 and parameters[0] is by_rows
+            add(name, SizeClass.ROWS if is_table else SizeClass.OUTER, parameters)
 
     for name, parameters in odd.items():
         add_or_keep(name, parameters)
@@ -245,7 +252,8 @@ def discover_blocks(
 
     blocks = with_large_granules(blocks)
     by_name = {block.name: block for block in blocks}
-    block_of = {part.parameter: block for block in blocks for part in block.slices if part.is_whole}
+    shown = (block for block in blocks if block.size_class is not SizeClass.ROWS)
+    block_of = {part.parameter: block for block in shown for part in block.slices if part.is_whole}
     return ModelBlocks(
         _in_forward_order(blocks, model),
         _needs(model, layers, outer, block_of),
@@ -321,7 +329,7 @@ def _needs(
         assert sum(block.size_class is SizeClass.LAYER for block in needs[module]) <= 1, f"{name} needs other layers"
     for name, module in outer.items():
         user = _nearest_with_forward(name, model)
-        fresh = tuple(owned[p] for p in module.parameters(recurse=False))
+        fresh = tuple(owned[p] for p in module.parameters(recurse=False) if p in owned)  # no table of rows
         needs[user] = tuple(dict.fromkeys((*needs.get(user, ()), *fresh)))
     # The whole model needs the shared blocks, so that they are shown once per pass and not once per layer.
     if shared := _blocks_of_several_layers(needs, layers.values()):

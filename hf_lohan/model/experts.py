@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from hf_lohan.config import OffloadConfig
+from hf_lohan.config.offload_config import Experts
+from hf_lohan.files import ForeignStoreError
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL
+from hf_lohan.store import ModelIdentity
+from hf_lohan.store.manifest import read_manifest
+
+logger = logging.getLogger(__name__)
 
 _DECORATOR_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that transformers' `use_experts_implementation` sets. This room does not import transformers."""
@@ -59,3 +67,36 @@ def _can_stream(experts: FusedExperts) -> bool:
         and all(parameter.dim() > 1 and parameter.shape[0] == num for parameter in parameters)
         and all(parameter.numel() // num % PARAM_ALIGN_NUMEL == 0 for parameter in parameters)
     )
+
+
+_LOADED = {"streamed": "are loaded one by one", "with_layer": "are loaded with their layers"}
+
+
+def experts_as_stored(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
+    """Return the configuration with `experts: auto` resolved to the form in the store at its paths, and log it. All
+    other settings must be resolved. Raises ForeignStoreError if the configuration requires the other form and the store
+    belongs to this model class."""
+    found = find_experts(model)
+    manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
+    if manifest is None or not _is_of(manifest.model, model):  # opening the store reports the error
+        return config
+    blocks = {record.block for record in manifest.layout.records}
+    is_streamed = any(f"{name}.{expert}" in blocks for name, of in found.items() for expert in range(of.num_experts))
+    stored: Experts = "streamed" if is_streamed else "with_layer"
+    if config.experts == stored:
+        return config
+    assert config.ssd != "auto"
+    directory = config.ssd[0].path
+    if config.experts != "auto":
+        raise ForeignStoreError(
+            f"{directory} holds a store of this model whose experts {_LOADED[stored]}, but experts: {config.experts} "
+            f"is set; set experts to auto or {stored} to continue from it, or choose another directory and resume "
+            "from a checkpoint, which works with both"
+        )
+    logger.info("experts %s, as in the store in %s", _LOADED[stored], directory)
+    return replace(config, experts=stored)
+
+
+def _is_of(identity: ModelIdentity, model: nn.Module) -> bool:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (identity.model_class, identity.num_parameters) == (type(model).__name__, num_parameters)

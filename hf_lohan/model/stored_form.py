@@ -55,12 +55,19 @@ def stored_form(
     rules: Rules = adamw_everywhere,
     *,
     streams_experts: bool = False,
+    by_rows: nn.Parameter | None = None,
     quantization: Quantization | None = None,
 ) -> StoredForm:
     """Return the blocks and records of `model`, real or on meta, with moments of `moment_dtype`. `discover_blocks`
     describes the other arguments and the errors."""
     model_blocks = discover_blocks(
-        model, working_dtype, moment_dtype, rules, streams_experts=streams_experts, quantization=quantization
+        model,
+        working_dtype,
+        moment_dtype,
+        rules,
+        streams_experts=streams_experts,
+        by_rows=by_rows,
+        quantization=quantization,
     )
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_lohan.planner.pool_plan import MIN_EXPERT_SLOTS, BlockShape, BudgetError, SizeClass
-from hf_lohan.planner.record_traffic import RecordTraffic, spread
+from hf_lohan.planner.record_traffic import ROWS_SHARE, RecordTraffic, spread
 from hf_lohan.wording import format_bytes, times
 
 
@@ -104,6 +104,8 @@ def token_traffic(
     def read_bytes(block: BlockShape, num_bytes: int) -> int:
         if block.size_class is SizeClass.EXPERT:
             return int(experts_share * missing_share * num_bytes)
+        if block.size_class is SizeClass.ROWS:
+            return num_bytes // ROWS_SHARE
         stays = {
             SizeClass.LAYER: block.name in kept,
             SizeClass.OUTER: num_outer_slots >= num_outer,

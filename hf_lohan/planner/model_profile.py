@@ -90,6 +90,16 @@ class ExpertsProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowsProfile:
+    """The rows that a micro-batch needs of a table."""
+
+    loaded_bytes: int
+    """Bytes of these rows."""
+    read_bytes: int
+    """Bytes of the granules that have these rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OperationProfile:
     """One matrix product or attention of a block's forward. Its output is worth keeping, because recomputation takes
     many FLOPs per byte. All other operations (norms, activations, residuals) are always recomputed."""
@@ -144,6 +154,41 @@ class BlockProfile:
     """Measured seconds; None before the measurement."""
     experts: ExpertsProfile | None = None
     """Streamed experts of a layer. The parameters and bytes above do not count them. The FLOPs do."""
+    rows: RowsProfile | None = None
+    """What a micro-batch needs of a table of which only rows come to the device."""
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of weights that a load brings to the device, without streamed experts."""
+        return self.param_bytes if self.rows is None else self.rows.loaded_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a load reads if none of them are in RAM."""
+        return self.param_bytes if self.rows is None else self.rows.read_bytes
+
+    def gradient_bytes(self, itemsize: int) -> int:
+        """Return the bytes of its gradient that leave the device."""
+        whole_bytes = self.num_trainable_params * itemsize
+        return whole_bytes if self.rows is None else min(whole_bytes, self.rows.loaded_bytes)
+
+    def by_rows(self, num_rows: int, granule_bytes: int, num_tokens: int) -> BlockProfile:
+        """Return this profile of a table of ``num_rows`` rows if only rows of ``num_tokens`` tokens come to the device.
+        All rows are assumed to be equally likely. Texts repeat their tokens, and need fewer."""
+        found = expected_hits(num_rows, 1, num_tokens)
+        num_granules = math.ceil(self.param_bytes / granule_bytes)
+        loaded_bytes = round(found / num_rows * self.param_bytes)
+        rows = RowsProfile(
+            loaded_bytes=loaded_bytes,
+            read_bytes=min(
+                self.param_bytes, max(loaded_bytes, round(expected_hits(num_granules, 1, found) * granule_bytes))
+            ),
+        )
+        working_bytes = self.working_bytes
+        if self.num_trainable_params:  # the backward makes a gradient of the rows, and not of the table
+            working_bytes = max(0, working_bytes - self.param_bytes) + loaded_bytes
+        working_bytes = working_bytes + loaded_bytes if self.working_bytes else 0
+        return replace(self, size_class=SizeClass.ROWS, rows=rows, working_bytes=working_bytes)
 
     @property
     def trained_fraction(self) -> float:
@@ -205,6 +250,21 @@ class ModelProfile:
     def dense_param_bytes(self) -> int:
         """Bytes of the weights that every forward needs, which are all except streamed experts."""
         return sum(block.param_bytes for block in self.blocks)
+
+    @property
+    def dense_loaded_bytes(self) -> int:
+        """Bytes of these weights that a forward brings to the device."""
+        return sum(block.loaded_bytes for block in self.blocks)
+
+    @property
+    def dense_read_bytes(self) -> int:
+        """Bytes of these weights that a forward reads if none of them are in RAM."""
+        return sum(block.read_bytes for block in self.blocks)
+
+    @property
+    def dense_gradient_bytes(self) -> int:
+        """Bytes of the gradients of these weights that leave the device."""
+        return sum(block.gradient_bytes(self.param_itemsize) for block in self.blocks)
 
     @property
     def decoded_numel(self) -> int:

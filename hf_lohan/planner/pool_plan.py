@@ -64,6 +64,8 @@ MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
 GOOD_STAGING_BYTES = 4 << 20
 """Wanted size of a buffer. Drives read pieces of this size about as fast as larger ones."""
+ROWS_GRANULES = 8
+"""Granules of a table that are read at a time for their rows."""
 STAGING_SHARE = 64
 """A staging buffer larger than a chunk takes at most 1 / `STAGING_SHARE` of `cpu_memory`."""
 
@@ -82,6 +84,8 @@ class SizeClass(enum.Enum):
     LAYER = "layer"
     EXPERT = "expert"
     OUTER = "outer"
+    ROWS = "rows"
+    """Only rows of the block come to the device, so it has no slots."""
     RESIDENT = "resident"
 
 
@@ -149,6 +153,19 @@ class PoolRequest:
     """Elements of the largest unit whose parameter the optimizer needs whole, that is, in one chunk."""
     multiplies_whole: bool = False
     """Whether the update of such a parameter multiplies matrices on the device."""
+    rows_granule_bytes: int = 0
+    """Bytes of the largest granule of a block of which only rows come to the device. 0 if there is none."""
+
+    @property
+    def rows_buffer_bytes(self) -> int:
+        """Bytes of a host buffer for rows."""
+        return ROWS_GRANULES * self.rows_granule_bytes
+
+    @property
+    def rows_bytes(self) -> int:
+        """RAM for rows. One buffer has the granules that are read, and another the rows that are copied to the
+        device."""
+        return (2 if self.stages_params else 1) * self.rows_buffer_bytes
 
     @property
     def least_chunk_numel(self) -> int:
@@ -212,6 +229,9 @@ class PoolPlan:
     """Memory for updates of whole parameters: RAM beside the buffers, and device memory beside the slots."""
     unpacking_bytes: int = 0
     """Device memory in which packed weights are decoded, and for payloads of a link with codecs."""
+    rows_buffer_bytes: int = 0
+    rows_bytes: int = 0
+    """Bytes of one host buffer for rows of a table, and of all."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -226,7 +246,8 @@ class PoolPlan:
     def cpu_pool_bytes(self) -> int:
         num_staging = self.num_staging_buffers + self.num_expert_staging_buffers
         num_buffers = self.num_gradient_buffers + self.num_state_buffers + self.num_recall_buffers
-        return num_staging * self.staging_buffer_bytes + num_buffers * self.buffer_bytes + self.whole_bytes
+        fixed_bytes = self.whole_bytes + self.rows_bytes
+        return num_staging * self.staging_buffer_bytes + num_buffers * self.buffer_bytes + fixed_bytes
 
     @property
     def gpu_pool_bytes(self) -> int:
@@ -246,7 +267,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     _check_cpu_memory(request, two_blocks_bytes=2 * max(slot_bytes[SizeClass.LAYER], slot_bytes[SizeClass.EXPERT]))
     chunk_numel = _choose_chunk_numel(request)
     num_staging, num_state, num_arrival, num_recall = least = _least_buffers(request, chunk_numel)
-    spare_bytes = request.cpu_memory_bytes - request.whole_bytes
+    spare_bytes = request.cpu_memory_bytes - request.whole_bytes - request.rows_bytes
     spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
     per_staging = _chunks_per_staging_buffer(request, chunk_numel, num_staging, spare)
     spare -= num_staging * (per_staging - 1)
@@ -276,6 +297,8 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         whole_device_bytes=request.whole_device_bytes,
         unpacking_bytes=request.unpacking_bytes(per_staging * chunk_numel * MASTER_ITEMSIZE_BYTES)
         + request.payload_bytes(chunk_numel),
+        rows_buffer_bytes=request.rows_buffer_bytes,
+        rows_bytes=request.rows_bytes,
     )
 
 
@@ -284,12 +307,14 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
         return [block.param_bytes for block in request.blocks if block.size_class is size_class]
 
     slot_bytes = {size_class: max(sizes(size_class), default=0) for size_class in SizeClass}
+    slot_bytes[SizeClass.ROWS] = 0
     num_layers, num_outer = len(sizes(SizeClass.LAYER)), len(sizes(SizeClass.OUTER))
     num_experts = len(sizes(SizeClass.EXPERT))
     num_slots = {
         SizeClass.LAYER: min(2, num_layers),
         SizeClass.EXPERT: min(MIN_EXPERT_SLOTS, num_experts),
         SizeClass.OUTER: min(1, num_outer),
+        SizeClass.ROWS: 0,
         SizeClass.RESIDENT: len(sizes(SizeClass.RESIDENT)),
     }
     minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
@@ -393,7 +418,7 @@ def _chunks_per_staging_buffer(request: PoolRequest, chunk_numel: int, num_stagi
 
 def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
     num_buffers = sum(_least_buffers(request, chunk_numel))
-    return num_buffers * chunk_numel * MASTER_ITEMSIZE_BYTES + request.whole_bytes
+    return num_buffers * chunk_numel * MASTER_ITEMSIZE_BYTES + request.whole_bytes + request.rows_bytes
 
 
 def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, int, int]:

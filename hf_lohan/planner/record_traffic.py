@@ -13,6 +13,9 @@ PARAM = "param"
 """The kind of records that passes read. Updates read all kinds."""
 FETCHED_KINDS = (PARAM, "codes", "scales")
 """The kinds that passes read where weights are packed."""
+ROWS_SHARE = 16
+"""A forward is assumed to read 1 / `ROWS_SHARE` of a table of which only rows come to the device. Its batch is not
+known when copies are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +60,17 @@ def step_traffic(
         stays = block.size_class is SizeClass.RESIDENT or num_slots[SizeClass.OUTER] >= num_outer
         return int(is_new) if stays else num_micro_batches
 
+    def pass_read_bytes(block: BlockShape, num_bytes: int) -> int:
+        if block.size_class is SizeClass.ROWS:
+            return num_micro_batches * num_bytes // ROWS_SHARE
+        return num_pass_reads(block) * num_bytes
+
     records = []
     for block in blocks:
         state_numel = sum(block.unit_numels)
         trained_bytes = state_numel * param_itemsize
         kinds = {
-            kind: (num_bytes, num_pass_reads(block) * num_bytes, trained_bytes if kind == PARAM else 0)
+            kind: (num_bytes, pass_read_bytes(block, num_bytes), trained_bytes if kind == PARAM else 0)
             for kind, num_bytes in block.fetched_bytes.items()
         }
         if state_numel:

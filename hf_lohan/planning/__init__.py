@@ -8,7 +8,7 @@ model that is not trained.
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
 from hf_lohan.planning.kept_weights import coded_numel, kept_ranks, kept_record_name, part_bytes
-from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, experts_as_stored, lay_out
+from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.lengths import LongestRow, PlannedEpoch, longest_row, plan_epoch, read_lengths
 from hf_lohan.planning.order import (
     MicroBatches,
@@ -33,7 +33,6 @@ __all__ = [
     "check_together",
     "chunked_loss_of",
     "coded_numel",
-    "experts_as_stored",
     "kept_ranks",
     "kept_record_name",
     "lay_out",

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files import SECTOR_BYTES
-from hf_lohan.model import Block, find_experts, round_up, stored_form
+from hf_lohan.model import Block, find_experts, round_up, rows_granule_bytes, stored_form
 from hf_lohan.planner import (
     BudgetError,
     KeysAndValues,
@@ -51,9 +51,16 @@ def lay_out_generation(
     """
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
-    make_form = partial(stored_form, model, working_dtype, config.moment_dtype, quantization=config.quantize)
-    form = make_form()
     shards = shards_of(ranks)
+    make_form = partial(
+        stored_form,
+        model,
+        working_dtype,
+        config.moment_dtype,
+        by_rows=shards.table_to_load_by_rows(model, config),
+        quantization=config.quantize,
+    )
+    form = make_form()
     num_choices = ranks.num_ranks * keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
     if config.experts == "streamed":
@@ -91,6 +98,7 @@ def lay_out_generation(
             stages_params=not memory_is_host,
             stages_codes=config.quantize.packs,
             min_chunk_numel=_chunk_numel(blocks, cpu_memory_bytes),
+            rows_granule_bytes=rows_granule_bytes(form.model_blocks),
         )
     )
     pools = replace(pools, num_slots=pools.num_slots | {SizeClass.EXPERT: slots.num_expert_slots})

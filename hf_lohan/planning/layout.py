@@ -3,7 +3,6 @@ is known."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -14,9 +13,7 @@ from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.config import AUTO, OffloadConfig, SsdPath, ssd_paths
-from hf_lohan.config.offload_config import Experts
 from hf_lohan.device import Device
-from hf_lohan.files import ForeignStoreError
 from hf_lohan.model import (
     Block,
     Chunk,
@@ -27,7 +24,9 @@ from hf_lohan.model import (
     find_experts,
     muon_for_matrices,
     records_of_rank,
+    rows_granule_bytes,
     stored_form,
+    table_to_load_by_rows,
 )
 from hf_lohan.planner import (
     BlockGradient,
@@ -47,11 +46,8 @@ from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.kept_weights import coded_bytes_within, kept_bytes, kept_records, message_bytes
 from hf_lohan.planning.shared_machine import Share, rank_paths, share_of_machine, whole_machine
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
-from hf_lohan.store.manifest import read_manifest
+from hf_lohan.store import GRANULE_NUMEL, RecordSpec
 from hf_lohan.wording import format_bytes
-
-logger = logging.getLogger(__name__)
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
@@ -300,6 +296,9 @@ class WholeBlocks:
     ) -> tuple[Share, tuple[SsdPath, ...]]:
         return whole_machine(device), paths
 
+    def table_to_load_by_rows(self, model: nn.Module, config: OffloadConfig) -> nn.Parameter | None:
+        return table_to_load_by_rows(model, config)
+
     def cut(self, form: StoredForm) -> StoredForm:
         return form
 
@@ -335,6 +334,14 @@ class _Shards(WholeBlocks):
 
     def may_stream_experts(self, config: OffloadConfig) -> bool:
         return config.expert_parallel != "none"
+
+    def table_to_load_by_rows(self, model: nn.Module, config: OffloadConfig) -> nn.Parameter | None:
+        if config.embedding == "rows":
+            raise ValueError(
+                f"embedding: rows is set with {self._ranks.num_ranks} ranks, which load the table of embeddings whole; "
+                "set embedding to auto or whole"
+            )
+        return None
 
     def cut(self, form: StoredForm) -> StoredForm:
         assign_shards(form.model_blocks, self._ranks.num_ranks)
@@ -416,11 +423,19 @@ def lay_out(
             f"solver: 'migration' plans the lanes of one rank, and this run has {ranks.num_ranks}; set solver to auto"
         )
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
-    make_form = partial(stored_form, model, working_dtype, config.moment_dtype, rules, quantization=config.quantize)
+    shards = shards_of(ranks)
+    make_form = partial(
+        stored_form,
+        model,
+        working_dtype,
+        config.moment_dtype,
+        rules,
+        by_rows=shards.table_to_load_by_rows(model, config),
+        quantization=config.quantize,
+    )
     form = make_form()
     if streams_experts(model, form, config, ranks):
         form = make_form(streams_experts=True)
-    shards = shards_of(ranks)
     form = shards.cut(form)
     blocks = form.model_blocks.blocks
     sums_gradients = sums_gradients or shards.gradients_are_summed
@@ -455,6 +470,7 @@ def lay_out(
         min_chunk_numel=max(block.granule_numel for block in blocks),
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
+        rows_granule_bytes=rows_granule_bytes(form.model_blocks),
     )
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
@@ -555,36 +571,3 @@ def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: WholeBlocks) -> 
             if master_of[record.block] == master:
                 by_block.setdefault(record.block, []).append(record)
     return tuple(record for block in blocks for record in by_block.get(block.name, ()))
-
-
-_LOADED = {"streamed": "are loaded one by one", "with_layer": "are loaded with their layers"}
-
-
-def experts_as_stored(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
-    """Return the configuration with `experts: auto` resolved to the form in the store at its paths, and log it. All
-    other settings must be resolved. Raises ForeignStoreError if the configuration requires the other form and the store
-    belongs to this model class."""
-    found = find_experts(model)
-    manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
-    if manifest is None or not _is_of(manifest.model, model):  # opening the store reports the error
-        return config
-    blocks = {record.block for record in manifest.layout.records}
-    is_streamed = any(f"{name}.{expert}" in blocks for name, of in found.items() for expert in range(of.num_experts))
-    stored: Experts = "streamed" if is_streamed else "with_layer"
-    if config.experts == stored:
-        return config
-    assert config.ssd != "auto"
-    directory = config.ssd[0].path
-    if config.experts != "auto":
-        raise ForeignStoreError(
-            f"{directory} holds a store of this model whose experts {_LOADED[stored]}, but experts: {config.experts} "
-            f"is set; set experts to auto or {stored} to continue from it, or choose another directory and resume "
-            "from a checkpoint, which works with both"
-        )
-    logger.info("experts %s, as in the store in %s", _LOADED[stored], directory)
-    return replace(config, experts=stored)
-
-
-def _is_of(identity: ModelIdentity, model: nn.Module) -> bool:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return (identity.model_class, identity.num_parameters) == (type(model).__name__, num_parameters)

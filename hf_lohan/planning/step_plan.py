@@ -15,7 +15,7 @@ from torch import nn
 from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.config import AUTO, OffloadConfig, interval_s
-from hf_lohan.model import ModelBlocks, discover_blocks
+from hf_lohan.model import ModelBlocks, discover_blocks, with_rows
 from hf_lohan.model.block import ParamSlice
 from hf_lohan.planner import (
     INPUT,
@@ -237,6 +237,7 @@ def _plan_shape(
             profile = made_again(profile)
         if config.sequence_ranks > 1:
             profile = with_keys_of_other_ranks(profile, model, config.sequence_ranks)
+        profile = with_rows(profile, layout.model_blocks)
         return _together(profile.routed(routing), shape.num_together)
 
     def planned(
@@ -387,6 +388,12 @@ def _together(one: ModelProfile, number: int) -> ModelProfile:
                 for operation in block.operations
             ),
             experts=block.experts and replace(block.experts, num_tokens=number * block.experts.num_tokens),
+            rows=block.rows
+            and replace(
+                block.rows,
+                loaded_bytes=number * block.rows.loaded_bytes,
+                read_bytes=number * block.rows.read_bytes,
+            ),
         )
 
     return replace(one, batch_size=number * one.batch_size, blocks=tuple(together(block) for block in one.blocks))

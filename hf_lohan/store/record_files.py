@@ -150,6 +150,13 @@ class RecordFiles:
         request = self._requests.add(self._engine.read(transfers, of=Content(block, kind), is_urgent=is_urgent))
         return RecordRead(request, out.numel(), self.layout.record(block, kind).granule_numel, check)
 
+    def read_from_ram(self, block: str, kind: str, start_numel: int, out: Tensor) -> bool:
+        """Fill ``out`` [numel], which may begin and end at any element, and return True if a copy in RAM has all of it.
+        If not, return False."""
+        copy = self.ram.copies.get((block, kind))
+        offset = self.layout.offset_in(block, kind, start_numel)
+        return copy is not None and copy.try_read(offset * out.element_size(), byte_tensor(out))
+
     def write(
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
     ) -> IoRequest:

@@ -3,6 +3,7 @@
 The files, in the order in which a gradient passes through them:
 
 - `arrival`: a gradient goes to the host.
+- `row_gradients`: of a table of embeddings only rows go.
 - `pipeline`: the interface for the computing thread.
 - `worker`: on its own thread, gradients wait for the norm or are applied, one chunk after another.
 - `gradient_reduction`: with several ranks, a chunk's gradient is averaged first.

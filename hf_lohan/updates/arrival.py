@@ -19,6 +19,7 @@ from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates.gradients import ArrivedChunk
 from hf_lohan.updates.handover import WeightSlots
 from hf_lohan.updates.pipeline import GradientPipeline
+from hf_lohan.updates.row_gradients import RowGradient
 
 _LOOK_S = 1.0
 """Seconds after which a wait for a buffer checks whether the buffer can still come."""
@@ -103,22 +104,23 @@ class GradientArrivals:
         self.send_gradient(param_slice, gradient)
 
     def send_gradient(self, param_slice: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None:
-        """Move a slice's gradient to the host. `gradient` belongs to the whole parameter, or only to the slice.
-        ``has_more``: the backward in progress will add to it."""
-        if gradient.is_sparse:
+        """Move a slice's gradient to the host. `gradient` belongs to the whole parameter, or only to the slice. It is
+        sparse if only rows of it are on the device. ``has_more``: the backward in progress will add to it."""
+        rows = RowGradient(gradient) if gradient.is_sparse else None
+        if rows is not None and self._pieces[param_slice][0].chunk.block.size_class is not SizeClass.ROWS:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
-        flat = gradient.contiguous().view(-1)
-        if flat.numel() != param_slice.numel:
+        flat = gradient.contiguous().view(-1) if rows is None else rows.values
+        if rows is None and flat.numel() != param_slice.numel:
             flat = flat[param_slice.first : param_slice.last]
-        self._pipeline.measure_gradient(param_slice, flat)
+        self._pipeline.measure_gradient(param_slice, flat if rows is None else rows.to_measure())
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
         for piece in self._pieces[param_slice]:
             # Copy one piece after the other, because a parameter may have more chunks than the pool has buffers.
-            arrived = self._copy_piece(piece, flat)
+            arrived = self._copy_piece(piece, flat, rows)
             if len(arrived.pieces) == len(arrived.chunk.pieces):
                 self._submit_chunk(arrived, has_more=has_more)
 
-    def _copy_piece(self, piece: ChunkPiece, flat: Tensor) -> ArrivedChunk:
+    def _copy_piece(self, piece: ChunkPiece, flat: Tensor, rows: RowGradient | None) -> ArrivedChunk:
         arrived = self._open.get(piece.chunk)
         if arrived is None:
             self._publish_held_before(piece.chunk)
@@ -128,9 +130,16 @@ class GradientArrivals:
                 buffer = self._acquire_buffer(piece.chunk.block, half=keeps_dtype)
             arrived = ArrivedChunk(piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype, codec=codec)
             self._open[piece.chunk] = arrived
-        source = flat[piece.start_in_slice : piece.start_in_slice + piece.numel]
+        if rows is not None:
+            assert arrived.codec is None, "rows are not coded"
+            source, of_piece = rows.part(piece)
+            arrived.rows.append(of_piece)
+        else:
+            source = flat[piece.start_in_slice : piece.start_in_slice + piece.numel]
         if arrived.codec is None:
-            self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
+            start = piece.start_in_chunk
+            if source.numel():  # a piece may have none of the rows
+                self._device.copy(Lane.D2H, arrived.landing[start : start + source.numel()], source)
         else:
             self._copy_coded(source, *arrived.coded_landing(piece))
         arrived.events.append(self._device.record(Lane.D2H))

@@ -22,6 +22,7 @@ from hf_lohan.optim import widen_in_place
 from hf_lohan.ranks import SUM_TILE_NUMEL, BlockCodec, CodedValues
 from hf_lohan.store import RecordFiles, RecordRead
 from hf_lohan.threads import use_all_cores
+from hf_lohan.updates.row_gradients import RowsOfPiece
 from hf_lohan.updates.setup import UpdateSetup
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class ArrivedChunk:
     """Whether the gradient keeps this dtype, in a buffer that may be half of one. If not, it is widened to float32."""
     codec: BlockCodec | None = None
     """The codec of the payloads in which pieces arrive. `wait` decodes them to float32."""
+    rows: list[RowsOfPiece] = field(default_factory=list)
+    """Pieces of which only rows arrive. `wait` moves these to their places."""
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -94,6 +97,9 @@ class ArrivedChunk:
         """Wait until the whole gradient is in the buffer. Returns it as [chunk.numel] in `held_dtype`, with zeros in
         the padding."""
         self._wait_for_copies()
+        for rows in self.rows:
+            rows.spread(self.landing[rows.piece.start_in_chunk : rows.piece.stop_in_chunk])
+        self.rows.clear()
         if self.codec is not None:
             gradient = self._decode()
         elif self.dtype == self.held_dtype:

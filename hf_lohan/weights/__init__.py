@@ -2,12 +2,13 @@
 
 The way of one block: `schedule` decides when to load it. A `block_loader` asks the `source` to load it into a slot of
 the `slot_ring` ahead of its use, and its parameters become views of the slot. `blocks_in_use` keeps it there while a
-forward or a backward needs it. This room knows no hooks and no gradients. `engine` tells it which blocks are needed,
-and `updates` which blocks have changed.
+forward or a backward needs it. Of a table of embeddings, `embedding_rows` may load only rows. This room knows no hooks
+and no gradients. `engine` tells it which blocks are needed, and `updates` which blocks have changed.
 """
 
 from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, WeightSource
 from hf_lohan.weights.blocks_in_use import BlocksInUse
+from hf_lohan.weights.embedding_rows import EmbeddingRows
 from hf_lohan.weights.load_order import NextLoad, SlotLoad
 from hf_lohan.weights.lockstep_loader import JointSource, LockstepLoader
 from hf_lohan.weights.node_shards import NodeShards
@@ -21,6 +22,7 @@ __all__ = [
     "BlockLoader",
     "BlocksInUse",
     "Decoder",
+    "EmbeddingRows",
     "JointSource",
     "LayerLoader",
     "LoadSchedule",

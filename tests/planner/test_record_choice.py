@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.planner import BlockShape, RecordTraffic, SizeClass, choose_resident_records, step_traffic
+from hf_lohan.planner import (
+    BlockProfile,
+    BlockShape,
+    RecordTraffic,
+    SizeClass,
+    choose_resident_records,
+    step_traffic,
+)
 
 often = settings(max_examples=200)
 
@@ -114,6 +121,24 @@ def test_frozen_parameters_are_read_only_by_passes() -> None:
     assert param_reads(frozen, 6) == [0] * 6
     mixed = [layer(index, trained_numel=10, frozen_numel=990) for index in range(6)]
     assert param_reads(mixed, 2) == [2.01, 2.01, 2.01, 2.01, 1.01, 1.01]
+
+
+def test_rows_are_a_part_of_their_table() -> None:
+    table = BlockProfile(
+        name="words",
+        size_class=SizeClass.OUTER,
+        num_params=1000 * 64,
+        num_trainable_params=1000 * 64,
+        param_bytes=1000 * 64 * 2,
+        flops=0.0,
+        working_bytes=1000 * 64 * 2 + 500,
+    )
+    few = table.by_rows(1000, 8 * 64 * 2, num_tokens=1)
+    assert (few.loaded_bytes, few.read_bytes, few.gradient_bytes(2)) == (128, 8 * 128, 128)
+    assert few.working_bytes == 500 + 2 * 128
+    assert few.param_bytes == table.param_bytes
+    many = table.by_rows(1000, 8 * 64 * 2, num_tokens=100_000)
+    assert 0.99 * table.param_bytes < many.loaded_bytes <= many.read_bytes == table.param_bytes
 
 
 def test_states_may_have_less_than_a_byte_per_parameter() -> None:

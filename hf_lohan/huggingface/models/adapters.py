@@ -124,6 +124,9 @@ class ReadableBase:
     def copy_views(self, output: Any) -> Any:
         return output
 
+    def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> None:
+        """Return None, because an embedding reads its whole table here."""
+
     def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a copy, for `modules_to_save`."""
         return nn.Parameter(self.weight(parameter), requires_grad=parameter.requires_grad)
@@ -182,6 +185,9 @@ class PendingMerges:
         return merged
 
     def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+        _refuse_merged()
+
+    def embed(self, table: nn.Parameter, ids: Tensor, padding_idx: int | None) -> NoReturn:
         _refuse_merged()
 
     def copy_parameter(self, parameter: nn.Parameter) -> NoReturn:

@@ -54,8 +54,8 @@ from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import links_to_other_ranks
-from hf_lohan.model import kept_in_float32
-from hf_lohan.planning import experts_as_stored, lay_out
+from hf_lohan.model import experts_as_stored, kept_in_float32
+from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import return_freed_memory
 from hf_lohan.wording import format_bytes, times

@@ -167,17 +167,17 @@ class StepCosts:
             self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
         self._backward_s += sum(repeated_s(block, hardware) for block in model.layers)
         self._num_blocks = max(1, len(model.blocks))
-        self._param_bytes = model.dense_param_bytes
+        self._param_bytes = model.dense_read_bytes
         self._experts = ExpertCosts(model, hardware, setup)
         # If the device's memory is host memory, reads go straight to their destination.
         self._is_copied = not hardware.device.shares_cpu
-        self._copied_param_bytes = model.dense_param_bytes if self._is_copied else 0
+        self._copied_param_bytes = model.dense_loaded_bytes if self._is_copied else 0
         self._decoded_numel, self._decoded_per_expert_byte = model.decoded_numel, model.decoded_per_expert_byte
         num_updated = model.num_trainable_params - self._experts.updates_left_out
         trainable_bytes = num_updated * model.param_itemsize
         state_bytes = num_updated * setup.state_bytes_per_param
         dense_bytes = model.dense_trainable_params * model.param_itemsize
-        self._gradient_bytes = dense_bytes + self._experts.gradient_bytes
+        self._gradient_bytes = model.dense_gradient_bytes + self._experts.gradient_bytes
         self._updated_bytes: float = dense_bytes
         self._num_local = setup.cluster.num_local
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
@@ -185,7 +185,12 @@ class StepCosts:
         self._num_updated_params: float = model.num_trainable_params  # updates that wait are made later
         self._spilled_gradient_bytes = setup.spilled_gradient_bytes
         resident = setup.resident_records
-        self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind in FETCHED_KINDS)
+        read_of_rows = {block.name: block.read_bytes for block in model.blocks if block.rows is not None}
+        self._resident_param_bytes = sum(
+            min(record.num_bytes, read_of_rows.get(record.block, record.num_bytes))
+            for record in resident
+            if record.kind in FETCHED_KINDS
+        )
         self._resident_param_bytes -= self._experts.resident_bytes
         self._resident_update_read_bytes: float = sum(
             record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM

@@ -118,7 +118,7 @@ def block_works(
         state_bytes = num_trained * setup.state_bytes_per_param
         in_ram = min(updated_in_ram[block.name], state_bytes + param_bytes)
         update_read = state_bytes + (param_bytes if setup.update_reads_param else 0.0)
-        gradient_bytes = block.num_trainable_params * model.param_itemsize + of_one * (
+        gradient_bytes = block.gradient_bytes(model.param_itemsize) + of_one * (
             costs.gradient_bytes if block.experts is not None else 0.0
         )
         trained_bytes = block.num_trainable_params * model.param_itemsize
@@ -141,8 +141,8 @@ def block_works(
                 name=block.name,
                 size_class=block.size_class,
                 is_layer=is_layer,
-                param_bytes=block.param_bytes,
-                read_bytes=max(0.0, block.param_bytes - resident[block.name]),
+                param_bytes=block.loaded_bytes,
+                read_bytes=max(0.0, block.read_bytes - resident[block.name]),
                 decode_s=_decode_s(block, hardware),
                 forward_s=block_forward_s(block, hardware),
                 backward_s=_backward_s(block, hardware, setup, rules, is_layer=is_layer),

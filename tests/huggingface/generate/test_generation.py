@@ -106,6 +106,16 @@ def test_tokens_and_logits_equal_those_in_memory(
         engine.close()
 
 
+def test_rows_of_embeddings_generate_the_same(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
+    checkpoint = checkpoint_of("llama")
+    expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
+    engine = engine_of(model := load(checkpoint, settings={"embedding": "rows", "resident_records": "none"}))
+    assert torch.equal(generated(model, GREEDY).sequences, expected)
+    assert engine.embedding_rows is not None
+    of_prompt, of_token = 10, 2
+    assert engine.embedding_rows.num_bytes <= (of_prompt + 8 * of_token) * model.config.hidden_size * 4
+
+
 def test_the_store_is_used_again_if_the_checkpoint_is_unchanged(
     checkpoint_of: Callable[[str], Path], load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,102 @@
+"""The gradient of a table of which only some rows have one. It leaves the device as these rows, and its other rows are
+zeros that are made on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hf_lohan.model import ChunkPiece
+
+_ADDED_LANES = 64
+"""A multiple of the number of partial sums in which a CPU adds the squares of a vector."""
+_SPREAD_NUMEL = 1 << 18
+"""Elements of rows that are moved at a time."""
+
+_RowIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfPiece:
+    """Rows of one piece of a table. In memory they are one after the other from the piece's start on, until
+    `spread` moves them to their places."""
+
+    piece: ChunkPiece
+    ids: _RowIds
+    """Numbers of the rows, in order. The first and the last may be partly in the piece."""
+    width: int
+
+    def _places(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return where in the piece each row starts and stops."""
+        first = self.piece.start_in_slice
+        starts = np.maximum(self.ids * self.width - first, 0)
+        return starts, np.minimum((self.ids + 1) * self.width - first, self.piece.numel)
+
+    def spread(self, memory: Tensor) -> None:
+        """Move the rows to their places in ``memory`` [piece.numel], and fill the rest with zeros. Rows only move up,
+        so the last ones move first."""
+        starts, stops = self._places()
+        sources = np.concatenate([[0], np.cumsum(stops - starts)])
+        memory[sources[-1] :].zero_()
+        at_once, stop = max(1, _SPREAD_NUMEL // self.width), len(self.ids)
+        while stop:
+            begin = max(0, stop - at_once)
+            moving = memory[sources[begin] : sources[stop]]
+            values = moving.clone()
+            moving.zero_()
+            self._put(memory, values, starts[begin:stop], stops[begin:stop])
+            stop = begin
+
+    def _put(self, memory: Tensor, values: Tensor, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
+        width, offset = self.width, -self.piece.start_in_slice % self.width
+        is_whole = stops - starts == width
+        places = np.concatenate([[0], np.cumsum(stops - starts)])
+        for index in np.flatnonzero(~is_whole):  # at most the first and the last
+            memory[starts[index] : stops[index]] = values[places[index] : places[index + 1]]
+        whole = np.flatnonzero(is_whole)
+        if len(whole):
+            of_rows = values[places[whole[0]] : places[whole[-1] + 1]].view(-1, width)
+            num_rows = (memory.numel() - offset) // width
+            table = memory[offset : offset + num_rows * width].view(-1, width)
+            table.index_copy_(0, torch.from_numpy((starts[whole] - offset) // width), of_rows)
+
+
+class RowGradient:
+    """The gradient of a table's rows, on the device."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        """``gradient``: a sparse tensor of the table's shape."""
+        gradient = gradient.coalesce()
+        self.values = gradient.values().contiguous().view(-1)
+        self._ids: _RowIds = gradient.indices()[0].cpu().numpy()
+        self._num_rows, self._width = gradient.shape
+
+    def part(self, piece: ChunkPiece) -> tuple[Tensor, RowsOfPiece]:
+        """Return the values of the rows in a piece, and their places."""
+        first, stop, width = piece.start_in_slice, piece.start_in_slice + piece.numel, self._width
+        begin, end = np.searchsorted(self._ids, [first // width, -(-stop // width)]).tolist()
+        rows = RowsOfPiece(piece, self._ids[begin:end], width)
+        if begin == end:
+            return self.values[:0], rows
+        before = max(0, first - int(self._ids[begin]) * width)
+        behind = max(0, (int(self._ids[end - 1]) + 1) * width - stop)
+        return self.values[begin * width + before : end * width - behind], rows
+
+    def to_measure(self) -> Tensor:
+        """Return a vector with the norm of the whole gradient. On a CPU it is the same to the bit, because the CPU adds
+        squares in several partial sums, and only zeros are left out that leave each value in its sum."""
+        numel = self._num_rows * self._width
+        is_even = self._width % _ADDED_LANES == 0 and numel % _ADDED_LANES == 0
+        if is_even or self.values.device.type != "cpu" or not len(self._ids):
+            return self.values
+        starts, width = self._ids * self._width, self._width
+        edges = np.concatenate([[-width], starts, [numel]])
+        places = np.cumsum(width + (np.diff(edges) - width) % _ADDED_LANES) - width
+        spread = self.values.new_zeros(int(places[-1]))
+        index = torch.from_numpy(places[:-1])[:, None] + torch.arange(width)
+        spread[index.view(-1)] = self.values
+        return spread

@@ -1,0 +1,96 @@
+"""Runs with `embedding: rows` equal stock runs, with adapters, in bfloat16, and after they were resumed without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from trajectories import (
+    SMALL_BUDGETS,
+    arguments,
+    assert_same_bits,
+    assert_same_tensors,
+    dataset,
+    finish,
+    stored_weights,
+    train_offloaded,
+    train_stock,
+)
+from transformers import Trainer as StockTrainer
+from transformers import TrainerCallback
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_model
+
+ROWS = {**SMALL_BUDGETS, "embedding": "rows"}
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("of_training", "settings"),
+    [
+        ({"max_grad_norm": 1.0}, {}),
+        ({"max_grad_norm": 2.0}, {"clip": "speculate"}),
+        ({"max_grad_norm": 1.0, "gradient_accumulation_steps": 4}, {"vertical_micro_batches": True}),
+        ({"max_grad_norm": 1.0, "bf16": True}, {"cpu_memory": "6MiB"}),
+        ({"max_grad_norm": 0.0}, {"optimizer_state_dtype": "int8", "schedule": "naive"}),
+    ],
+)
+def test_equals_whole_embeddings(of_training: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    whole = train_offloaded("llama", tmp_path / "whole", {}, offload={**SMALL_BUDGETS, **settings}, **of_training)
+    rows = train_offloaded("llama", tmp_path / "rows", {}, offload={**ROWS, **settings}, **of_training)
+    assert_same_bits(rows, whole)
+
+
+@pytest.mark.parametrize("then", ["rows", "whole"])
+def test_resumes_from_the_other_form(then: str, tmp_path: Path) -> None:
+    class EndsEarly(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            control.should_training_stop = state.global_step == 5
+
+    def trainer(embedding: str) -> Any:
+        return hf_lohan.Trainer(
+            tiny_model("llama"),
+            arguments(tmp_path / "run", max_grad_norm=1.0),
+            train_dataset=dataset(),
+            offload={**SMALL_BUDGETS, "commit_every": 1, "embedding": embedding},
+        )
+
+    first = trainer("whole" if then == "rows" else "rows")
+    first.add_callback(EndsEarly())
+    first.train()
+    first.offload_engine.close()
+    second = trainer(then)
+    second.train(resume_from_checkpoint=True)
+    assert (second.offload_engine.embedding_rows is not None) == (then == "rows")
+    weights = stored_weights(second)
+    second.offload_engine.close()
+    assert_same_tensors(weights, train_stock("llama", tmp_path / "stock", {}, max_grad_norm=1.0).weights)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loads_rows"),
+    [
+        ({}, True),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+        ({"trainable_token_indices": {"embed_tokens": [7, 8]}}, False),
+    ],
+    ids=["attention", "embeddings", "tokens"],
+)
+def test_adapters_equal_stock(settings: dict[str, Any], loads_rows: bool, tmp_path: Path) -> None:
+    def train(trainer_class: Callable[..., Any], name: str, **options: Any) -> Any:
+        model = tiny_model("llama")
+        adapters = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **settings}
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(**adapters))
+        settings_of_run = arguments(tmp_path / name, max_grad_norm=1.0, max_steps=4)
+        return trainer_class(model, settings_of_run, train_dataset=dataset(), **options)
+
+    ours = train(hf_lohan.Trainer, "ours", offload=ROWS)
+    ours_at_end = finish(ours)
+    assert (ours.offload_engine.embedding_rows is not None) == loads_rows
+    assert_same_bits(ours_at_end, finish(train(StockTrainer, "stock")))
