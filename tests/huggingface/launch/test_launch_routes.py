@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -62,12 +63,24 @@ ROUTES = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
-    """Return the script's report and output directory for every launcher and for the stock Trainer.
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, testrun_uid: str, worker_id: str
+) -> dict[str, tuple[dict[str, Any], Path]]:
+    """Return the script's report and output directory for every launcher and for the stock Trainer. All workers of
+    pytest share them, because these tests may be divided among them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / f"routes-{testrun_uid}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "stock.json").exists():
+            run_all(folder)
+    return {route: (json.loads((folder / f"{route}.json").read_text()), folder / route) for route in ("stock", *ROUTES)}
 
-    The launchers run in parallel. Stock runs in this process.
-    """
-    folder = tmp_path_factory.mktemp("routes")
+
+def run_all(folder: Path) -> None:
+    """Run the script by every launcher and as it is. The launchers run in parallel. Stock runs in this process, and
+    writes its report last."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "single.yaml").write_text(ACCELERATE_CONFIG)
     (folder / "offload.yaml").write_text("cpu_memory: 64MiB\ngpu_memory: 16MiB\n")
@@ -85,12 +98,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, 
         for route, command in ROUTES.items()
     }
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["script.py", str(folder / "stock"), str(folder / "stock.json")])
+        patched.setattr(sys, "argv", ["script.py", str(folder / "stock"), str(folder / "stock.part")])
         exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
     outputs = {route: process.communicate(timeout=200)[0] for route, process in started.items()}
     for route, process in started.items():
         assert process.returncode == 0, f"{route}:\n{outputs[route]}"
-    return {route: (json.loads((folder / f"{route}.json").read_text()), folder / route) for route in ("stock", *ROUTES)}
+    (folder / "stock.part").rename(folder / "stock.json")
 
 
 @pytest.mark.parametrize("route", ROUTES)
