@@ -38,6 +38,9 @@ OVERRIDDEN = {
     "create_accelerator_and_postprocess": "def __init__",
     "create_optimizer": "def ",
     "evaluation_loop": "def ",
+    "get_batch_samples": "def _run_epoch",
+    "get_total_train_batch_size": "def ",
+    "get_train_dataloader": "def ",
     "training_step": "def _run_epoch",
 }
 """Methods of Trainer that the mixins override or call, each with the method that calls it ("def ": any method)."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from hf_lohan.activations import ActivationTiers
@@ -71,7 +72,13 @@ def small_model(kind: str) -> Any:
             config = transformers.LlamaConfig(**sizes)
         else:
             config = transformers.LlamaConfig(**sizes)
-        return transformers.AutoModelForCausalLM.from_config(config).train()
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        if kind == "lora":
+            model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"]))
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:  # which begins with zeros, and lora_A would have no gradient
+                    torch.nn.init.normal_(parameter, std=0.02)
+        return model.train()
 
 
 def batch_of(kind: str, *, with_mask: bool) -> dict[str, Tensor]:
@@ -94,7 +101,8 @@ def gradients_of_rank(links: Links, kind: str, batch: dict[str, Tensor], chunk_t
     model, num_ranks = small_model(kind), links.ranks.num_ranks
     activations = ActivationTiers(CpuDevice(), {})
     memory = RowMemory(RowLinks.of(links, num_ranks), CpuDevice())
-    layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
+    layers = {layer: name for name, layer in model.named_modules() if re.search(r"model\.layers\.\d+$", name)}
+    assert len(layers) == 2
     run_layers_in_chunks(model, activations, layers, memory).cut(chunk_tokens)
     found = []
     for part in (batch, {name: value[:1, : LENGTH - 7] for name, value in batch.items()}, batch):
@@ -110,7 +118,7 @@ def gradients_of_rank(links: Links, kind: str, batch: dict[str, Tensor], chunk_t
     return found
 
 
-CASES = ["llama", "packed", "padded", "mistral", "gemma2", "gpt_oss", "heads"]
+CASES = ["llama", "packed", "padded", "mistral", "gemma2", "gpt_oss", "heads", "lora"]
 
 
 @pytest.mark.parametrize(("num_ranks", "chunk_tokens"), [(2, None), (3, None), (2, 7)])
@@ -125,6 +133,9 @@ def test_ranks_have_together_what_one_process_has(kind: str, num_ranks: int, chu
         losses, gradients = zip(*(found[number] for found in of_ranks), strict=True)
         assert sum(losses) == pytest.approx(float(loss), abs=1e-6)
         for (name, parameter), *parts in zip(model.named_parameters(), *gradients, strict=True):
+            if not parameter.requires_grad:
+                assert parts == [None] * num_ranks
+                continue
             total = torch.stack([torch.zeros_like(parameter) if part is None else part for part in parts]).sum(0)
             scale = float(parameter.grad.abs().max())
             assert torch.allclose(total, parameter.grad, rtol=0, atol=3e-6 * max(scale, 1e-2)), name

@@ -82,6 +82,8 @@ def arguments(case: str, folder: Path) -> TrainingArguments:
         max_grad_norm=0.5 if clips else 0.0 if case == "plain" else 1.0,
         logging_steps=1,
         save_steps=4,
+        eval_strategy="steps" if case == "padded" else "no",
+        eval_steps=3,
         save_strategy="steps" if NUM_RANKS > 1 and clips else "no",
         use_cpu=True,
         report_to=[],
@@ -105,13 +107,14 @@ def main(folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     for case in cases:
         model, args = model_of(case), arguments(case, folder)
+        data = {"train_dataset": rows(case), "eval_dataset": rows(case)}
         if NUM_RANKS == 1:
-            trainer: Any = transformers.Trainer(model, args, train_dataset=rows(case))
+            trainer: Any = transformers.Trainer(model, args, **data)
         else:
             offload = {**OFFLOAD, "sequence_ranks": NUM_RANKS}
             if case == "chunked":
                 offload["chunked_layers"] = 50
-            trainer = hf_lohan.Trainer(model, args, train_dataset=rows(case), offload=offload)
+            trainer = hf_lohan.Trainer(model, args, **data, offload=offload)
             if case == "killed":
                 trainer.add_callback(Killed(model))
         checkpoint = str(folder / f"run-clipped-{NUM_RANKS}" / "checkpoint-4")
