@@ -123,8 +123,8 @@ def _base_of(model: Any) -> Any:
 
 def _foreign_loss(model: Any) -> ValueError:
     return ValueError(
-        f"sequence_ranks divides the loss of causal language models among ranks, and {type(model).__name__} computes "
-        "its loss in another way; leave sequence_ranks out"
+        f"sequence_ranks divides the loss of causal language models among ranks, and the loss of {type(model).__name__} "
+        "is computed in another way here; train a causal language model with Trainer, or leave sequence_ranks out"
     )
 
 
