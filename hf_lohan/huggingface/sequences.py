@@ -123,7 +123,7 @@ def _base_of(model: Any) -> Any:
 
 def _foreign_loss(model: Any) -> ValueError:
     return ValueError(
-        f"sequence_ranks divides the loss of causal language models among ranks, and the loss of {type(model).__name__} "
+        f"sequence_ranks divides the loss of causal language models among ranks, and that of {type(model).__name__} "
         "is computed in another way here; train a causal language model with Trainer, or leave sequence_ranks out"
     )
 
