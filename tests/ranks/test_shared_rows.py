@@ -97,8 +97,8 @@ def batch_of(kind: str, *, with_mask: bool) -> dict[str, Tensor]:
     return batch
 
 
-def gradients_of_rank(links: Links, kind: str, batch: dict[str, Tensor], chunk_tokens: int | None) -> Any:
-    model, num_ranks = small_model(kind), links.ranks.num_ranks
+def gradients_of_rank(links: Links, models: list[Any], batch: dict[str, Tensor], chunk_tokens: int | None) -> Any:
+    model, num_ranks = models[links.ranks.rank], links.ranks.num_ranks
     activations = ActivationTiers(CpuDevice(), {})
     memory = RowMemory(RowLinks.of(links, num_ranks), CpuDevice())
     layers = {layer: name for name, layer in model.named_modules() if re.search(r"model\.layers\.\d+$", name)}
@@ -125,7 +125,8 @@ CASES = ["llama", "packed", "padded", "mistral", "gemma2", "gpt_oss", "heads", "
 @pytest.mark.parametrize("kind", CASES)
 def test_ranks_have_together_what_one_process_has(kind: str, num_ranks: int, chunk_tokens: int | None) -> None:
     batch = batch_of(kind, with_mask=num_ranks == 2)
-    of_ranks = run_ranks(num_ranks, lambda links: gradients_of_rank(links, kind, batch, chunk_tokens))
+    models = [small_model(kind) for _ in range(num_ranks)]  # ranks are threads, which share torch's generator
+    of_ranks = run_ranks(num_ranks, lambda links: gradients_of_rank(links, models, batch, chunk_tokens))
     model = small_model(kind)
     for number, part in enumerate((batch, {name: value[:1, : LENGTH - 7] for name, value in batch.items()}, batch)):
         loss = model(**part).loss
@@ -154,7 +155,8 @@ def test_a_rank_in_another_layer_ends_all() -> None:
 def test_a_rank_that_dies_ends_those_that_wait_for_its_keys() -> None:
     batch = batch_of("llama", with_mask=False)
     dies = [Fault(rank=1, what="die", at_message=20)]
-    outcomes = rank_outcomes(3, lambda links: gradients_of_rank(links, "llama", batch, None), faults=dies)
+    models = [small_model("llama") for _ in range(3)]
+    outcomes = rank_outcomes(3, lambda links: gradients_of_rank(links, models, batch, None), faults=dies)
     for rank in (0, 2):
         error = outcomes[rank].error
         assert isinstance(error, RankFailedError) and re.search(r"rank 1.* ended", str(error)), error
