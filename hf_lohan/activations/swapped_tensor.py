@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef, aliases_count_versions, version_of
-from hf_lohan.device import Event, HostRead
+from hf_lohan.device import DeviceArena, Event, HostRead
 from hf_lohan.files import IoRequest
 
 
@@ -29,8 +29,8 @@ class TensorForm:
     def from_tensor(cls, tensor: Tensor) -> TensorForm:
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+    def empty(self, arena: DeviceArena) -> Tensor:
+        return arena.empty(self.size, self.dtype, stride=self.stride)
 
 
 def alias_of(tensor: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class ActivationSwapper:
         if self._is_closed:
             raise RuntimeError("the engine is closed and its swapped activations were freed; load the model again")
         if not swapped.is_prefetched:
-            landing = swapped.form.empty()
+            landing = swapped.form.empty(self._device.arena)
             # Running compute may still use the landing's memory. Only this thread knows its stream.
             vacated = self._device.record(Lane.COMPUTE, landing)
             swapped.is_prefetched = True

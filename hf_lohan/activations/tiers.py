@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -130,6 +130,12 @@ class ActivationTiers:
         placements = self._placements.get(layer_name, {})
         return self._begin_frame(layer_name, {INPUT: placements[INPUT]} if INPUT in placements else {})
 
+    def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a contiguous tensor on the device of ``like``."""
+        if like.device != self._device.torch_device:
+            return like.new_empty(tuple(shape), dtype=dtype)
+        return self._device.arena.empty(shape, dtype or like.dtype)
+
     def end_layer(self, layer_name: str) -> None:
         """End a layer's forward in chunks."""
         self.swapper.mark(layer_name)
@@ -146,6 +152,7 @@ class ActivationTiers:
     def begin_forward(self) -> None:
         """Begin a forward of the model. A loss or an error may keep frames of earlier forwards alive."""
         self._saving = None
+        self._device.arena.begin_pass(("forward", torch.is_grad_enabled()))
         self._forward_number += 1
         self.swapper.begin_forward()
 
@@ -153,10 +160,13 @@ class ActivationTiers:
         """Fetch the tensors of the last layers, because the forward has ended."""
         for frame in self._of_this_forward()[: -self._fetch_ahead - 1 : -1]:
             self._prefetch(frame)
+        # The tensors above are on the device together with the head's, so they are not in the pass's block.
+        self._device.arena.begin_pass("backward")
 
     def close(self) -> None:
         """End the swapper's thread."""
         self.swapper.close()
+        self._device.arena.begin_pass(None)
 
     # Hooks for tensors that autograd saves outside the layers.
 

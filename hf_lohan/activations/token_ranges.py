@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -105,6 +105,18 @@ class CutRows:
     """[rows, tokens of a row], false for padding. None without padding."""
 
 
+class Empty(Protocol):
+    """Allocates a contiguous tensor of a shape, with the device of another tensor, and its dtype unless one is
+    given."""
+
+    def __call__(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
+
+
+def new_empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a tensor from PyTorch's allocator."""
+    return like.new_empty(tuple(shape), dtype=dtype)
+
+
 class NotCuttableError(Exception):
     """A layer must see all tokens at once. The text completes "because it ..."."""
 
@@ -119,8 +131,10 @@ class ChunkKeys:
 
     is_compileable = False
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, empty: Empty | None = None) -> None:
+        """``empty`` allocates the tensors, which have ``length`` tokens."""
         self._length = length
+        self._empty = empty or new_empty
         self._tensors: tuple[Tensor, ...] = ()
         """Keys and values, [rows, heads, length, size of a head]."""
         self._sums: list[Tensor | None] = [None, None]
@@ -153,7 +167,7 @@ class ChunkKeys:
             raise NotCuttableError("keeps its keys in another form")
         if not self._tensors:
             self._tensors = tuple(
-                t.new_empty((t.shape[0], t.shape[1], self._length, t.shape[3])) for t in (keys, values)
+                self._empty((t.shape[0], t.shape[1], self._length, t.shape[3]), t) for t in (keys, values)
             )
         with torch.no_grad():
             for all_tokens, own in zip(self._tensors, (keys, values), strict=True):
@@ -189,7 +203,8 @@ class ChunkKeys:
         own, num_earlier = gradient[:, :, tokens.start - first_key :], tokens.start - first_key
         total = self._sums[number]
         if total is None and num_earlier:
-            total = self._sums[number] = torch.zeros_like(self._tensors[number], dtype=torch.float32)
+            own_form = self._tensors[number]
+            total = self._sums[number] = self._empty(own_form.shape, own_form, torch.float32).zero_()
         if total is None:
             return own
         if num_earlier:

@@ -7,6 +7,7 @@ All higher rooms use only the interface, so tests on a CPU run the same engine a
 from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
+from hf_lohan.device.device_arena import DeviceArena
 from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty, mapped_file
 from hf_lohan.device.host_stack import HostRead, HostStack, IntervalStack, TopPlace
@@ -17,6 +18,7 @@ __all__ = [
     "BufferPool",
     "CpuDevice",
     "Device",
+    "DeviceArena",
     "Event",
     "HostRead",
     "HostStack",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.device.device_arena import DeviceArena
 from hf_lohan.device.host_memory import mapped_file
 from hf_lohan.timeline import Timeline
 
@@ -105,6 +106,8 @@ class Device(ABC):
     def __init__(self, timeline: Timeline | None = None) -> None:
         """`timeline` records the work of this device."""
         self.timeline = timeline or Timeline()
+        self.arena = DeviceArena(self)
+        """Allocates tensors on the device that exist for a part of a pass."""
         self._spans: deque[_Span] = deque()
 
     def note_span(
@@ -128,6 +131,11 @@ class Device(ABC):
     @abstractmethod
     def empty(self, num_bytes: int) -> Tensor:
         """Allocate device memory: a uint8 tensor [num_bytes] with its own storage, aligned for any dtype."""
+
+    @abstractmethod
+    def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
+        """Return bytes of memory from `empty` as a uint8 tensor [num_bytes], whose storage is its own and keeps
+        ``memory`` alive. Copies from or to this tensor are noted in the arena (`DeviceArena.note_copy`)."""
 
     @abstractmethod
     def host_empty(self, num_bytes: int) -> Tensor:
@@ -163,6 +171,10 @@ class Device(ABC):
     @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Have later work of `lane` start after `event`. On a GPU this does not block the host."""
+
+    def compute_lane(self) -> object:
+        """Return what identifies the lane COMPUTE of the calling thread."""
+        return None
 
     def in_this_lane(self) -> AbstractContextManager[object]:
         """Return a context for another thread, in which its compute goes to the calling thread's lane."""

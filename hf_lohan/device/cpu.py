@@ -39,6 +39,9 @@ class CpuDevice(Device):
     def empty(self, num_bytes: int) -> Tensor:
         return mapped_empty(num_bytes)
 
+    def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
+        return torch.from_numpy(memory.numpy()[start : start + num_bytes])
+
     def host_empty(self, num_bytes: int) -> Tensor:
         return mapped_empty(num_bytes)
 

@@ -72,6 +72,19 @@ class _CudaStamp(Stamp):
         return self._clock.at_s(self._event)
 
 
+class _Span:
+    """Bytes of device memory, for `torch.as_tensor`, whose storage keeps this object alive."""
+
+    def __init__(self, memory: Tensor, start: int, num_bytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr() + start, False),
+            "version": 2,
+        }
+
+
 class HostPinning:
     """Pins host memory with cudaHostRegister, which does not round sizes. WSL2 and low memlock limits may refuse a
     buffer; after that only smaller buffers are tried."""
@@ -133,6 +146,12 @@ class CudaDevice(Device):
     def empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
+    def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
+        return torch.as_tensor(_Span(memory, start, num_bytes), device=self.torch_device)
+
+    def compute_lane(self) -> int:
+        return int(self._stream(Lane.COMPUTE).cuda_stream)
+
     def host_empty(self, num_bytes: int) -> Tensor:
         pinned: list[int] = []
         return self._pinned(mapped_empty(num_bytes, before_unmap=partial(_unpin, self._pinning, pinned)), pinned)
@@ -157,6 +176,7 @@ class CudaDevice(Device):
             if tensor.is_cuda:
                 # The caching allocator must not reuse this memory before the copy stream is done with it.
                 tensor.record_stream(stream)
+        self.arena.note_copy(lane, dst, src)
         self.note_span(lane, "copy", began, ended, num_bytes=dst.nbytes)
 
     def run(
@@ -169,6 +189,7 @@ class CudaDevice(Device):
             ended = self.stamp(lane)
         for tensor in (fills, *reads):
             tensor.record_stream(self._stream(lane))
+        self.arena.note_copy(lane, fills, *reads)
         self.note_span(lane, name, began, ended, num_bytes=fills.nbytes)
 
     def stamp(self, lane: Lane) -> Stamp:

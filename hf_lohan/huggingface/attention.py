@@ -22,7 +22,7 @@ from hf_lohan.activations.chunked_layers import ChunkedLayer, ChunkedLayers
 from hf_lohan.activations.chunked_norms import norms_outside
 from hf_lohan.activations.layer_runs.layer_run import ChunkFrames
 from hf_lohan.activations.layer_runs.shared_rows import RowMemory, RowsOfRanks
-from hf_lohan.activations.token_ranges import ChunkKeys, CutRows, NotCuttableError, TokenRange
+from hf_lohan.activations.token_ranges import ChunkKeys, CutRows, NotCuttableError, TokenRange, new_empty
 from hf_lohan.compat.torch_private import attention_after, tree_map_only, without_torch_function
 from hf_lohan.compat.transformers_private import (
     CACHE_NAMES,
@@ -152,6 +152,9 @@ class _NoFrames:
 
     def begin_input(self, layer_name: str) -> None:
         return None
+
+    def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return new_empty(shape, like, dtype)
 
     def end_layer(self, layer_name: str) -> None:
         pass

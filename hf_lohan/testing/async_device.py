@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,8 @@ class AsyncDevice(CpuDevice):
         self._written_until: dict[int, int] = {}
         self._read_in_lane: set[int] = set()
         """Memory that work in a lane reads, so that a later copy in that lane may be enqueued before it is read."""
+        self._in_block: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """By address of a span, its memory and its offset there."""
         self.host_knows = 0
         self.wait_sites: set[WaitSite] = set()
         self.num_races = 0
@@ -123,25 +126,42 @@ class AsyncDevice(CpuDevice):
         self.wait_sites.add(site)
         return site not in self._ignored
 
+    def span(self, memory: Tensor, start: int, num_bytes: int) -> Tensor:
+        span = super().span(memory, start, num_bytes)
+        self._in_block[span.data_ptr()] = weakref.ref(memory), start
+        return span
+
+    def _without_span(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the same memory that does not keep a span alive, as a copy of a GPU would not."""
+        storage = tensor.untyped_storage()
+        block, start = self._in_block.get(storage.data_ptr(), (None, 0))
+        memory = None if block is None else block()
+        if memory is None or storage.nbytes() > memory.numel() - start:
+            return tensor
+        own = memory[start : start + storage.nbytes()].view(tensor.dtype)
+        return own.as_strided(tensor.size(), tensor.stride(), own.storage_offset() + tensor.storage_offset())
+
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        on_device = dst if lane is Lane.H2D else src
+        address = (dst if lane is Lane.H2D else src).untyped_storage().data_ptr()
         host_knew = self.host_knows
         if dst.untyped_storage().data_ptr() not in self._read_in_lane:
             _poison(dst)
         delay_s = self._random.uniform(0, self._max_delay_s)
+        late_dst, late_src = self._without_span(dst), self._without_span(src)
 
         def run() -> None:
             time.sleep(delay_s)
             # Two reads do not race.
             busy = self._busy_until if lane is Lane.H2D else self._written_until
-            busy_until = busy.get(on_device.untyped_storage().data_ptr(), 0)
+            busy_until = busy.get(address, 0)
             if busy_until > max(self._lanes[lane].knows, host_knew):
                 self.num_races += 1
-                _poison(dst)
+                _poison(late_dst)
             else:
-                dst.copy_(src)
+                late_dst.copy_(late_src)
 
         self._lanes[lane].queue.put(run)
+        self.arena.note_copy(lane, dst, src)
 
     def run(
         self, lane: Lane, work: Callable[[], None], *, fills: Tensor, reads: Sequence[Tensor], name: str = "decode"
@@ -163,6 +183,7 @@ class AsyncDevice(CpuDevice):
                 work()
 
         self._lanes[lane].queue.put(run_late)
+        self.arena.note_copy(lane, fills, *reads)
 
     def fetch(self, dst: Tensor, src: Tensor) -> Event:
         self._compute_time += 1

@@ -144,6 +144,7 @@ class PacedDevice(CpuDevice):
             moved_s = self.clock.now_s()
             self.host_copy_s += moved_s - moving_s
             self._end_s[lane] = max(self._end_s[lane], moved_s)  # the data is present only after the move
+        self.arena.note_copy(lane, dst, src)
         self.note_span(lane, "copy", _Point(self, began_s), _Point(self, ended_s), num_bytes=dst.nbytes)
 
     def stamp(self, lane: Lane) -> Stamp:

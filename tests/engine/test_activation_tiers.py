@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lohan.activations import anchor_name, layer_frame
+from hf_lohan.device import CpuDevice
 from hf_lohan.planner import Placement
+from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
 
 TwinsFactory = Callable[..., Any]
@@ -75,6 +77,23 @@ def test_every_mode_equals_stock(mode: str, make_twins: TwinsFactory) -> None:
         train(twins, seed)
     twins.assert_equal()
     assert (twins.engine.activations.swapper.swapped_bytes > 0) is (mode == "swap")
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, AsyncDevice])
+def test_what_comes_back_gets_planned_places_from_the_second_backward_on(make_device: Callable[[], Any]) -> None:
+    stock = LayeredModel(lambda layer, hidden: layer.down(layer.up(hidden).relu()), lambda output, _: output)
+    ours, expected, device = LayeredModel(stock.layers[0].function, stock.between), stock.gradients(), make_device()
+    ours.use_tiers(Placement.CPU, device)
+    assert ours.tiers is not None
+    for number in range(4):
+        ours.tiers.begin_forward()
+        ours.zero_grad()
+        assert all_equal(ours.gradients(), expected)
+        # All but those of the last layer, which come back before the backward, unless a late copy used their place.
+        assert 3 * number <= device.arena.num_placed <= 6 * number
+    assert getattr(device, "num_races", 0) == 0
+    ours.close()
+    assert device.arena.block_bytes == 0
 
 
 @pytest.mark.parametrize(("fetch_ahead", "layers_leaving"), [(1, 2), (2, 1), (3, 3)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations.layer_frame import LayerFrame, StoredTensor
-from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, TokenRange
+from hf_lohan.activations.token_ranges import ChunkKeys, Empty, NotCuttableError, TokenRange, new_empty
 from hf_lohan.compat.torch_private import own_parameters, put_parameter
 
 
@@ -48,6 +48,9 @@ class ChunkFrames(Protocol):
     def begin_input(self, layer_name: str) -> LayerFrame | None:
         """Begin to store a layer's input. None if it stays on the device."""
 
+    def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a contiguous tensor. See `Empty`."""
+
     def end_layer(self, layer_name: str) -> None:
         """End a layer's forward."""
 
@@ -76,6 +79,7 @@ class LayerRun:
     ) -> None:
         self._layer = layer
         self._has_frames = has_frames
+        self._empty: Empty = layer.frames.empty if has_frames else new_empty
         self._inputs = inputs
         self._groups = groups
         self._form: Any = None
@@ -107,7 +111,7 @@ class LayerRun:
                 with frame.contexts()[0] if frame is not None else contextlib.nullcontext():
                     parts = self.call(hidden[tokens.index], tokens, cache)
                 if not outputs:
-                    outputs = [part.new_empty((*hidden.shape[:2], *part.shape[2:])) for part in parts]
+                    outputs = [self._empty((*hidden.shape[:2], *part.shape[2:]), part) for part in parts]
                 if [part.shape[2:] for part in parts] != [output.shape[2:] for output in outputs]:
                     raise NotCuttableError("returns other outputs for other tokens")
                 for output, part in zip(outputs, parts, strict=True):
@@ -120,7 +124,7 @@ class LayerRun:
 
     def begin_group(self, hidden: Tensor, group: Sequence[TokenRange]) -> ChunkKeys | None:
         """Return the stand-in for the cache of a group of rows. None if each of its chunks has whole rows."""
-        return ChunkKeys(group[-1].stop) if len(group) > 1 else None
+        return ChunkKeys(group[-1].stop, self._empty) if len(group) > 1 else None
 
     def store_input(self, hidden: Tensor) -> Tensor | StoredTensor:
         """Return what is kept of the layer's input."""
@@ -178,7 +182,9 @@ class LayerRun:
             of_output.unflatten(0, shape) if flat and of_output is not None else of_output
             for of_output, flat in zip(gradients, is_flat, strict=True)
         ]
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_hidden: Tensor | None = None
+        if needs_hidden:
+            of_hidden = self._empty(hidden.shape, hidden) if hidden.is_contiguous() else torch.empty_like(hidden)
         kind, dtype, is_enabled = self._autocast_state
         sums: list[Tensor | None] = [None] * len(self._owners)
         with torch.autocast(kind, dtype=dtype, enabled=is_enabled), self._leaves(sums):
@@ -239,7 +245,8 @@ class LayerRun:
                 return
             total = sums[number]
             if total is None:
-                sums[number] = gradient if self.num_backwards == 1 else gradient.float()
+                is_sum = self.num_backwards == 1 or gradient.dtype == torch.float32
+                sums[number] = gradient if is_sum else self._in_float32(gradient)
             else:
                 total += gradient
 
@@ -256,6 +263,10 @@ class LayerRun:
         finally:
             for module, name, parameter in before:
                 put_parameter(module, name, parameter)
+
+    def _in_float32(self, gradient: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self._empty(gradient.shape, gradient, torch.float32).copy_(gradient)
 
     @property
     def num_backwards(self) -> int:

@@ -12,8 +12,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
 
 from hf_lohan.activations import ChunkedLoss
+from hf_lohan.activations.tiers import ActivationTiers
+from hf_lohan.device import CpuDevice
+from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.model import discover_blocks
 from hf_lohan.planner.address_plan import compare_addresses
+from hf_lohan.planner.lifetimes import TensorLifetime
 from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.testing.models import FAMILIES, tiny_config
 
@@ -102,6 +106,31 @@ def test_births_and_deaths_equal_those_of_a_real_step(name: str) -> None:
     hidden_bytes = BATCH_SIZE * SEQUENCE_LENGTH * 32 * 4
     inputs = [tensor for tensor in traced.tensors if tensor.kind == "activation" and tensor.num_bytes == hidden_bytes]
     assert len(inputs) >= NUM_LAYERS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_addresses_of_a_real_step_in_chunks(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    names = {layer: f"layers.{number}" for number, layer in enumerate(discover_blocks(model).layers)}
+    chunked = run_layers_in_chunks(model, ActivationTiers(CpuDevice(), names), names)
+    chunked.cut(SEQUENCE_LENGTH // 4)
+    ids = torch.randint(5, 200, (BATCH_SIZE, SEQUENCE_LENGTH))
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)  # finds out whether layers can be cut
+    with Storages(model) as real:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert chunked.has_cut
+    model.zero_grad()
+    real.look()
+    tensors = [
+        TensorLifetime("", "", "intermediate", size, born, real.died.get(number, len(real.operations)))
+        for number, (born, size) in enumerate(real.born)
+    ]
+    addresses = compare_addresses(tensors)
+    assert addresses.live_bytes <= addresses.planned_bytes <= 1.01 * addresses.live_bytes
 
 
 def test_many_layers_are_not_traced_and_equal_chunks_of_the_loss_are_traced_once() -> None:
