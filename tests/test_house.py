@@ -58,7 +58,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "config": {"yaml"},
     "planner": {"numpy"},
     "threads": {"torch"},
-    "device": {"torch", "psutil"},
+    "device": {"torch", "psutil", "triton"},
     "files": {"torch", "numpy", "kvikio"},
     "store": {"torch", "numpy", "safetensors", "xxhash"},
     "ranks": {"numpy", "psutil", "torch", "triton"},

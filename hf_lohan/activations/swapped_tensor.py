@@ -111,6 +111,8 @@ class SwappedTensor:
     run_later: Callable[[Callable[[], object]], None]
     """Runs a function on the swapper's thread."""
     writes: list[IoRequest] = field(default_factory=list)
+    direct_bytes: int = 0
+    """The tensor's first bytes, which go to the SSD straight from the device."""
     stored: Event | None = None
     is_stored: threading.Event = field(default_factory=threading.Event)
     is_fetched: threading.Event = field(default_factory=threading.Event)

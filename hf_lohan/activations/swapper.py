@@ -1,4 +1,4 @@
-"""Swaps activations in its own thread, to RAM or through staging buffers to the SSD."""
+"""Swaps activations in its own thread, to RAM or to the SSD: through staging buffers, or straight from the device."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.compat.torch_private import version_of
 from hf_lohan.device import Buffer, BufferPool, Device, Event, HostRead, HostStack, IntervalStack, Lane
+from hf_lohan.files import IoRequest
 from hf_lohan.planner import Placement
-from hf_lohan.store import GRANULE_NUMEL, RecordFiles
+from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordRead
 from hf_lohan.threads import FirstFailure, WorkThread, return_freed_memory
 from hf_lohan.timeline import COMPUTE_WAITS
+
+if TYPE_CHECKING:
+    from hf_lohan.device.xxh3 import DeviceHasher
 
 SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
@@ -32,11 +37,13 @@ _SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], No
 
 @dataclass(eq=False)
 class _Spill:
-    """Room on the SSD, counted in bytes, and staging buffers. Each tensor takes whole granules."""
+    """Room on the SSD, counted in bytes, and staging buffers. Each tensor takes whole granules. With a ``hasher`` these
+    go straight from the device and back, and only a tensor's last bytes take a buffer."""
 
     files: RecordFiles
     staging: BufferPool
     intervals: IntervalStack
+    hasher: DeviceHasher | None
 
 
 class ActivationSwapper:
@@ -61,10 +68,13 @@ class ActivationSwapper:
         self._thread = WorkThread("lohan-activations", FirstFailure(), beside_kernels=device.shares_cores)
         self._thread.start()
 
-    def use_ssd(self, files: RecordFiles, staging: BufferPool, num_bytes: int) -> None:
-        """Swap to ``num_bytes`` of ``files`` as well, through the buffers ``staging``."""
+    def use_ssd(
+        self, files: RecordFiles, staging: BufferPool, num_bytes: int, hasher: DeviceHasher | None = None
+    ) -> None:
+        """Swap to ``num_bytes`` of ``files`` as well, through the buffers ``staging``. With ``hasher``, whole granules
+        go straight between files and device memory, if ``files`` use it too."""
         assert staging.num_buffers and staging.buffer_bytes % GRANULE_NUMEL == 0
-        self._spill = _Spill(files, staging, IntervalStack(num_bytes, GRANULE_NUMEL))
+        self._spill = _Spill(files, staging, IntervalStack(num_bytes, GRANULE_NUMEL), hasher)
 
     def leave_ssd(self) -> None:
         """Swap to RAM alone, because the files are closed. No tensor may be on the SSD."""
@@ -218,14 +228,23 @@ class ActivationSwapper:
         except BaseException as error:
             swapped.error = error  # swap_in raises it; this thread continues
         finally:
-            swapped.source = None
-            swapped.is_stored.set()
+            if swapped.direct_bytes:  # its memory is read until the first write is done
+                swapped.writes[0].add_done_callback(partial(_end_store, swapped))
+            else:
+                _end_store(swapped)
             self._return_holes(swapped.num_bytes)
 
     def _spill_out(self, swapped: SwappedTensor, flat: Tensor) -> None:
         spill = self._spill
         assert spill is not None
-        for start in range(0, swapped.num_bytes, spill.staging.buffer_bytes):
+        whole = swapped.num_bytes // GRANULE_NUMEL * GRANULE_NUMEL
+        if whole and spill.hasher is not None and spill.hasher.can_hash(flat):
+            hashes = spill.hasher.hashes(flat[:whole], GRANULE_NUMEL, Lane.D2H)  # waits until the tensor is there
+            checksums = hashes.numpy().view(np.uint64)
+            request = spill.files.write(SPILL_BLOCK, SPILL_KIND, swapped.spill_start, flat[:whole], checksums=checksums)
+            swapped.writes.append(request)
+            swapped.direct_bytes = whole
+        for start in range(swapped.direct_bytes, swapped.num_bytes, spill.staging.buffer_bytes):
             stop = min(start + spill.staging.buffer_bytes, swapped.num_bytes)
             buffer = spill.staging.acquire()
             self._device.copy(Lane.D2H, buffer.bytes[: stop - start], flat[start:stop])
@@ -247,7 +266,7 @@ class ActivationSwapper:
                 self._device.wait(Lane.H2D, swapped.stored)
                 self._device.copy(Lane.H2D, flat, swapped.region)
             else:
-                self._read_back(swapped, flat)
+                self._read_back(swapped, flat, vacated)
             swapped.landed, swapped.ready = landing, self._device.record(Lane.H2D)
             if swapped.region is not None:
                 self._num_reads += 1
@@ -267,11 +286,15 @@ class ActivationSwapper:
             self._holes_bytes = 0
             return_freed_memory()
 
-    def _read_back(self, swapped: SwappedTensor, flat: Tensor) -> None:
+    def _read_back(self, swapped: SwappedTensor, flat: Tensor, vacated: Event) -> None:
         spill = self._spill
         assert spill is not None
         for request in swapped.writes:
             request.wait()
+        straight: RecordRead | None = None
+        if swapped.direct_bytes:
+            vacated.synchronize()  # the drive does not wait for events
+            straight = spill.files.read(SPILL_BLOCK, SPILL_KIND, swapped.spill_start, flat[: swapped.direct_bytes])
         reading: deque[tuple[Any, Buffer, int, int]] = deque()
         copying: deque[tuple[Event, Buffer]] = deque()
 
@@ -293,7 +316,7 @@ class ActivationSwapper:
             buffer.release()
 
         try:
-            for start in range(0, swapped.num_bytes, spill.staging.buffer_bytes):
+            for start in range(swapped.direct_bytes, swapped.num_bytes, spill.staging.buffer_bytes):
                 stop = min(start + spill.staging.buffer_bytes, swapped.num_bytes)
                 while spill.staging.num_free == 0 and (reading or copying):
                     free_one()
@@ -303,7 +326,12 @@ class ActivationSwapper:
                 reading.append((read, buffer, start, stop))
             while reading:
                 copy_one()
+            if straight is not None:
+                straight.wait()
         finally:
+            if straight is not None:
+                with contextlib.suppress(Exception):
+                    straight.wait_for_bytes()
             while reading:  # after an error, running reads still write to their buffers
                 read, buffer, _, _ = reading.popleft()
                 with contextlib.suppress(Exception):
@@ -315,6 +343,13 @@ class ActivationSwapper:
     def _raise_error(self, swapped: SwappedTensor) -> None:
         if swapped.error is not None:
             raise swapped.error
+
+
+def _end_store(swapped: SwappedTensor, request: IoRequest | None = None) -> None:
+    if request is not None:
+        swapped.error = swapped.error or request.error
+    swapped.source = None
+    swapped.is_stored.set()
 
 
 def _release_buffer(buffer: Buffer, _request: object) -> None:

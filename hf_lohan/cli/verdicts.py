@@ -107,8 +107,9 @@ def _device(facts: MachineFacts) -> Iterator[Check]:
     advice = "raise the memlock limit (ulimit -l unlimited); copies run unpinned, at a fraction of the speed"
     pinned = "available" if facts.is_pinned else "refused"
     yield _check("pinned memory", pinned, (not facts.is_pinned, BAD, advice))
-    # There is no advice, because a run moves everything through pinned memory.
-    yield Check("GPUDirect Storage", f"not available ({problem}), and not needed" if problem else "available", GOOD)
+    # There is no advice, because a run can move everything through pinned memory.
+    found = f"available ({facts.gpudirect_rates})" if facts.gpudirect_rates else "available"
+    yield Check("GPUDirect Storage", f"not available ({problem}), and not needed" if problem else found, GOOD)
 
 
 def _threads(facts: MachineFacts) -> Check:

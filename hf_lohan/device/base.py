@@ -180,6 +180,10 @@ class Device(ABC):
         """Return a context for another thread, in which its compute goes to the calling thread's lane."""
         return contextlib.nullcontext()
 
+    def enter_thread(self) -> None:
+        """Make the device current in the calling thread, for libraries that use its memory there."""
+        return
+
     def compute_aside(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """Return ``function(value)`` as an unpinned host tensor, computed on the faster of host and device. Does not
         wait for the lanes. Only one thread may call this."""

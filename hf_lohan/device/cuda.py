@@ -212,6 +212,11 @@ class CudaDevice(Device):
         stream: AbstractContextManager[object] = torch.cuda.stream(self._stream(Lane.COMPUTE))
         return stream
 
+    def enter_thread(self) -> None:
+        # torch itself skips cudaSetDevice for the device that a thread begins with, which has no context yet.
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.Event().record(self._copy_streams[Lane.D2H_ASIDE])
+
     def compute_aside(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         self._aside = self._aside or torch.cuda.Stream(self.torch_device)
         with torch.cuda.stream(self._aside):

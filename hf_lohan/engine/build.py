@@ -41,6 +41,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import RowExchange, StepAgreement
+from hf_lohan.store import Store
 from hf_lohan.updates import (
     ClipHistory,
     Delivery,
@@ -64,7 +65,6 @@ from hf_lohan.weights import (
     LocalWeights,
     LockstepLoader,
     NodeShards,
-    RecordReader,
     SharedWeights,
     SlotRing,
 )
@@ -212,6 +212,8 @@ def build_loaders(
     """Build loaders that read this process's store or the stores of all ranks. Experts may stream one by one. With
     several ranks each rank loads its own experts."""
     deliver = updates.pipeline.deliver
+    if tiers.direct is not None:
+        tiers.direct.register([slot.weights for slots in ring.slots.values() for slot in slots])
     places = _expert_places(layout, tiers)  # before the loaders' barrier, after which ranks may send rows
     layers = _block_loader(ring, tiers, layout, updates.pipeline)
     experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.expert_cache)
@@ -259,9 +261,10 @@ def build_embedding_rows(layout: OffloadLayout, tiers: Tiers, updates: UpdatePar
 
 
 def _local_weights(
-    tiers: Tiers, records: RecordReader, staging: BufferPool, layout: OffloadLayout, deliver: Deliver
+    tiers: Tiers, records: Store | UpToDateRecords, staging: BufferPool, layout: OffloadLayout, deliver: Deliver
 ) -> LocalWeights:
-    return LocalWeights(tiers.device, records, staging, deliver, _decoder(tiers, layout.blocks, staging))
+    decoder = _decoder(tiers, layout.blocks, staging)
+    return LocalWeights(tiers.device, records, staging, deliver, decoder, records.reads_to_device)
 
 
 def _decoder(tiers: Tiers, blocks: Sequence[Block], staging: BufferPool) -> Decoder | None:
@@ -274,7 +277,7 @@ def _expert_loader(
     tiers: Tiers,
     layout: OffloadLayout,
     deliver: Deliver,
-    records: RecordReader,
+    records: UpToDateRecords,
     policy: ExpertCachePolicy,
 ) -> ExpertLoader | None:
     """Build the loader of experts that are separate blocks, with a cache in RAM if the layout has room for one. Returns

@@ -198,7 +198,10 @@ class PlannedMemory:
             num_buffers=NUM_ACTIVATION_STAGING_BUFFERS,
             buffer_bytes=self.layout.activation_staging_bytes,
         )
-        self._activations.swapper.use_ssd(files, self._staging, numel)
+        hasher = self._tiers.direct.hasher if self._tiers.direct is not None else None
+        if hasher is not None:
+            files.use_device(hasher)
+        self._activations.swapper.use_ssd(files, self._staging, numel, hasher)
 
     def _do_without_ssd(self, reason: str) -> None:
         if self._must_fit:

@@ -11,6 +11,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import BufferPool, Device, HostStack
 from hf_lohan.engine.ranks import LinkCodecs, RankMemory, agree_on_commits, open_rank_memory
 from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.hardware.gpu_direct import DirectIo, open_direct_io
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.store import RecordFiles, Store
@@ -41,6 +42,8 @@ class Tiers:
     """Codecs for data that is sent to other nodes."""
     rank_memory: RankMemory | None = None
     """None for a single rank."""
+    direct: DirectIo | None = None
+    """Moves device memory to and from the SSDs, past host memory. None if everything goes through host memory."""
 
     @property
     def pools(self) -> tuple[BufferPool, ...]:
@@ -65,6 +68,8 @@ class Tiers:
     def close(self) -> None:
         self.store.close()
         self.io.close()
+        if self.direct is not None:
+            self.direct.backend.close_library()
 
 
 def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None) -> Tiers:
@@ -74,11 +79,13 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
     codecs = LinkCodecs(config.collectives, links)
     assert links.ranks == layout.ranks, "the layout is for other ranks"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
+    direct = open_direct_io(config, device)  # before anything is written, because it may refuse
     io = IoEngine(
         num_threads=config.io_threads,
         piece_bytes=config.io_piece_bytes,
         max_inflight_bytes=max(plan.cpu_pool_bytes + plan.gpu_pool_bytes, config.io_piece_bytes),
         timeline=device.timeline,
+        **({"backend": direct.backend} if direct is not None else {}),
     )
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     try:
@@ -93,8 +100,12 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             )
     except BaseException:
         io.close()
+        if direct is not None:
+            direct.backend.close_library()
         raise
     try:
+        if direct is not None:
+            store.use_device(direct.hasher)
         agree_on_commits(store, links)  # loaded weights may replace a commit later
         store.clear_records()
         spill_records = layout.spill_records()
@@ -123,10 +134,13 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             links,
             codecs,
             rank_memory,
+            direct,
         )
     except BaseException:
         store.close()
         io.close()
+        if direct is not None:
+            direct.backend.close_library()
         raise
     _log_tiers(layout, tiers)
     return tiers

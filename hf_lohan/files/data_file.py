@@ -8,8 +8,9 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -24,9 +25,42 @@ _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _ZEROS_BYTES = 4 << 20
 
 
+class DeviceSpan:
+    """Bytes of device memory, which a `FileBackend` moves to or from a file if it can. Slices like a memoryview, and
+    keeps the memory alive."""
+
+    __slots__ = ("_content",)
+
+    def __init__(self, content: torch.Tensor) -> None:
+        """``content``: uint8 [num_bytes]."""
+        assert content.dtype is torch.uint8 and content.is_contiguous()
+        self._content = content
+
+    @property
+    def nbytes(self) -> int:
+        return self._content.numel()
+
+    @property
+    def base(self) -> int:
+        """Address of the allocation that the bytes are in."""
+        return self._content.untyped_storage().data_ptr()
+
+    @property
+    def offset(self) -> int:
+        """Bytes of the allocation before these."""
+        return self._content.data_ptr() - self.base
+
+    def __getitem__(self, part: slice) -> DeviceSpan:
+        return DeviceSpan(self._content[part])
+
+
+MemorySpan: TypeAlias = memoryview | DeviceSpan
+"""Memory for a read or a write."""
+
+
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous CPU tensor of any dtype and shape as uint8 ``[num_bytes]``."""
-    assert tensor.is_cpu and tensor.is_contiguous(), "I/O needs contiguous CPU memory"
+    """Return the memory of a contiguous tensor of any dtype and shape as uint8 ``[num_bytes]``."""
+    assert tensor.is_contiguous(), "I/O needs contiguous memory"
     # Each call into torch may release the GIL.
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat if flat.dim() == 1 else flat.reshape(-1)
@@ -36,9 +70,18 @@ def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def sector_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of ``tensor``, which must be aligned and have whole sectors, as bytes for O_DIRECT."""
     flat = byte_tensor(tensor)
+    assert flat.is_cpu, "only a DeviceSpan is device memory for I/O"
     assert flat.numel() % SECTOR_BYTES == 0, f"{flat.numel()} bytes are not whole {SECTOR_BYTES}-byte sectors"
     assert flat.data_ptr() % SECTOR_BYTES == 0 or not flat.numel(), "the buffer's address is not sector-aligned"
     return flat.numpy().data
+
+
+class DeviceIoError(OSError):
+    """The library for device memory refused a read or a write. ``text`` says why."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(number, text)
+        self.text = text
 
 
 class FileBackend:
@@ -56,6 +99,12 @@ class FileBackend:
 
     def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
         return os.pwritev(fd, views, offset)
+
+    def read_to_device(self, fd: int, offset: int, span: DeviceSpan) -> int:
+        raise DeviceIoError(errno.ENOTSUP, "this backend moves no device memory")
+
+    def write_from_device(self, fd: int, offset: int, span: DeviceSpan) -> int:
+        raise DeviceIoError(errno.ENOTSUP, "this backend moves no device memory")
 
     def allocate(self, fd: int, num_bytes: int) -> None:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -99,13 +148,13 @@ class DataFile:
             raise self._failure("cannot open", error) from error
         close_in_children(self._fd)
 
-    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+    def read(self, offset: int, views: Sequence[MemorySpan]) -> None:
         """Fill ``views`` in order with the bytes from ``offset`` on."""
-        self._move("read", self._backend.read, offset, views)
+        self._move("read", offset, views)
 
-    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+    def write(self, offset: int, views: Sequence[MemorySpan]) -> None:
         """Write the bytes of ``views`` in order at ``offset``."""
-        self._move("write", self._backend.write, offset, views)
+        self._move("write", offset, views)
         self._count_unsynced(sum(view.nbytes for view in views))
 
     def allocate(self, num_bytes: int) -> None:
@@ -145,15 +194,13 @@ class DataFile:
         closing(self._fd)
         self._backend.close(self._fd)
 
-    def _move(
-        self, verb: str, call: Callable[[int, int, Sequence[memoryview]], int], offset: int, views: Sequence[memoryview]
-    ) -> None:
+    def _move(self, verb: Literal["read", "write"], offset: int, views: Sequence[MemorySpan]) -> None:
         wanted_bytes = sum(view.nbytes for view in views)
         done_bytes = 0
         while done_bytes < wanted_bytes:
             was_direct = self.is_direct
             try:
-                moved_bytes = call(self._fd, offset + done_bytes, views)
+                moved_bytes = self._move_some(verb, offset + done_bytes, views)
             except OSError as error:
                 if error.errno == errno.EINVAL and was_direct:
                     self._fall_back(f"its file system refuses an O_DIRECT {verb}")
@@ -171,6 +218,18 @@ class DataFile:
             moved_bytes = self._resumable_bytes(moved_bytes)
             done_bytes += moved_bytes
             views = _after(views, moved_bytes)
+
+    def _move_some(self, verb: Literal["read", "write"], offset: int, views: Sequence[MemorySpan]) -> int:
+        """Move the first span of device memory, or the host memory before it. May be short."""
+        first, backend = views[0], self._backend
+        if isinstance(first, DeviceSpan):
+            return (backend.read_to_device if verb == "read" else backend.write_from_device)(self._fd, offset, first)
+        host: list[memoryview] = []
+        for view in views:
+            if isinstance(view, DeviceSpan):
+                break
+            host.append(view)
+        return (backend.read if verb == "read" else backend.write)(self._fd, offset, host)
 
     def _resumable_bytes(self, moved_bytes: int) -> int:
         """Return how many bytes of a short call count, because direct I/O can resume only at the start of a sector."""
@@ -204,6 +263,8 @@ class DataFile:
         self, problem: str, error: OSError, offset: int | None = None, *, needed_bytes: int = 0
     ) -> StorageError:
         advice = "check the disk, its free space and the permissions of this path"
+        if isinstance(error, DeviceIoError):
+            advice = f"{error.text}; set gpu_direct: false, and check the drive, its free space and its permissions"
         if error.errno in NO_ROOM:
             missing = no_room(self.path, needed_bytes)
             free = exact_bytes(missing.available_bytes)
@@ -213,7 +274,7 @@ class DataFile:
         return StorageError(problem, path=self.path, offset=offset, errno=error.errno, advice=advice)
 
 
-def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+def _after(views: Sequence[MemorySpan], num_bytes: int) -> list[MemorySpan]:
     """Return the rest of ``views`` after their first ``num_bytes``."""
     starts = accumulate((view.nbytes for view in views), initial=0)
     rest = [view[max(0, num_bytes - start) :] for view, start in zip(views, starts, strict=False)]

@@ -1,4 +1,4 @@
-"""Asynchronous transfers between aligned host memory and data files, within a byte budget.
+"""Asynchronous transfers between aligned memory and data files, within a byte budget.
 
 An `IoEngine` reads and writes pieces with a few threads. An `IoRequest` is one transfer, and `PendingRequests` are the
 transfers of a set of files.
@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple
 
-from hf_lohan.files.data_file import DataFile, FileBackend
+from hf_lohan.files.data_file import DataFile, FileBackend, MemorySpan
 from hf_lohan.files.directories import SECTOR_BYTES
 from hf_lohan.threads import Owner, TaskThreads, raised_anew
 from hf_lohan.timeline import SSD_READ, SSD_WRITE, Timeline
@@ -45,7 +45,7 @@ class Transfer(NamedTuple):
 
     file: DataFile
     offset: int
-    views: tuple[memoryview, ...]
+    views: tuple[MemorySpan, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -353,7 +353,7 @@ def _cut(transfer: Transfer, piece_bytes: int) -> Iterator[Transfer]:
     if 0 < transfer.num_bytes <= piece_bytes and len(transfer.views) <= _MAX_VIEWS:
         yield transfer
         return
-    offset, views, room_bytes = transfer.offset, list[memoryview](), piece_bytes
+    offset, views, room_bytes = transfer.offset, list[MemorySpan](), piece_bytes
     for view in transfer.views:
         while view.nbytes:
             views.append(view[:room_bytes])

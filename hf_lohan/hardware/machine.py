@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import threading
@@ -15,6 +14,7 @@ import psutil
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.hardware.gpu_direct import why_not
 from hf_lohan.hardware.paths import text_of
 from hf_lohan.threads import usable_cpus
 
@@ -25,7 +25,6 @@ BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Linux's names for bfloat16 units of Intel, of Intel and AMD, and of Arm."""
 _SAMPLE_INTERVAL_S = 0.05
 _PINNED_TRIAL_BYTES = 16 << 20
-_NVIDIA_FS = "/proc/driver/nvidia-fs/version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +117,8 @@ class MachineFacts:
     """Whether host memory for copies can be pinned. False on a CPU device, which makes no copies."""
     gpudirect_problem: str
     """Why GPUDirect Storage cannot be used; "" if it can."""
+    gpudirect_rates: str = ""
+    """The mechanism and the rates of its trial, beside those through host memory, for each SSD path."""
     bf16_units: tuple[str, ...]
     usable_cpus: int
     cpu_quota: float | None
@@ -135,13 +136,16 @@ class MachineFacts:
 def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
     """Collect the facts in a short time. ``config`` must be resolved."""
     assert isinstance(config.cpu_threads, int) and isinstance(config.cpu_memory, int)
+    assert config.ssd != "auto"
     limits = container_limits()
+    problem, trials = why_not(device, [ssd.path for ssd in config.ssd])
     return MachineFacts(
         device_type=device.torch_device.type,
         device_name=device_name(device),
         device_memory_bytes=device.total_memory_bytes(),
         is_pinned=_is_pinned(device),
-        gpudirect_problem=gpudirect_problem(device),
+        gpudirect_problem=problem,
+        gpudirect_rates="; ".join(f"{trial.folder}: {trial}" for trial in trials if not problem),
         bf16_units=bf16_units(),
         usable_cpus=usable_cpus(),
         cpu_quota=limits.num_cpus,
@@ -154,17 +158,6 @@ def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
         memory_limit_bytes=limits.memory_bytes,
         cpu_memory=config.cpu_memory,
     )
-
-
-def gpudirect_problem(device: Device) -> str:
-    """Return why GPUDirect Storage cannot be used, or "" if it can."""
-    if device.torch_device.type == "cpu":
-        return "there is no GPU"
-    if importlib.util.find_spec("kvikio") is None:
-        return "kvikio is not installed"
-    if not os.path.exists(_NVIDIA_FS):
-        return "the kernel module nvidia-fs is not loaded"
-    return ""
 
 
 def _is_pinned(device: Device) -> bool:

@@ -239,7 +239,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         config = config.with_all_activations_kept()
     if config.embedding == "rows" and layout.model_blocks.table is None:
         logger.info("embedding: whole, because %s", why_whole(model))
-    plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links)
+    is_direct = tiers.direct is not None
+    plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
         plan=functools.partial(_plan_step, weakref.ref(model), plan),

@@ -26,6 +26,9 @@ class DeviceProfile:
     """Whether the CPU is the device. The same cores then also copy, run the optimizer and serve the drives."""
     grows_segments: bool = True
     """Whether the device's allocator has segments that grow and waste less memory (torch's `expandable_segments`)."""
+    moves_files: bool = False
+    """Whether weights and swapped activations go between SSDs and device past host memory, so that the CPU computes no
+    checksums of them. A run sets it where it does so (`gpu_direct`)."""
     name: str = ""
 
 
@@ -139,7 +142,7 @@ def _value_of(section: Section, field: Field[Any]) -> Any:
             return _read(kind, section.require(field.name, allowed), field.name)
         case "ssd":
             return _read_ssds(section.require("ssd", _SSD_LIST))
-        case "shares_cpu" | "grows_segments" | "name" | "path":
+        case "shares_cpu" | "grows_segments" | "moves_files" | "name" | "path":
             return section.plain(field.name, field.default)
     if field.default is None and not section.has(field.name):
         return None

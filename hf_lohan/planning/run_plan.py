@@ -73,7 +73,11 @@ class RunPlan:
         device: Device,
         durability: Durability,
         links: Links | None = None,
+        *,
+        moves_files: bool = False,
     ) -> None:
+        """``moves_files``: whether weights and swapped activations go between SSDs and device past host memory."""
+        self._moves_files = moves_files
         self.first: PlannedStep | None = None
         self.now: PlannedStep | None = None
         """The plan in use, with the hardware corrected by the steps."""
@@ -324,7 +328,11 @@ class RunPlan:
         asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}
         is_quick = self._is_short(traced, shape) and not has_cached_hardware(self._config, self._device, **asked)
         hardware = cached_hardware(self._config, self._device, **asked, effort=_QUICK if is_quick else None)
-        hardware = replace(hardware, net_bytes_per_s=self._net_bytes_per_s)
+        hardware = replace(
+            hardware,
+            net_bytes_per_s=self._net_bytes_per_s,
+            device=replace(hardware.device, moves_files=self._moves_files),
+        )
         if self._device.memory_is_host:
             return hardware
         # The slots are allocated already, and the plan counts them.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from hf_lohan.files import SECTOR_BYTES, CapacityError, DataFile, Extent, IoEngine, StorageError, Transfer
+from hf_lohan.files.data_file import MemorySpan
 from hf_lohan.files.directories import no_room, sync_directory
 from hf_lohan.files.errors import NO_ROOM
 from hf_lohan.store.layout import StoreLayout
@@ -65,12 +66,12 @@ class HomeFiles:
             raise
         return cls(layout, files)
 
-    def transfers(self, block: str, kind: str, start_byte: int, view: memoryview) -> list[Transfer]:
+    def transfers(self, block: str, kind: str, start_byte: int, view: MemorySpan) -> list[Transfer]:
         """Return the transfers, at most one per path, between ``view`` and a record's bytes from ``start_byte`` on."""
         assert start_byte % SECTOR_BYTES == 0, f"byte {start_byte} of {kind} of {block} is not the start of a sector"
         # Any range of a record is contiguous in each path's file.
         first_offset: dict[int, int] = {}
-        views: dict[int, list[memoryview]] = {}
+        views: dict[int, list[MemorySpan]] = {}
         extents = self.layout.extents(block, kind, start_byte, view.nbytes)
         for path, file_offset, byte_offset, num_bytes in extents:
             first_offset.setdefault(path, file_offset)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 from torch import Tensor
 
+from hf_lohan.device import Lane
 from hf_lohan.files import CorruptionError, Extent, IoEngine, IoRequest, StorageError
-from hf_lohan.files.data_file import byte_tensor, sector_view
+from hf_lohan.files.data_file import DeviceSpan, MemorySpan, byte_tensor, sector_view
 from hf_lohan.files.io_engine import Content, PendingRequests
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import RecordSpec, StoreLayout, granules_of
@@ -19,6 +20,9 @@ from hf_lohan.store.ram_home import RamHome
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.versions import Checksums, Home, Homes, Versions
 from hf_lohan.threads import Owner
+
+if TYPE_CHECKING:
+    from hf_lohan.device.xxh3 import DeviceHasher
 
 
 def checksums(source: Tensor, granule_bytes: int) -> Checksums:
@@ -42,9 +46,9 @@ class RecordFiles:
     read.
 
     Tensors are contiguous, on the CPU, and of their record's dtype. `read` and `write` take whole granules (or up to
-    the record's end) at sector-aligned addresses. The ``_unaligned`` methods take any range, and use a bounce buffer.
-    This is an aligned uint8 tensor of at least one granule that nobody else uses meanwhile. Two requests on the same
-    granule must not be in progress together if one of them writes.
+    the record's end) at sector-aligned addresses, and after `use_device` also memory of the device. The ``_unaligned``
+    methods take any range, and use a bounce buffer. This is an aligned uint8 tensor of at least one granule that nobody
+    else uses meanwhile. Two requests on the same granule must not be in progress together if one of them writes.
 
     A record may have a copy in RAM (`RamHome`), which is read instead of the drive. Writes go to both. While
     `ram.keeps_new` is set, they go only to RAM until `write_back`.
@@ -70,6 +74,7 @@ class RecordFiles:
         self._hash_granules = hash_granules
         self._requests = PendingRequests()
         self._owner = Owner()
+        self._hasher: DeviceHasher | None = None
 
     @classmethod
     def create_files(
@@ -85,6 +90,14 @@ class RecordFiles:
         """Create files of one home, and replace existing ones. Raises the errors of `HomeFiles.create`."""
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
+
+    def use_device(self, hasher: DeviceHasher) -> None:
+        """Read and write device memory too. ``hasher`` computes its checksums on the device."""
+        self._hasher = hasher
+
+    def reads_to_device(self, block: str, kind: str) -> bool:
+        """Return whether a record can be read to device memory. A record with a copy in RAM cannot."""
+        return self._hasher is not None and (block, kind) not in self.ram.copies
 
     @property
     def records(self) -> tuple[RecordSpec, ...]:
@@ -108,7 +121,7 @@ class RecordFiles:
         preference to committed elements. Urgent reads overtake other reads.
 
         Waiting for the read, or verifying parts of it, raises `CorruptionError` if the bytes differ from those that
-        were written.
+        were written. Nothing may use device memory when a read to it starts.
         """
         return self._read(block, kind, self.layout.offset_in(block, kind, start_numel), out, is_urgent)
 
@@ -122,13 +135,13 @@ class RecordFiles:
                 return RecordRead.of_memory()
             copy.wait_for_writes(granules.start_byte, content)
             fill = copy.filler(granules.start_byte, content)  # made before the read begins, so that it notices changes
-        view = sector_view(content)
+        view = self._view(content)
         homes, expected = self.versions.live(block, kind, granules.first, granules.stop)
         transfers = []
         for run in homes:
             part = granules.bytes_of(run.first, run.stop)
             if run.home is Home.NOWHERE:
-                content[part].zero_()
+                self._zero(content[part])
             elif run.home is Home.RAM:
                 self.ram.read_granules(block, kind, run.first, content[part])
             else:
@@ -141,7 +154,7 @@ class RecordFiles:
                 begin, end = max(run.first - granules.first, low), min(run.stop - granules.first, high)
                 if begin < end and run.home in (Home.FIRST, Home.SECOND):
                     part = content[begin * granules.granule_bytes : end * granules.granule_bytes]
-                    is_wrong = self._hash_granules(part, granules.granule_bytes) != expected[begin:end]
+                    is_wrong = self._hashes_of(part, granules.granule_bytes) != expected[begin:end]
                     if is_wrong.any():
                         raise self._corruption(block, kind, run.home, granules.first + begin + int(np.argmax(is_wrong)))
             if fill is not None:
@@ -162,7 +175,8 @@ class RecordFiles:
     ) -> IoRequest:
         """Start to write ``source`` [numel] to the record's elements from ``start_numel`` on.
 
-        ``checksums`` are those of ``source``, which are computed if None. If the request fails, these elements must be
+        ``checksums`` are those of ``source``, which are computed if None. They are needed for device memory, whose
+        content is there. If the request fails, these elements must be
         written again or dropped before a commit.
         """
         offset = self.layout.offset_in(block, kind, start_numel)
@@ -197,7 +211,7 @@ class RecordFiles:
     def _write(self, block: str, kind: str, offset: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
         granules = self._granules_of(block, kind, offset, source)
         assert checksums is None or len(checksums) == granules.stop - granules.first, "each granule needs a checksum"
-        view = sector_view(source)
+        view = self._view(byte_tensor(source))
         tears = False
         if self.versions.overwrites(block, kind, granules.first, granules.stop):
             checksums = self.checksums(block, kind, source) if checksums is None else checksums
@@ -315,6 +329,24 @@ class RecordFiles:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _view(self, content: Tensor) -> MemorySpan:
+        is_on_device = self._hasher is not None and self._hasher.covers(content)
+        return DeviceSpan(content) if is_on_device else sector_view(content)
+
+    def _hashes_of(self, content: Tensor, granule_bytes: int) -> Checksums:
+        if self._hasher is None or not self._hasher.covers(content):
+            return self._hash_granules(content, granule_bytes)
+        # The lane knows the content, because the host has waited for its read.
+        hashes = self._hasher.hashes(content, granule_bytes, Lane.D2H_ASIDE)
+        found: Checksums = hashes.numpy().view(np.uint64)
+        return found
+
+    def _zero(self, content: Tensor) -> None:
+        if self._hasher is not None and self._hasher.covers(content):
+            self._hasher.zero(content)
+        else:
+            content.zero_()
 
     def _granules_of(self, block: str, kind: str, offset: int, tensor: Tensor) -> _GranuleRange:
         """Return the granules that ``tensor`` fills if its first element is at ``offset`` of the record."""

@@ -326,6 +326,10 @@ class UpToDateRecords:
         self._fill(block, kind, start_numel, out, is_urgent=is_urgent)
         return RecordRead.of_memory()
 
+    def reads_to_device(self, block: str, kind: str) -> bool:
+        """See `RecordFiles.reads_to_device`. Missed steps are applied in host memory."""
+        return self._store.reads_to_device(block, kind) and not self._is_behind(block)
+
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """See `RecordFiles.read_unaligned`."""
         if self._is_behind(block):

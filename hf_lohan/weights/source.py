@@ -106,8 +106,9 @@ class Decoder:
 
 class LocalWeights:
     """A `WeightSource` over this process's store and the updates that are still in RAM. Reads go through staging
-    buffers, or straight to the slot if the device's memory is host memory. The reads of a load may begin before the
-    reads of the previous load have ended, so the drive works while weights are verified and copied."""
+    buffers, or straight to the slot if the device's memory is host memory or the store reads to the device. The reads
+    of a load may begin before the reads of the previous load have ended, so the drive works while weights are verified
+    and copied."""
 
     def __init__(
         self,
@@ -116,9 +117,12 @@ class LocalWeights:
         staging: BufferPool,
         deliver: Callable[[Block, Tensor, Event | None], Delivery],
         decoder: Decoder | None = None,
+        reads_to_device: Callable[[str, str], bool] = lambda block, kind: False,
     ) -> None:
         """``deliver(block, weights, free)`` has updates put their part of the block into ``weights``, not before
-        ``free``. ``decoder`` is for blocks with packed weights."""
+        ``free``. ``decoder`` is for blocks with packed weights. ``reads_to_device(block, kind)``: whether the store can
+        read a record straight to device memory."""
+        self._reads_to_device = reads_to_device
         self._decoder = decoder
         self._device = device
         self._store = store
@@ -202,6 +206,8 @@ class LocalWeights:
 
         load = _Load(block, slot, end_safely)
         try:
+            if self._is_direct(block) and any(True for _ in delivery.ranges_to_read()):
+                self._wait_for_lane()
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
                 for kind, start, stop in self._parts_of(block, delivery):
                     if load.error is not None:
@@ -215,7 +221,7 @@ class LocalWeights:
 
     def _order_part(self, load: _Load, kind: str, start: int, stop: int) -> None:
         buffer = None
-        if kind != PARAM or not self._device.memory_is_host:
+        if kind != PARAM or not (self._device.memory_is_host or self._is_direct(load.block)):
             buffer = self._free_buffer()
             view = buffer.view(load.block.master.working_dtype if kind == PARAM else torch.uint8, stop - start)
         else:
@@ -228,6 +234,17 @@ class LocalWeights:
             raise
         load.num_reading += 1
         self._reading.append(_SliceRead(load, read, buffer, start, stop, kind))
+
+    def _is_direct(self, block: Block) -> bool:
+        return self._reads_to_device(block.name, PARAM)
+
+    def _wait_for_lane(self) -> None:
+        """Wait until nothing uses the slot of the next load any more, because a drive does not wait for events. The
+        slot's last use is before the present end of H2D. Earlier loads end first, because compute may need them."""
+        end = self._device.record(Lane.H2D)
+        if not end.is_reached():
+            self.finish_loads()
+            end.synchronize()
 
     def _pass_on(self, part: _SliceRead, buffer: Buffer) -> None:
         """Enqueue the copy or the decoding of what was read into a buffer."""

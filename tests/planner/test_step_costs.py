@@ -152,6 +152,18 @@ def test_checksums_use_the_same_cpu() -> None:
     assert predict(hardware, paper_setup()).backward_s == pytest.approx(P / 0.2 + (1400 + 1400) / 4)
 
 
+def test_a_device_that_moves_files_computes_the_checksums_of_weights() -> None:
+    hardware = machine(optimizer_params_per_s=0.2)
+    hardware = replace(hardware, cpu=replace(hardware.cpu, checksum_bytes_per_s=4.0))
+    direct = replace(hardware, device=replace(hardware.device, moves_files=True))
+    # Of the 1400 bytes that are read, 200 are weights. The drives and the link move as many bytes as before.
+    assert predict(direct, paper_setup()).backward_s == pytest.approx(P / 0.2 + (1200 + 1400) / 4)
+    without = replace(direct, cpu=replace(direct.cpu, checksum_bytes_per_s=None))
+    assert predict(without, paper_setup()) == predict(
+        replace(without, device=replace(without.device, moves_files=False)), paper_setup()
+    )
+
+
 def test_a_link_may_be_slower_in_both_directions_at_once() -> None:
     slow_link = machine(link_bytes_per_s=1.0)
     assert predict(slow_link, paper_setup()).backward_s == pytest.approx(350.0)

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hf_lohan.planner.collectives import ONE_RANK
 from hf_lohan.planner.costs.expert_costs import ExpertCosts
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
@@ -64,6 +65,8 @@ class ResourceUse:
     d2h_bytes: Values
     ssd_read_bytes: Values
     ssd_write_bytes: Values
+    hashed_on_device_bytes: Values
+    """The part of the bytes of SSDs whose checksums the device computes."""
     updated_params: Values
     net_bytes: Values
     host_bytes: Values
@@ -172,6 +175,9 @@ class StepCosts:
         # If the device's memory is host memory, reads go straight to their destination.
         self._is_copied = not hardware.device.shares_cpu
         self._copied_param_bytes = model.dense_loaded_bytes if self._is_copied else 0
+        # Then the device computes checksums. Ranks read weights to the memory that their node shares.
+        self._hashes_swapped = float(hardware.device.moves_files)
+        self._hashes_weights = float(hardware.device.moves_files and setup.cluster == ONE_RANK)
         self._decoded_numel, self._decoded_per_expert_byte = model.decoded_numel, model.decoded_per_expert_byte
         num_updated = model.num_trainable_params - self._experts.updates_left_out
         trainable_bytes = num_updated * model.param_itemsize
@@ -225,7 +231,12 @@ class StepCosts:
         # New weights are copied to the device in any case. Without the updates the forward copies them, and its costs
         # count that.
         copied_bytes = self._gradient_bytes if not self._is_copied else 0
-        return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes)
+        return replace(
+            load,
+            ssd_read_bytes=load.ssd_read_bytes - handed_over,
+            hashed_on_device_bytes=load.hashed_on_device_bytes - self._hashes_weights * handed_over,
+            h2d_bytes=load.h2d_bytes + copied_bytes,
+        )
 
     def _lent(self) -> ResourceUse:
         """Return the use that is saved because an update in backward gets weights from slots instead of SSDs."""
@@ -268,7 +279,7 @@ class StepCosts:
             "cpu": load.updated_params / hardware.cpu.optimizer_params_per_s,
         }
         if hardware.cpu.checksum_bytes_per_s:
-            hashed_bytes = load.ssd_read_bytes + load.ssd_write_bytes
+            hashed_bytes = load.ssd_read_bytes + load.ssd_write_bytes - load.hashed_on_device_bytes
             lanes["cpu"] = lanes["cpu"] + hashed_bytes / hardware.cpu.checksum_bytes_per_s
         if hardware.device.shares_cpu:
             # The same cores compute, copy, update and hash, so these times are added.
@@ -410,14 +421,15 @@ class StepCosts:
     def _forward(self, choice: Choice) -> ResourceUse:
         experts = self._experts
         decoding_s, decoding_bytes = self._decoding(0, experts.forward_bytes)
+        weight_bytes = self._forward_read_bytes() + self._num_local * experts.from_ssd * experts.forward_bytes
+        spilled_bytes = self._num_local * choice.spilled_bytes
         return _load(
             compute_s=self._forward_s + decoding_s,
             h2d_bytes=self._copied_param_bytes + self._is_copied * experts.forward_bytes + decoding_bytes,
             d2h_bytes=choice.swapped_bytes,
-            ssd_read_bytes=self._forward_read_bytes()
-            + self._num_local * experts.from_ssd * experts.forward_bytes
-            + experts.catch_up_bytes / self._setup.cluster.num_nodes,
-            ssd_write_bytes=self._num_local * choice.spilled_bytes,
+            ssd_read_bytes=weight_bytes + experts.catch_up_bytes / self._setup.cluster.num_nodes,
+            ssd_write_bytes=spilled_bytes,
+            hashed_on_device_bytes=self._hashed_on_device(weight_bytes, spilled_bytes),
             wait_s=experts.wait_s,
         )
 
@@ -435,7 +447,12 @@ class StepCosts:
             d2h_bytes=self._gradient_bytes,
             ssd_read_bytes=read_bytes + self._num_local * choice.spilled_bytes + brought_back,
             ssd_write_bytes=self._spilled_gradient_bytes,
+            hashed_on_device_bytes=self._hashed_on_device(read_bytes, self._num_local * choice.spilled_bytes),
         )
+
+    def _hashed_on_device(self, weight_bytes: Values | float, spilled_bytes: Values) -> Values:
+        """Return the bytes of read weights and of spilled activations whose checksums the device computes."""
+        return self._hashes_weights * weight_bytes + self._hashes_swapped * spilled_bytes
 
     def _forward_read_bytes(self) -> float:
         """Return the bytes of weights. Copies are whole records, whose padding makes them a little larger than the

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_lohan.planner.collectives import ONE_RANK
 from hf_lohan.planner.costs.expert_costs import ROUTER_SYNC_S
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
@@ -212,7 +213,8 @@ class StepTasks:
         comes_from_updates = updates is not None and self._setup.hands_over
         num_pieces = self._num_pieces(work.param_bytes)
         shares = self._chunk_shares(work) if updates is not None else [1 / num_pieces] * num_pieces
-        hash_rate = hardware.cpu.checksum_bytes_per_s
+        is_direct = hardware.device.moves_files and self._setup.cluster == ONE_RANK
+        hash_rate = hardware.cpu.checksum_bytes_per_s if not is_direct else None
         copied = self._is_copied or comes_from_updates
         ready: int | None = None
         for number, share in enumerate(shares):
