@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, TrainingArguments
+from transformers import AutoConfig, AutoProcessor, GenerationConfig, TrainingArguments
+from transformers.utils import is_torchvision_available, is_vision_available
 
 from hf_lohan.compat.transformers_private import build_from_config
 from hf_lohan.compat.trl_private import (
@@ -52,6 +53,9 @@ REFERENCE_FOLDER = "ref"
 """Name of the reference's store in each folder of the policy's store."""
 _GPU_SHARE, _CPU_SHARE = 2, 4
 """The reference may use 1/2 of `gpu_memory` and 1/4 of `cpu_memory`. The policy gets the rest."""
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_PROCESSOR_PACKAGES = {"pillow": "pil", "torchvision": "torchvision"}
+"""Packages of image processors, with what transformers calls them in its errors."""
 _FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
 
 
@@ -81,6 +85,8 @@ class TrlModelsMixin(_TrainerBase):
         check_trl(settings, is_joint=is_joint, trains_fused_head=trains_fused_head)
         if isinstance(settings["model"], Path):
             settings["model"] = str(settings["model"])
+        if isinstance(settings["model"], str) and settings.get("processing_class") is None:
+            _check_processor(settings["model"], getattr(args, "model_init_kwargs", None) or {})
         ref_model = settings.get("ref_model")
         if ref_model is not None and engine_of(ref_model) is None:
             self._add_reference(args, functools.partial(_drain_frozen, ref_model))
@@ -248,6 +254,25 @@ def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[st
     if architecture is None:
         architecture = model_class_of(config, checkpoint.code)
     return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **origin, **own, **asked}
+
+
+def _check_processor(path: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if the processor of a model that reads images lacks packages. TRL loads it after the model,
+    which may stream for hours."""
+    checkpoint = Checkpoint.open(path, arguments)
+    if not any((Path(checkpoint.folder) / name).exists() for name in _PROCESSOR_FILES):
+        return
+    try:
+        AutoProcessor.from_pretrained(checkpoint.folder, **checkpoint.code)
+    except (ImportError, ValueError) as error:
+        text = str(error).lower()
+        absent = {"pillow": not is_vision_available(), "torchvision": not is_torchvision_available()}
+        missing = [package for package, named in _PROCESSOR_PACKAGES.items() if absent[package] and named in text]
+        if missing:
+            raise ValueError(
+                f"the processor of {path!r} needs packages that are not installed; pip install {' '.join(missing)}, or "
+                "pass processing_class"
+            ) from error
 
 
 def _skeleton(loading: Mapping[str, Any]) -> Any:

@@ -13,10 +13,12 @@ from datasets import Dataset
 from PIL import Image
 from tiny_tokenizer import tiny_tokenizer
 from transformers import TrainerCallback
+from transformers.models.auto import image_processing_auto
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import hf_lohan
 from hf_lohan.compat.trl_private import has_fused_head
+from hf_lohan.huggingface.trainer import trl_models
 from hf_lohan.testing.models import tiny_config
 
 trl = pytest.importorskip("trl")
@@ -190,6 +192,23 @@ def test_a_model_that_reads_images_learns_as_in_memory(tmp_path: Path) -> None:
     )
     trl_runs.assert_same(ours, stock)
     assert any(".vision_tower." in name for name in ours.weights)
+
+
+def test_missing_packages_of_a_processor_are_named_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    processor, model = image_processor(tokenizer), model_with_a_tower(tokenizer)
+    for part in (processor, model):
+        part.save_pretrained(tmp_path / "model")
+    for module in (image_processing_auto, trl_models):
+        for package in ("vision", "torchvision"):
+            monkeypatch.setattr(module, f"is_{package}_available", lambda: False)
+    monkeypatch.setattr(image_processing_auto, "get_image_processor_class_from_name", lambda name: None)
+    args = arguments("SFT", tmp_path / "out", max_steps=1)
+    with pytest.raises(ValueError, match=r"needs packages that are not installed; pip install pillow torchvision, or"):
+        hf_lohan.trl.SFTTrainer(str(tmp_path / "model"), args, train_dataset=conversations([0]), offload="lohan")
+    assert not (tmp_path / "out" / "_lohan").exists()
 
 
 def test_a_quantization_config_packs_the_base(tmp_path: Path) -> None:
