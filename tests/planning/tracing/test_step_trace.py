@@ -130,7 +130,8 @@ def test_addresses_of_a_real_step_in_chunks(name: str) -> None:
         for number, (born, size) in enumerate(real.born)
     ]
     addresses = compare_addresses(tensors)
-    assert addresses.live_bytes <= addresses.planned_bytes <= 1.01 * addresses.live_bytes
+    # So small tensors are rounded up to a large part of the memory.
+    assert addresses.live_bytes <= addresses.planned_bytes <= 1.02 * addresses.live_bytes
 
 
 def test_many_layers_are_not_traced_and_equal_chunks_of_the_loss_are_traced_once() -> None:
