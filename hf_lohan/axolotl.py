@@ -234,8 +234,9 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
     """Return what the `load` of an axolotl `ModelLoader` returns: the model, whose weights are in the store, and the
     configuration of its adapters.
 
-    The loader's own steps after the model is built (embeddings of the tokenizer's size, adapters, patches) run twice:
-    with a model on meta, which says what the store has to hold, and with the streamed model.
+    The loader's own steps after the model is built (embeddings of the tokenizer's size, adapters, patches) run twice,
+    and so do the plugins': with a model on meta, which says what the store has to hold, and with the streamed model.
+    What comes before the model is built runs once.
     """
     cfg = loader.cfg
     if cfg.fp16 or cfg.float16:  # the file may say nothing, and this device may have no bfloat16
@@ -247,12 +248,16 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
     # The store decides about dtypes, and needs no preparation for packed weights.
     loader._convert_embedding_modules_dtype = loader._prepare_model_for_quantization = _do_nothing
     adapters: Any = None
+    has_run = False
 
     def finish(base: Any) -> Any:
-        nonlocal adapters
+        nonlocal adapters, has_run
         loader._build_model = functools.partial(_take, loader, base)
         is_weightless = next(base.parameters()).device.type == "meta"
-        with _unchanged_random_numbers() if is_weightless else contextlib.nullcontext():
+        is_second_run, has_run = has_run, True
+        # Plugins prepare the process for a model that is about to be built, and must do so once.
+        prepared = _prepared_plugins(loader) if is_second_run else contextlib.nullcontext()
+        with prepared, _unchanged_random_numbers() if is_weightless else contextlib.nullcontext():
             if is_weightless and hasattr(base, "resize_token_embeddings"):
                 resize = base.resize_token_embeddings
                 base.resize_token_embeddings = lambda size, **_: resize(size, mean_resizing=False)
@@ -297,6 +302,20 @@ def _unchanged_random_numbers() -> Iterator[None]:
         yield
     random.setstate(python)
     np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def _prepared_plugins(loader: Any) -> Iterator[None]:
+    """Within, the plugins have prepared the loading of a model, and are not called to prepare it again."""
+    from axolotl.integrations.base import PluginManager
+
+    plugins = PluginManager.get_instance()
+    loader.patch_manager.apply_post_plugin_pre_model_load_patches = _do_nothing
+    plugins.pre_model_load = _do_nothing
+    try:
+        yield
+    finally:
+        del plugins.pre_model_load
 
 
 def _freeze(model: Any, cfg: Any) -> None:

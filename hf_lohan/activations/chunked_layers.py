@@ -136,6 +136,14 @@ class ChunkedLayer:
             return self._before(*args, **kwargs)
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
+    def run_whole(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the layer, and have the layer run whole meanwhile."""
+        before, self.is_whole = self.is_whole, True
+        try:
+            return function(*args)
+        finally:
+            self.is_whole = before
+
     def applies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call of the layer runs in chunks."""
         return self._run_of(args, kwargs) is not None

@@ -59,6 +59,8 @@ class ActivationTiers:
         self.runs_in_chunks: dict[nn.Module, Callable[[tuple[Any, ...], Any], bool]] = {}
         """By layer that may run in chunks, a function that returns whether a call does, from its positional arguments
         and the function that `run_layer` gets."""
+        self.run_whole: dict[nn.Module, Callable[..., Any]] = {}
+        """By such a layer, a function that calls a function with arguments, and has the layer run whole meanwhile."""
 
     def watch(self) -> Mapping[str, LayerTrace]:
         """Trace layers until `end_watching`. Returns the mapping that receives the traces."""
@@ -87,6 +89,8 @@ class ActivationTiers:
         layer = _layer_of(function)
         if layer is not None and layer in self.runs_in_chunks and self.runs_in_chunks[layer](args, function):
             return function(*args)  # its chunks are run again instead
+        if layer is not None and layer in self.run_whole:  # also when it is run again, after chunks were decided
+            function = partial(self.run_whole[layer], function)
         name = self._layer_names.get(layer) if layer is not None else None
         is_plain = name is None or (self._trace is None and not self._placements.get(name))
         if name is None or is_plain or not torch.is_grad_enabled():

@@ -241,6 +241,7 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
         tiers.rank_memory.weights.bytes,
         layout.common_blocks,
         read_bytes=layout.plan.staging_buffer_bytes,
+        lent_piece_bytes=layout.lent_piece_bytes,
         parts=NodeShards(
             layout.ranks,
             layout.common_blocks,

@@ -36,7 +36,7 @@ from hf_lohan.planning import OffloadLayout, StepShape
 from hf_lohan.ranks import Links, StepAgreement
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates import ClipWay, SkippedSteps, StepResult
+from hf_lohan.updates import ClipWay, SkippedSteps, StepResult, WeightChange
 from hf_lohan.weights import SlotRing
 
 
@@ -96,6 +96,7 @@ class OffloadEngine:
             forward_pass=self._hooks.current_forward_pass,
             saving=self._hooks.saving,
             rows=self.embedding_rows,
+            links=tiers.links,
         )
         for parameter in dict.fromkeys(part.parameter for part in self._block_of):
             AbsentParameter.set_provider(parameter, self._reads)
@@ -130,6 +131,10 @@ class OffloadEngine:
         self._lifetime.check()
         wish = self._plan.choose_order(shape)
         return all_agree(self.links, "whether micro-batches run together", wish)
+
+    def plan_again(self) -> None:
+        """Plan the next training forward, because the run continues from a commit with another plan."""
+        self._plan.ask_again()
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run all micro-batches of a step through each block before the next block, so that weights move once. Each
@@ -280,7 +285,7 @@ class OffloadEngine:
 
     def forget_weights(self) -> None:
         """Forget loaded weights, because the store's parameters were replaced by those of a checkpoint."""
-        self._ring.end_step(self.layout.blocks)
+        self._ring.end_step(self.layout.blocks, WeightChange.WRITE)
 
     @property
     def store_folders(self) -> set[str]:

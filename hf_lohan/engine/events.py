@@ -110,6 +110,10 @@ class FollowedPlan:
             self._is_first_forward = False
             self._commits.begin_step()
 
+    def ask_again(self) -> None:
+        """Ask for a plan at the next training forward."""
+        self._needs_plan = True
+
     def run_together(self, num_micro_batches: int) -> None:
         """Expect this many micro-batches whose forwards all run before the first backward."""
         self._needs_plan |= self.memory.expect_micro_batches(num_micro_batches)

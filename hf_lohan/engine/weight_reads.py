@@ -18,7 +18,13 @@ from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, PassPh
 from hf_lohan.engine.parameter_access import ParameterAccess, packed_weight_error
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.planner import SizeClass
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.updates import WeightChange
 from hf_lohan.weights import EmbeddingRows
+
+_WHOLE, _RAISED = b"w", b"r"
+"""How a context of gathered parameters ended."""
+_HASH_BYTES = 8
 
 
 class WeightReads:
@@ -39,6 +45,7 @@ class WeightReads:
         wait_for_updates: Callable[[], None],
         forward_pass: Callable[[], ForwardPass],
         saving: Callable[[], contextlib.AbstractContextManager[Any]],
+        links: Links,
         rows: EmbeddingRows | None = None,
     ) -> None:
         """``forward_pass`` returns the pass in progress; ``saving`` returns hooks for tensors that autograd saves.
@@ -56,7 +63,7 @@ class WeightReads:
         for block in blocks:
             for part in block.slices:
                 self._place.setdefault(part.parameter, (block, part))
-        self._gathering = Gathering(self._place, parts, model_pass, access, wait_for_updates)
+        self._gathering = Gathering(self._place, parts, model_pass, access, wait_for_updates, links)
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         block, part = self._place[weight_view.parameter]
@@ -195,8 +202,10 @@ class Gathering:
         model_pass: ModelPass,
         access: ParameterAccess,
         wait_for_updates: Callable[[], None],
+        links: Links,
     ) -> None:
         self._place = place
+        self._links = links
         self._parts = parts
         self._pass = model_pass
         self._access = access
@@ -208,8 +217,8 @@ class Gathering:
         """Make these ordinary parameters on the compute device within this context. `gpu_memory` does not count them.
 
         Changed parameters are stored at the end of the context, and bfloat16 weights become their own float32 masters.
-        An exception leaves the store unchanged. Raises RuntimeError in a forward or backward, and if the model runs in
-        the context.
+        An exception leaves the store unchanged. All ranks make the same changes. Raises RanksDisagreeError if they
+        differ, and RuntimeError in a forward or backward, and if the model runs in the context.
         """
         self._parts.lifetime.check()
         if self._pass.is_running:
@@ -230,9 +239,15 @@ class Gathering:
                 hashes[parameter] = _hash_of(weights)
                 AbsentParameter.show(parameter, weights.to(self._parts.device.torch_device))
                 self._gathered.add(parameter)
-            yield
-            changed = [parameter for parameter, before in hashes.items() if self._is_changed(parameter, before)]
-            for parameter in changed:
+            try:
+                yield
+                now = {parameter: self._hash_if_valid(parameter) for parameter in hashes}
+            except Exception:
+                with contextlib.suppress(RankFailedError, RanksDisagreeError):
+                    self._agree(_RAISED, hashes)
+                raise
+            self._agree(_WHOLE, now)
+            for parameter in [parameter for parameter, before in hashes.items() if now[parameter] != before]:
                 self._store(parameter)
         finally:
             for parameter in hashes:
@@ -240,7 +255,30 @@ class Gathering:
                 block, part = self._place[parameter]
                 AbsentParameter.hide(parameter, self._parts.ring.stand_ins.placeholder(block, part))
 
-    def _is_changed(self, parameter: nn.Parameter, before: int) -> bool:
+    def _agree(self, how: bytes, hashes: Mapping[nn.Parameter, int]) -> None:
+        """Raise RanksDisagreeError if the context ends in another way on another rank, or with other values of the
+        gathered parameters, because each rank stores its shard of them."""
+        own = [hash_.to_bytes(_HASH_BYTES, "little") for hash_ in hashes.values()]
+        answers = self._links.all_gather("the end of gathered_parameters", how + b"".join(own))
+        for rank in self._links.ranks.others:
+            pair = f"rank {rank} and not on rank {self._links.ranks.rank}"
+            if how == _WHOLE != answers[rank][:1]:
+                raise RanksDisagreeError(
+                    f"an exception ended gathered_parameters on {pair}, so no change is stored; look for code that "
+                    "only some ranks run"
+                )
+            for number, parameter in enumerate(hashes) if how == _WHOLE else ():
+                start = len(_WHOLE) + number * _HASH_BYTES
+                if answers[rank][start : start + _HASH_BYTES] != own[number]:
+                    raise RanksDisagreeError(
+                        f"{self._place[parameter][1].name} has some values on {pair} at the end of "
+                        "gathered_parameters, so no change is stored; make the same change on all ranks "
+                        "(torch.distributed.broadcast copies one rank's values)"
+                    )
+
+    def _hash_if_valid(self, parameter: nn.Parameter) -> int:
+        """Return the hash of a gathered parameter's values. Raises ValueError or RuntimeError if they cannot be
+        stored."""
         _, part = self._place[parameter]
         if isinstance(parameter, AbsentParameter):
             raise RuntimeError(
@@ -253,14 +291,14 @@ class Gathering:
                 f"{part.name} now has shape {tuple(weights.shape)}, and the store has {tuple(part.shape)}; resize it "
                 "before the model is offloaded"
             )
-        return _hash_of(weights.cpu()) != before
+        return _hash_of(weights.cpu())
 
     def _store(self, parameter: nn.Parameter) -> None:
         _, part = self._place[parameter]
         if part.packed is not None:  # not by reading it again, for which all ranks would be needed
             raise packed_weight_error(part.name, part.packed)
         self._access.write_parameter(part.name, parameter.data)
-        self._parts.ring.end_step([block for block, _ in self._access.parts[part.name]])
+        self._parts.ring.end_step([block for block, _ in self._access.parts[part.name]], WeightChange.WRITE)
         self._pass.note_changed_weight(part.name)
 
 

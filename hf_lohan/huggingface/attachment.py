@@ -70,7 +70,6 @@ from hf_lohan.planning import (
     lay_out,
 )
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.planning.run_plan import CHUNK_TOKENS
 from hf_lohan.ranks import RowLinks
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
@@ -80,6 +79,9 @@ logger = logging.getLogger(__name__)
 _ENGINE_ATTRIBUTE = "_lohan_engine"
 _PLAN_ATTRIBUTE = "_lohan_run_plan"
 _HEAD_ATTRIBUTE = "_lohan_chunked_head"
+_CHUNKS_NAME = "chunk_tokens.json"
+"""The file of a store with the tokens of a chunk that a run has decided. A run that continues from an earlier commit
+reads it."""
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
@@ -150,7 +152,7 @@ def offload_model(
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
     recompute_without_reentry(model)
     refuse_chunks(model, config)
-    config = experts_as_stored(model, config)
+    config = experts_as_stored(model, config, links_to_other_ranks())
     layout = lay_out(
         model,
         config,
@@ -251,7 +253,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     with OutOfMemoryAdvice(config).added_to_errors():
         engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     stream_experts(engine.experts)
-    generate_together(model, tiers.links.ranks)
+    generate_together(model, tiers.links, functools.partial(_is_closed, weakref.ref(engine)))
     global _num_attached
     _num_attached += 1
     _attached.add(engine)
@@ -273,9 +275,11 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         memory = None
         if config.sequence_ranks > 1:
             memory = RowMemory(RowLinks.of(tiers.links, config.sequence_ranks), tiers.device)
-        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, memory))
+        file = os.path.join(tiers.store.paths[0].path, _CHUNKS_NAME)
+        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, memory), file)
         engine.commits.add_facts(
-            functools.partial(_chunk_facts, weakref.ref(plan), {}), functools.partial(_resume_plan, weakref.ref(plan))
+            functools.partial(_chunk_facts, weakref.ref(plan), {}),
+            functools.partial(_resume_plan, weakref.ref(plan), weakref.ref(engine)),
         )
     computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
@@ -292,17 +296,21 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     return engine
 
 
+def _is_closed(engine: weakref.ref[OffloadEngine]) -> bool:
+    return (attached := engine()) is None or attached.is_closed
+
+
 def _chunk_facts(plan: weakref.ref[RunPlan], last: dict[str, Any]) -> dict[str, Any]:
     """Return what a commit says of the plan. The commits must not keep the plan, which has the model. ``last``: what
     the commit before said, for the commit of a model that was deleted."""
     if (planned := plan()) is not None:
-        last[CHUNK_TOKENS] = planned.chunk_tokens
+        last.update(planned.facts)
     return dict(last)
 
 
-def _resume_plan(plan: weakref.ref[RunPlan], facts: Any) -> None:
-    if (planned := plan()) is not None:
-        planned.resume(facts)
+def _resume_plan(plan: weakref.ref[RunPlan], engine: weakref.ref[OffloadEngine], facts: Any) -> None:
+    if (planned := plan()) is not None and planned.resume(facts) and (planning := engine()) is not None:
+        planning.plan_again()
 
 
 def _save_through(engine: OffloadEngine, model: Any, merges: PendingMerges | None = None) -> None:

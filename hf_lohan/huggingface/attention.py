@@ -91,6 +91,7 @@ def run_layers_in_chunks(
     activations.runs_in_chunks.update(
         {layer: functools.partial(_runs_in_chunks, of_layer) for layer, of_layer in chunked.of_layer.items()}
     )
+    activations.run_whole.update({layer: of_layer.run_whole for layer, of_layer in chunked.of_layer.items()})
 
     num_to_check = _NUM_CHECKED
 

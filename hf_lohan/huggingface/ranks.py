@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,12 +229,35 @@ def check_rank_model(model: Any, ranks: Ranks) -> None:
         )
 
 
-def generate_together(model: Any, ranks: Ranks) -> None:
-    """Let several ranks take equally many forwards in `generate`, because all ranks load the blocks of a forward
-    together. A rank whose sequences are complete goes on until all are."""
-    for module in model.modules() if ranks.others else ():
+_STOCK_GENERATE = "_lohan_stock_generate"
+"""Attribute of a module with the `generate` that its instance had before; None if its class has it."""
+
+
+def generate_together(model: Any, links: Links, is_closed: Callable[[], bool]) -> None:
+    """Have all ranks begin `generate` together, because they load the blocks of a forward together. A rank whose
+    sequences are complete goes on until all are, if torch connects the ranks, and otherwise lends the others its
+    weights. Raises RanksDisagreeError in `generate` if another rank calls something else. Has no effect when
+    ``is_closed`` returns True."""
+    for module in model.modules() if links.ranks.others else ():
         if isinstance(module, GenerationMixin):
-            module.generate = functools.partial(module.generate, synced_gpus=True)
+            vars(module).setdefault(_STOCK_GENERATE, vars(module).get("generate"))
+            module.generate = functools.partial(_generate_together, weakref.ref(module), links, is_closed)
+
+
+def _generate_together(
+    generating: weakref.ref[Any], links: Links, is_closed: Callable[[], bool], *args: Any, **kwargs: Any
+) -> Any:
+    module = generating()
+    assert module is not None, "its method is running"
+    stock = vars(module)[_STOCK_GENERATE] or functools.partial(type(module).generate, module)
+    if is_closed():
+        return stock(*args, **kwargs)
+    links.barrier("model.generate")
+    if torch.distributed.is_initialized():
+        return stock(*args, **{"synced_gpus": True, **kwargs})
+    generated = stock(*args, **kwargs)
+    links.barrier("the end of model.generate")
+    return generated
 
 
 def check_sequence_ranks(sequence_ranks: int, ranks: Ranks) -> None:

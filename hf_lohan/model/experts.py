@@ -12,6 +12,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.config.offload_config import Experts
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL
+from hf_lohan.ranks import Links
 from hf_lohan.store import ModelIdentity
 from hf_lohan.store.manifest import read_manifest
 
@@ -72,20 +73,23 @@ def _can_stream(experts: FusedExperts) -> bool:
 _LOADED = {"streamed": "are loaded one by one", "with_layer": "are loaded with their layers"}
 
 
-def experts_as_stored(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
+def experts_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> OffloadConfig:
     """Return the configuration with `experts: auto` resolved to the form in the store at its paths, and log it. All
-    other settings must be resolved. Raises ForeignStoreError if the configuration requires the other form and the store
-    belongs to this model class."""
+    other settings must be resolved. All ranks call this together, because a rank may own no expert. Raises
+    ForeignStoreError if the configuration requires the other form and the store belongs to this model class."""
     found = find_experts(model)
-    manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
-    if manifest is None or not _is_of(manifest.model, model):  # opening the store reports the error
+    if not found or config.ssd == "auto":
         return config
-    blocks = {record.block for record in manifest.layout.records}
+    manifest = read_manifest(config.ssd[0].path)
+    is_own = manifest is not None and _is_of(manifest.model, model)
+    blocks = {record.block for record in manifest.layout.records} if manifest is not None and is_own else set()
     is_streamed = any(f"{name}.{expert}" in blocks for name, of in found.items() for expert in range(of.num_experts))
+    is_streamed = b"1" in links.all_gather("the form of experts in stores", b"1" if is_streamed else b"")
+    if not is_own:  # opening the store reports the error
+        return config
     stored: Experts = "streamed" if is_streamed else "with_layer"
     if config.experts == stored:
         return config
-    assert config.ssd != "auto"
     directory = config.ssd[0].path
     if config.experts != "auto":
         raise ForeignStoreError(

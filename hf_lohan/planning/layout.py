@@ -43,7 +43,14 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planner.collectives import GRADIENT_FORMATS_WITHIN, WAY_WITHIN_A_NODE, WithinCodec, ways_within
 from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
-from hf_lohan.planning.kept_weights import coded_bytes_within, kept_bytes, kept_records, message_bytes
+from hf_lohan.planning.kept_weights import (
+    coded_bytes_within,
+    kept_bytes,
+    kept_records,
+    lent_bytes,
+    lent_piece_bytes,
+    message_bytes,
+)
 from hf_lohan.planning.shared_machine import Share, rank_paths, share_of_machine, whole_machine
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec
@@ -104,6 +111,8 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
+    lent_piece_bytes: int = 0
+    """Bytes of one piece of a shard that a rank lends or borrows, if ranks load different blocks."""
     """Bytes of host memory of a node that passes blocks to all its ranks."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
     """Ways to exchange weights and gradients that the configuration leaves to the plan."""
@@ -151,9 +160,9 @@ class OffloadLayout(StoredForm):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of RAM of each rank for exchanges. They are its part of the memory through which blocks pass, payloads,
-        and its part of the copy of all weights."""
-        return self.shared_weight_bytes // self.ranks.num_local + self.weight_message_bytes + self.copy_cpu_bytes
+        """Bytes of RAM of each rank for blocks on their way, lent pieces, payloads and its part of the copy."""
+        shared_bytes = self.shared_weight_bytes // self.ranks.num_local + lent_bytes(self.ranks, self.lent_piece_bytes)
+        return shared_bytes + self.weight_message_bytes + self.copy_cpu_bytes
 
     def with_collectives(self, way: Collectives) -> OffloadLayout:
         """Return this layout with this way to exchange weights and gradients. The RAM for it is taken from copies of
@@ -447,7 +456,8 @@ def lay_out(
     open_ways = shards.ways(config.collectives.open_ways())
     common_blocks = [block for block in blocks if block.owner is None]
     messages = min(message_bytes(common_blocks, ranks, way) for way in open_ways)
-    exchange_bytes = shared_bytes // ranks.num_local + messages
+    piece_bytes = lent_piece_bytes(ranks, common_blocks, config.cpu_memory) if ranks.num_ranks > 1 else 0
+    exchange_bytes = shared_bytes // ranks.num_local + lent_bytes(ranks, piece_bytes) + messages
     if exchange_bytes >= config.cpu_memory:
         raise BudgetError(
             f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(exchange_bytes)} that "
@@ -493,6 +503,7 @@ def lay_out(
         rules=rules,
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
+        lent_piece_bytes=piece_bytes,
         open_ways=open_ways,
         weight_message_bytes=messages,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import AUTO, OffloadConfig
 from hf_lohan.device import Device
+from hf_lohan.files.durable_file import read_whole, remove_durably, replace_durably
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.planner import (
     MOST_WRONG_GUESSES,
@@ -93,6 +95,11 @@ class RunPlan:
         """The layers that may run in chunks, if any may."""
         self.chunk_tokens: int | None = None
         """Tokens of a chunk of the run's layers, once they are decided. None while layers run whole."""
+        self._chunks_file: str | None = None
+        self._decided_before: int | None = None
+        """Tokens of a chunk that this run decided after the commit from which it continues."""
+        self._goes_on = False
+        """Whether the run continues an earlier one, or has committed."""
         self._net_bytes_per_s: float | None = None
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
@@ -108,9 +115,11 @@ class RunPlan:
         self.num_steps = num_steps
         self.num_micro_batches = num_micro_batches
 
-    def may_cut(self, chunks: ChunkedLayers) -> None:
-        """Run these layers in chunks if the setting says so, or else from the first batch on that does not fit."""
+    def may_cut(self, chunks: ChunkedLayers, file: str | None = None) -> None:
+        """Run these layers in chunks if the setting says so, or else from the first batch on that does not fit.
+        ``file`` keeps the decided tokens of a chunk until a commit has them."""
         self.chunks = chunks
+        self._chunks_file = file
         setting = self._config.chunked_layers
         if isinstance(setting, int) and setting is not False:
             self.cut_layers(setting)
@@ -121,20 +130,38 @@ class RunPlan:
             self.chunk_tokens = chunk_tokens
             self.chunks.cut(chunk_tokens)
 
-    def resume(self, facts: Mapping[str, Any]) -> None:
-        """Continue with the chunks of the run whose commit or checkpoint has these ``facts``."""
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a commit or checkpoint says of the plan. The first commit of a new run forgets an earlier run's
+        chunks."""
+        if self._chunks_file is not None and not self._goes_on:
+            self._goes_on = True
+            if self.chunk_tokens is None:
+                remove_durably(self._chunks_file)
+        return {CHUNK_TOKENS: self.chunk_tokens}
+
+    def resume(self, facts: Mapping[str, Any]) -> bool:
+        """Continue with the chunks of the run whose commit or checkpoint has these ``facts``. If the run decided them
+        after this commit, it decides the same again. Returns whether the present plan is for other chunks."""
+        self._goes_on = True
         if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
-            return
+            return False
         before, setting = facts[CHUNK_TOKENS], self._config.chunked_layers
         if setting == "auto":
+            planned = self.chunk_tokens
+            self._decided_before = planned if before is None else before
+            if self._decided_before is None and self._chunks_file is not None and os.path.exists(self._chunks_file):
+                self._decided_before = int(json.loads(read_whole(self._chunks_file))[CHUNK_TOKENS])
             self.cut_layers(before)
-        elif before != (setting or None):
+            return bool(before != planned)
+        if before != (setting or None):
             logger.warning(
                 "this run continues one with %s and has chunked_layers: %s, so it adds sums in another order from here "
                 "on; for the same bits set chunked_layers to auto",
                 "whole layers" if before is None else f"chunks of {before} tokens",
                 str(setting).lower(),
             )
+        return False
 
     @property
     def plan(self) -> OffloadPlan | None:
@@ -225,12 +252,17 @@ class RunPlan:
         if self.chunks is None or self._config.chunked_layers != "auto" or self.chunk_tokens is not None:
             return planned
         own = None if planned is None else planned.plan.chunk_tokens
-        answers = self._links.all_gather("the tokens of a chunk", json.dumps(own).encode())
-        numbers = [number for answer in answers if (number := json.loads(answer.decode())) is not None]
+        answer = json.dumps([own, self._decided_before]).encode()
+        answers = [json.loads(answer) for answer in self._links.all_gather("the tokens of a chunk", answer)]
+        numbers = [number for number, _ in answers if number is not None]
+        before = [number for _, number in answers if number is not None]
         if not numbers:
             return planned
-        self.cut_layers(min(numbers))
-        logger.info("layers run in chunks of %d tokens, because a batch does not fit the device whole", min(numbers))
+        number = min(before or numbers)
+        if self._chunks_file is not None:
+            replace_durably(self._chunks_file, json.dumps({CHUNK_TOKENS: number}).encode())
+        self.cut_layers(number)
+        logger.info("layers run in chunks of %d tokens, because a batch does not fit the device whole", number)
         if planned is not None and own != self.chunk_tokens:
             ways = None if planned.layout.collectives is None else (planned.layout.collectives,)
             planned = self._try_to_plan(shape, may_run_together, ways) or planned

@@ -20,7 +20,14 @@ The room knows no model and no slots.
 from hf_lohan.updates.arrival import BackwardContext, GradientArrivals
 from hf_lohan.updates.gradient_reduction import GradientReduction
 from hf_lohan.updates.gradients import ArrivedChunk, NonFiniteGradientError
-from hf_lohan.updates.handover import BorrowedSlot, Delivery, DeliveryListener, UpdatesDroppedError, WeightSlots
+from hf_lohan.updates.handover import (
+    BorrowedSlot,
+    Delivery,
+    DeliveryListener,
+    UpdatesDroppedError,
+    WeightChange,
+    WeightSlots,
+)
 from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps, StepCounts, UpToDateRecords
 from hf_lohan.updates.pipeline import GradientPipeline, RankGradientPipeline
 from hf_lohan.updates.setup import UpdateSetup
@@ -49,5 +56,6 @@ __all__ = [
     "UpToDateRecords",
     "UpdateSetup",
     "UpdatesDroppedError",
+    "WeightChange",
     "WeightSlots",
 ]

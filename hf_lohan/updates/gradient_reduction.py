@@ -14,6 +14,7 @@ from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, MeasuredCo
 from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.gradients import ChunkGradient
+from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class GradientReduction:
         self._links = links
         self._rank = links.ranks.rank
         self._device = device
-        self._buffer_bytes = buffers.buffer_bytes
+        self._buffers = buffers
         self._memory = memory
         self._chunks = chunks
         self._coded = coded
@@ -91,7 +92,7 @@ class GradientReduction:
         """Raise if a rank that holds buffers is silent. Called while a gradient waits for a buffer, since ``since_s``
         (`time.monotonic`)."""
         holders = {chunk.owner for chunk in list(self.published)} - {self._rank}
-        self._links.raise_if_silent("its gradients to be added", holders, since_s)
+        self._links.raise_if_silent("its gradients to be added", holders, since_s, before=END_OF_STEP)
 
     def exclude(self, chunks: Collection[Chunk]) -> None:
         """Tell other ranks that this rank will have no gradient of these chunks in the step. Otherwise they learn it at
@@ -147,11 +148,19 @@ class GradientReduction:
         apply(gradient)
 
     def _new_buffer(self, chunk: Chunk) -> Buffer:
-        """Allocate a buffer for a gradient that only other ranks have. It does not come from the pool, because all its
-        buffers may be held by work that waits for this gradient."""
-        logger.info("this rank updates %s and has no gradient of it, but other ranks have one", chunk)
+        """Return a buffer for a gradient that only other ranks have. The pool has room for it, because this rank could
+        have had a gradient of the chunk, too. But this does not wait for the pool, because all its buffers may be held
+        by work that waits for this gradient."""
+        if (free := self._buffers.try_acquire()) is not None:
+            return free[0]
+        logger.info(
+            "this rank updates %s and has no gradient of it, but other ranks have one, and all buffers are in use; it "
+            "takes %s of RAM that cpu_memory does not count",
+            chunk,
+            format_bytes(self._buffers.buffer_bytes),
+        )
         return BufferPool(
-            self._device, name="gradients of others", num_buffers=1, buffer_bytes=self._buffer_bytes
+            self._device, name="gradients of others", num_buffers=1, buffer_bytes=self._buffers.buffer_bytes
         ).acquire()
 
     def wait_for_sums(self) -> None:

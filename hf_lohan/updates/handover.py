@@ -3,6 +3,7 @@ borrows the old weights from the slot."""
 
 from __future__ import annotations
 
+import enum
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -317,6 +318,23 @@ class BorrowedSlot:
         return give_back
 
 
+class WeightChange(enum.IntEnum):
+    """What changed a rank's weights, or may have changed them. All ranks make the same changes in the same order."""
+
+    STEP = 0
+    DROP = 1
+    WRITE = 2
+
+    @property
+    def words(self) -> str:
+        """What the rank did, after its name."""
+        return (
+            "ended a step with step()",
+            "dropped the gradients of a step (zero_grad())",
+            "wrote weights between steps (gathered_parameters, or a checkpoint)",
+        )[self]
+
+
 class WeightSlots(Protocol):
     """Interface to the weights on the device, for updates."""
 
@@ -327,7 +345,7 @@ class WeightSlots(Protocol):
     def forget(self, blocks: Iterable[Block]) -> None:
         """Forget the weights of these blocks on the device, because they differ from the store."""
 
-    def end_step(self, changed: Iterable[Block]) -> None:
+    def end_step(self, changed: Iterable[Block], change: WeightChange = WeightChange.STEP) -> None:
         """Forget the weights of the blocks that a step has changed. All ranks call this for the same steps."""
 
 

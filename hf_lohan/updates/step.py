@@ -16,7 +16,7 @@ from hf_lohan.model import Block, ParamSlice
 from hf_lohan.optim import UpdateRule
 from hf_lohan.planner import MOST_WRONG_GUESSES
 from hf_lohan.updates.gradients import NonFiniteGradientError
-from hf_lohan.updates.handover import WeightSlots
+from hf_lohan.updates.handover import WeightChange, WeightSlots
 from hf_lohan.updates.missed_steps import GroupOf
 from hf_lohan.updates.pipeline import GradientPipeline
 from hf_lohan.updates.worker import Applied
@@ -278,7 +278,7 @@ class StepTransaction:
         self._begin_next()
         self._leaves_updates = self._leaves_updates or remains
         if touched:
-            self._slots.end_step(touched)
+            self._slots.end_step(touched, WeightChange.DROP)
         self._is_ending = False
         return touched, remains
 

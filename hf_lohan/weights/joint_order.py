@@ -45,6 +45,7 @@ from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import Channel, Handler, Kind, Links, PayloadReader, RanksDisagreeError
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import start_thread
+from hf_lohan.updates import WeightChange
 from hf_lohan.weights.load_order import first_of_period, period_of
 from hf_lohan.weights.node_shards import NodeShards
 from hf_lohan.weights.source import Decoder, RecordReader
@@ -55,7 +56,6 @@ _BETWEEN_PASSES_S = 5.0
 """Seconds between two passes after which a rank lends what others want for their next pass."""
 _AT_LAST_S = 30.0
 """Seconds without any load after which a rank lends in any case."""
-_MAX_PIECE_BYTES = 4 << 20
 _UNKNOWN = -1
 UNKNOWN_PLACE = -1
 """The place of a load in the memory of another node."""
@@ -91,10 +91,17 @@ class _Wanted:
 class JointOrder:
     """One rank's knowledge of the loads that all ranks have in common. The links' lock guards it."""
 
-    def __init__(self, links: Links, begin_period: Callable[[int, bool], None], notify: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        links: Links,
+        changes: Changes,
+        begin_period: Callable[[int, bool], None],
+        notify: Callable[[], None],
+    ) -> None:
         """``begin_period`` is called with the number of the first load of a period that all ranks begin, and with
         whether they had equal loads before. ``notify`` wakes the loading thread."""
         self._links = links
+        self._changes = changes
         self._begin_period = begin_period
         self._notify = notify
         self._period = 0
@@ -123,25 +130,28 @@ class JointOrder:
 
     def may_begin(self, number: int, num_ended: int, is_drained: Callable[[], bool]) -> bool:
         """Return whether the common load may use the shared memory. In a new period, this announces once that this
-        rank's earlier loads are over, if they are."""
+        rank's earlier loads are over, if they are. Raises RanksDisagreeError if the period begins after another change
+        of weights on another rank."""
         period, own_rank = period_of(number), self._links.ranks.rank
         if period == self._period:
             return True
         if self._announced_period < period:
             if not is_drained():
                 return False
+            change = self._changes.change_before(period)
             with self._links.lock:
                 digest = zlib.crc32(repr(list(self._own.items())).encode())
                 has_cut = int(any(cut >= self._period for cut in self._cuts))
-                summary = self._period, len(self._own), digest, has_cut
+                summary = self._period, len(self._own), digest, has_cut, _UNKNOWN if change is None else int(change)
                 self._summaries[period][own_rank] = summary
                 self._announced_period = period
             self._links.send_all(Kind.LOAD_PERIOD, period, *summary, num_ended)
         with self._links.lock:
             if self.not_begun(period):
                 return False
+            self._refuse_other_change(period)
             summaries = set(self._summaries[period].values())
-            are_equal = len(summaries) == 1 and not any(has_cut for *_, has_cut in summaries)
+            are_equal = len(summaries) == 1 and not any(has_cut for *_, has_cut, _ in summaries)
             self._begin_period(first_of_period(period), are_equal)
             self._period = period
             self._own.clear()
@@ -151,6 +161,17 @@ class JointOrder:
             for earlier in [earlier for earlier in self._summaries if earlier <= period]:
                 del self._summaries[earlier]
         return True
+
+    def _refuse_other_change(self, period: int) -> None:
+        own_rank = self._links.ranks.rank
+        changes = {rank: summary[-1] for rank, summary in sorted(self._summaries[period].items())}
+        other = next((rank for rank, change in changes.items() if change != changes[own_rank]), None)
+        if other is not None and _UNKNOWN not in (changes[own_rank], changes[other]):
+            raise RanksDisagreeError(
+                f"rank {own_rank} {WeightChange(changes[own_rank]).words}, and rank {other} "
+                f"{WeightChange(changes[other]).words} instead; all ranks must take the same steps; look for code that "
+                "only some of them run"
+            )
 
     def not_begun(self, period: int) -> list[int]:
         """Return the ranks that have not finished their loads before this period, as far as this rank knows."""
@@ -263,6 +284,8 @@ class Changes(Protocol):
 
     def is_unchanged_since(self, block: Block, num_changes: int) -> bool: ...
 
+    def change_before(self, num_changes: int) -> WeightChange | None: ...
+
 
 @dataclass(eq=False)
 class _LentLoad:
@@ -315,10 +338,10 @@ class LentShards:
         parts: NodeShards,
         decoder: Decoder | None,
         *,
-        read_bytes: int,
+        piece_bytes: int,
         notify: Callable[[], None],
     ) -> None:
-        """``read_bytes``: bytes of one read. ``notify`` is called when a load advances."""
+        """``piece_bytes``: bytes of one read and message. ``notify`` is called when a load advances."""
         self._device = device
         self._store = store
         self._new_weights = new_weights
@@ -330,7 +353,7 @@ class LentShards:
         self._parts = parts
         self._decoder = decoder
         self._decoding = threading.Lock()
-        self._piece_bytes = min(read_bytes, _MAX_PIECE_BYTES)
+        self._piece_bytes = piece_bytes
         self._notify = notify
         self._load: _LentLoad | None = None
         self._requests: deque[tuple[int, int, int, int]] = deque()

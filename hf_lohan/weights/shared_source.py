@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,6 +33,7 @@ from hf_lohan.weights.node_shards import NodeShards, SharedRegions
 from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import Decoder, RecordReader
 
+_ARRIVES_WITHIN_S = 5.0
 _ASKS_AFTER_S = 0.1
 """Seconds that a rank waits for others in a common load before it tells all of them."""
 
@@ -92,6 +94,7 @@ class SharedWeights:
         blocks: Sequence[Block],
         *,
         read_bytes: int,
+        lent_piece_bytes: int | None = None,
         parts: NodeShards | None = None,
         decoder: Decoder | None = None,
     ) -> None:
@@ -99,8 +102,9 @@ class SharedWeights:
         ``new_weights`` and ``changes``: for loads that not all ranks have in common, see `LentShards`.
         ``memory``: page-aligned uint8 tensor that the node's ranks share. It must have room for the largest block. With
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
-        bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded. ``decoder``: for blocks with
-        packed weights, which each rank decodes on the way from the shared memory to its device."""
+        bytes of one read. ``lent_piece_bytes``: bytes of one lent piece, by default the same. ``parts``: the shards of
+        other nodes, by default sent unrounded. ``decoder``: for blocks with packed weights, which each rank decodes on
+        the way from the shared memory to its device."""
         self._parts = parts or NodeShards(links.ranks, blocks)
         largest = max(blocks, key=self._region_bytes)
         if memory.numel() < self._region_bytes(largest):
@@ -123,7 +127,7 @@ class SharedWeights:
         if self._parts.within is not None and not device.memory_is_host:
             self._coded_on_device = device.empty(max(map(self._parts.coded_bytes, blocks)))
         self._regions = SharedRegions(memory.numel())
-        self._order = JointOrder(links, self._begin_period, self.notify)
+        self._order = JointOrder(links, changes, self._begin_period, self.notify)
         self._lent = LentShards(
             device,
             store,
@@ -133,7 +137,7 @@ class SharedWeights:
             blocks,
             self._parts,
             decoder,
-            read_bytes=read_bytes,
+            piece_bytes=lent_piece_bytes or read_bytes,
             notify=self.notify,
         )
         self._changes = changes
@@ -156,6 +160,8 @@ class SharedWeights:
         self._looks_at_s = math.inf
         """When `wait` returns at the latest, by `time.monotonic`."""
         self._is_closed = False
+        self._num_receiving = 0
+        """Number of shards of other nodes that are arriving."""
         self._listen()
         self._copier = TaskThreads(1, "lohan-weights-copied")
         self._sender = TaskThreads(1, "lohan-weights-sender")
@@ -379,10 +385,15 @@ class SharedWeights:
         self._links.fail(error)
 
     def close(self) -> None:
-        """Stop listening. Later messages of other ranks are ignored."""
+        """Stop listening. Later messages of other ranks are ignored. The files may be closed afterwards."""
         with self._links.lock:
             self._is_closed = True
             self._links.notify()
+            # A shard that has begun to arrive may be written to a file.
+            self._links.changed.wait_for(lambda: not self._num_receiving, _ARRIVES_WITHIN_S)
+        for read in [read for load in (*self._loads.values(), *self._given_up) for read in load.reads]:
+            with suppress(StorageError):
+                read.wait()
         self._lent.close()
         for kind in self._kinds:
             self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
@@ -393,10 +404,9 @@ class SharedWeights:
 
     def _begin_own_shard(self, load: _SharedLoad) -> None:
         load.has_ended, load.error = False, None
-        first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
             delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
-        for part in load.block.fetched_parts(first, last):
+        for part in load.block.fetched_parts(*load.block.rank_ranges[self._ranks.rank]):
             content, wanted = load.entry[part.first : part.last], list(delivery.ranges_to_read())
             if part.kind != PARAM:
                 content, wanted = content.view(torch.uint8), [(part.start, part.stop)]
@@ -461,9 +471,8 @@ class SharedWeights:
 
     def _announce_filled(self, load: _SharedLoad) -> None:
         numbers = load.number, self._number_of[load.block], load.place, load.num_ended
-        for rank in self._ranks.on_this_node:
-            if rank != self._ranks.rank:
-                self._links.send(rank, Kind.FILLED, *numbers)
+        for rank in set(self._ranks.on_this_node) - {self._ranks.rank}:
+            self._links.send(rank, Kind.FILLED, *numbers)
         with self._links.lock:
             self._filled[load.number].add(self._ranks.rank)
 
@@ -490,9 +499,8 @@ class SharedWeights:
             del self._num_uses[number]
             self._not_taken[number].discard(self._ranks.rank)
         try:
-            for rank in self._ranks.on_this_node:
-                if rank != self._ranks.rank:
-                    self._links.send(rank, Kind.TAKEN, number)
+            for rank in set(self._ranks.on_this_node) - {self._ranks.rank}:
+                self._links.send(rank, Kind.TAKEN, number)
         except Exception as error:  # another rank must not wait forever
             self._links.fail(error)
             return
@@ -554,15 +562,20 @@ class SharedWeights:
 
         self._links.wait_for(is_decided, "room for weights", peers=[])
         with self._links.lock:
-            load = self._loads.get(number)
+            load = None if self._is_closed else self._loads.get(number)
             if load is None or not self._order.is_common(number):
                 return
-        keeps = self._parts.keeps_load(load.number)
-        self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
-        self._parts.code_part(load.block, rank, load.entry, load.coded)
-        with self._links.lock:
-            load.missing.discard(rank)
-        self.notify()
+            self._num_receiving += 1
+        try:
+            keeps = self._parts.keeps_load(load.number)
+            self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
+            self._parts.code_part(load.block, rank, load.entry, load.coded)
+            with self._links.lock:
+                load.missing.discard(rank)
+        finally:
+            with self._links.lock:
+                self._num_receiving -= 1
+                self.notify()
 
 
 def _shown(number: int) -> str:

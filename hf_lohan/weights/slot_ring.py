@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -14,7 +14,10 @@ from hf_lohan.absent import AbsentParameter, MovedGradients, StandIns
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
-from hf_lohan.updates import BorrowedSlot, WeightSlots
+from hf_lohan.updates import BorrowedSlot, WeightChange, WeightSlots
+
+_NUM_LAST_CHANGES = 64
+"""Number of changes of weights whose kind is kept."""
 
 
 @dataclass(eq=False)
@@ -83,6 +86,7 @@ class SlotRing(WeightSlots):
         """Number of calls of `end_step`."""
         self._changed_at: dict[Block, int] = {}
         """By block, `num_changes` after its last change."""
+        self._last_changes: deque[WeightChange] = deque(maxlen=_NUM_LAST_CHANGES)
         self._callbacks: list[Callable[[], None]] = []
 
     def _all(self) -> list[Slot]:
@@ -214,12 +218,13 @@ class SlotRing(WeightSlots):
                     self._empty(slot)
             self.changed.notify_all()
 
-    def end_step(self, changed: Iterable[Block]) -> None:
+    def end_step(self, changed: Iterable[Block], change: WeightChange = WeightChange.STEP) -> None:
         """Forget blocks that a step has changed, or that were written between steps. All ranks call this at the same
         points of their runs, so that `num_changes` tells which weights a load needs."""
         with self.lock:
             blocks = list(changed)
             self.num_changes += 1
+            self._last_changes.append(change)
             self._changed_at.update(dict.fromkeys(blocks, self.num_changes))
             self.forget(blocks)
         for callback in self._callbacks:
@@ -228,6 +233,12 @@ class SlotRing(WeightSlots):
     def is_unchanged_since(self, block: Block, num_changes: int) -> bool:
         """Return whether the block has the weights that it had when `num_changes` had this value."""
         return self._changed_at.get(block, 0) <= num_changes
+
+    def change_before(self, num_changes: int) -> WeightChange | None:
+        """Return the change that made `num_changes` this number; None if it was long ago, or there was none."""
+        with self.lock:
+            place = num_changes - self.num_changes - 1
+            return self._last_changes[place] if -len(self._last_changes) <= place < 0 else None
 
     # Called by the loading thread. The caller holds `lock`.
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lohan.activations import anchor_name, layer_frame
 from hf_lohan.device import CpuDevice
+from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.planner import Placement
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
@@ -179,3 +180,22 @@ def test_recomputation_skips_the_random_numbers_of_stored_operations(
         outcomes.append([*model.gradients(num_backwards=2), torch.get_rng_state()])
         model.close()
     assert all_equal(*outcomes)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "swap"])
+def test_layers_that_ran_whole_before_chunks_were_decided_run_again_whole(
+    activations: str, make_twins: TwinsFactory
+) -> None:
+    """Two forwards share a backward, and the second one decides."""
+    twins = make_twins(recompute=True, **{**ROOM, "activations": activations})
+    layers = {layer: f"model.layers.{number}" for number, layer in enumerate(twins.model.model.layers)}
+    chunked = run_layers_in_chunks(twins.model, twins.engine.activations, layers)
+    first = twins.losses(0)
+    assert not chunked.has_cut
+    chunked.cut(6)
+    second = [model(**tiny_batch(seed=1)).loss for model in twins.models]
+    assert chunked.has_cut
+    for one, other in zip(first, second, strict=True):
+        (one + other).backward()
+    expected = torch.nn.utils.clip_grad_norm_(twins.stock.parameters(), 0.5)
+    assert float(twins.engine.clip_grad_norm(0.5)) == pytest.approx(float(expected), rel=1e-5)

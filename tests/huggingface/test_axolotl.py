@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,10 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
     plugins = base.PluginManager.get_instance()
     plugins.register("hf_lohan.axolotl.AxolotlPlugin", required=True)
     return plugins
+
+
+def axolotl_plugin() -> Any:
+    return importlib.import_module("hf_lohan.axolotl")
 
 
 def config(**settings: Any) -> Any:
@@ -226,6 +231,58 @@ def test_a_streamed_run_gives_the_bits_of_axolotls_loader(run: Run, settings: di
     assert isinstance(trainer, OffloadTrainerMixin) and trainer.offload_engine is not None
     assert ours.keys() == stock.keys()
     assert all(torch.equal(ours[name], weight) for name, weight in stock.items())
+
+
+def test_plugins_prepare_a_streamed_model_once(plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps after the model is built run with a model on meta, too."""
+    from axolotl.integrations.base import BasePlugin
+
+    called: list[str] = []
+
+    class Counted(BasePlugin):  # type: ignore[misc]
+        def pre_model_load(self, cfg: Any) -> None:
+            called.append("before")
+
+        def post_model_load(self, cfg: Any, model: Any) -> None:
+            called.append("after")
+
+    class Patches:
+        def apply_pre_model_load_patches(self) -> None:
+            called.append("patches")
+
+        def apply_post_plugin_pre_model_load_patches(self) -> None:
+            called.append("later patches")
+
+    class Loader:
+        """The parts of axolotl's loader that count here."""
+
+        cfg = config(lohan="lohan", output_dir="out", max_grad_norm=1.0, gradient_accumulation_steps=1)
+        base_model, model_type, model_config, model_kwargs, auto_model_loader = "tiny", None, None, {}, None
+        patch_manager = Patches()
+        model: Any = None
+
+        def _apply_pre_model_load_setup(self) -> None:
+            called.append("setup")
+
+    def load(loader: Any) -> tuple[Any, Any]:
+        loader.patch_manager.apply_pre_model_load_patches()
+        loader._apply_pre_model_load_setup()
+        plugins.pre_model_load(loader.cfg)
+        loader.patch_manager.apply_post_plugin_pre_model_load_patches()
+        loader._build_model()
+        plugins.post_model_load(loader.cfg, loader.model)
+        return loader.model, None
+
+    def stream_twice(_path: Any, *, finish: Callable[[Any], Any], **_kwargs: Any) -> Any:
+        finish(tiny_model("llama").to("meta"))
+        return finish(tiny_model("llama"))
+
+    monkeypatch.setitem(plugins.plugins, "counted", Counted())
+    monkeypatch.setattr(axolotl_plugin(), "from_pretrained", stream_twice)
+    axolotl_plugin().stream(Loader(), load)
+    assert called == ["patches", "setup", "before", "later patches", "after", "after"]
+    plugins.pre_model_load(Loader.cfg)
+    assert called[-1] == "before", "the next model is prepared again"
 
 
 def test_qlora_packs_the_base_as_hf_lohan_does(run: Run, tmp_path: Path) -> None:

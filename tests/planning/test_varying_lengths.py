@@ -5,9 +5,10 @@ that needs more than `device_memory` ends the run before its forward.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, HardwareProfile
 from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out
 from hf_lohan.planning.layout import OffloadLayout
+from hf_lohan.planning.run_plan import CHUNK_TOKENS
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -58,7 +60,12 @@ class Run:
 
 
 def run_lengths(
-    lengths: Sequence[int | Sequence[int]], folder: Path, links: Links | None = None, **settings: Any
+    lengths: Sequence[int | Sequence[int]],
+    folder: Path,
+    links: Links | None = None,
+    *,
+    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
+    **settings: Any,
 ) -> Run:
     """Train one step with each length, or with the lengths of several micro-batches, on swapped activations."""
     links = links or Links.alone()
@@ -109,6 +116,7 @@ def run_lengths(
                 run.losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
+            after_step(engine, seed)
             swapper = engine.activations.swapper
             run.memory.append((tiers.shared_ram.num_bytes, swapper.spilled_bytes, swapper.swapped_bytes))
         engine.wait_for_updates()
@@ -132,6 +140,50 @@ def test_a_longer_batch_is_planned_for(tmp_path: Path) -> None:
     assert long_bytes == pytest.approx(short_bytes * LONG / SHORT, rel=0.01)  # nothing stays on the device
     assert swapped[4] - swapped[3] == long_bytes
     assert run.losses == run_lengths(lengths, tmp_path / "recomputed", activations="recompute").losses
+
+
+def test_a_run_that_goes_back_to_another_plan_plans_its_next_batch(tmp_path: Path) -> None:
+    go_back = lambda engine, step: engine.plan_again() if step == 1 else None  # noqa: E731
+    run = run_lengths([LONG, SHORT, SHORT], tmp_path / "again", after_step=go_back)
+    assert [shape.sequence_length for shape in run.planned] == [LONG, SHORT]
+
+
+class Cuts:
+    """Layers that may run in chunks."""
+
+    def cut(self, chunk_tokens: int | None) -> None:
+        self.chunk_tokens = chunk_tokens
+
+
+def planned_in_chunks(file: Path, chunk_tokens: int, facts: dict[str, Any] | None = None) -> RunPlan:
+    """Return a run, which continues from a commit with these facts, after a batch for which its plan has this number
+    of tokens in a chunk."""
+    config: Any = SimpleNamespace(chunked_layers="auto")
+    plan = RunPlan(None, None, config, CpuDevice(), None)  # type: ignore[arg-type]
+    plan.may_cut(Cuts(), str(file))  # type: ignore[arg-type]
+    if facts is not None:
+        plan.resume(facts)
+    assert plan.facts == {CHUNK_TOKENS: None}
+    plan._try_to_plan = lambda *_args: None  # type: ignore[method-assign]
+    planned: Any = SimpleNamespace(
+        plan=SimpleNamespace(chunk_tokens=chunk_tokens), layout=SimpleNamespace(collectives=None)
+    )
+    plan._with_common_chunks(planned, StepShape(1, 1), may_run_together=False)
+    return plan
+
+
+def test_a_resumed_run_decides_the_chunks_that_it_had_decided_after_the_commit(tmp_path: Path) -> None:
+    """The measured times of another process may lead to another number, and so to other bits."""
+    file = tmp_path / "chunk_tokens.json"
+    before_decision = {CHUNK_TOKENS: None}
+    first = planned_in_chunks(file, 256)
+    assert first.chunk_tokens == 256
+    assert first.facts == {CHUNK_TOKENS: 256}
+    assert planned_in_chunks(file, 512, before_decision).chunk_tokens == 256
+    assert first.resume(before_decision), "the plan in use has chunks, and the commit has none"
+    assert first.chunk_tokens is None
+    assert not first.resume(before_decision)
+    assert planned_in_chunks(file, 512).chunk_tokens == 512, "a new run begins anew"
 
 
 def test_what_a_longer_batch_puts_away_goes_on_to_the_ssd(tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ equal one torch process that accumulates the same batches.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,14 +23,18 @@ from rank_processes import RankProcesses
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import enable_checkpointing
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
+from hf_lohan.planning.kept_weights import lent_bytes
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
-from hf_lohan.weights.joint_order import LentShards
+from hf_lohan.updates import GradientReduction
+from hf_lohan.weights.joint_order import JointOrder, LentShards
+from hf_lohan.weights.load_order import period_of
 
 LR = 1e-3
 IMAGE_TOKEN = 250
@@ -209,12 +215,14 @@ def check(stock: Trained, trained: Sequence[Trained]) -> None:
 
 @pytest.fixture
 def num_lent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The blocks that ranks borrowed."""
+    """The blocks that ranks borrowed. The pieces take the memory that was planned for them."""
     lent: list[str] = []
     begin_load = LentShards.begin_load
 
     def note(shards: LentShards, number: int, block: Any, *args: Any) -> None:
         lent.append(block.name)
+        num_bytes = sum(memory.numel() for memory in shards._memory.values())
+        assert num_bytes <= lent_bytes(shards._links.ranks, shards._piece_bytes)
         begin_load(shards, number, block, *args)
 
     monkeypatch.setattr(LentShards, "begin_load", note)
@@ -367,3 +375,38 @@ def test_the_other_process_ends_soon_after_a_killed_one(killed: int, tmp_path: P
     assert ended is not None
     assert re.search(rf"rank {killed} \(pid {pids[killed]}, \S+\) ended", ended.error), ended.error
     assert ended.at_s - killed_at_s < 5.0
+
+
+def test_a_gradient_that_only_others_have_takes_a_buffer_of_the_pool(caplog: pytest.LogCaptureFixture) -> None:
+    """It does not wait for one, because this rank's buffers may wait for this gradient."""
+    caplog.set_level(logging.INFO, logger="hf_lohan")
+    pool = BufferPool(CpuDevice(), name="gradients", num_buffers=1, buffer_bytes=4096)
+    reduction = GradientReduction(Links.alone(), CpuDevice(), pool, cast(Any, None), [], None)
+    chunk = cast(Any, "layer[0]")
+    first = reduction._new_buffer(chunk)
+    assert first.pool is pool and not caplog.records
+    assert reduction._new_buffer(chunk).pool is not pool
+    assert "this rank updates layer[0]" in caplog.text and "4 KiB of RAM that cpu_memory does not count" in caplog.text
+    first.release()
+    assert reduction._new_buffer(chunk) is first
+
+
+def test_ranks_forget_what_they_knew_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: weakref.WeakSet[JointOrder] = weakref.WeakSet()
+    make_order = JointOrder.__init__
+
+    def noted(order: JointOrder, *args: Any) -> None:
+        make_order(order, *args)
+        orders.add(order)
+
+    monkeypatch.setattr(JointOrder, "__init__", noted)
+    ages: list[int] = []
+
+    def measure(engine: OffloadEngine, _step: int) -> None:
+        for order in list(orders):
+            with order._links.lock:
+                known = [*order._cuts, *map(period_of, order._wanted), *order._summaries]
+                ages.append(order._period - min(known, default=order._period))
+
+    run_ranks(2, lambda links: train_rank(links, tmp_path, SKIPPING, 0.5, after_step=measure))
+    assert len(ages) >= 10 and max(ages) <= 1, ages

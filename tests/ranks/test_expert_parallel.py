@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from hf_lohan.huggingface.attachment import (
     stream_experts,
 )
 from hf_lohan.model import find_experts
+from hf_lohan.model.experts import experts_as_stored
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
@@ -533,3 +534,18 @@ def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
     for outcome in rank_outcomes(2, resolve):
         assert isinstance(outcome.error, ConfigError)
         assert "expert_parallel is 'auto' on rank 0 and 'world' on rank 1" in str(outcome.error)
+
+
+def test_a_rank_that_owns_no_expert_takes_their_form_from_the_other_stores(tmp_path: Path) -> None:
+    """Its own store has no record of an expert, as if they were loaded with their layers."""
+    make_model = partial(expert_model, "mixtral", num_local_experts=2, num_hidden_layers=1)
+
+    def form(links: Links) -> tuple[bool, str]:
+        with opened(links, tmp_path, make_model) as engine:
+            owns_some = any(block.owner == links.ranks.rank for block in engine.layout.blocks)
+            config = replace(engine.config, experts="auto")
+        return owns_some, experts_as_stored(engine.model, config, links).experts
+
+    owners, forms = zip(*run_ranks(3, form), strict=True)
+    assert sorted(owners) == [False, True, True]
+    assert forms == ("streamed",) * 3

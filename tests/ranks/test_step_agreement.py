@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from exchanged_gradients import Backwards, RankOfExchange
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import pytest
+import torch
+from engines import open_engine, resolved
+from exchanged_gradients import Backwards, RankOfExchange
+from torch import Tensor
+
+from hf_lohan.absent import gathered_parameters
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, StepAgreement
 from hf_lohan.ranks.transport.agreements import END_OF_STEP
-from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import Outcome, rank_outcomes, run_ranks
+
+_ONE_GENERATOR = threading.Lock()
+"""Ranks are threads here, and all threads share torch's generator."""
 
 
 def test_all_ranks_get_the_measurements_of_each() -> None:
@@ -90,3 +108,116 @@ def test_a_rank_in_another_exchange_is_named_while_others_wait_for_its_gradients
     assert isinstance(outcomes[0].error, RanksDisagreeError) and told in str(outcomes[0].error)
     assert isinstance(outcomes[1].error, RankFailedError) and told in str(outcomes[1].error)
     assert outcomes[0].took_s < 10
+
+
+# Calls that only one rank makes.
+
+
+def train_differently(
+    folder: Path, between: Callable[[OffloadEngine, int, int], bool], *, num_steps: int = 4
+) -> Sequence[Outcome[list[Tensor]]]:
+    """Train two ranks. They call `between` with the engine, rank and step when the norm is known, and step() if it
+    returns True."""
+
+    def run(links: Links) -> list[Tensor]:
+        rank = links.ranks.rank
+        with _ONE_GENERATOR:
+            model = tiny_model("llama").train()
+        config = resolved(folder / f"rank-{rank}", cpu_memory="6MiB", gpu_memory="1MiB", activations="recompute")
+        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
+        engine = open_engine(model, layout, config, None, links)
+        try:
+            optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+            for step in range(num_steps):
+                model(**tiny_batch(seed=rank + 2 * step)).loss.backward()
+                engine.clip_grad_norm(1.0)
+                if between(engine, rank, step):
+                    optimizer.step()
+                optimizer.zero_grad()
+            return [engine.parameters.read_parameter(name) for name, _ in model.named_parameters()]
+        finally:
+            engine.close()
+
+    return rank_outcomes(2, run, timeout_s=300.0)
+
+
+def disagreement(outcomes: Sequence[Outcome[list[Tensor]]]) -> str:
+    """Return what the error of all ranks says, which came long before the timeout."""
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RanksDisagreeError | RankFailedError), outcome.error
+        assert outcome.took_s < 30.0
+    texts = [str(outcome.error) for outcome in outcomes if isinstance(outcome.error, RanksDisagreeError)]
+    assert texts, "no rank knows the cause"
+    return texts[0]
+
+
+def test_gradients_that_one_rank_drops_after_the_norm_is_agreed_end_all_ranks(tmp_path: Path) -> None:
+    """Without the error, the other rank's step would count, and the ranks' weights would belong to different steps."""
+    told = disagreement(train_differently(tmp_path, lambda engine, rank, step: (rank, step) != (1, 1)))
+    assert "dropped the gradients of a step (zero_grad())" in told and "all ranks must take the same steps" in told
+
+
+def test_gradients_that_all_ranks_drop_after_the_norm_is_agreed_change_nothing(tmp_path: Path) -> None:
+    with_drop = train_differently(tmp_path / "dropped", lambda engine, rank, step: step < 3)
+    without = train_differently(tmp_path / "whole", lambda engine, rank, step: True, num_steps=3)
+    for outcome, other in zip(with_drop, without, strict=True):
+        assert outcome.error is other.error is None
+        assert all(map(torch.equal, outcome.result or [], other.result or []))
+
+
+def change_head(engine: OffloadEngine, change: Callable[[], float]) -> None:
+    """Drop the step and change the head."""
+    engine.drop_gradients()
+    with torch.no_grad(), gathered_parameters(engine.model.lm_head):
+        engine.model.lm_head.weight += change()
+
+
+@pytest.mark.parametrize("change", [lambda rank: rank, lambda rank: 1 + rank])
+def test_weights_that_ranks_change_differently_end_all_ranks(change: Callable[[int], float], tmp_path: Path) -> None:
+    """Each rank stores its shard, so the weights would be a mixture."""
+
+    def between(engine: OffloadEngine, rank: int, step: int) -> bool:
+        if step == 1:
+            change_head(engine, lambda: change(rank))
+        return step != 1
+
+    told = disagreement(train_differently(tmp_path, between))
+    assert re.search(r"lm_head\.weight has some values on rank \d and not on rank \d at the end of gathered_", told)
+
+
+def test_a_rank_that_raises_in_gathered_parameters_stops_the_change_on_all(tmp_path: Path) -> None:
+    def between(engine: OffloadEngine, rank: int, step: int) -> bool:
+        if step == 1:
+            with contextlib.suppress(ZeroDivisionError):
+                change_head(engine, lambda: 1 / (1 - rank))
+        return step != 1
+
+    told = disagreement(train_differently(tmp_path, between))
+    assert "an exception ended gathered_parameters on rank 1 and not on rank 0" in told
+
+
+def test_weights_that_only_one_rank_gathers_end_all_ranks(tmp_path: Path) -> None:
+    def between(engine: OffloadEngine, rank: int, step: int) -> bool:
+        if step == 1:
+            engine.drop_gradients()
+        if (rank, step) == (1, 1):
+            change_head(engine, lambda: 1.0)
+        return step != 1
+
+    assert "look for a step, a callback or a save that only some" in disagreement(train_differently(tmp_path, between))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_forward_that_only_one_rank_runs_ends_all_ranks(backward: bool, tmp_path: Path) -> None:
+    """It would wait for a forward of the other rank, which waits for gradients of the next step."""
+
+    def between(engine: OffloadEngine, rank: int, step: int) -> bool:
+        if (rank, step) == (1, 1):
+            engine.drop_gradients()
+            loss = engine.model(**tiny_batch()).loss
+            if backward:
+                loss.backward()
+        return step != 1
+
+    told = disagreement(train_differently(tmp_path, between))
+    assert re.search("the lengths of batches of a forward|must take the same steps|rank \\d drops them", told), told

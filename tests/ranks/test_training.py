@@ -276,7 +276,7 @@ def test_a_forward_and_the_end_of_a_step_have_one_exchange_each(
             and list(done[links.ranks.rank])
         ),
     )
-    of_a_step = ["the lengths of batches", "the lengths of batches", "the end of the step"]
+    of_a_step = [*["the lengths of batches of a forward"] * 2, "the end of the step"]
     for of_rank in steps:
         in_steps, after = of_rank[: 3 * (NUM_STEPS - 1)], of_rank[3 * (NUM_STEPS - 1) :]
         assert in_steps == of_a_step * (NUM_STEPS - 1)

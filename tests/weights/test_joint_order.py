@@ -32,7 +32,7 @@ ORDERED = 3
 def on_rank_0(check: Callable[[JointOrder, Links], None]) -> None:
     def run(links: Links) -> None:
         if links.ranks.rank == 0:
-            check(JointOrder(links, lambda first, are_equal: None, lambda: None), links)
+            check(JointOrder(links, cast(Any, None), lambda first, are_equal: None, lambda: None), links)
 
     run_ranks(2, run)
 
@@ -100,7 +100,7 @@ def test_a_failed_load_ends_after_all_ranks_have_answered() -> None:
                 [block],
                 NodeShards(links.ranks, [block]),
                 None,
-                read_bytes=1 << 20,
+                piece_bytes=1 << 20,
                 notify=links.notify,
             )
             shards.begin_load(5, block, weights, None)

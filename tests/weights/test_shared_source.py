@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
 from hf_lohan.weights import LockstepLoader, RecordReader, SharedWeights, SlotRing
+from hf_lohan.weights.node_shards import NodeShards
 from hf_lohan.weights.shared_source import SharedRegions
 
 CHUNK_NUMEL = GRANULE_NUMEL
@@ -459,6 +461,56 @@ def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
 
     node = NodeMemory(2 * max(block.param_bytes for block in make_blocks(2)))
     run_ranks(2, run)
+
+
+def test_a_source_closes_after_the_shard_that_is_arriving(tmp_path: Path) -> None:
+    """It may be written to a file, which is closed next. Shards that come later are ignored."""
+    received: list[bool] = []
+
+    def run(links: Links) -> None:
+        blocks = make_blocks(2)
+        store = RankStore(tmp_path / str(links.ranks.rank), blocks, links, None, random.Random(0))
+        ring, parts = (
+            SlotRing(CpuDevice(), slots_for(blocks, num_layer_slots=2, num_outer_slots=1)),
+            NodeShards(links.ranks, blocks),
+        )
+        has_begun = threading.Event()
+
+        def receive(*_args: object, **_settings: object) -> None:
+            has_begun.set()
+            links.wait_for(lambda: source._is_closed, "the end", peers=[])
+            received.append(not has_closed)
+
+        source = SharedWeights(
+            CpuDevice(),
+            store.store,
+            store.handover.deliver,
+            store.handover,
+            ring,
+            links,
+            NodeMemory(2 * max(block.param_bytes for block in blocks)).memory,
+            blocks,
+            read_bytes=4 * GRANULE_NUMEL,
+            parts=parts,
+        )
+        links.barrier("the start")
+        if links.ranks.rank == 0:
+            parts.receive = receive  # type: ignore[method-assign]
+            assert source.begin_load(0, blocks[1], 0, lambda: True)
+            arriving = threading.Thread(target=lambda: source._on_part(1, (0, 1, 0, 0), cast(Any, object())))
+            has_closed = False
+            arriving.start()
+            assert has_begun.wait(60)
+        source.close()
+        if links.ranks.rank == 0:
+            has_closed = True
+            arriving.join()
+            source._on_part(1, (0, 1, 0, 0), cast(Any, object()))
+            assert received == [True]
+        links.barrier("the end")
+        store.close()
+
+    run_ranks(2, run, num_local=1)
 
 
 def test_a_second_source_gets_no_messages_of_the_first(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, MovedGradients, WeightView, gathered_parameters
-from hf_lohan.engine import ParameterAccess
+from hf_lohan.engine import ParameterAccess, check_equal_weights
 from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.ranks import Links
 
 _ONE_LAYER = ("merge", "unmerge")
 _WHOLE_MODEL = ("merge_and_unload", "unload")
@@ -85,9 +86,12 @@ def finished_skeleton(skeleton: Any, finish: Callable[[Any], Any]) -> tuple[Any,
     return model, {before[parameter][0]: name for parameter, name in kept.items()}
 
 
-def finished(base: Any, finish: Callable[[Any], Any], access: ParameterAccess, names: Mapping[str, str]) -> Any:
+def finished(
+    base: Any, finish: Callable[[Any], Any], access: ParameterAccess, names: Mapping[str, str], links: Links
+) -> Any:
     """Call ``finish`` with a model of placeholders, and store the weights that it makes. The base's weights are stored
-    under ``names``. ``finish`` may read these weights, and raises an error if it changes them."""
+    under ``names``. ``finish`` may read these weights, and raises an error if it changes them. All ranks call this
+    together. Raises RanksDisagreeError if ranks make different weights."""
     stored_names = {parameter: names[name] for name, parameter in base.named_parameters() if name in names}
     stored = ReadableBase(lambda parameter: access.read_parameter(stored_names[parameter]))
     placeholders = stored.hide(stored_names)
@@ -96,9 +100,10 @@ def finished(base: Any, finish: Callable[[Any], Any], access: ParameterAccess, n
     finally:
         for parameter, placeholder in placeholders.items():
             AbsentParameter.show(parameter, placeholder)
-    for name, parameter in model.named_parameters():
-        if parameter not in placeholders:
-            access.write_parameter(name, parameter)
+    made = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in placeholders]
+    check_equal_weights([*made, *model.named_buffers()], links)  # they are drawn, and are in no checkpoint
+    for name, parameter in made:
+        access.write_parameter(name, parameter)
     return model
 
 

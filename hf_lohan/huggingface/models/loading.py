@@ -273,7 +273,7 @@ def from_pretrained(
     encoded = encoded if config.quantize.weights else None
     config = activations_kept_if_needed(skeleton, config)
     refuse_chunks(skeleton, config)
-    config = experts_as_stored(skeleton, config)
+    config = experts_as_stored(skeleton, config, links_to_other_ranks())
     lay_out_for_this = partial(
         lay_out,
         config=config,
@@ -311,7 +311,7 @@ def from_pretrained(
         check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads are in no checkpoint
         store_the_rest(model, access, names)
         if finish is not None:
-            model = finished(model, finish, access, names)
+            model = finished(model, finish, access, names, links_to_other_ranks())
         final = lay_out_for_this(model)
         if final.identity != layout.identity:
             raise ValueError(

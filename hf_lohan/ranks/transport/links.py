@@ -50,6 +50,8 @@ _LAST_WORDS_S = 1.0
 _HANDLER_ENDS_WITHIN_S = 5.0
 _MAX_TEXT_CHARS = 4000
 _LENGTHS = struct.Struct("<II")
+IN_TURN = ("main", "lengths")
+"""Sequences of `all_gather` whose calls a rank's computing thread makes, so that their order is one."""
 _SHAPE = struct.Struct("<qq")
 
 
@@ -213,7 +215,8 @@ class Links:
 
     def all_gather(self, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
         """Return the payloads of all ranks, in rank order. `tag` names the call in a few words. All ranks make the
-        calls of one sequence in the same order, one at a time."""
+        calls of one sequence in the same order, one at a time. The sequences `IN_TURN` are ordered among each other,
+        too. Raises RankFailedError or RankTimeoutError, and RanksDisagreeError if ranks are at different calls."""
         others = self.ranks.others
         self.raise_if_failed(f"waited for {tag}")
         with self.lock:
@@ -225,8 +228,9 @@ class Links:
         self.send_all(Kind.GATHER, number, payload=packed)
 
         def is_complete() -> bool:
-            self._check_order(tag, sequence, number)
-            return len(received) == len(others)
+            missing = [other for other in others if other not in received]
+            self._check_order(tag, sequence, number, missing)
+            return not missing
 
         self.wait_for(is_complete, tag, peers=lambda: [other for other in others if other not in received])
         with self.lock:
@@ -263,10 +267,17 @@ class Links:
             with self.lock:
                 del self._broadcasts[owner]
 
-    def _check_order(self, tag: str, sequence: str, number: int) -> None:
-        """Raise RanksDisagreeError if another rank's call of this number has another tag. The caller holds the lock."""
+    def _check_order(self, tag: str, sequence: str, number: int, awaited: Collection[int]) -> None:
+        """Raise RanksDisagreeError if another rank's call of this number has another tag, or if one of the awaited
+        ranks is at a call of another sequence to which this rank comes later. The caller holds the lock."""
+        self._check_tag(tag, sequence, number, self.ranks.others)
+        for other_sequence in IN_TURN if sequence in IN_TURN else ():
+            if other_sequence != sequence:
+                self._check_tag(tag, other_sequence, self._num_gathers[other_sequence], awaited)
+
+    def _check_tag(self, tag: str, sequence: str, number: int, of_ranks: Collection[int]) -> None:
         for other, (others_tag, _) in self._gathered.get((sequence, number), {}).items():
-            if others_tag != tag:
+            if others_tag != tag and other in of_ranks:
                 raise RanksDisagreeError(
                     f"rank {self.ranks.rank} is at {tag!r} where rank {other} is at {others_tag!r} (number {number} "
                     f"of {sequence!r}); all ranks must do the same in the same order; look for a step, a callback or "
@@ -317,13 +328,13 @@ class Links:
         with self.lock, self.note_waiting():
             while not predicate():
                 self._refuse_in_child()
+                awaited = self._peers if peers is None else peers() if callable(peers) else peers
                 if before:
-                    self._check_order(before, "main", self._num_gathers["main"])
+                    self._check_order(before, "main", self._num_gathers["main"], awaited)
                 self._failure.raise_if_known(f"waited for {what}")
                 if self._is_closing:
                     text = f"rank {self.ranks.rank} closed its connections while it waited for {what}"
                     raise RankFailedError(text, self.ranks.rank)
-                awaited = self._peers if peers is None else peers() if callable(peers) else peers
                 waited_for = [self._peers[rank] for rank in awaited if rank in self._peers]
                 gone = [peer for peer in waited_for if peer.has_left]
                 if gone and (peers is not None or len(gone) == len(waited_for)):
@@ -348,10 +359,12 @@ class Links:
         """Return since when a thread waits for other ranks, by `time.monotonic`; None if it does not."""
         return self._waiting_since.get(thread)
 
-    def raise_if_silent(self, what: str, peers: Collection[int], since_s: float) -> None:
+    def raise_if_silent(self, what: str, peers: Collection[int], since_s: float, *, before: str = "") -> None:
         """Raise RankFailedError or RankTimeoutError if these ranks have failed, or were silent for too long after
-        `since_s` (`time.monotonic`). This is for waits that do not use `wait_for`."""
+        `since_s` (`time.monotonic`). This is for waits that do not use `wait_for`, which explains `before`."""
         with self.lock:
+            if before:
+                self._check_order(before, "main", self._num_gathers["main"], peers)
             self._failure.raise_if_known(f"waited for {what}")
             silent = self._silent_peers([self._peers[rank] for rank in peers], since_s)
             if silent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import model_of
+from engines import open_engine, resolved
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
@@ -19,8 +22,12 @@ from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation
+from hf_lohan.huggingface.ranks import generate_together
 from hf_lohan.planner import SizeClass
-from hf_lohan.planning import bytes_per_token
+from hf_lohan.planning import bytes_per_token, lay_out
+from hf_lohan.ranks import Links, RanksDisagreeError
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import rank_outcomes
 from hf_lohan.timeline import SSD_READ
 
 NUM_LAYERS = 6
@@ -366,3 +373,55 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint_of: Callable[[s
                         assert all(map(torch.equal, found[1], logits)), (case, rank)
     finally:
         torch.set_num_threads(before)
+
+
+# Several ranks.
+
+
+def generate_on_ranks(folder: Path, call: Callable[[Any, int], Any]) -> list[Any]:
+    """Return the outcomes of ``call(model, rank)`` on two ranks, which torch does not connect."""
+    one_generator = threading.Lock()
+
+    def run(links: Links) -> Any:
+        rank = links.ranks.rank
+        with one_generator:
+            model = tiny_model("llama").eval()
+        config = resolved(folder / f"rank-{rank}", cpu_memory="6MiB", gpu_memory="1MiB", activations="recompute")
+        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
+        engine = open_engine(model, layout, config, None, links)
+        for _ in range(2):  # as for a model that is offloaded again
+            generate_together(model, links, lambda: engine.is_closed)
+        try:
+            generated = call(model, rank)
+        finally:
+            engine.close()
+        with pytest.raises(RuntimeError, match="engine of this model is closed"):
+            generate(model, rank)
+        return generated
+
+    return rank_outcomes(2, run, timeout_s=300.0)
+
+
+def generate(model: Any, rank: int) -> Tensor:
+    prompt = torch.arange(5, 9 + rank)[None]
+    tokens: Tensor = model.generate(input_ids=prompt, max_new_tokens=2 + 3 * rank, do_sample=False, pad_token_id=0)
+    return tokens
+
+
+def test_ranks_that_torch_does_not_connect_generate_sequences_of_different_lengths(tmp_path: Path) -> None:
+    stock = tiny_model("llama").eval()
+    for rank, outcome in enumerate(generate_on_ranks(tmp_path, generate)):
+        assert outcome.error is None
+        assert torch.equal(outcome.result, generate(stock, rank))
+
+
+def test_a_rank_that_generates_alone_ends_all_ranks(tmp_path: Path) -> None:
+    def call(model: Any, rank: int) -> Any:
+        return generate(model, 0) if rank == 0 else model(**tiny_batch()).loss
+
+    outcomes = generate_on_ranks(tmp_path, call)
+    texts = [str(outcome.error) for outcome in outcomes if isinstance(outcome.error, RanksDisagreeError)]
+    assert any(
+        "'model.generate'" in text and "a callback or a save that only some of them run" in text for text in texts
+    )
+    assert all(outcome.error is not None and outcome.took_s < 30.0 for outcome in outcomes)

@@ -104,7 +104,7 @@ def test_a_step_has_one_exchange_for_its_decisions(run: Run, folder: Path) -> No
     """Three other exchanges count the items of all batches, compare their lengths before the forward, and wait for
     logging."""
     run("whole")
-    every_step = ["what is logged, evaluated and saved", "a number of each rank", "the lengths of batches"]
+    every_step = ["what is logged, evaluated and saved", "a number of each rank", "the lengths of batches of a forward"]
     every_step.append("the end of the step")
     steps = facts(folder, "whole")["exchanged"]
     assert len(steps) == 7, "one list after each step, and one before the first"

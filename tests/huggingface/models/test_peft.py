@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ from transformers import TrainingArguments
 
 import hf_lohan
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.models.adapters import adding_adapters, finished
+from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import rank_outcomes
 
 peft = pytest.importorskip("peft")
 
@@ -129,3 +135,38 @@ def test_a_run_with_adapters_resumes(stock: StockTrainer, tmp_path: Path) -> Non
     for name, parameter in stock.model.named_parameters():
         assert torch.equal(found[name], parameter), name
     engine_of(second).close()
+
+
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_adapters_that_ranks_draw_differently_are_refused(seeds: Sequence[int]) -> None:
+    """They are drawn after the base has streamed, when each rank has its own random state."""
+
+    class Written:
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def write_parameter(self, name: str, _parameter: Tensor) -> None:
+            self.names.append(name)
+
+    written = [Written(), Written()]
+
+    def load(links: Links) -> None:
+        rank = links.ranks.rank
+
+        def add(model: Any) -> Any:
+            with one_generator:
+                torch.manual_seed(seeds[rank])
+                return adding_adapters(peft.LoraConfig(r=2, target_modules=["q_proj"]))(model)
+
+        with one_generator:
+            base = tiny_model("llama", num_layers=1)
+        finished(base, add, written[rank], {}, links)  # type: ignore[arg-type]
+
+    one_generator = threading.Lock()
+    outcomes = rank_outcomes(2, load)
+    if seeds[0] == seeds[1]:
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        assert any("lora_A" in name for name in written[1].names)
+        return
+    assert not written[0].names
+    assert any(re.search(r"lora_A.* differs between rank 1 and rank 0", str(outcome.error)) for outcome in outcomes)
