@@ -111,9 +111,9 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
+    """Bytes of host memory of a node that passes blocks to all its ranks."""
     lent_piece_bytes: int = 0
     """Bytes of one piece of a shard that a rank lends or borrows, if ranks load different blocks."""
-    """Bytes of host memory of a node that passes blocks to all its ranks."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
     """Ways to exchange weights and gradients that the configuration leaves to the plan."""
     collectives: Collectives | None = None
@@ -321,6 +321,9 @@ class WholeBlocks:
     def shared_weight_bytes(self, blocks: Sequence[Block], within: WithinCodec) -> int:
         return 0
 
+    def lent_piece_bytes(self, blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
+        return 0
+
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
         return (WAY_WITHIN_A_NODE,)
 
@@ -363,6 +366,9 @@ class _Shards(WholeBlocks):
         return _SHARED_BLOCKS * max(
             block.fetched_bytes + coded_bytes_within(block, within) for block in blocks if block.owner is None
         )
+
+    def lent_piece_bytes(self, blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
+        return lent_piece_bytes(self._ranks, [block for block in blocks if block.owner is None], cpu_memory_bytes)
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
         return tuple(asked) if self._ranks.num_nodes > 1 else ways_within(asked)
@@ -456,7 +462,7 @@ def lay_out(
     open_ways = shards.ways(config.collectives.open_ways())
     common_blocks = [block for block in blocks if block.owner is None]
     messages = min(message_bytes(common_blocks, ranks, way) for way in open_ways)
-    piece_bytes = lent_piece_bytes(ranks, common_blocks, config.cpu_memory) if ranks.num_ranks > 1 else 0
+    piece_bytes = shards.lent_piece_bytes(blocks, config.cpu_memory)
     exchange_bytes = shared_bytes // ranks.num_local + lent_bytes(ranks, piece_bytes) + messages
     if exchange_bytes >= config.cpu_memory:
         raise BudgetError(

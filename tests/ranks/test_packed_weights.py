@@ -269,7 +269,8 @@ def test_a_node_reads_what_one_process_reads_and_shares_packed_bytes(tmp_path: P
     alone = train(Links.alone(), tmp_path / "again", base_of("llama", NF4, num_layers=6))
     read = sum(ours.read_bytes for ours in trained)
     print(f"read {read} by two, {alone.read_bytes} by one")
-    assert read <= 1.02 * alone.read_bytes
+    layer = max(block.fetched_bytes for block in trained[0].layout.blocks if block.size_class is SizeClass.LAYER)
+    assert read <= 1.02 * alone.read_bytes + layer  # a prefetch of the next step may have begun
     largest = max(trained[0].layout.blocks, key=lambda block: block.fetched_bytes)
     assert trained[0].shared_bytes == trained[0].layout.shared_weight_bytes == 2 * largest.fetched_bytes
     layers = [block for block in trained[0].layout.blocks if block.size_class is SizeClass.LAYER]
