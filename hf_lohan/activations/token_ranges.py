@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -71,14 +71,19 @@ class RowPieces:
         """Tokens of a row that this rank computes."""
         return sum(stop - start for start, stop in self.ranges)
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a row that one of the ranks computes."""
+        return max(replace(self, number=number).num_tokens for number in range(self.num_ranks))
+
     def take(self, tensor: Tensor) -> Tensor:
         """Return this rank's tokens of a tensor [rows, tokens, ...]."""
         return torch.cat([tensor[:, start:stop] for start, stop in self.ranges], 1)
 
     def cut(self, num_rows: int, chunk_tokens: int | None) -> list[list[TokenRange]]:
-        """Return this rank's chunks of a batch, by group of rows whose keys are on the device together. None cuts
-        pieces no further."""
-        if chunk_tokens is None or num_rows * self.num_tokens <= chunk_tokens:
+        """Return this rank's chunks of a batch, by group of rows whose keys are on the device together. The groups are
+        the same on all ranks, because the ranks wait for each other in each group. None cuts pieces no further."""
+        if chunk_tokens is None or num_rows * self.most_tokens <= chunk_tokens:
             return [self._chunks_of(0, num_rows, self.length)]
         return [self._chunks_of(row, row + 1, chunk_tokens) for row in range(num_rows)]
 

@@ -182,11 +182,17 @@ def launch_script(arguments: Sequence[str]) -> int:
 
 def launch_lohan(num_processes: int, arguments: Sequence[str]) -> int | None:
     """Run the command `lohan` in several processes, and return the exit status. Returns None, and starts nothing, if
-    one process is asked for, or this is already one of several."""
+    one process is asked for, or this is already one of so many. Raises ValueError if this is one of another number."""
     if num_processes < 1:
         raise ValueError(f"num_processes={num_processes} must be at least 1")
-    if num_processes == 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    num_here = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes in (1, num_here):
         return None
+    if num_here > 1:
+        raise ValueError(
+            f"num_processes={num_processes} is set, but a launcher has started {num_here} processes of this program; "
+            "leave num_processes out"
+        )
     return launch_script(["--num_processes", str(num_processes), "-m", "hf_lohan.cli", *arguments])
 
 

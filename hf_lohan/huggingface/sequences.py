@@ -7,8 +7,9 @@ token of a piece predicts the first of the next one. Masks know all tokens of a 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_lohan.activations.token_ranges import CutRows, RowPieces
 from hf_lohan.compat.transformers_private import documents_of, is_causal_lm_loss
 from hf_lohan.huggingface.attention import computes_a_part, next_forward_of
+from hf_lohan.ranks import RanksDisagreeError, RowLinks
 
 ROWS = "rows_of_ranks"
 """Key of the `CutRows` in a cut batch."""
@@ -27,6 +29,29 @@ _IGNORED = -100
 _CUT_INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "labels", "shift_labels"))
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position of a forward."""
+
+
+def own_parts(batches: Iterable[Any], links: RowLinks) -> Iterator[dict[str, Any]]:
+    """Yield this rank's part of each batch (`cut_rows`). All ranks of a row call this together. Raises
+    RanksDisagreeError if they have different batches, because each would attend to keys of other tokens."""
+    for batch in batches:
+        if len(set(links.all_gather("the rows of a batch", _digest(batch)))) > 1:
+            raise RanksDisagreeError(
+                f"sequence_ranks: {links.ranks.num_ranks} ranks share rows, and they have different batches; give all "
+                "ranks the same dataset, not a part for each rank, and draw no random numbers in the dataset or the "
+                "data collator"
+            )
+        yield cut_rows(batch, links.ranks.rank, links.ranks.num_ranks)
+
+
+def _digest(batch: Any) -> bytes:
+    """Return a hash of the tensors of a batch."""
+    digest = hashlib.sha256()
+    for name in sorted(_CUT_INPUTS) if isinstance(batch, Mapping) else ():
+        if isinstance(tensor := batch.get(name), Tensor):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def cut_rows(batch: Any, number: int, num_ranks: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_lohan.activations.token_ranges import RowPieces
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 
@@ -17,7 +18,7 @@ _ATTENTION = "attention"
 
 def tokens_of_rank(sequence_length: int, sequence_ranks: int) -> int:
     """Return the most tokens that a rank has of a row."""
-    return -(-sequence_length // sequence_ranks)
+    return RowPieces(sequence_length, 0, sequence_ranks).most_tokens
 
 
 def key_numel(config: Any) -> int:

@@ -16,7 +16,7 @@ from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.activations.token_ranges import RowPieces
 from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.attention import run_layers_in_chunks
-from hf_lohan.huggingface.sequences import ROWS, check_model_of_rows, cut_rows, sharing_rows
+from hf_lohan.huggingface.sequences import ROWS, check_model_of_rows, cut_rows, own_parts, sharing_rows
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RowLinks
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
@@ -43,6 +43,16 @@ def test_pieces_of_all_ranks_are_the_row_and_have_equal_work(length: int, num_ra
         pairs.append(sum(token + 1 for token in own))
     assert sorted(tokens) == list(range(length))
     assert max(pairs) - min(pairs) <= 2 * length
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_all_ranks_cut_a_batch_into_the_same_groups_of_rows(num_ranks: int) -> None:
+    """Ranks wait for each other in each group, and some have a token more of each row than others."""
+    for length in range(2 * num_ranks, 20):
+        for chunk_tokens in range(1, 2 * length):
+            cuts = [RowPieces(length, number, num_ranks).cut(2, chunk_tokens) for number in range(num_ranks)]
+            groups = [[(chunks[0].first_row, chunks[0].last_row) for chunks in cut] for cut in cuts]
+            assert groups == groups[:1] * num_ranks, (length, chunk_tokens)
 
 
 def small_model(kind: str) -> Any:
@@ -172,6 +182,26 @@ def test_two_rows_of_two_ranks_do_not_wait_for_each_other() -> None:
 
     found = run_ranks(4, meet)
     assert found == [[b"0", b"1", b"again", b"again"]] * 2 + [[b"2", b"3"]] * 2
+
+
+@pytest.mark.parametrize("changed", ["labels", None])
+def test_ranks_of_a_row_with_different_batches_are_refused(changed: str | None) -> None:
+    """Each would attend to keys of other tokens than its own row has."""
+
+    def cut(links: Links) -> list[dict[str, Any]]:
+        batches = [batch_of("llama", with_mask=True) for _ in range(2)]
+        if changed is not None and links.ranks.rank == 1:
+            batches[1][changed][0, -1] = 0
+        return list(own_parts(batches, RowLinks.of(links, 2)))
+
+    outcomes = rank_outcomes(2, cut)
+    if changed is not None:
+        assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
+        assert all("they have different batches" in str(outcome.error) for outcome in outcomes)
+        return
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.result is not None, outcome.error
+        assert [part["input_ids"].shape[1] for part in outcome.result] == [31 - rank] * 2
 
 
 @pytest.mark.parametrize(

@@ -168,11 +168,7 @@ def generate_text(
             tokens = model.generate(**inputs, **settings)[0, num_prompt_tokens:]
             write(tokenizer.decode(tokens, skip_special_tokens=True))
         pass_s, read_bytes = clock.per_pass()
-        missing_bytes = bytes_per_token(engine.layout)
-        drive_bytes_per_s = _drive_bytes_per_s(engine, links) if missing_bytes else 0.0
-        own = json.dumps([read_bytes, missing_bytes, drive_bytes_per_s]).encode()
-        of_ranks = map(json.loads, links.all_gather("the bytes that were read", own))
-        read_bytes, missing_bytes, drive_bytes_per_s = map(sum, zip(*of_ranks, strict=True))
+        read_bytes, missing_bytes, drive_bytes_per_s = _bytes_of_all_ranks(engine, links, read_bytes)
         experts = engine.expert_loader.figures if engine.expert_loader is not None else None
         return GenerationFigures(
             num_prompt_tokens=num_prompt_tokens,
@@ -218,12 +214,22 @@ def _write_nothing(text: str) -> None:
     """The other ranks make the same text as rank 0."""
 
 
-def _drive_bytes_per_s(engine: OffloadEngine, links: Links) -> float:
-    """Measure the rate of all drives of the store together, with the run's I/O settings. Ranks measure at the same
-    time, because they may share drives."""
+def _bytes_of_all_ranks(engine: OffloadEngine, links: Links, read_bytes: float) -> tuple[float, int, float]:
+    """Return `read_bytes`, `missing_bytes` and `drive_bytes_per_s` of `GenerationFigures`, each the sum of all ranks.
+    ``read_bytes``: those of this rank. All ranks call this together, also those that miss no bytes."""
+    missing_bytes = bytes_per_token(engine.layout)
+    links.barrier("the drives to be measured")  # at the same time, because ranks may share drives
+    drive_bytes_per_s = _drive_bytes_per_s(engine) if missing_bytes else 0.0
+    own = json.dumps([read_bytes, missing_bytes, drive_bytes_per_s]).encode()
+    of_ranks = [json.loads(answer) for answer in links.all_gather("the bytes that were read", own)]
+    read, missing, rates = zip(*of_ranks, strict=True)
+    return sum(read), sum(missing), sum(rates)
+
+
+def _drive_bytes_per_s(engine: OffloadEngine) -> float:
+    """Measure the rate of all drives of the store together, with the run's I/O settings."""
     config: OffloadConfig = engine.config
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
-    links.barrier("the drives are measured")
     _, together = measure_ssds(
         store_paths(config),
         engine.device,

@@ -19,8 +19,8 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import check_batches, launch_id, links_to_other_ranks, num_restarts, set_timeouts
-from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, cut_rows, sharing_rows
-from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RowLinks
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -135,8 +135,7 @@ class RankTrainerMixin(_TrainerBase):
         counted."""
         num_sharing = self.num_row_ranks
         if num_sharing > 1:
-            number = self._links.ranks.local_rank % num_sharing
-            epoch_iterator = (cut_rows(batch, number, num_sharing) for batch in epoch_iterator)
+            epoch_iterator = own_parts(epoch_iterator, RowLinks.of(self._links, num_sharing))
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,13 @@ import hf_lohan
 from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
-from hf_lohan.huggingface.generate import generation
+from hf_lohan.huggingface.generate import generation, text_generation
 from hf_lohan.huggingface.ranks import generate_together
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import bytes_per_token, lay_out
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.thread_ranks import rank_outcomes
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 from hf_lohan.timeline import SSD_READ
 
 NUM_LAYERS = 6
@@ -400,6 +401,18 @@ def generate_on_ranks(folder: Path, call: Callable[[Any, int], Any]) -> list[Any
         return generated
 
     return rank_outcomes(2, run, timeout_s=300.0)
+
+
+def test_bytes_are_those_of_all_ranks_also_if_some_miss_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a rank may all have copies in its RAM. It measures no drive, and the others do."""
+    monkeypatch.setattr(text_generation, "bytes_per_token", lambda layout: layout)
+    monkeypatch.setattr(text_generation, "_drive_bytes_per_s", lambda engine: 7.0)
+
+    def sums(links: Links) -> Any:
+        engine: Any = SimpleNamespace(layout=5 * links.ranks.rank)
+        return text_generation._bytes_of_all_ranks(engine, links, 1.0 + links.ranks.rank)
+
+    assert run_ranks(3, sums) == [(6.0, 15, 14.0)] * 3
 
 
 def generate(model: Any, rank: int) -> Tensor:

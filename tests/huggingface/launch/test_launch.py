@@ -149,3 +149,11 @@ def test_the_exit_status_is_that_of_the_script(
 
     monkeypatch.setattr(launching, "launch_command", fail)
     assert launching.launch_script(["script.py"]) == expected
+
+
+def test_another_number_of_processes_than_a_launcher_has_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ignored."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launching.launch_lohan(1, []) is launching.launch_lohan(2, []) is None
+    with pytest.raises(ValueError, match="num_processes=4 is set, but a launcher has started 2 processes"):
+        launching.launch_lohan(4, [])
