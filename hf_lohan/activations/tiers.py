@@ -156,7 +156,7 @@ class ActivationTiers:
     def begin_forward(self) -> None:
         """Begin a forward of the model. A loss or an error may keep frames of earlier forwards alive."""
         self._saving = None
-        self._device.arena.begin_pass(("forward", torch.is_grad_enabled()))
+        self._device.arena.begin_pass("forward")
         self._forward_number += 1
         self.swapper.begin_forward()
 
@@ -166,6 +166,10 @@ class ActivationTiers:
             self._prefetch(frame)
         # The tensors above are on the device together with the head's, so they are not in the pass's block.
         self._device.arena.begin_pass("backward")
+
+    def end_backward(self) -> None:
+        """Return the memory of the backward's arena, which evaluation and generation may need."""
+        self._device.arena.begin_pass(None)
 
     def close(self) -> None:
         """End the swapper's thread."""

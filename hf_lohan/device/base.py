@@ -102,6 +102,8 @@ class Device(ABC):
     """Whether the device's kernels run on the same cores as our threads."""
     grows_segments: bool = True
     """Whether the device's allocator grows segments, so that memory fragments little."""
+    plans_addresses: bool = True
+    """Whether `arena` gives planned places. Otherwise PyTorch's allocator gives all."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         """`timeline` records the work of this device."""

@@ -134,6 +134,8 @@ class CudaDevice(Device):
         index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.grows_segments = grow_segments(index)
+        # Other allocators know only memory that they gave, and fail for a part of it (`record_stream`).
+        self.plans_addresses = torch.cuda.get_allocator_backend() == "native"
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._pinning = HostPinning(torch.cuda.cudart(), partial(_take_error, self.torch_device))
         self._copy_locks = {lane: threading.Lock() for lane in self._copy_streams}

@@ -98,7 +98,10 @@ class DeviceArena:
         return 0 if self._block is None else self._block.numel()
 
     def begin_pass(self, name: Hashable | None) -> None:
-        """End the present pass and begin another one. None begins none."""
+        """End the present pass and begin another one. None begins none, and so does a device without planned
+        addresses."""
+        if not self._device.plans_addresses:
+            return
         with self._lock:
             self._note_deaths()
             if self._name is not None and self._of_pass:

@@ -354,6 +354,7 @@ class ModelPass:
         self._parts.arrivals.flush()
         self._used.end_backward()
         self.in_use.release_all()
+        self._parts.activations.end_backward()
         self._phase = PassPhase.IDLE
         self._loads_before_gradient.clear()
         self.clock.end_backward()

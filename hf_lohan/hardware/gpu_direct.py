@@ -2,7 +2,8 @@
 
 NVIDIA's library must not be used before a fork and may end the process that loads it, so the trial runs in a child:
 ``python -m hf_lohan.hardware.gpu_direct DEVICE FOLDER...``. It forbids compatibility mode, writes 256 MiB to each
-folder from the device, reads them back, compares them, and measures the way through host memory as well.
+folder from the device, reads them back, compares them, and measures the way through host memory as well. It also
+compares the device's checksums with those of the CPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -225,6 +227,10 @@ def try_folder(device: Device, backend: CuFileBackend, folder: str, num_bytes: i
     generator = torch.Generator(device.torch_device).manual_seed(1)
     memory.copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=memory.device, generator=generator))
     device.record(Lane.COMPUTE, memory, landing).synchronize()
+    found = hasher.hashes(memory, _GRANULE_BYTES, Lane.D2H).numpy().view(np.uint64)
+    if not np.array_equal(found, checksums(memory.cpu(), _GRANULE_BYTES)):
+        engine.close()
+        return GpuDirectTrial(folder=folder, problem="the GPU computes other checksums than the CPU")
     ops_before = _nvidia_fs_ops()
     try:
         with _trial_file(folder) as path:

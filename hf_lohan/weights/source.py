@@ -34,6 +34,8 @@ class _Load:
     block: Block
     slot: Slot
     end: Callable[[BaseException | None], None]
+    has_waited: bool = False
+    """Whether nothing used the slot any more when the load began, so that a drive may fill it."""
     num_reading: int = 0
     is_whole: bool = False
     """Whether all reads are ordered."""
@@ -208,6 +210,7 @@ class LocalWeights:
         try:
             if self._is_direct(block) and any(True for _ in delivery.ranges_to_read()):
                 self._wait_for_lane()
+                load.has_waited = True
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
                 for kind, start, stop in self._parts_of(block, delivery):
                     if load.error is not None:
@@ -221,7 +224,8 @@ class LocalWeights:
 
     def _order_part(self, load: _Load, kind: str, start: int, stop: int) -> None:
         buffer = None
-        if kind != PARAM or not (self._device.memory_is_host or self._is_direct(load.block)):
+        is_direct = load.has_waited and self._is_direct(load.block)  # a block may catch up while it loads
+        if kind != PARAM or not (self._device.memory_is_host or is_direct):
             buffer = self._free_buffer()
             view = buffer.view(load.block.master.working_dtype if kind == PARAM else torch.uint8, stop - start)
         else:

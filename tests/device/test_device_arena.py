@@ -52,6 +52,14 @@ def test_an_equal_pass_gets_planned_places_in_one_block(device: Any) -> None:
     assert arena.num_placed == 2 * len(sizes)
 
 
+def test_without_planned_addresses_all_comes_from_pytorch(device: Any) -> None:
+    device.plans_addresses = False
+    for _ in range(3):
+        run_pass(device, [MIB] * 3)
+        assert device.arena.block_bytes == 0
+    assert device.arena.num_placed == 0 and device.arena.num_unplaced == 9
+
+
 def test_another_pass_is_not_placed_and_is_learnt(device: Any) -> None:
     arena = device.arena
     run_pass(device, [MIB, 2 * MIB])

@@ -16,9 +16,12 @@ from engines import open_engine, resolved
 
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.device import CpuDevice
+from hf_lohan.device.xxh3 import DeviceHasher
+from hf_lohan.files.cufile import CuFileBackend, CuFileLibrary
 from hf_lohan.hardware import examine_machine, gpu_direct
-from hf_lohan.hardware.gpu_direct import GpuDirectTrial, TrialRates, open_direct_io, why_not
+from hf_lohan.hardware.gpu_direct import GpuDirectTrial, TrialRates, open_direct_io, try_folder, why_not
 from hf_lohan.planning import lay_out
+from hf_lohan.testing.cufile_double import FakeCuFile
 from hf_lohan.testing.models import tiny_model
 
 FAST, SLOW = TrialRates(3e9, 2.5e9, 0.1), TrialRates(2e9, 2e9, 0.5)
@@ -146,3 +149,14 @@ def test_doctor_sees_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "/d: p2pdma: reads 3 GB/s, writes 2.5 GB/s, 0.10 CPU seconds; "
         "through host memory: reads 2 GB/s, writes 2 GB/s, 0.50 CPU seconds; faster"
     )
+
+
+def test_a_gpu_with_other_checksums_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would end at its first weight, although the way through host memory works."""
+    backend, hashes = CuFileBackend(CuFileLibrary(FakeCuFile())), DeviceHasher.hashes
+    right = try_folder(CpuDevice(), backend, str(tmp_path), num_bytes=1 << 20)
+    assert right.problem in ("", "the file system has no O_DIRECT")
+    monkeypatch.setattr(DeviceHasher, "hashes", lambda *args: hashes(*args) ^ 1)
+    wrong = try_folder(CpuDevice(), backend, str(tmp_path), num_bytes=1 << 20)
+    assert wrong.problem == "the GPU computes other checksums than the CPU"
+    backend.close_library()

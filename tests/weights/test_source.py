@@ -202,6 +202,26 @@ def test_the_next_reads_are_ordered_before_the_previous_ones_end(make_device: Ca
     assert loads.ended["b2"] is None and loads.is_right(2)
 
 
+def test_a_block_that_catches_up_while_it_loads_goes_through_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its load began, nobody waited until its slot was free."""
+    loads, answers = OverlappingLoads(AsyncDevice(0, max_delay_s=2e-4)), iter([False, True, True, True])
+    read, read_to = loads.reads.read, list[int]()
+
+    def noted(block: str, kind: str, start: int, out: Tensor, **settings: Any) -> Any:
+        read_to.append(out.data_ptr())
+        return read(block, kind, start, out, **settings)
+
+    monkeypatch.setattr(loads.reads, "read", noted)
+    monkeypatch.setattr(loads.source, "_reads_to_device", lambda block, kind: next(answers))
+    loads.reads.may_end.set()
+    for number in range(2):
+        loads.begin(number)
+        loads.source.finish_loads()
+        assert loads.is_right(number)
+    slots = [slot.weights.data_ptr() for slot in loads.slots]
+    assert read_to[0] not in slots and read_to[1:] == slots[1:2]
+
+
 @pytest.mark.parametrize("make_device", [CpuDevice, lambda: AsyncDevice(0, max_delay_s=2e-4)])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_of_several_overlapping_loads_fails_alone(make_device: Callable[[], CpuDevice], failing: int) -> None:
