@@ -66,6 +66,7 @@ def test_the_text_equals_that_of_the_model_in_memory(
     assert "8 further tokens at" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(num_gpus() > 0, reason="the launcher would take the GPUs")
 def test_two_ranks_print_the_text_of_one_process_once(checkpoint: Path, tmp_path: Path) -> None:
     one = generate(checkpoint, tmp_path / "one")

@@ -370,6 +370,7 @@ def test_the_plotted_minimum_is_the_plan_and_labels_do_not_overlap(monkeypatch: 
     assert not [one for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound_by", ["link", "cpu"])
 def test_bars_fit_in_80_columns_next_to_the_longest_bottlenecks(tiny: str, bound_by: str) -> None:
     run = plan_request.plan_run(PlanRequest(model=tiny, batch_size=1, sequence_length=16, hardware=str(DESKTOP)))

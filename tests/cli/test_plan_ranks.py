@@ -140,6 +140,7 @@ def test_each_of_two_nodes_reads_and_writes_half_of_the_records(model_13b: str) 
         assert two[name] == pytest.approx(one[name] / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_link_option_overrides_the_rate_of_the_hardware_file(tiny: str, tmp_path: Path) -> None:
     with_link = hardware_file(tmp_path / "hardware.yaml", net_bytes_per_s="1.1GB/s")
     options = ("--ranks", 2, "--nodes", 2)

@@ -236,6 +236,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow
 def test_a_child_forked_during_updates_exits_and_closes_nothing(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FORKING_SCRIPT, str(tmp_path)], check=True, timeout=120)
     commit = last_commit([str(tmp_path)])

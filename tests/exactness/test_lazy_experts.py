@@ -51,6 +51,7 @@ def test_equals_eager_experts(max_grad_norm: float, state_dtype: str, tmp_path: 
     assert_same(outcome_of(lazy), outcome_of(eager))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_includes_all_steps(tmp_path: Path) -> None:
     expected = outcome_of(trained(tmp_path / "eager", EAGER))
     saved = trained(tmp_path / "saved", LAZY, save_strategy="steps", save_steps=4)

@@ -243,6 +243,7 @@ def test_ctrl_c_while_the_first_step_is_planned(undisturbed: Undisturbed, tmp_pa
     check_against(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_hanging_process_prints_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(run_in(tmp_path, Run()), Mishap(holds_at=1))
     assert child.wait_for("stepped"), child.output_tail()

@@ -114,6 +114,7 @@ def test_whole_layers_are_refused_with_the_setting_that_helps(monkeypatch: pytes
     assert planned(monkeypatch, sequence_length=131_072, offload=setting(tmp_path, str(largest))).plan.fits
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_in_any_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = planned(monkeypatch, sequence_length=1_048_576).plan.refusal
     assert refusal is not None and "1 x 1048576 tokens in chunks of " in refusal

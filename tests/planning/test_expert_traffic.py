@@ -71,6 +71,7 @@ def read_bytes(tmp_path: Path, experts: str, gpu_memory: str) -> tuple[float, Pl
     return mean(by_step[step] for step in range(1 + FIRST_SETTLED, 1 + NUM_STEPS)), planned
 
 
+@pytest.mark.slow
 def test_small_batches_read_the_planned_bytes(tmp_path: Path) -> None:
     with_layer, planned = read_bytes(tmp_path, "with_layer", "24MiB")
     assert planned.plan.prediction.ssd_read_bytes_per_step == pytest.approx(with_layer, rel=WITHIN)

@@ -93,6 +93,7 @@ def train_on_nodes(boxes: list[NetworkBox], folder: Path) -> list[tuple[int, int
     return counts
 
 
+@pytest.mark.slow
 def test_the_kernel_counts_what_links_count(boxes: list[NetworkBox], tmp_path: Path) -> None:
     # On a busy machine TCP repeats some segments, so the kernel may count more.
     for attempt in range(3):
