@@ -11,8 +11,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . scripts/development/python_environment.sh
 
-# run_tests ARGUMENTS: two at a time, because many tests wait for a drive or for a process that is to be killed.
-run_tests() { python -m pytest --numprocesses="${WORKERS:-2}" --dist=worksteal "$@"; }
+# run_tests ARGUMENTS: three at a time, also on two cores, because many tests wait for a drive or for a process that is to
+# be killed.
+run_tests() { python -m pytest --numprocesses="${WORKERS:-3}" --dist=worksteal "$@"; }
 
 # test_versions ARGUMENTS: with each row of versions.txt. The environments borrow from .venv what the row does not name.
 test_versions() {
