@@ -170,6 +170,13 @@ class ChunkKeys:
             t.dim() != 4 or t.shape[2] != tokens.stop - tokens.start for t in (keys, values)
         ):
             raise NotCuttableError("keeps its keys in another form")
+        self._keep(tokens, keys, values)
+        if self._only_keys:
+            raise KeysTaken
+        return self._visible(keys, values)
+
+    def _keep(self, tokens: TokenRange, keys: Tensor, values: Tensor) -> None:
+        """Keep the keys and values of the running chunk for later chunks."""
         if not self._tensors:
             self._tensors = tuple(
                 self._empty((t.shape[0], t.shape[1], self._length, t.shape[3]), t) for t in (keys, values)
@@ -177,9 +184,6 @@ class ChunkKeys:
         with torch.no_grad():
             for all_tokens, own in zip(self._tensors, (keys, values), strict=True):
                 all_tokens[:, :, tokens.start : tokens.stop] = own
-        if self._only_keys:
-            raise KeysTaken
-        return self._visible(keys, values)
 
     def _visible(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the running chunk sees, with a graph to its own ``keys`` and ``values``."""

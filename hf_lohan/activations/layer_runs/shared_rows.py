@@ -9,13 +9,12 @@ its own tokens in the order of ranks, and runs them back through the layer's key
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_lohan.activations.layer_runs.layer_run import CutLayer, LayerInputs, LayerRun
-from hf_lohan.activations.token_ranges import ChunkKeys, KeysTaken, NotCuttableError, RowPieces, TokenRange
+from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, RowPieces, TokenRange
 from hf_lohan.device import Device
 from hf_lohan.ranks import RowLinks
 
@@ -99,18 +98,9 @@ class SharedKeys(ChunkKeys):
         """Whether the keys and values of all ranks are there."""
         self._is_on_host = True
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        tokens = self._range
-        assert tokens is not None
-        self.num_updates += 1
-        if self.num_updates > 1 or any(
-            t.dim() != 4 or t.shape[2] != tokens.stop - tokens.start for t in (keys, values)
-        ):
-            raise NotCuttableError("keeps its keys in another form")
-        if self._only_keys:
+    def _keep(self, tokens: TokenRange, keys: Tensor, values: Tensor) -> None:
+        if self._only_keys:  # with a graph, for the backward of this rank's own tokens
             self._own[tokens] = keys, values
-            raise KeysTaken
-        return self._visible(keys, values)
 
     def share(self) -> None:
         """Give the other ranks this rank's keys and values, and wait for theirs."""
