@@ -33,6 +33,7 @@ os.environ["XDG_CACHE_HOME"] = os.environ["LOHAN_TEST_CACHE"]
 os.environ["HF_HOME"] = os.path.join(os.environ["LOHAN_TEST_CACHE"], "huggingface")  # has no accelerate config
 
 sys.path.insert(0, str(Path(__file__).parent / "shared"))  # modules that several folders use
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "development"))  # `tiny_configs`, which these modules use
 pytest.register_assert_rewrite("engines")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
