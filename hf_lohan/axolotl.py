@@ -236,7 +236,7 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
 
     The loader's own steps after the model is built (embeddings of the tokenizer's size, adapters, patches) run twice,
     and so do the plugins': with a model on meta, which says what the store has to hold, and with the streamed model.
-    What comes before the model is built runs once.
+    The steps before the model is built run once.
     """
     cfg = loader.cfg
     if cfg.fp16 or cfg.float16:  # the file may say nothing, and this device may have no bfloat16
