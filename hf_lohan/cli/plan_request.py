@@ -319,4 +319,6 @@ def _measured(config: OffloadConfig, device: Device, traced: TracedModel, dtype:
     if not traced.matrix_shapes:
         raise BudgetError("the model multiplies no matrices, so this machine cannot be measured with it")
     with long_work("measuring this machine, if it is new"):
-        return cached_hardware(config, device, matrix_shapes=traced.matrix_shapes, dtype=dtype)
+        return cached_hardware(
+            config, device, matrix_shapes=traced.matrix_shapes, attention=traced.attention, dtype=dtype
+        )

@@ -4,10 +4,11 @@ from hf_lohan.hardware.machine import AnonymousMemoryPeak, MachineFacts, anonymo
 from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware
 from hf_lohan.hardware.paths import PathFacts, examine_path
 from hf_lohan.hardware.profiles import cached_hardware, has_cached_hardware, read_hardware, write_hardware
-from hf_lohan.hardware.rates import MatrixShape
+from hf_lohan.hardware.rates import AttentionShape, MatrixShape
 
 __all__ = [
     "AnonymousMemoryPeak",
+    "AttentionShape",
     "MachineFacts",
     "MatrixShape",
     "MeasuringEffort",

@@ -14,7 +14,14 @@ from hf_lohan.files import SECTOR_BYTES, StorePath
 from hf_lohan.files.directories import resolve_capacities
 from hf_lohan.hardware.cpu_rates import checksum_bytes_per_s, optimizer_params_per_s
 from hf_lohan.hardware.machine import device_name
-from hf_lohan.hardware.rates import MatrixShape, elementwise_bytes_per_s, matmul_flops_per_s, measure_links
+from hf_lohan.hardware.rates import (
+    AttentionShape,
+    MatrixShape,
+    attention_flops_per_s,
+    elementwise_bytes_per_s,
+    matmul_flops_per_s,
+    measure_links,
+)
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.store import DATA_NAMES
@@ -59,9 +66,11 @@ def measure_hardware(
     *,
     matrix_shapes: Sequence[MatrixShape],
     dtype: torch.dtype,
+    attention: AttentionShape | None = None,
     effort: MeasuringEffort | None = None,
 ) -> HardwareProfile:
-    """Measure device, links, drives and CPU for a model of `matrix_shapes` with working weights of `dtype`.
+    """Measure device, links, drives and CPU for a model of `matrix_shapes` with working weights of `dtype`, and fused
+    attention of the given shape.
 
     `config` is the run's resolved config, whose budgets limit the memory of the measurement. This does not change the
     run's random numbers. Takes about `effort.budget_s` (5 seconds by default). Raises CapacityError or StorageError if
@@ -85,8 +94,13 @@ def measure_hardware(
         )
         links = measure_links(device, copy_bytes=effort.copy_bytes, budget_s=0.1 * budget_s)
         flops_per_s = matmul_flops_per_s(
-            device, matrix_shapes, dtype, budget_s=0.3 * budget_s, max_bytes=effort.product_bytes
+            device, matrix_shapes, dtype, budget_s=0.25 * budget_s, max_bytes=effort.product_bytes
         )
+        attended_flops_per_s = None
+        if attention is not None:
+            attended_flops_per_s = attention_flops_per_s(
+                device, attention, dtype, budget_s=0.05 * budget_s, max_bytes=effort.product_bytes
+            )
         largest_numel = max(shape.num_rows * max(shape.inner, shape.num_columns) for shape in matrix_shapes)
         added_numel = min(largest_numel, effort.activation_bytes // dtype.itemsize)
         memory_bytes_per_s = elementwise_bytes_per_s(device, added_numel, dtype, budget_s=0.05 * budget_s)
@@ -103,6 +117,7 @@ def measure_hardware(
         device=DeviceProfile(
             flops_per_s=_rounded(flops_per_s),
             memory_bytes=device_memory_bytes,
+            attention_flops_per_s=None if attended_flops_per_s is None else _rounded(attended_flops_per_s),
             memory_bytes_per_s=_rounded(memory_bytes_per_s),
             shares_cpu=device.shares_cores,
             grows_segments=device.grows_segments,

@@ -25,7 +25,7 @@ from hf_lohan.files.durable_file import read_whole
 from hf_lohan.hardware.machine import cpu_name, device_name
 from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware, store_paths, with_present_room
 from hf_lohan.hardware.paths import existing_directory, mount_of
-from hf_lohan.hardware.rates import MatrixShape
+from hf_lohan.hardware.rates import AttentionShape, MatrixShape
 from hf_lohan.planner import HardwareProfile, ProfileError
 from hf_lohan.threads import usable_cpus
 
@@ -60,6 +60,7 @@ def cached_hardware(
     *,
     matrix_shapes: Sequence[MatrixShape],
     dtype: torch.dtype,
+    attention: AttentionShape | None = None,
     effort: MeasuringEffort | None = None,
     measure_again: bool = False,
     directory: str | None = None,
@@ -72,7 +73,7 @@ def cached_hardware(
     cannot be used, this measures again.
     """
     effort = (effort or MeasuringEffort()).within(config)
-    key = _key(config, device, matrix_shapes, dtype, effort)
+    key = _key(config, device, matrix_shapes, dtype, attention, effort)
     file = _file(directory, key)
     profile = None if measure_again else _read(file, key)
     if profile is None:
@@ -80,7 +81,9 @@ def cached_hardware(
             # Another process may have measured while this one waited.
             profile = None if measure_again else _read(file, key)
             if profile is None:
-                profile = measure(config, device, matrix_shapes=matrix_shapes, dtype=dtype, effort=effort)
+                profile = measure(
+                    config, device, matrix_shapes=matrix_shapes, dtype=dtype, attention=attention, effort=effort
+                )
                 _keep(file, {"key": key, "profile": profile.to_mapping()})
                 return profile
     return with_present_room(profile, config, device)
@@ -92,12 +95,13 @@ def has_cached_hardware(
     *,
     matrix_shapes: Sequence[MatrixShape],
     dtype: torch.dtype,
+    attention: AttentionShape | None = None,
     effort: MeasuringEffort | None = None,
     directory: str | None = None,
 ) -> bool:
     """Return whether `cached_hardware` has an earlier result."""
     effort = (effort or MeasuringEffort()).within(config)
-    key = _key(config, device, matrix_shapes, dtype, effort)
+    key = _key(config, device, matrix_shapes, dtype, attention, effort)
     return _read(_file(directory, key), key) is not None
 
 
@@ -114,31 +118,38 @@ def _key(
     device: Device,
     matrix_shapes: Sequence[MatrixShape],
     dtype: torch.dtype,
+    attention: AttentionShape | None,
     effort: MeasuringEffort,
 ) -> dict[str, Any]:
     """Return everything on which the rates depend, in JSON's types."""
     state_dtype = config.moment_dtype
     # The default has no key, so that older profiles stay valid.
     moments = {} if state_dtype == "float32" else {"optimizer_state_dtype": state_dtype}
-    return moments | {
-        "format": _FORMAT,
-        "machine": platform.node(),
-        "device": device_name(device),
-        "device_type": device.torch_device.type,
-        "cpu": cpu_name(),
-        "num_cpus": usable_cpus(),
-        "cpu_threads": config.cpu_threads,
-        "torch": torch.__version__,
-        "dtype": str(dtype),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "matrix_shapes": sorted(
-            [shape.num_rows, shape.inner, shape.num_columns, shape.count, shape.num_matrices] for shape in matrix_shapes
-        ),
-        "effort": asdict(effort),
-        "io": [config.io_threads, config.io_piece_bytes],
-        # The key has drives and not directories, because each run has its own folder.
-        "ssd": [_drive(path.path) for path in store_paths(config)],
-    }
+    attended = {} if attention is None else {"attention": asdict(attention)}
+    return (
+        moments
+        | attended
+        | {
+            "format": _FORMAT,
+            "machine": platform.node(),
+            "device": device_name(device),
+            "device_type": device.torch_device.type,
+            "cpu": cpu_name(),
+            "num_cpus": usable_cpus(),
+            "cpu_threads": config.cpu_threads,
+            "torch": torch.__version__,
+            "dtype": str(dtype),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "matrix_shapes": sorted(
+                [shape.num_rows, shape.inner, shape.num_columns, shape.count, shape.num_matrices]
+                for shape in matrix_shapes
+            ),
+            "effort": asdict(effort),
+            "io": [config.io_threads, config.io_piece_bytes],
+            # The key has drives and not directories, because each run has its own folder.
+            "ssd": [_drive(path.path) for path in store_paths(config)],
+        }
+    )
 
 
 def _drive(path: str) -> list[int | str]:

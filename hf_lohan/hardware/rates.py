@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_lohan.device import Device, Lane
@@ -26,6 +27,7 @@ _MAX_GROWTH = 16.0
 _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
 """Maximum number of shapes, because making the operands of each takes time."""
+_FIRST_TRIAL_TOKENS = 128
 _PATTERN_NUMEL = 1 << 16
 _COPIES_AT_ONCE = 4
 """Copies of each direction in a run of both directions. With several, the time in which only one copies is small."""
@@ -85,6 +87,26 @@ class MatrixShape:
         return self.num_matrices * itemsize * (rows * inner + inner * columns + rows * columns)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionShape:
+    """Causal attention of `num_heads` rows of `num_tokens`. Sequences of a batch count as heads."""
+
+    num_heads: int
+    num_tokens: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one forward. No token sees a later one."""
+        num_pairs = self.num_tokens * (self.num_tokens + 1) // 2
+        return 2.0 * self.num_heads * num_pairs * (self.key_dim + self.value_dim)
+
+    def operand_bytes(self, itemsize: int) -> int:
+        """Bytes of queries, keys, values, output and the gradients of all four."""
+        return 4 * itemsize * self.num_heads * self.num_tokens * (self.key_dim + self.value_dim)
+
+
 def cropped(shape: MatrixShape, *, max_flops: float, max_bytes: int, itemsize: int) -> MatrixShape:
     """Return the shape, or a smaller shape with similar FLOP/s. Halves first batches, then rows, then the longest side,
     until the product is within both bounds or all sides are short."""
@@ -120,6 +142,44 @@ def matmul_flops_per_s(
         for shape in shapes
     )
     return total_flops / total_s
+
+
+def attention_flops_per_s(
+    device: Device, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float, max_bytes: int
+) -> float:
+    """Measure FLOP/s of fused attention, forward and backward. The backward counts twice the FLOPs of the forward, as
+    that of products does; its five products for two take longer, and so the rate is lower.
+
+    Takes about `budget_s` and `max_bytes` of the device's memory. Longer rows than fit in these are measured as shorter
+    ones.
+    """
+    chosen = replace(shape, num_tokens=min(shape.num_tokens, _FIRST_TRIAL_TOKENS))
+    while chosen.num_heads > 1 and chosen.operand_bytes(dtype.itemsize) > max_bytes:
+        chosen = replace(chosen, num_heads=chosen.num_heads // 2)
+    while chosen.num_tokens < shape.num_tokens:
+        longer = replace(chosen, num_tokens=min(shape.num_tokens, 2 * chosen.num_tokens))
+        trial_s = _attention_s(device, chosen, dtype, budget_s=0.0)
+        expected_s = trial_s * longer.flops / chosen.flops
+        if expected_s > budget_s / _RUNS_IN_BUDGET or longer.operand_bytes(dtype.itemsize) > max_bytes:
+            break
+        chosen = longer
+    return 3 * chosen.flops / _attention_s(device, chosen, dtype, budget_s=budget_s)
+
+
+def _attention_s(device: Device, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float) -> float:
+    """Return the seconds of forward and backward."""
+    size = (1, shape.num_heads, shape.num_tokens)
+    inputs = [
+        _filled(device, (*size, dim), dtype).requires_grad_() for dim in (shape.key_dim, shape.key_dim, shape.value_dim)
+    ]
+    gradient = _filled(device, (*size, shape.value_dim), dtype)
+
+    def run() -> None:
+        with torch.enable_grad():
+            output = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        torch.autograd.grad(output, inputs, gradient)
+
+    return median_s(run, _waiting(device), budget_s=budget_s)
 
 
 def elementwise_bytes_per_s(device: Device, numel: int, dtype: torch.dtype, *, budget_s: float) -> float:

@@ -20,6 +20,8 @@ class DeviceProfile:
     flops_per_s: float
     """Measured with the model's matrix shapes (LoHan's THP_G). Data sheets have larger numbers."""
     memory_bytes: int
+    attention_flops_per_s: float | None = None
+    """Rate of fused attention, for which a backward counts twice the FLOPs of a forward. None: `flops_per_s`."""
     memory_bytes_per_s: float | None = None
     """Bandwidth of elementwise operations. With None they are assumed to take no time."""
     shares_cpu: bool = False
@@ -30,6 +32,12 @@ class DeviceProfile:
     """Whether weights and swapped activations go between SSDs and device past host memory, so that the CPU computes no
     checksums of them. A run sets it where it does so (`gpu_direct`)."""
     name: str = ""
+
+    def compute_s(self, flops: float, attention_flops: float = 0.0) -> float:
+        """Return the seconds of ``flops``, of which ``attention_flops`` are those of fused attention."""
+        if self.attention_flops_per_s is None:
+            return flops / self.flops_per_s
+        return (flops - attention_flops) / self.flops_per_s + attention_flops / self.attention_flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

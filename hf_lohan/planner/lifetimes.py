@@ -38,7 +38,7 @@ class StepOperation:
     def seconds(self, hardware: HardwareProfile) -> float:
         """Return the seconds of the operation, which are those of its FLOPs, or else of its bytes."""
         if self.flops:
-            return self.flops / hardware.device.flops_per_s
+            return hardware.device.compute_s(self.flops, self.flops if "attention" in self.name else 0.0)
         return self.moved_bytes / (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S)
 
 

@@ -115,6 +115,12 @@ class OperationProfile:
     loads_experts: bool = False
     """Whether recomputation loads all chosen experts of the layer again."""
 
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of fused attention, which are all or none of the operation's. Only attention kernels have that word in
+        their names."""
+        return self.flops if "attention" in self.name else 0.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockProfile:
@@ -156,6 +162,11 @@ class BlockProfile:
     """Streamed experts of a layer. The parameters and bytes above do not count them. The FLOPs do."""
     rows: RowsProfile | None = None
     """What a micro-batch needs of a table of which only rows come to the device."""
+
+    @property
+    def attention_flops(self) -> float:
+        """Those of ``flops`` that are of fused attention."""
+        return sum(operation.attention_flops for operation in self.operations)
 
     @property
     def loaded_bytes(self) -> int:

@@ -144,7 +144,7 @@ def drives_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
 
 def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
     """Return the hardware with a device that is slower by ``factor``, or faster if it is below 1."""
-    rates = ("flops_per_s", "memory_bytes_per_s")
+    rates = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
     return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *rates))
 
 

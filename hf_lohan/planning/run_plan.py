@@ -357,7 +357,11 @@ class RunPlan:
         return before
 
     def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
-        asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}
+        asked: dict[str, Any] = {
+            "matrix_shapes": traced.matrix_shapes,
+            "attention": traced.attention,
+            "dtype": self._layout.master.working_dtype,
+        }
         is_quick = self._is_short(traced, shape) and not has_cached_hardware(self._config, self._device, **asked)
         hardware = cached_hardware(self._config, self._device, **asked, effort=_QUICK if is_quick else None)
         hardware = replace(

@@ -12,9 +12,6 @@ from hf_lohan.activations.token_ranges import RowPieces
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 
-_ATTENTION = "attention"
-"""Part of the names of attention kernels and of nothing else that a profile lists."""
-
 
 def tokens_of_rank(sequence_length: int, sequence_ranks: int) -> int:
     """Return the most tokens that a rank has of a row."""
@@ -45,7 +42,7 @@ def with_keys_of_other_ranks(profile: ModelProfile, model: nn.Module, sequence_r
         if block.size_class is not SizeClass.LAYER or not block.flops:
             return block
         operations = tuple(
-            replace(operation, flops=operation.flops * sequence_ranks) if _ATTENTION in operation.name else operation
+            replace(operation, flops=operation.flops * sequence_ranks) if operation.attention_flops else operation
             for operation in block.operations
         )
         added = sum(operation.flops for operation in operations) - sum(

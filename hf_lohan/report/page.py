@@ -184,6 +184,8 @@ def _hardware(findings: Findings) -> Iterator[tuple[str, ...]]:
             yield _words(label), format_bytes(value) if label.endswith("_bytes") else str(value)
     if "flops_per_s" in device:
         yield "matrix products", rate(device["flops_per_s"], "FLOP")
+    if "attention_flops_per_s" in device:
+        yield "attention", rate(device["attention_flops_per_s"], "FLOP")
     for label, name in (("copies to the device", "h2d_bytes_per_s"), ("copies from the device", "d2h_bytes_per_s")):
         if name in measured:
             yield label, rate(measured[name], "B")

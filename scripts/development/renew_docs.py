@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import typer
 from typer.testing import CliRunner
 
 import hf_lohan.config.offload_config as settings_module
@@ -180,7 +181,7 @@ def _as_markdown(text: str) -> str:
 
 
 def main() -> None:
-    """Write the documents."""
+    """Renew the parts of the documents that come from the program. Takes minutes."""
     for document in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         text = document.read_text(encoding="utf-8")
         document.write_text(with_table(with_answers(text)), encoding="utf-8")
@@ -188,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""Products are measured at the model's shapes or smaller ones, weighted by their FLOPs."""
+"""Products and attention are measured at the model's shapes or smaller ones. Products are weighted by their FLOPs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_lohan.device import CpuDevice
-from hf_lohan.hardware import MatrixShape, rates
-from hf_lohan.hardware.rates import cropped, elementwise_bytes_per_s, matmul_flops_per_s
+from hf_lohan.hardware import AttentionShape, MatrixShape, rates
+from hf_lohan.hardware.rates import attention_flops_per_s, cropped, elementwise_bytes_per_s, matmul_flops_per_s
 
 sides = st.integers(1, 200_000)
 shapes = st.builds(MatrixShape, sides, sides, sides, num_matrices=st.integers(1, 300))
@@ -120,3 +120,64 @@ def test_missing_or_empty_shapes_are_refused() -> None:
         matmul_flops_per_s(CpuDevice(), [], torch.float32, budget_s=0.0, max_bytes=1)
     with pytest.raises(ValueError, match="at least 1"):
         MatrixShape(0, 1, 1)
+
+
+ATTENTION = AttentionShape(num_heads=6, num_tokens=5000, key_dim=16, value_dim=8)
+
+
+def test_no_token_attends_to_a_later_one() -> None:
+    shape = AttentionShape(num_heads=2, num_tokens=3, key_dim=5, value_dim=7)
+    assert shape.flops == 2 * 2 * (1 + 2 + 3) * (5 + 7)
+    queries, output, value, key = 5, 7, 7, 5
+    assert shape.operand_bytes(4) == 2 * (queries + output + value + key) * 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("max_s", "max_bytes", "expected"),
+    [
+        (1e9, 1 << 40, (6, 5000)),
+        (1e9, ATTENTION.operand_bytes(2) // 2, (6, 2048)),
+        (1e9, AttentionShape(num_heads=3, num_tokens=128, key_dim=16, value_dim=8).operand_bytes(2), (3, 128)),
+        (AttentionShape(num_heads=6, num_tokens=1024, key_dim=16, value_dim=8).flops / 1e9, 1 << 40, (6, 1024)),
+        (0.0, 1 << 40, (6, 128)),
+    ],
+)
+def test_long_rows_are_measured_as_rows_that_fit_time_and_memory(
+    max_s: float, max_bytes: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[AttentionShape] = []
+
+    def seconds(device: Any, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float) -> float:
+        measured.append(shape)
+        return shape.flops / 1e9
+
+    monkeypatch.setattr(rates, "_attention_s", seconds)
+    rate = attention_flops_per_s(CpuDevice(), ATTENTION, torch.bfloat16, budget_s=4 * max_s, max_bytes=max_bytes)
+    assert (measured[-1].num_heads, measured[-1].num_tokens) == expected
+    assert rate == pytest.approx(3e9), "a backward counts twice the FLOPs of a forward"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_backward_of_attention_are_run(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    sdpa, grad = torch.nn.functional.scaled_dot_product_attention, torch.autograd.grad
+
+    def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        ran.append("forward")
+        assert options == {"is_causal": True} and {query.dtype, key.dtype, value.dtype} == {dtype}
+        assert [tuple(tensor.shape) for tensor in (query, key, value)] == [(1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 4)]
+        return sdpa(query, key, value, **options)
+
+    def backward(output: Any, inputs: Any, gradient: Any) -> Any:
+        ran.append("backward")
+        gradients = grad(output, inputs, gradient)
+        assert all(one.abs().sum() > 0 for one in gradients)
+        return gradients
+
+    monkeypatch.setattr(rates.F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    shape = AttentionShape(num_heads=2, num_tokens=40, key_dim=8, value_dim=4)
+    with torch.no_grad():
+        rate = attention_flops_per_s(CpuDevice(), shape, dtype, budget_s=0.0, max_bytes=1 << 30)
+    assert rate > 0
+    assert ran == ["forward", "backward"] * (len(ran) // 2)

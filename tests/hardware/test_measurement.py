@@ -10,21 +10,24 @@ import torch
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, available_host_memory_bytes
-from hf_lohan.hardware import MatrixShape, MeasuringEffort, measure_hardware
+from hf_lohan.hardware import AttentionShape, MatrixShape, MeasuringEffort, measure_hardware
 from hf_lohan.hardware.machine import cpu_name
 from hf_lohan.hardware.measurement import with_present_room
 from hf_lohan.planner import HardwareProfile
 
 SHAPES = [MatrixShape(64, 32, 16), MatrixShape(64, 16, 16, count=2, num_matrices=2)]
+ATTENTION = AttentionShape(num_heads=4, num_tokens=300, key_dim=16, value_dim=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everything_is_measured(
     config: OffloadConfig, tiny_effort: MeasuringEffort, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    measured = measure_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=dtype, effort=tiny_effort)
+    measured = measure_hardware(
+        config, CpuDevice(), matrix_shapes=SHAPES, dtype=dtype, attention=ATTENTION, effort=tiny_effort
+    )
     rates = {name: value for name, value in flat(measured.to_mapping()).items() if name.endswith("_per_s")}
-    assert len(rates) == 2 + 3 + 2 * 2 + 3 + 2
+    assert len(rates) == 3 + 3 + 2 * 2 + 3 + 2
     assert min(rates.values()) > 0
     assert measured.device.shares_cpu
     assert measured.device.name == cpu_name()
@@ -51,9 +54,20 @@ def test_measuring_keeps_the_runs_random_numbers_and_threads(
 ) -> None:
     before, num_threads = torch.get_rng_state(), torch.get_num_threads()
     assert num_threads != config.cpu_threads
-    measure_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=torch.float32, effort=tiny_effort)
+    with torch.no_grad():
+        measure_hardware(
+            config, CpuDevice(), matrix_shapes=SHAPES, dtype=torch.float32, attention=ATTENTION, effort=tiny_effort
+        )
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == num_threads
+
+
+def test_attention_is_measured_only_for_models_that_have_it(
+    config: OffloadConfig, tiny_effort: MeasuringEffort
+) -> None:
+    measured = measure_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=torch.float32, effort=tiny_effort)
+    assert measured.device.attention_flops_per_s is None
+    assert measured.device.compute_s(6e9, 2e9) == 6e9 / measured.device.flops_per_s
 
 
 def test_device_memory_is_returned_at_the_end(

@@ -19,7 +19,14 @@ import torch
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.files.directories import make_directory
-from hf_lohan.hardware import MatrixShape, MeasuringEffort, cached_hardware, has_cached_hardware, profiles
+from hf_lohan.hardware import (
+    AttentionShape,
+    MatrixShape,
+    MeasuringEffort,
+    cached_hardware,
+    has_cached_hardware,
+    profiles,
+)
 from hf_lohan.planner import HardwareProfile
 
 SHAPES = (MatrixShape(64, 32, 16),)
@@ -86,6 +93,7 @@ def test_measuring_again_replaces_the_profile(ask: Ask) -> None:
         {"dtype": torch.float32},
         {"matrix_shapes": (MatrixShape(64, 32, 8),)},
         {"matrix_shapes": (MatrixShape(64, 32, 16, count=2),)},
+        {"attention": AttentionShape(num_heads=4, num_tokens=64, key_dim=16, value_dim=16)},
         {"effort": MeasuringEffort(copy_bytes=4096)},
     ],
 )

@@ -35,6 +35,19 @@ def predict(
     return plan_offload(model, hardware, setup, swapped_bytes=swapped_bytes).prediction
 
 
+def test_attention_has_a_rate_of_its_own() -> None:
+    hardware = machine(flops_per_s=100.0)
+    attends = replace(hardware, device=replace(hardware.device, attention_flops_per_s=40.0))
+    (layer,) = MODEL.blocks
+    operations = replace(layer.operations[0], name="aten.scaled_dot_product_attention#0"), layer.operations[1]
+    model = replace(MODEL, blocks=(replace(layer, operations=operations),))
+    assert predict(hardware, paper_setup(), model).forward.compute_s == pytest.approx(1010 / 100)
+    step = predict(attends, paper_setup(), model, swapped_bytes=0)
+    forward_s = 600 / 40 + 410 / 100
+    assert step.forward.compute_s == pytest.approx(forward_s)
+    assert step.backward.compute_s == pytest.approx(2 * forward_s + 600 / 40 + 400 / 100)
+
+
 rates = st.floats(1.0, 500.0)
 
 

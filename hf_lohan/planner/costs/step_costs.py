@@ -116,14 +116,14 @@ def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float
     """Return the seconds of one product or attention."""
     if operation.forward_s is not None:
         return operation.forward_s
-    return operation.flops / hardware.device.flops_per_s
+    return hardware.device.compute_s(operation.flops, operation.attention_flops)
 
 
 def block_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
     """Return the seconds of a block's forward."""
     if block.forward_s is not None:
         return block.forward_s
-    return block.flops / hardware.device.flops_per_s + _elementwise_s(block, hardware)
+    return hardware.device.compute_s(block.flops, block.attention_flops) + _elementwise_s(block, hardware)
 
 
 def cheap_recompute_s(block: BlockProfile, hardware: HardwareProfile) -> float:

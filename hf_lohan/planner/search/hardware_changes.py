@@ -64,7 +64,7 @@ def _improvements(
     )
     faster_cpu = with_changed(cpu, _doubled, "optimizer_params_per_s")
     yield "a CPU that runs the optimizer twice as fast", replace(hardware, cpu=faster_cpu), setup
-    faster_device = with_changed(device, _doubled, "flops_per_s")
+    faster_device = with_changed(device, _doubled, "flops_per_s", "attention_flops_per_s")
     yield "a device with twice the FLOP/s", replace(hardware, device=faster_device), setup
     if device.shares_cpu:
         return

@@ -127,6 +127,7 @@ def _add_all(trace: BlockTrace, samples: Mapping[int, BlockTrace], num_chunks: i
     trace.moved_bytes += round(total(lambda sample: sample.moved_bytes))
     for sample in samples.values():
         trace.products.update(sample.products)
+        trace.attentions.update(sample.attentions)
     named = {operation.name: operation for sample in samples.values() for operation in sample.operations}
     before = {operation.name: number for number, operation in enumerate(trace.operations)}
     for name, operation in named.items():

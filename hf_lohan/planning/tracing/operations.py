@@ -28,7 +28,7 @@ from hf_lohan.compat.torch_private import (
     storage_id,
     tree_leaves,
 )
-from hf_lohan.hardware import MatrixShape
+from hf_lohan.hardware import AttentionShape, MatrixShape
 from hf_lohan.planner.model_profile import OperationProfile
 from hf_lohan.planning.tracing.experts_on_paper import NAME, ExpertsTrace
 
@@ -83,9 +83,14 @@ def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return flops
 
 
+def _named(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    return dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
+
+
 def _share_of_pairs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Return the share of all pairs of a query and a key that an attention kernel computes."""
-    named = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
+    named = _named(func, args, kwargs)
     if not named.get("is_causal"):
         return 1.0
     num_queries: int
@@ -110,10 +115,22 @@ def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
     return MatrixShape(num_rows, a.shape[-1], b.shape[-1], num_matrices=num_matrices)
 
 
+def _attention_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionShape | None:
+    """Return the shape of a fused attention; None for other operations. Rows have as many tokens as there are keys."""
+    if not (isinstance(func, OpOverload) and operation_name(func).startswith(ATTENTION_KERNELS)):
+        return None
+    query, key, value = (_named(func, args, kwargs)[name] for name in ("query", "key", "value"))
+    num_heads = math.prod(query.shape[:-2])
+    return AttentionShape(
+        num_heads=num_heads, num_tokens=key.shape[-2], key_dim=query.shape[-1], value_dim=value.shape[-1]
+    )
+
+
 @dataclass
 class BlockTrace:
     operations: list[OperationProfile] = field(default_factory=list)
     products: Counter[MatrixShape] = field(default_factory=Counter)
+    attentions: Counter[AttentionShape] = field(default_factory=Counter)
     flops: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0
@@ -154,6 +171,8 @@ class BlockTrace:
             return
         if (product := product_of(func, args)) is not None:
             self.products[product] += self.times
+        if (attention := _attention_of(func, args, kwargs)) is not None:
+            self.attentions[attention] += self.times
         name = f"{kind}#{self._counts[kind]}"
         self._counts[kind] += 1
         output_bytes = sum(tensor.nbytes for tensor in tensors_in(output))

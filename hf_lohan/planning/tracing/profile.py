@@ -14,7 +14,7 @@ from torch.func import functional_call
 from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
 from hf_lohan.activations.chunked_layers import whole_layers
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
-from hf_lohan.hardware import MatrixShape
+from hf_lohan.hardware import AttentionShape, MatrixShape
 from hf_lohan.model.block import Block
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.experts import find_experts
@@ -30,6 +30,8 @@ class TracedModel:
     profile: ModelProfile
     matrix_shapes: tuple[MatrixShape, ...]
     """Shapes of all matrix products, most FLOPs first. A device is measured with them."""
+    attention: AttentionShape | None = None
+    """The fused attention with the most FLOPs; None without any."""
     whole_because: str | None = None
     """Why a layer that may run in chunks was traced whole; completes "because each ..."."""
 
@@ -102,7 +104,10 @@ def trace_model(
     )
     reasons = on_paper.reasons if on_paper is not None else []
     return TracedModel(
-        profile=profile, matrix_shapes=_matrix_shapes(trace), whole_because=reasons[0] if reasons else None
+        profile=profile,
+        matrix_shapes=_matrix_shapes(trace),
+        attention=_largest_attention(trace),
+        whole_because=reasons[0] if reasons else None,
     )
 
 
@@ -130,6 +135,13 @@ def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
         counts.update(block.products)
     shapes = (replace(shape, count=count) for shape, count in counts.items())
     return tuple(sorted(shapes, key=lambda shape: -shape.count * shape.flops))
+
+
+def _largest_attention(trace: ModelTrace) -> AttentionShape | None:
+    counts: Counter[AttentionShape] = Counter()
+    for block in (*trace.of_layer.values(), *trace.of_outer.values()):
+        counts.update(block.attentions)
+    return max(counts, key=lambda shape: counts[shape] * shape.flops, default=None)
 
 
 def fake_parameters(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

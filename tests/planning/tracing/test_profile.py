@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
 
+from hf_lohan.hardware import AttentionShape
 from hf_lohan.model import ModelBlocks, lay_out_block
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.model_profile import ModelProfile
@@ -150,6 +151,17 @@ def test_operations_and_flops_equal_a_real_step(name: str, dtype: torch.dtype) -
         assert [operation.output_bytes for operation in block.operations] == forward.output_bytes[: len(names)]
         assert all(operation.flops > 0 for operation in block.operations)
         assert block.input_bytes == BATCH_SIZE * SEQUENCE_LENGTH * 64 * dtype.itemsize
+
+
+@pytest.mark.parametrize(("implementation", "is_fused"), [("sdpa", True), ("eager", False)])
+def test_the_device_is_measured_with_the_models_fused_attention(implementation: str, is_fused: bool) -> None:
+    config = GemmaConfig(**GEMMA, attn_implementation=implementation)
+    model = build(config, torch.float32, "meta")
+    traced = trace_model(model, blocks_of(model), batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
+    num_heads = BATCH_SIZE * GEMMA["num_attention_heads"]
+    shape = AttentionShape(num_heads=num_heads, num_tokens=SEQUENCE_LENGTH, key_dim=16, value_dim=16)
+    assert traced.attention == (shape if is_fused else None)
+    assert [layer.attention_flops for layer in traced.profile.layers] == [shape.flops if is_fused else 0] * 3
 
 
 @pytest.mark.parametrize("name", CONFIGS)
