@@ -27,7 +27,8 @@ _MAX_GROWTH = 16.0
 _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
 """Maximum number of shapes, because making the operands of each takes time."""
-_FIRST_TRIAL_TOKENS = 128
+_FIRST_TRIAL_TOKENS = 512
+"""Tokens of a first trial of attention. Rows with fewer have fewer FLOP/s."""
 _PATTERN_NUMEL = 1 << 16
 _COPIES_AT_ONCE = 4
 """Copies of each direction in a run of both directions. With several, the time in which only one copies is small."""
@@ -150,34 +151,35 @@ def attention_flops_per_s(
     """Measure FLOP/s of fused attention, forward and backward. The backward counts twice the FLOPs of the forward, as
     that of products does; its five products for two take longer, and so the rate is lower.
 
-    Takes about `budget_s` and `max_bytes` of the device's memory. Longer rows than fit in these are measured as shorter
-    ones.
+    Takes about `budget_s` and `max_bytes` of the device's memory. If `shape` needs more, fewer heads or shorter rows
+    are measured.
     """
-    chosen = replace(shape, num_tokens=min(shape.num_tokens, _FIRST_TRIAL_TOKENS))
-    while chosen.num_heads > 1 and chosen.operand_bytes(dtype.itemsize) > max_bytes:
-        chosen = replace(chosen, num_heads=chosen.num_heads // 2)
-    while chosen.num_tokens < shape.num_tokens:
-        longer = replace(chosen, num_tokens=min(shape.num_tokens, 2 * chosen.num_tokens))
+    chosen = replace(shape, num_heads=1, num_tokens=min(shape.num_tokens, _FIRST_TRIAL_TOKENS))
+    while chosen != shape:
+        if chosen.num_heads < shape.num_heads:
+            larger = replace(chosen, num_heads=min(shape.num_heads, 2 * chosen.num_heads))
+        else:
+            larger = replace(chosen, num_tokens=min(shape.num_tokens, 2 * chosen.num_tokens))
         trial_s = _attention_s(device, chosen, dtype, budget_s=0.0)
-        expected_s = trial_s * longer.flops / chosen.flops
-        if expected_s > budget_s / _RUNS_IN_BUDGET or longer.operand_bytes(dtype.itemsize) > max_bytes:
+        expected_s = trial_s * larger.flops / chosen.flops
+        if expected_s > budget_s / _RUNS_IN_BUDGET or larger.operand_bytes(dtype.itemsize) > max_bytes:
             break
-        chosen = longer
+        chosen = larger
     return 3 * chosen.flops / _attention_s(device, chosen, dtype, budget_s=budget_s)
 
 
 def _attention_s(device: Device, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float) -> float:
     """Return the seconds of forward and backward."""
     size = (1, shape.num_heads, shape.num_tokens)
-    inputs = [
+    query, key, value = (
         _filled(device, (*size, dim), dtype).requires_grad_() for dim in (shape.key_dim, shape.key_dim, shape.value_dim)
-    ]
+    )
     gradient = _filled(device, (*size, shape.value_dim), dtype)
 
     def run() -> None:
         with torch.enable_grad():
-            output = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        torch.autograd.grad(output, inputs, gradient)
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(output, (query, key, value), gradient)
 
     return median_s(run, _waiting(device), budget_s=budget_s)
 
