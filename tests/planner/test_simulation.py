@@ -13,6 +13,7 @@ from test_paper_table import LOHAN_STATES, MODEL, OUR_STATES, PUBLISHED_TFLOPS, 
 from hf_lohan.planner import (
     HardwareProfile,
     ModelProfile,
+    PoolPlan,
     SimulatedStep,
     SizeClass,
     TrainingSetup,
@@ -186,6 +187,38 @@ def test_spilled_sums_are_read_and_added_one_after_the_other() -> None:
     for add, later in zip(adds, reads[1:], strict=False):
         assert ends[add] - begins[add] == pytest.approx(3.0)
         assert begins[later] >= ends[add]
+
+
+def test_a_sum_of_gradients_that_stays_in_ram_keeps_its_buffer_for_the_whole_step() -> None:
+    """Of three buffers, two have the sums of the first two layers from the first micro-batch on. In the second one, a
+    gradient waits for the only other buffer until the one before it is added."""
+    model = layers(4)
+    hardware = machine(link_bytes_per_s=1e9, ssd_read_bytes_per_s=200.0, ssd_write_bytes_per_s=1e9)
+    hardware = replace(hardware, cpu=replace(hardware.cpu, optimizer_params_per_s=100 * (12 / 28) / 3.0))
+    names = [layer.name for layer in model.layers]
+    pools = PoolPlan(
+        chunk_numel=100,
+        num_staging_buffers=2,
+        num_state_buffers=9,
+        num_gradient_buffers=3,
+        num_arrival_buffers=1,
+        gradients_per_buffer=1,
+        num_recall_buffers=2,
+        held_blocks=tuple(names[:2]),
+        spilled_blocks=tuple(names[2:]),
+        slot_bytes={SizeClass.LAYER: 200},
+        num_slots={SizeClass.LAYER: 3},
+    )
+    setup = paper_setup(activations="recompute", num_micro_batches=2, spilled_gradient_bytes=400, pools=pools)
+    for clip in ("defer", "speculate"):
+        rules = rules_of(model, hardware, setup, clip=clip)
+        graph = StepTasks(model, hardware, setup, rules, 1).graph
+        begins, ends = graph.run(LaneRules())
+        numbers = [number for number, name in enumerate(graph.names) if name == "gradients"]
+        copies = [n for n in numbers if graph.lanes[n] == "d2h"]
+        adds = [n for n in numbers if graph.lanes[n] == "cpu"]
+        assert len(copies) == 8 and len(adds) == 2
+        assert begins[copies[5]] >= ends[adds[0]] and begins[copies[6]] >= ends[adds[1]]
 
 
 def test_a_block_is_updated_by_its_chunks() -> None:

@@ -128,6 +128,9 @@ class StepTasks:
             last += self._step_writes if self._rules.clip == "speculate" else self._cpu_tasks[-1:]
             self._commit()
         self._begin = self.graph.add(NO_LANE, 0.0, last, name="updates")
+        if self._rules.clip == "speculate":  # the guesses are right, so held gradients are dropped
+            held_chunks = sum(work.num_chunks for work in self._works if work.is_trained and work.holds_in_buffers)
+            self._release(held_chunks, self._begin)
 
     def _commit(self) -> None:
         """The thread of updates waits until everything is written, if the step is committed."""
@@ -367,11 +370,11 @@ class StepTasks:
                     task = graph.add(SSD, seconds, [task], name="gradients", rank=_ANY_TIME, is_write=True)
                 if is_recalled:
                     self._recalled.append(task)
-                elif not (is_last and work.holds_in_buffers):
+                elif not (is_first and work.holds_in_buffers):
                     self._release(each_chunks, task)
             arrived.append(task)
             if updates_now:
-                self._update_piece(work, share, task, is_deferred=False, is_recalled=is_recalled)
+                self._update_piece(work, share, task, is_deferred=False, is_recalled=is_recalled, is_first=is_first)
         if is_last and not updates_now:
             self._held[work.name] = arrived
         return blocked
@@ -395,7 +398,14 @@ class StepTasks:
             self._update_piece(work, share, gradient, is_deferred=True)
 
     def _update_piece(
-        self, work: BlockWork, share: float, gradient: int, *, is_deferred: bool, is_recalled: bool = False
+        self,
+        work: BlockWork,
+        share: float,
+        gradient: int,
+        *,
+        is_deferred: bool,
+        is_recalled: bool = False,
+        is_first: bool = True,
     ) -> None:
         """Update a piece of a block after the task ``gradient``. ``is_recalled``: its gradient is in a buffer of
         recalled sums, and its own buffer is free."""
@@ -433,8 +443,15 @@ class StepTasks:
         self._step_writes.append(written)
         if is_recalled:
             self._recalled.append(written if self._rules.clip == "speculate" and work.spilled_gradient_bytes else task)
-        elif not is_deferred or work.holds_in_buffers:
+        elif is_deferred:
+            if work.holds_in_buffers:
+                self._release(each_chunks, task)
+        elif self._rules.clip != "speculate":
             self._release(each_chunks, task)
+        elif not work.holds_in_buffers:  # the guess may be wrong, so the gradient is held
+            self._release(each_chunks, written if work.spilled_gradient_bytes else task)
+        elif not is_first:  # it was added to the one that is held
+            self._release(each_chunks, graph.add(NO_LANE, 0.0, before, name="gradients"))
         in_ram = 0.0 if work.holds_in_buffers else work.gradient_bytes - work.spilled_gradient_bytes
         self._change("ram", task, True, -share * in_ram)
         self._updates[work.name].append((task, written))
