@@ -157,12 +157,15 @@ def first_begins(model: ModelProfile, hardware: HardwareProfile, name: str, **ch
 
 
 def test_so_many_layers_leave_and_so_many_are_fetched_ahead() -> None:
-    """Copying a layer's 150 bytes takes 2 s, and computing it 1 s."""
+    """Copying a layer's 150 bytes takes 2 s, and computing it 1 s. The input's 50 bytes leave after half of that."""
     model = layers(5)
     hardware = machine(link_bytes_per_s=75.0, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
     weights_s = 200 / 75
-    two, three = (first_begins(model, hardware, "computing", layers_leaving=number) for number in (2, 3))
-    ends = [begin + 2.0 for begin in first_begins(model, hardware, "activations to leave")]
+    two, three = (first_begins(model, hardware, "computing", layers_leaving=number)[: 2 * 5 : 2] for number in (2, 3))
+    leaving = first_begins(model, hardware, "activations to leave")
+    assert leaving[0] == pytest.approx(weights_s + 0.5)
+    assert leaving[1] == pytest.approx(weights_s + 0.5 + 50 / 75)
+    ends = [begin + 100 / 75 for begin in leaving[1::2]]
     for layer in range(2, 5):
         assert two[layer] >= ends[layer - 2], "layer 2 waits until layer 0 has left"
     assert three[2] == pytest.approx(max(three[1] + 1.0, 3 * weights_s))

@@ -43,6 +43,8 @@ class BlockWork:
     ram_bytes: float
     """Activations that are swapped to RAM."""
     spilled_bytes: float
+    early_share: float
+    """The share of swapped activations that exist when half of the forward is done."""
     device_share: float
     """The share of swapped activations that is on the device at once. A layer in chunks has those of one chunk."""
     output_bytes: float
@@ -152,6 +154,7 @@ def block_works(
                 ),
                 ram_bytes=ram,
                 spilled_bytes=spill,
+                early_share=_early_share(block, hardware, rules) if ram + spill else 0.0,
                 device_share=1 / block.num_chunks,
                 output_bytes=(ram + spill) / block.num_chunks + kept,
                 working_bytes=max(
@@ -192,6 +195,20 @@ def _placed_bytes(block: BlockProfile, rules: StepRules) -> tuple[float, float, 
         sums[placements.get(operation.name, Placement.RECOMPUTE)] += operation.output_bytes
     sums[placements.get(INPUT, Placement.GPU)] += block.input_bytes
     return sums[Placement.CPU], sums[Placement.SSD], sums[Placement.GPU]
+
+
+def _early_share(block: BlockProfile, hardware: HardwareProfile, rules: StepRules) -> float:
+    """Return the share of a layer's swapped activations that exist when half of its forward is done."""
+    placements = rules.activations.get(block.name, {})
+    swapped = (Placement.CPU, Placement.SSD)
+    early = whole = block.input_bytes if placements.get(INPUT) in swapped else 0.0
+    half_s, now_s = block_forward_s(block, hardware) / 2, 0.0
+    for operation in block.operations:
+        now_s += operation_s(operation, hardware)
+        if placements.get(operation.name) in swapped:
+            whole += operation.output_bytes
+            early += operation.output_bytes if now_s <= half_s else 0.0
+    return early / whole if whole else 0.0
 
 
 def _backward_s(

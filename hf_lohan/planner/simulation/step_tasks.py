@@ -179,7 +179,8 @@ class StepTasks:
         """Add the computing of one block. Returns its first and its last task."""
         seconds = work.forward_s if is_forward else work.backward_s
         loaded_bytes = work.expert_bytes[not is_forward]
-        num_parts = 2 if work.is_trained and not is_forward and self._most_pieces > 1 else 1
+        has_halves = work.early_share > 0 if is_forward else work.is_trained
+        num_parts = 2 if has_halves and self._most_pieces > 1 else 1
         first: int | None = None
         loads: list[int | None] = [None] * num_parts
         if loaded_bytes:  # the layer's router runs before its experts are loaded
@@ -261,15 +262,19 @@ class StepTasks:
                 graph.link(left[-self._rules.layers_leaving], first)
             gone: int | None = None
             writes: list[int] = []
-            if layer.ram_bytes:
-                seconds = layer.ram_bytes / hardware.d2h_bytes_per_s
-                gone = graph.add(D2H, seconds, [last, self._swap_thread], name="activations to leave")
+            # A tensor leaves as soon as it exists.
+            early_share = layer.early_share if first != last and not layer.expert_bytes[0] else 0.0
+            for share, made in ((early_share, first), (1 - early_share, last)):
+                if share * layer.ram_bytes:
+                    seconds = share * layer.ram_bytes / hardware.d2h_bytes_per_s
+                    gone = graph.add(D2H, seconds, [made, self._swap_thread], name="activations to leave")
             if layer.spilled_bytes:
                 num_pieces = self._num_pieces(layer.spilled_bytes)
-                for _ in range(num_pieces):
+                for number in range(num_pieces):
                     each_bytes = layer.spilled_bytes / num_pieces
                     buffer = self._staging[-_STAGING_BUFFERS] if len(self._staging) >= _STAGING_BUFFERS else None
-                    before = [last, gone, self._swap_thread, buffer]
+                    made = first if number + 1 <= early_share * num_pieces else last
+                    before = [made, gone, self._swap_thread, buffer]
                     gone = graph.add(D2H, each_bytes / hardware.d2h_bytes_per_s, before, name="activations to leave")
                     self._swap_thread = gone
                     write_s = each_bytes / hardware.ssd_write_bytes_per_s
