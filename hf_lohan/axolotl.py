@@ -236,7 +236,7 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
 
     The loader's own steps after the model is built (embeddings of the tokenizer's size, adapters, patches) run twice,
     and so do the plugins': with a model on meta, which says what the store has to hold, and with the streamed model.
-    The steps before the model is built run once.
+    The steps before the model is built run once, and before both: plugins replace classes of layers in them.
     """
     cfg = loader.cfg
     if cfg.fp16 or cfg.float16:  # the file may say nothing, and this device may have no bfloat16
@@ -244,19 +244,19 @@ def stream(loader: Any, stock_load: Callable[[Any], tuple[Any, Any]]) -> tuple[A
     loader.patch_manager.apply_pre_model_load_patches()
     cfg.device_map = None  # axolotl's own choice
     loader._apply_pre_model_load_setup()
+    loader.plugin_manager.pre_model_load(cfg)
+    loader.patch_manager.apply_post_plugin_pre_model_load_patches()
     loader.patch_manager.apply_pre_model_load_patches = loader._apply_pre_model_load_setup = _do_nothing
+    loader.patch_manager.apply_post_plugin_pre_model_load_patches = _do_nothing
     # The store decides about dtypes, and needs no preparation for packed weights.
     loader._convert_embedding_modules_dtype = loader._prepare_model_for_quantization = _do_nothing
     adapters: Any = None
-    has_run = False
 
     def finish(base: Any) -> Any:
-        nonlocal adapters, has_run
+        nonlocal adapters
         loader._build_model = functools.partial(_take, loader, base)
         is_weightless = next(base.parameters()).device.type == "meta"
-        is_second_run, has_run = has_run, True
-        # Plugins prepare the process for a model that is about to be built, and must do so once.
-        prepared = _prepared_plugins(loader) if is_second_run else contextlib.nullcontext()
+        prepared = _prepared_plugins(loader.plugin_manager)
         with prepared, _unchanged_random_numbers() if is_weightless else contextlib.nullcontext():
             if is_weightless and hasattr(base, "resize_token_embeddings"):
                 resize = base.resize_token_embeddings
@@ -305,12 +305,8 @@ def _unchanged_random_numbers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _prepared_plugins(loader: Any) -> Iterator[None]:
-    """Within, the plugins have prepared the loading of a model, and are not called to prepare it again."""
-    from axolotl.integrations.base import PluginManager
-
-    plugins = PluginManager.get_instance()
-    loader.patch_manager.apply_post_plugin_pre_model_load_patches = _do_nothing
+def _prepared_plugins(plugins: Any) -> Iterator[None]:
+    """Within, the plugins are not called to prepare the loading of a model, because they have done so."""
     plugins.pre_model_load = _do_nothing
     try:
         yield

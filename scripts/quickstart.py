@@ -18,7 +18,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_lohan import Trainer
 from hf_lohan.huggingface.progress import live_line
@@ -112,7 +119,8 @@ def main(out: Path) -> None:
         processing_class=tokenizer,
         offload=str(CONFIG),
     )
-    trainer.remove_callback(ProgressCallback)
+    for prints_dictionaries in (ProgressCallback, PrinterCallback):  # Trainer has one of them
+        trainer.remove_callback(prints_dictionaries)
     trainer.add_callback(Progress)
     console.print("held-out loss and a sample before, from the weights on disk")
     before, text_before = trainer.evaluate()["eval_loss"], continuation(trainer.model, tokenizer)

@@ -211,8 +211,9 @@ def doctor(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(metavar="PATH_OR_CONFIG", help=_CHECKPOINT)],
     batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help=_CHECKPOINT)] = None,
+    model_option: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Same as MODEL.")] = None,
     seq_len: Annotated[
         int | None, typer.Option(metavar="S", help="Tokens in each sequence, or with --lengths in each packed one.")
     ] = None,
@@ -251,8 +252,13 @@ def plan(
         from hf_lohan.cli.plan_report import run_plan
         from hf_lohan.cli.plan_request import PlanRequest
 
+        models = [given for given in (model, model_option) if given is not None]
+        if len(models) != 1:
+            raise ValueError(
+                f"{len(models)} models were given; give one: a checkpoint folder, a config.json or a name in the Hub"
+            )
         request = PlanRequest(
-            model=model,
+            model=models[0],
             batch_size=batch_size,
             sequence_length=seq_len,
             offload=offload,

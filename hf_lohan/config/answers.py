@@ -23,6 +23,7 @@ _CARDS_GIB = {
     "l40": 48,
     "l40s": 48,
     "a40": 48,
+    "a100": 40,
     "h100": 80,
     "h200": 141,
     "b200": 180,
@@ -38,6 +39,8 @@ _CARDS_GIB = {
     "rtxa4000": 16,
     "rtxa5000": 24,
     "rtxa6000": 48,
+    "rtx6000ada": 48,
+    "rtxpro6000": 96,
 }
 """Memory of each card. If cards of one name differ, it is that of the smallest."""
 _MAKERS = re.compile(r"\b(nvidia|geforce|tesla|quadro|pcie|sxm\d?|super|ti)\b|[^a-z0-9]")

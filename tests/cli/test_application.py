@@ -91,12 +91,10 @@ def test_four_answers_give_a_config_and_its_commands(tmp_path: Path, monkeypatch
 def test_a_question_is_repeated_until_it_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(application, "_has_terminal", lambda: True)
-    result = runner.invoke(
-        app, ["config", "--ask", "--output", "mine.yaml"], input="models/a\nA100\nnone\n64\nauto\n\n"
-    )
+    result = runner.invoke(app, ["config", "--ask", "--output", "mine.yaml"], input="models/a\nA1\nA100\n64\nauto\n\n")
     assert result.exit_code == 0, result.stderr
-    assert "the card 'A100' is not known" in result.stdout and "the RAM '64' is not a size" in result.stdout
-    assert OffloadConfig.load("mine.yaml") == OffloadConfig()
+    assert "the card 'A1' is not known" in result.stdout and "the RAM '64' is not a size" in result.stdout
+    assert OffloadConfig.load("mine.yaml") == OffloadConfig(gpu_memory="32GiB")  # of the A100 with 40 GiB
 
 
 @pytest.mark.parametrize(

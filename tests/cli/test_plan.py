@@ -48,6 +48,15 @@ def test_predictions_match_the_table_of_the_paper(model_13b: str, tmp_path: Path
     assert math.fsum(errors) / len(errors) < 0.08
 
 
+def test_the_model_is_an_argument_or_an_option(tiny: str) -> None:
+    sizes = ["--batch-size", "1", "--seq-len", "16", "--hardware", str(DESKTOP), "--json"]
+    by_option, as_argument = (runner.invoke(app, ["plan", *model, *sizes]) for model in (["--model", tiny], [tiny]))
+    assert as_argument.exit_code == 0 and as_argument.stdout == by_option.stdout
+    for models in ([], [tiny, "--model", tiny]):
+        refused = runner.invoke(app, ["plan", *models, *sizes])
+        assert refused.exit_code == 2 and refused.stderr.startswith("error: ") and "give one:" in refused.stderr
+
+
 def test_default_settings_are_automatic_and_paper_puts_all_state_on_the_ssds(tiny: str, tmp_path: Path) -> None:
     automatic, all_on_ssd = tmp_path / "auto.yaml", tmp_path / "paper.yaml"
     automatic.write_text("resident_records: auto\n")

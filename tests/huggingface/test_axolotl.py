@@ -234,7 +234,8 @@ def test_a_streamed_run_gives_the_bits_of_axolotls_loader(run: Run, settings: di
 
 
 def test_plugins_prepare_a_streamed_model_once(plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their steps after the model is built run with a model on meta, too."""
+    """They do so before its model on meta is built, because they replace classes of layers. Their steps after a model
+    is built run with the model on meta, too."""
     from axolotl.integrations.base import BasePlugin
 
     called: list[str] = []
@@ -259,6 +260,7 @@ def test_plugins_prepare_a_streamed_model_once(plugins: Any, monkeypatch: pytest
         cfg = config(lohan="lohan", output_dir="out", max_grad_norm=1.0, gradient_accumulation_steps=1)
         base_model, model_type, model_config, model_kwargs, auto_model_loader = "tiny", None, None, {}, None
         patch_manager = Patches()
+        plugin_manager = plugins
         model: Any = None
 
         def _apply_pre_model_load_setup(self) -> None:
@@ -274,13 +276,14 @@ def test_plugins_prepare_a_streamed_model_once(plugins: Any, monkeypatch: pytest
         return loader.model, None
 
     def stream_twice(_path: Any, *, finish: Callable[[Any], Any], **_kwargs: Any) -> Any:
+        called.append("built")
         finish(tiny_model("llama").to("meta"))
         return finish(tiny_model("llama"))
 
     monkeypatch.setitem(plugins.plugins, "counted", Counted())
     monkeypatch.setattr(axolotl_plugin(), "from_pretrained", stream_twice)
     axolotl_plugin().stream(Loader(), load)
-    assert called == ["patches", "setup", "before", "later patches", "after", "after"]
+    assert called == ["patches", "setup", "before", "later patches", "built", "after", "after"]
     plugins.pre_model_load(Loader.cfg)
     assert called[-1] == "before", "the next model is prepared again"
 
