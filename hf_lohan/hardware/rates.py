@@ -29,6 +29,8 @@ _MAX_SHAPES = 6
 """Maximum number of shapes, because making the operands of each takes time."""
 _FIRST_TRIAL_TOKENS = 512
 """Tokens of a first trial of attention. Rows with fewer have fewer FLOP/s."""
+_MOST_TOKENS = 4096
+"""Longer rows have the same FLOP/s, and kernels that are not fused would need much memory."""
 _PATTERN_NUMEL = 1 << 16
 _COPIES_AT_ONCE = 4
 """Copies of each direction in a run of both directions. With several, the time in which only one copies is small."""
@@ -152,20 +154,24 @@ def attention_flops_per_s(
     that of products does; its five products for two take longer, and so the rate is lower.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. If `shape` needs more, fewer heads or shorter rows
-    are measured.
+    are measured, and rows of more than 4,096 tokens never.
     """
-    chosen = replace(shape, num_heads=1, num_tokens=min(shape.num_tokens, _FIRST_TRIAL_TOKENS))
-    while chosen != shape:
-        if chosen.num_heads < shape.num_heads:
-            larger = replace(chosen, num_heads=min(shape.num_heads, 2 * chosen.num_heads))
-        else:
-            larger = replace(chosen, num_tokens=min(shape.num_tokens, 2 * chosen.num_tokens))
-        trial_s = _attention_s(device, chosen, dtype, budget_s=0.0)
-        expected_s = trial_s * larger.flops / chosen.flops
-        if expected_s > budget_s / _RUNS_IN_BUDGET or larger.operand_bytes(dtype.itemsize) > max_bytes:
-            break
-        chosen = larger
-    return 3 * chosen.flops / _attention_s(device, chosen, dtype, budget_s=budget_s)
+    shape = replace(shape, num_tokens=min(shape.num_tokens, _MOST_TOKENS))
+    # A GPU's attention advances the run's random numbers, also without dropout.
+    devices = [] if device.torch_device.type == "cpu" else [device.torch_device]
+    with torch.random.fork_rng(devices, device_type=device.torch_device.type):
+        chosen = replace(shape, num_heads=1, num_tokens=min(shape.num_tokens, _FIRST_TRIAL_TOKENS))
+        while chosen != shape:
+            if chosen.num_heads < shape.num_heads:
+                larger = replace(chosen, num_heads=min(shape.num_heads, 2 * chosen.num_heads))
+            else:
+                larger = replace(chosen, num_tokens=min(shape.num_tokens, 2 * chosen.num_tokens))
+            trial_s = _attention_s(device, chosen, dtype, budget_s=0.0)
+            expected_s = trial_s * larger.flops / chosen.flops
+            if expected_s > budget_s / _RUNS_IN_BUDGET or larger.operand_bytes(dtype.itemsize) > max_bytes:
+                break
+            chosen = larger
+        return 3 * chosen.flops / _attention_s(device, chosen, dtype, budget_s=budget_s)
 
 
 def _attention_s(device: Device, shape: AttentionShape, dtype: torch.dtype, *, budget_s: float) -> float:

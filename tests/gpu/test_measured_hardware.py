@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from doubled_device import find_double
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import device_for
-from hf_lohan.hardware import MatrixShape, MeasuringEffort, examine_machine, measure_hardware
+from hf_lohan.hardware import AttentionShape, MatrixShape, MeasuringEffort, examine_machine, measure_hardware
 
 SHAPES = [
     MatrixShape(2048, 2048, 2048, count=2),
     MatrixShape(2048, 2048, 5632),
     MatrixShape(256, 512, 512, num_matrices=4),
 ]
+ATTENTION = AttentionShape(num_heads=8, num_tokens=2048, key_dim=64, value_dim=64)
+MEASURED: dict[str, Any] = {"matrix_shapes": SHAPES, "attention": ATTENTION, "dtype": torch.bfloat16}
 
 
 def make_config(folder: Path) -> OffloadConfig:
@@ -45,8 +47,7 @@ def test_a_profile_of_the_device(tmp_path: Path) -> None:
     profile = measure_hardware(
         make_config(tmp_path),
         device,
-        matrix_shapes=SHAPES,
-        dtype=torch.bfloat16,
+        **MEASURED,
         effort=MeasuringEffort(budget_s=1.0, scratch_bytes=16 << 20),
     )
     assert not profile.device.shares_cpu
@@ -54,6 +55,7 @@ def test_a_profile_of_the_device(tmp_path: Path) -> None:
     assert 0 < profile.device.memory_bytes <= torch.cuda.get_device_properties(0).total_memory
     slowest, fastest = rates_of_the_card()
     assert slowest.flops_per_s < profile.device.flops_per_s < fastest.flops_per_s
+    assert slowest.flops_per_s < (profile.device.attention_flops_per_s or 0) < fastest.flops_per_s
     assert slowest.bytes_per_s < (profile.device.memory_bytes_per_s or 0) < fastest.bytes_per_s
     assert 1e8 < profile.h2d_bytes_per_s < 1e12
     assert 1e8 < profile.d2h_bytes_per_s < 1e12
@@ -66,7 +68,7 @@ def test_pools_can_be_pinned_after_measuring(tmp_path: Path) -> None:
     device = device_for("cuda")
     effort = MeasuringEffort(budget_s=0.0, scratch_bytes=16 << 20)
     for _ in range(3):
-        measure_hardware(make_config(tmp_path), device, matrix_shapes=SHAPES, dtype=torch.bfloat16, effort=effort)
+        measure_hardware(make_config(tmp_path), device, **MEASURED, effort=effort)
         device.host_empty(effort.copy_bytes)
         device.host_empty(effort.io_buffer_bytes)
     assert device.describe()["pinned_host_memory"]
@@ -78,7 +80,7 @@ def test_measuring_keeps_no_device_memory(tmp_path: Path) -> None:
     effort = MeasuringEffort(budget_s=0.0, scratch_bytes=16 << 20)
     reserved_bytes = []
     for _ in range(2):  # the first also allocates permanent workspaces of libraries
-        measure_hardware(make_config(tmp_path), device, matrix_shapes=SHAPES, dtype=torch.bfloat16, effort=effort)
+        measure_hardware(make_config(tmp_path), device, **MEASURED, effort=effort)
         reserved_bytes.append(torch.cuda.memory_reserved())
         torch.cuda.empty_cache()
         assert reserved_bytes[-1] == torch.cuda.memory_reserved()

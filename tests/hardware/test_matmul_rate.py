@@ -135,7 +135,7 @@ def test_no_token_attends_to_a_later_one() -> None:
 @pytest.mark.parametrize(
     ("max_s", "max_bytes", "expected"),
     [
-        (1e9, 1 << 40, (6, 5000)),
+        (1e9, 1 << 40, (6, 4096)),
         (1e9, ATTENTION.operand_bytes(2) // 2, (6, 2048)),
         (1e9, AttentionShape(num_heads=4, num_tokens=512, key_dim=16, value_dim=8).operand_bytes(2), (4, 512)),
         (AttentionShape(num_heads=6, num_tokens=1024, key_dim=16, value_dim=8).flops / 1e9, 1 << 40, (6, 1024)),
