@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorageError, StorePath
@@ -25,7 +26,7 @@ from hf_lohan.updates import MISSED_STEPS_NAME
 from hf_lohan.wording import times
 
 _IO_PIECE_BYTES = 4 << 20
-_COPY_BYTES = 8 << 20
+COPY_BYTES = 8 << 20
 _RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
 """Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
 _EPOCH_RANDOM_STATE = "epoch_rng_state"
@@ -63,7 +64,7 @@ def reshard(
     if num_ranks < 1:
         raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
     num_before = _num_ranks_before(paths, num_ranks)
-    io = IoEngine(num_threads=2, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=4 * _IO_PIECE_BYTES)
+    io = io_engine()
     try:
         with ExitStack() as stack:
             old = [
@@ -71,10 +72,11 @@ def reshard(
                 for rank in range(num_before)
             ]
             commits = _commits_to_copy(old)
-            _refuse_deferred_steps(commits, paths)
+            refuse_deferred_steps([commit.journal for commit in commits], paths[0])
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
-            _check_records(form, old)
-            records = _records_by_rank(form, num_ranks)
+            folders = [store.paths[0].path for store in old]
+            check_records(records_by_rank(form, num_before), [store.records for store in old], folders)
+            records = records_by_rank(form, num_ranks)
             new = [stack.enter_context(_new_store(paths, rank, records, old[0], io)) for rank in range(num_ranks)]
             total_bytes = sum(record.num_bytes for store in new for record in store.records)
             for store in new:
@@ -100,10 +102,16 @@ def reshard(
         io.close()
 
 
-def _refuse_deferred_steps(commits: Sequence[Commit], paths: Sequence[str]) -> None:
-    if any(MISSED_STEPS_NAME in commit.journal for commit in commits):
+def io_engine() -> IoEngine:
+    """Return an engine for copying stores."""
+    return IoEngine(num_threads=2, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=4 * _IO_PIECE_BYTES)
+
+
+def refuse_deferred_steps(journals: Sequence[Mapping[str, bytes]], directory: str) -> None:
+    """Raise ValueError if the commits of these ``journals`` have updates of experts that were deferred."""
+    if any(MISSED_STEPS_NAME in journal for journal in journals):
         raise ValueError(
-            f"lazy_experts (auto by default) has deferred updates of experts in {paths[0]}, which cannot be applied "
+            f"lazy_experts (auto by default) has deferred updates of experts in {directory}, which cannot be applied "
             "with another number of ranks; train one step with lazy_experts=false first"
         )
 
@@ -154,20 +162,23 @@ def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
     return newest
 
 
-def _records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec, ...]]:
+def records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec, ...]]:
+    """Return the records of each of ``num_ranks`` ranks."""
     if num_ranks == 1:
         return [form.records]
     assign_shards(form.model_blocks, num_ranks)
     return [records_of_rank(form.model_blocks.blocks, rank) for rank in range(num_ranks)]
 
 
-def _check_records(form: StoredForm, old: Sequence[Store]) -> None:
+def check_records(
+    expected: Sequence[Sequence[RecordSpec]], found: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
+) -> None:
     """Raise ValueError unless this version would cut the model into the same records as the stores have."""
-    for store, records in zip(old, _records_by_rank(form, len(old)), strict=True):
-        if store.records != records:
+    for of_version, of_store, folder in zip(expected, found, folders, strict=True):
+        if tuple(of_version) != tuple(of_store):
             raise ValueError(
-                f"the records in {store.paths[0].path} differ from those that this version of hf_lohan makes for "
-                f"{len(old)} ranks; use the version that made them, or resume from a checkpoint"
+                f"the records in {folder} differ from those that this version of hf_lohan makes for "
+                f"{times(len(folders), 'rank')}; use the version that made them, or resume from a checkpoint"
             )
 
 
@@ -185,32 +196,60 @@ def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
 
     Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError` (also if no store has an element).
     """
-    memory = mapped_empty(_COPY_BYTES)
-    for record in new.records:
-        element, end = record.first, record.first + record.numel
-        numel_at_once = _COPY_BYTES // record.granule_bytes * record.granule_numel
-        while element < end:
-            store, stop = _store_with(old, record, element)
-            stop = min(stop, end, element + numel_at_once)
-            piece = memory[: (stop - element) * record.itemsize].view(getattr(torch, record.dtype))
-            store.read(record.block, record.kind, element, piece).wait()
-            new.write(record.block, record.kind, element, piece).wait()
-            element = stop
-            yield piece.nbytes
+    memory = mapped_empty(COPY_BYTES)
+    for piece in pieces_of(new.records, [store.records for store in old]):
+        if piece.source is None:
+            raise StorageError(
+                f"no element {piece.start} of {piece.kind} of {piece.block} is in",
+                path=" or ".join(store.paths[0].path for store in old),
+                advice="give the stores of all ranks of the run",
+            )
+        content = piece.in_memory(memory)
+        old[piece.source].read(piece.block, piece.kind, piece.start, content).wait()
+        new.write(piece.block, piece.kind, piece.start, content).wait()
+        yield content.nbytes
 
 
-def _store_with(old: Sequence[Store], record: RecordSpec, element: int) -> tuple[Store, int]:
-    """Return the store that has an element of the record's block, and the end of the store's shard."""
-    for store in old:
-        if store.has(record.block, record.kind):
-            shard = store.layout.record(record.block, record.kind)
-            if shard.first <= element < shard.first + shard.numel:
-                return store, shard.first + shard.numel
-    raise StorageError(
-        f"no element {element} of {record.kind} of {record.block} is in",
-        path=" or ".join(store.paths[0].path for store in old),
-        advice="give the stores of all ranks of the run",
-    )
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a record that one shard has."""
+
+    block: str
+    kind: str
+    dtype: str
+    start: int
+    stop: int
+    source: int | None
+    """The index of the shard; None if no shard has the first element."""
+
+    def in_memory(self, memory: Tensor) -> Tensor:
+        """Return the beginning of ``memory``, a tensor of bytes, as this piece's elements."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return memory[: (self.stop - self.start) * dtype.itemsize].view(dtype)
+
+
+def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpec]]) -> Iterator[Piece]:
+    """Cut records into pieces of at most `COPY_BYTES`, each within one of the ``shards``."""
+    by_name: dict[tuple[str, str], list[tuple[int, RecordSpec]]] = {}
+    for number, shard in enumerate(shards):
+        for part in shard:
+            by_name.setdefault((part.block, part.kind), []).append((number, part))
+    for record in records:
+        start, end = record.first, record.first + record.numel
+        numel_at_once = COPY_BYTES // record.granule_bytes * record.granule_numel
+        parts = by_name.get((record.block, record.kind), [])
+        while start < end:
+            source, shard_end = next(
+                (
+                    (number, part.first + part.numel)
+                    for number, part in parts
+                    if part.first <= start < part.first + part.numel
+                ),
+                (None, end),
+            )
+            stop = min(shard_end, end, start + numel_at_once)
+            yield Piece(record.block, record.kind, record.dtype, start, stop, source)
+            start = stop
 
 
 def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit]) -> None:
@@ -243,9 +282,18 @@ def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_rank
 
 
 def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's facts, with each parameter's number of updates from the rank that owns the parameter."""
+    """Return rank 0's facts, with each parameter's number of updates from the rank that owns the parameter, and with
+    the means of Trainer's sums since the last log, because Trainer logs the mean over ranks."""
     num_updates: dict[str, int] = {}
     for facts_of_rank in facts:
         for name, count in facts_of_rank.get("num_updates", {}).items():
             num_updates[name] = max(num_updates.get(name, 0), int(count))
-    return {**facts[0], **({"num_updates": num_updates} if num_updates else {})}
+    joined = {**facts[0], **({"num_updates": num_updates} if num_updates else {})}
+    sums = [facts_of_rank["trainer"] for facts_of_rank in facts if "trainer" in facts_of_rank]
+    if len(sums) == len(facts):
+        joined["trainer"] = {name: _mean([of_rank[name] for of_rank in sums]) for name in sums[0]}
+    return joined
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return numbers[0] if len({*numbers}) == 1 else sum(numbers) / len(numbers)

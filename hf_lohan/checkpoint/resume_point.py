@@ -63,7 +63,7 @@ class ResumePoint:
         store_paths, folders = wait_for_store_paths(), _RunFolders.of_rank(output_dir, links.ranks)
         last = _last_of_all(kept_commits(store_paths), links, may_have_none=asked is True)
         log = b""
-        if last is not None and _is_resumable(last):
+        if last is not None and is_resumable(last):
             log = committed_log(store_paths, last)
             check(last, log, store_paths[0])
         if asked is True and not _is_newest(last, store_paths, folders, last_checkpoint):
@@ -78,10 +78,12 @@ def point_of_attempt(launch_id: str, store_paths: Sequence[str], links: Links) -
     call this together."""
     last = _last_of_all(kept_commits(store_paths), links, may_have_none=True)
     facts = last.facts if last is not None else {}
-    point = LAST_STEP if last is not None and _is_resumable(last) else facts.get("last_checkpoint")
-    own = point if facts.get("launch_id") == launch_id else None
-    points = links.all_gather("what the failed attempt left", json.dumps(own).encode())
-    return own if all(other == points[0] for other in points) else None
+    point = LAST_STEP if last is not None and is_resumable(last) else facts.get("last_checkpoint")
+    # A machine that joined the launch later has its own launcher, but its store may be the one of a machine before.
+    told = json.dumps([point, facts.get("launch_id") == launch_id])
+    points = [json.loads(of_rank) for of_rank in links.all_gather("what the failed attempt left", told.encode())]
+    is_of_launch = any(is_own for _, is_own in points)
+    return point if is_of_launch and all(other == points[0][0] for other, _ in points) else None
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def last_step(output_dir: str | Path) -> int | None:
         for store_paths in ([rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks))
     ]
     commit = kept[0][newest_common_commit([list(commits) for commits in kept])] if all(kept) else None
-    if commit is None or not _is_resumable(commit):
+    if commit is None or not is_resumable(commit):
         return None
     step = commit.facts.get("global_step")
     if type(step) is not int:
@@ -178,7 +180,7 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
         raise ValueError(
             f"no step has been committed in {where}; train without resume_from_checkpoint, or from a checkpoint"
         )
-    if not _is_resumable(commit):
+    if not is_resumable(commit):
         checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
         raise ValueError(
             f"the store in {where} keeps only one version of some records (of all with durability: checkpoint, of "
@@ -197,7 +199,7 @@ def _is_newest(
     commit: Commit | None, paths: Sequence[str], folders: _RunFolders, last_checkpoint: Callable[[str], str | None]
 ) -> bool:
     """Return whether the run in these folders committed the step of its last checkpoint or a later step."""
-    if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, folders):
+    if commit is None or not is_resumable(commit) or not _is_of_run(commit, paths, folders):
         return False
     checkpoint = last_checkpoint(folders.output_dir) if os.path.isdir(folders.output_dir) else None
     if checkpoint is None:
@@ -213,7 +215,8 @@ def _is_of_run(commit: Commit, paths: Sequence[str], folders: _RunFolders) -> bo
     return commit.facts["output_dir"] == os.path.realpath(folders.output_dir) or is_inside
 
 
-def _is_resumable(commit: Commit) -> bool:
+def is_resumable(commit: Commit) -> bool:
+    """Return whether a run can resume from the commit, which has a journal and two versions of each record."""
     return bool(commit.facts.get("is_resumable")) and not commit.is_torn and commit.facts.get("durability") == "step"
 
 

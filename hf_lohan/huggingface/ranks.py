@@ -6,6 +6,7 @@ The checks run before anything is written.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,15 +20,20 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import GenerationMixin, TrainingArguments
 
+from hf_lohan.checkpoint.other_ranks import OtherRanks, cut_anew, find_other_ranks, set_lost_aside
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files.directories import make_directory
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
+from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
+from hf_lohan.wording import times
+
+logger = logging.getLogger(__name__)
 
 _FIRST_TIMEOUT_S = 600.0
 """Long, because ranks start, import and load at different speeds."""
@@ -53,8 +59,9 @@ def num_restarts() -> int:
 
 def separate_attempts() -> None:
     """Let a restarted attempt connect its own processes. A launcher's store still has the addresses of the processes
-    that the failed attempt had, and torch would connect to these."""
-    if num_restarts():
+    that the failed attempt had, and torch would connect to these. Without such a store, each attempt has its own, and a
+    machine that joins later has not counted the attempts before."""
+    if num_restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True":
         prefix_rendezvous(f"attempt/{num_restarts()}")
 
 
@@ -190,6 +197,50 @@ def check_parallelism(parallelism: Any) -> None:
                 "parallelism_config out of the arguments and of accelerate's config, and each process is a rank with "
                 "its own batches"
             )
+
+
+def other_ranks_of(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Links) -> OtherRanks:
+    """Return what is left of a run with another number of ranks. ``paths`` are the ssd paths that all ranks get, and
+    ``own_paths`` those of this rank's store. All ranks call this together."""
+    own = [*map(shared_directory, own_paths)]
+    given = {os.path.realpath(ssd.path) for ssd in rank_paths(paths, links.ranks)}
+    # A model that was loaded before may have other paths.
+    searched = directories_of_ranks(paths) if given == {*map(os.path.realpath, own_paths)} else []
+    directories = [own, *(other for other in searched if {*other} != {*own})]
+    return find_other_ranks(directories, own_paths, links, launch_id())
+
+
+def cut_stores_anew(found: OtherRanks, own_paths: Sequence[str], links: Links) -> None:
+    """Copy the last step of a run with another number of ranks to new stores of these ranks, and log it. The old stores
+    stay. All ranks call this together. Raises the errors of `cut_anew`."""
+    from hf_lohan.huggingface.models.export import described_model  # imports this module
+
+    log_once(
+        links,
+        f"step {found.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are cut anew for "
+        f"{times(links.ranks.num_ranks, 'rank')}",
+    )
+    cut_anew(found, own_paths, links, lambda store: described_model(store)[1], launch_id())
+
+
+def prepare_stores(paths: Sequence[SsdPath], layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
+    """Cut the stores of another number of ranks anew before a model is streamed to the store, if they have the last
+    step of this model. The old stores stay until `train` resumes from that step. All ranks call this together."""
+    assert config.ssd != "auto"
+    own_paths = [ssd.path for ssd in config.ssd]
+    found = other_ranks_of(paths, own_paths, links)
+    if found.fingerprint not in ("", layout.identity.fingerprint):
+        return
+    if found.state == "cuttable":
+        cut_stores_anew(found, own_paths, links)
+    elif found.state == "lost" and found.is_of_launch:
+        set_lost_aside(found, links)
+
+
+def log_once(links: Links, sentence: str) -> None:
+    """Log a warning on rank 0."""
+    if links.ranks.rank == 0:
+        logger.warning(sentence)
 
 
 def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:

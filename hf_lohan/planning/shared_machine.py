@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -14,12 +15,14 @@ from hf_lohan.device import Device, available_host_memory_bytes
 from hf_lohan.files.directories import free_bytes, occupied_bytes
 from hf_lohan.ranks import Links, Ranks
 from hf_lohan.store import DATA_NAMES
-from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.store.rank_folders import rank_folder, shared_directory
 from hf_lohan.threads import usable_cpus
 
 _PROBE_BYTES = 2 << 20
 """Bytes that each rank sends to each other rank to measure the network."""
 _NUM_PROBES = 3
+_MOST_RANKS = 64
+"""Ranks of a machine, and machines, whose directories are searched for stores of other numbers of ranks."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,22 @@ def _folder(path: str, ranks: Ranks) -> str:
     path = path.replace("{local_rank}", str(ranks.local_rank)).replace("{node}", str(ranks.node))
     folder = rank_folder(path, ranks.rank, ranks.num_ranks)
     return path if os.path.basename(path) == os.path.basename(folder) else folder
+
+
+def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:
+    """Return the lists of directories in which ranks of any number may have their stores on this machine: one list,
+    unless ``paths`` have `{local_rank}` or `{node}`."""
+    text = " ".join(ssd.path for ssd in paths)
+    local_ranks, nodes = (range(_MOST_RANKS if name in text else 1) for name in ("{local_rank}", "{node}"))
+    found: list[list[str]] = []
+    for node, local_rank in itertools.product(nodes, local_ranks):
+        directories = [
+            shared_directory(ssd.path.replace("{local_rank}", str(local_rank)).replace("{node}", str(node)))
+            for ssd in paths
+        ]
+        if directories not in found and (len(nodes) * len(local_ranks) == 1 or all(map(os.path.isdir, directories))):
+            found.append(directories)
+    return found
 
 
 def whole_machine(device: Device) -> Share:

@@ -104,8 +104,8 @@ def refuse_other_ranks(directory: str, num_ranks: int) -> None:
     if others and num_ranks not in stores:
         raise ForeignStoreError(
             f"{directory} holds the store of a run with {times(others[-1], 'rank')}, and this run has "
-            f"{times(num_ranks, 'rank')}; convert the store with lohan reshard, choose another directory, or delete "
-            "the store if its state is no longer needed"
+            f'{times(num_ranks, "rank")}; continue from it with resume_from_checkpoint="last_step", convert it with '
+            "lohan reshard, choose another directory, or delete the store if its state is no longer needed"
         )
 
 

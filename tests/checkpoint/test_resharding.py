@@ -154,3 +154,8 @@ def test_update_counts_are_joined_over_ranks() -> None:
     ]
     assert facts_of_all(facts) == {"global_step": 7, "num_updates": {"a": 7, "b": 6, "c": 7}}
     assert facts_of_all([{"global_step": 7}]) == {"global_step": 7}
+
+
+def test_losses_since_the_last_log_are_the_mean_over_ranks() -> None:
+    facts = [{"trainer": {"loss": loss, "logged_at": 6.0, "total": 0.1}} for loss in (1.0, 4.0, 2.5)]
+    assert facts_of_all(facts) == {"trainer": {"loss": 2.5, "logged_at": 6.0, "total": 0.1}}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_lohan.config import ConfigError, OffloadConfig
+from hf_lohan.config import ConfigError, OffloadConfig, SsdPath
 from hf_lohan.device import CpuDevice
 from hf_lohan.planning import shared_machine
 from hf_lohan.planning.layout import resolved_here
@@ -99,3 +99,12 @@ def test_settings_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="prefetch_blocks is 2 on rank 0 and 3 on rank 2; give all ranks the same"):
         run_ranks(3, resolve)
+
+
+def test_the_directories_of_all_ranks_are_found(tmp_path: Path) -> None:
+    """Ranks of a run with another number of ranks may have had their stores there."""
+    for name in ("0", "1", "5"):
+        (tmp_path / name / "a").mkdir(parents=True)
+    one, each = SsdPath(str(tmp_path / "store" / "rank-1-of-2")), SsdPath(str(tmp_path / "{local_rank}" / "a"))
+    assert shared_machine.directories_of_ranks([one]) == [[str(tmp_path / "store")]]
+    assert shared_machine.directories_of_ranks([each]) == [[str(tmp_path / name / "a")] for name in ("0", "1", "5")]

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from hf_lohan.checkpoint.model_description import copy_buffers
 from hf_lohan.compat.transformers_conversions import loaded_in_rows, tensors_replaced
 from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ssd_paths
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, check_equal_weights
 from hf_lohan.huggingface.attachment import (
@@ -53,7 +53,7 @@ from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
-from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.huggingface.ranks import links_to_other_ranks, prepare_stores
 from hf_lohan.model import experts_as_stored, kept_in_float32
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -236,6 +236,7 @@ def from_pretrained(
     # A Trainer passes its own configuration, or a part of that configuration.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
+    given_paths = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     checkpoint = Checkpoint.open(path, kwargs)
     model_config = kwargs.pop("config", None) or checkpoint.read_config()
@@ -288,6 +289,8 @@ def from_pretrained(
     # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())
+    if is_trained and given_paths != "auto":
+        prepare_stores(given_paths, layout, config, links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)

@@ -12,15 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
-from hf_lohan.checkpoint.resume_point import ResumePoint, point_of_attempt
-from hf_lohan.config import OffloadConfig
+from hf_lohan.checkpoint.other_ranks import OtherRanks, remove_left_over, set_lost_aside
+from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, point_of_attempt
+from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
-from hf_lohan.huggingface.ranks import check_batches, launch_id, links_to_other_ranks, num_restarts, set_timeouts
+from hf_lohan.huggingface.ranks import (
+    check_batches,
+    cut_stores_anew,
+    launch_id,
+    links_to_other_ranks,
+    log_once,
+    num_restarts,
+    other_ranks_of,
+    set_timeouts,
+)
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
+from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RowLinks
+from hf_lohan.report.run_data import STORE_FOLDER
+from hf_lohan.wording import times
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -40,9 +54,10 @@ class RankTrainerMixin(_TrainerBase):
     _slowest_step_s = 0.0
     _step_ended_s: float | None = None
 
-    if TYPE_CHECKING:
+    _left_over: OtherRanks | None = None
+    """Stores of another number of ranks that this run no longer needs."""
 
-        def _wait_for_store_paths(self) -> list[str]: ...
+    if TYPE_CHECKING:
 
         @property
         def offload_engine(self) -> OffloadEngine | None: ...
@@ -75,11 +90,88 @@ class RankTrainerMixin(_TrainerBase):
             self._links.barrier("what is logged, evaluated and saved")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _asked_after_restart(self, asked: str | bool | None) -> str | bool | None:
+    def _wait_for_store_paths(self) -> list[str]:
+        """Wait for the store's last commit, and return its ssd paths."""
+        engine = self.offload_engine
+        if engine is not None:
+            engine.wait_for_updates()
+            return [path.path for path in engine.tiers.store.paths]
+        return [path.path for path in rank_paths(self._given_ssd_paths(), self._links.ranks)]
+
+    def _given_ssd_paths(self) -> tuple[SsdPath, ...]:
+        """Return the ssd paths that all ranks get."""
+        assert self._offload_config is not None
+        ssd = self._offload_config.ssd
+        paths = ssd_paths(str(Path(self.args.output_dir) / STORE_FOLDER)) if ssd == "auto" else ssd
+        assert paths != "auto"
+        return paths
+
+    def _asked_of_ranks(self, asked: str | bool | None) -> str | bool | None:
         """Return what to resume from, for ``asked``, the argument of `train`. A restarted attempt continues where the
-        failed one ended, if the script does not ask for something else."""
+        failed one ended, if the script does not ask for something else. If the last step was committed by another
+        number of ranks, its stores are cut anew first; if a part of them is gone, this returns a checkpoint."""
+        self._left_over = None
+        if asked not in (True, LAST_STEP) and launch_id() is None and self.offload_engine is None:
+            return asked  # a store of another number of ranks is refused when it is opened
+        own_paths = self._wait_for_store_paths()
+        found = other_ranks_of(self._given_ssd_paths(), own_paths, self._links)
+        output_dir = self.args.output_dir
+        if not found.is_of_run(output_dir, os.path.join(output_dir, STORE_FOLDER)):
+            return self._asked_after_restart(asked)
+        is_last_step = asked is True or asked == LAST_STEP or (not asked and found.is_of_launch)
+        if not is_last_step and found.state == "cut":
+            raise ValueError(
+                f"the store in {' and '.join(own_paths)} has step {found.step} of {times(found.num_ranks, 'rank')}, "
+                f'cut anew for this run; pass resume_from_checkpoint="{LAST_STEP}" to continue from it, or give this '
+                "run another output_dir or ssd path"
+            )
+        if is_last_step and found.state == "lost":
+            return self._asked_after_restart(self._checkpoint_after_loss(asked, found))
+        if is_last_step and found.state == "cuttable":
+            cut_stores_anew(found, own_paths, self._links)
+        if is_last_step or found.state == "nothing":
+            self._left_over = found
+        if is_last_step and found.state != "nothing":
+            return asked or LAST_STEP
+        return self._asked_after_restart(asked)
+
+    def _checkpoint_after_loss(self, asked: str | bool | None, found: OtherRanks) -> str | bool | None:
+        """Return the checkpoint to resume from, because a part of the stores is gone, and log what that costs."""
+        output_dir, checkpoint = self.args.output_dir, found.last_checkpoint
+        if asked:
+            checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if checkpoint is not None and not os.path.isdir(checkpoint):
+            checkpoint = None
+        number = 0 if checkpoint is None else int(os.path.basename(checkpoint).rpartition("-")[2])
+        cost = f"costs {times(max(found.step - number, 0), 'step')}"
+        if asked == LAST_STEP:
+            raise ValueError(
+                f"step {found.step}, the last committed step, cannot be resumed, because {found.why_lost}; restore its "
+                + ("folder" if checkpoint is None else f"folder, or resume from {checkpoint}, which {cost}")
+            )
+        if asked and checkpoint is None:
+            return asked  # upstream says that there is none
+        set_lost_aside(found, self._links)
+        log_once(
+            self._links,
+            f"the last committed step, {found.step}, is lost, because {found.why_lost}. The run continues from "
+            f"{checkpoint or 'its beginning'}, which {cost}. What is left of the old stores is in the folders "
+            "lost-store-of-* of the ssd paths, which you may delete",
+        )
+        return checkpoint
+
+    def _remove_left_over(self, point: ResumePoint) -> None:
+        """Remove the stores of the ranks before, when ``point`` is known to be sound."""
+        if self._left_over is not None and point.folder:
+            remove_left_over(self._left_over, self._links)
+
+    def _asked_after_restart(self, asked: str | bool | None) -> str | bool | None:
         launch = launch_id()
-        if asked or launch is None or not num_restarts():
+        if asked or launch is None:
+            return asked
+        # A machine that joined later has not counted the attempts before.
+        restarts = self._links.all_gather("the number of this attempt", str(num_restarts()).encode())
+        if not any(map(int, restarts)):
             return asked
         point = point_of_attempt(launch, self._wait_for_store_paths(), self._links)
         if self.args.should_log:
@@ -88,7 +180,7 @@ class RankTrainerMixin(_TrainerBase):
                 if point is None
                 else f"from {point}"
             )
-            logger.warning("attempt %d of this run continues %s", num_restarts() + 1, found)
+            logger.warning("attempt %d of this run continues %s", max(map(int, restarts)) + 1, found)
         return asked if point is None else point
 
     def _agree_on_resume(self, point: ResumePoint) -> None:

@@ -31,7 +31,7 @@ from hf_lohan.checkpoint.whole_folder import remove_unfinished
 from hf_lohan.compat.accelerate_private import become
 from hf_lohan.compat.transformers_private import use_one_gpu
 from hf_lohan.compat.trl_private import default_arguments, step_number, trained_on
-from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, OffloadConfig, ssd_paths
+from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
@@ -69,7 +69,6 @@ from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, 
 from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin, by_name, names_of
 from hf_lohan.huggingface.trainer.whole_checkpoints import CompleteCheckpointsMixin
 from hf_lohan.planning import MicroBatches
-from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.record import RunRecord, record_folder
 from hf_lohan.report.run_data import STORE_FOLDER
 
@@ -409,7 +408,7 @@ class OffloadTrainerMixin(
             self._links.barrier("the removal of a killed save's files")
             self._resume_point = ResumePoint()  # if `choose` raises, an earlier call's point must not remain
             self._resume_point = ResumePoint.choose(
-                self._asked_after_restart(resume_from_checkpoint),
+                self._asked_of_ranks(resume_from_checkpoint),
                 self._wait_for_store_paths,
                 self.args.output_dir,
                 get_last_checkpoint,
@@ -417,6 +416,7 @@ class OffloadTrainerMixin(
                 self._links,
             )
             self._agree_on_resume(self._resume_point)
+            self._remove_left_over(self._resume_point)
             self._termination = Termination(self._links)
             self.last_whole_checkpoint = output = None
             with self._termination, trainer_line(self.args, "step"):
@@ -430,18 +430,6 @@ class OffloadTrainerMixin(
                     self.offload_engine.close()
                 self._termination.exit()
         return output
-
-    def _wait_for_store_paths(self) -> list[str]:
-        """Wait for the store's last commit, and return its ssd paths."""
-        engine = self.offload_engine
-        if engine is not None:
-            engine.wait_for_updates()
-            return [path.path for path in engine.tiers.store.paths]
-        assert self._offload_config is not None
-        ssd = self._offload_config.ssd
-        paths = ssd_paths(str(Path(self.args.output_dir) / STORE_FOLDER)) if ssd == "auto" else ssd
-        assert paths != "auto"
-        return [path.path for path in rank_paths(paths, self._links.ranks)]
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any

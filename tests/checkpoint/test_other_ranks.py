@@ -1,0 +1,377 @@
+"""A run continues with another number of ranks. Its stores are cut anew as `lohan reshard` does, and a killed cut loses
+nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from short_runs import SHORT_RUN, StopsAfter
+from transformers import TrainingArguments
+
+import hf_lohan
+from hf_lohan.checkpoint.other_ranks import OtherRanks, cut_anew, find_other_ranks, remove_left_over
+from hf_lohan.checkpoint.resharding import reshard
+from hf_lohan.files import CapacityError, CorruptionError, IoEngine, StorePath
+from hf_lohan.huggingface.models.export import described_model
+from hf_lohan.ranks import Channel, Links, RankFailedError
+from hf_lohan.store import Commit, Store, last_commit
+from hf_lohan.store.rank_folders import rank_folder, stores_under
+from hf_lohan.store.store_folders import remove_store
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.stored_state import Content, content_of
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+
+STORE = Path("_lohan") / "store"
+Sees = Callable[[int], Sequence[Path]]
+"""Returns the directories that a rank sees. The first one is its own."""
+
+
+def form_of(store: Store) -> Any:
+    return described_model(store)[1]
+
+
+def trainer_of(folder: Path, last_step: int, **settings: Any) -> Any:
+    rows = tiny_batch(seed=3)["input_ids"].tolist() * 4
+    arguments = {**SHORT_RUN, "output_dir": str(folder), "use_cpu": True, "max_steps": 4, "save_strategy": "steps"}
+    return hf_lohan.Trainer(
+        settings.pop("model", None) or tiny_model("llama"),
+        TrainingArguments(**{**arguments, "save_steps": 2}),
+        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1, **settings},
+        callbacks=[StopsAfter(last_step)],
+    )
+
+
+def train(folder: Path, last_step: int, resume: str | bool | None = None, **settings: Any) -> list[dict[str, float]]:
+    """Train until `last_step` of 4, and return the log."""
+    trainer = trainer_of(folder, last_step, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.offload_engine.close()
+    return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run of one rank that was stopped after its third step. It has a checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("run")
+    train(folder, 3)
+    return folder
+
+
+@pytest.fixture
+def run(stopped_run: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run."""
+    return Path(shutil.copytree(stopped_run, tmp_path / "run"))
+
+
+def find(links: Links, sees: Sequence[Path], launch: str | None = None) -> tuple[OtherRanks, list[str]]:
+    own = [rank_folder(str(sees[0]), links.ranks.rank, links.ranks.num_ranks)]
+    return find_other_ranks([[str(directory)] for directory in sees], own, links, launch), own
+
+
+def cut(num_ranks: int, sees: Sees, *, removes_old: bool = True) -> list[Any]:
+    """Cut stores anew on ranks that are threads. Returns what each rank found, and its sent bytes."""
+
+    def on_rank(links: Links) -> tuple[OtherRanks, int]:
+        found, own = find(links, sees(links.ranks.rank))
+        assert found.state in ("cuttable", "cut"), found
+        if found.state == "cuttable":
+            cut_anew(found, own, links, form_of, None)
+        if removes_old:
+            remove_left_over(found, links)
+        return found, links.sent_bytes[Channel.WEIGHTS]
+
+    return run_ranks(num_ranks, on_rank)
+
+
+def content_at(folder: Path) -> tuple[Content, Commit]:
+    engine = IoEngine(2, 1 << 20, 1 << 22)
+    try:
+        with Store.open([StorePath(str(folder))], model=None, engine=engine) as store:
+            assert store.committed is not None
+            return content_of(store), store.committed
+    finally:
+        engine.close()
+
+
+def contents(directory: Path, num_ranks: int) -> list[tuple[Content, Any]]:
+    """Return the content of each rank's store, and what its commit says except where it was cut from."""
+    found = []
+    for rank in range(num_ranks):
+        content, commit = content_at(Path(rank_folder(str(directory), rank, num_ranks)))
+        facts = {name: fact for name, fact in commit.facts.items() if name != "cut_from"}
+        found.append((content, (commit.number, commit.journal, facts, commit.model_files)))
+    return found
+
+
+def resharded(run: Path, copy: Path, num_ranks: int) -> list[tuple[Content, Any]]:
+    """Return the stores that `lohan reshard` makes of a copy of a run."""
+    shutil.copytree(run, copy)
+    reshard([str(copy / STORE)], num_ranks, form_of=form_of, removes_old=True)
+    return contents(copy / STORE, num_ranks)
+
+
+def test_stores_are_cut_as_reshard_does(run: Path, tmp_path: Path) -> None:
+    store = run / STORE
+    first = contents(store, 1)
+    for number, num_ranks in enumerate((2, 3, 1)):
+        expected = resharded(run, tmp_path / f"by-hand-{number}", num_ranks)
+        found = cut(num_ranks, lambda rank: [store])
+        assert {sent for _, sent in found} == {0}, "all ranks see all stores"
+        assert contents(store, num_ranks) == expected
+        assert [*stores_under(str(store))] == [num_ranks], "the old stores are gone"
+    assert contents(store, 1) == first
+
+
+def test_a_machine_gets_the_records_of_stores_that_it_does_not_see(run: Path, tmp_path: Path) -> None:
+    """Each rank's machine has its own drive, and the first one has the store of one rank."""
+    expected = resharded(run, tmp_path / "by-hand", 2)
+    drives = [tmp_path / f"drive-{rank}" / "store" for rank in range(3)]
+    shutil.copytree(run / STORE, drives[0])
+    found = cut(2, lambda rank: [drives[rank]])
+    assert [contents_of_rank(drives[rank], rank, 2) for rank in (0, 1)] == expected
+    assert [sent for _, sent in found] == [sum(map(len, expected[1][0].values())), 0]
+
+    expected = resharded(run, tmp_path / "three-by-hand", 3)
+    cut(3, lambda rank: [drives[rank]])
+    assert [contents_of_rank(drives[rank], rank, 3) for rank in range(3)] == expected
+    assert [[*drive.glob("rank-*-of-*")] for drive in drives] == [
+        [drive / f"rank-{rank}-of-3"] for rank, drive in enumerate(drives)
+    ]
+
+    # One machine with these three drives, which ssd names by {local_rank}.
+    cut(1, lambda rank: drives)
+    assert contents(drives[0], 1) == contents(run / STORE, 1)
+    assert not [folder for drive in drives for folder in drive.glob("rank-*-of-*")]
+
+
+def test_two_machines_with_different_stores_in_one_folder_are_refused(run: Path, tmp_path: Path) -> None:
+    """The second machine has the store of a run that it once made alone, with as many commits."""
+    drives = [Path(shutil.copytree(run / STORE, tmp_path / f"drive-{rank}" / "store")) for rank in range(2)]
+    remove_store([str(drives[1])])
+    train(tmp_path / "other", 3)
+    shutil.copytree(tmp_path / "other" / STORE, drives[1], dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="holds different stores on the machines of rank 0 and rank 1"):
+        cut(2, lambda rank: [drives[rank]])
+
+
+def contents_of_rank(directory: Path, rank: int, num_ranks: int) -> tuple[Content, Any]:
+    content, commit = content_at(directory / f"rank-{rank}-of-{num_ranks}")
+    facts = {name: fact for name, fact in commit.facts.items() if name != "cut_from"}
+    return content, (commit.number, commit.journal, facts, commit.model_files)
+
+
+SYSTEM_CALLS = ("pwrite", "pwritev", "replace", "unlink", "rmdir", "mkdir", "fsync", "fdatasync", "ftruncate")
+
+
+def in_child(action: Callable[[], object], *, dies_at: int | None) -> int:
+    """Run `action` in a forked child, which is killed at this call of the operating system. Returns the calls that it
+    made if it ended by itself."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        num_calls, lock = 0, threading.Lock()
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def counting(*args: Any, **kwargs: Any) -> Any:
+                nonlocal num_calls
+                with lock:
+                    num_calls += 1
+                    if num_calls == dies_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+
+            return counting
+
+        for name in SYSTEM_CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            action()
+            os.write(writer, str(num_calls).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    told = os.read(reader, 100)
+    os.close(reader)
+    return int(told or 0)
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_killed_cut_loses_nothing(num_ranks: int, run: Path, tmp_path: Path) -> None:
+    """From three ranks to one, which removes folders, and to two."""
+    cut(3, lambda rank: [run / STORE])
+    old = contents(run / STORE, 3)
+    expected = resharded(run, tmp_path / "by-hand", num_ranks)
+    shutil.copytree(run, tmp_path / "counted")
+    num_calls = in_child(lambda: cut(num_ranks, lambda rank: [tmp_path / "counted" / STORE]), dies_at=None)
+    assert num_calls > 50
+    states = set()
+    for number in range(6):
+        store = tmp_path / f"killed-{number}" / STORE
+        shutil.copytree(run, tmp_path / f"killed-{number}")
+        assert not in_child(
+            lambda store=store: cut(num_ranks, lambda rank: [store]), dies_at=num_calls * (1 + number) // 7
+        )
+        (found, _), *_ = cut(num_ranks, lambda rank, store=store: [store], removes_old=False)
+        states.add(found.state)
+        if found.state == "cuttable":
+            assert contents(store, 3) == old
+        remove_left_over(found, Links.alone())
+        assert contents(store, num_ranks) == expected
+        assert [*stores_under(str(store))] == [num_ranks] and (num_ranks == 1) == (not [*store.glob("rank-*")])
+    assert states == {"cuttable", "cut"}
+
+
+def test_the_old_ranks_go_on_after_a_cut_that_was_not_finished(run: Path) -> None:
+    store = run / STORE
+    before = contents(store, 1)
+    cut(2, lambda rank: [store], removes_old=False)
+    found, _ = find(Links.alone(), [store])
+    assert (found.state, found.left_over) == ("nothing", (2,))
+    remove_left_over(found, Links.alone())
+    assert contents(store, 1) == before and not [*store.glob("rank-*")]
+
+
+def test_the_end_of_one_rank_ends_all_and_keeps_the_old_stores(run: Path) -> None:
+    store = run / STORE
+    before = contents(store, 1)
+
+    def on_rank(links: Links) -> None:
+        found, own = find(links, [store])
+        if links.ranks.rank == 1:
+            raise OSError("the second machine lost its power")
+        cut_anew(found, own, links, form_of, None)
+
+    first, second = rank_outcomes(2, on_rank)
+    assert isinstance(second.error, OSError) and isinstance(first.error, RankFailedError)
+    assert "rank 1" in str(first.error) and "the second machine lost its power" in str(first.error)
+    assert contents(store, 1) == before
+
+
+def test_a_damaged_record_is_named_and_nothing_is_removed(run: Path) -> None:
+    """As with the same number of ranks, damage is an error: a checkpoint is not taken in silence."""
+    store = run / STORE
+    cut(2, lambda rank: [store])
+    commit = last_commit([str(store / "rank-1-of-2")])
+    assert commit is not None
+    file = store / "rank-1-of-2" / f"records-{int(commit.home[0])}.bin"
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(CorruptionError, match=r"rank-1-of-2.*records-"):
+        train(run, 4, resume=True)
+    assert sorted(path.name for path in store.glob("rank-*")) == ["rank-0-of-2", "rank-1-of-2"]
+    content[0] ^= 1
+    file.write_bytes(bytes(content))
+    assert train(run, 4, resume=True)[-1]["step"] == 4
+
+
+def test_a_drive_without_room_is_named_and_nothing_is_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run / STORE
+    cut(2, lambda rank: [store])
+    before = contents(store, 2)
+    monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 1 << 16)
+    with pytest.raises(CapacityError):
+        train(run, 4, resume=True)
+    assert contents(store, 2) == before
+
+
+@pytest.mark.parametrize("resume", [True, "last_step"])
+def test_a_run_resumes_from_the_stores_of_two_ranks(resume: str | bool, run: Path, tmp_path: Path) -> None:
+    straight = train(tmp_path / "straight", 4)
+    cut(2, lambda rank: [run / STORE])
+    assert train(run, 4, resume=resume) == straight
+    assert content_at(run / STORE)[0] == content_at(tmp_path / "straight" / STORE)[0]
+    assert hf_lohan.last_step(run) == 4
+
+
+def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> None:
+    """Its store is opened before `train` says that the run resumes."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    path = {"model": str(tmp_path / "model")}
+    straight = train(tmp_path / "straight", 4, **path)
+    train(tmp_path / "run", 3, **path)
+    store = tmp_path / "run" / STORE
+    cut(2, lambda rank: [store])
+    with pytest.raises(ValueError, match=r"has step 3 of 2 ranks, cut anew for this run; pass resume_from_checkpoint"):
+        train(tmp_path / "run", 4, **path)
+    assert sorted(stores_under(str(store))) == [1, 2], "the new store is a draft"
+    assert train(tmp_path / "run", 4, resume="last_step", **path) == straight
+    assert [*stores_under(str(store))] == [1]
+
+
+def test_without_being_asked_a_run_does_not_touch_the_stores_of_other_ranks(run: Path) -> None:
+    cut(2, lambda rank: [run / STORE])
+    before = contents(run / STORE, 2)
+    with pytest.raises(ValueError, match=r"holds the store of a run with 2 ranks.* lohan reshard"):
+        train(run, 4)
+    with pytest.raises(ValueError, match=r"holds the store of a run with 2 ranks.* lohan reshard"):
+        train(run, 4, resume=str(run / "checkpoint-2"))
+    assert contents(run / STORE, 2) == before and not (run / STORE / "manifest.json").exists()
+
+
+def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight = train(tmp_path / "straight", 4)
+    store = run / STORE
+    cut(2, lambda rank: [store])
+    left = content_at(store / "rank-0-of-2")[0]
+    shutil.rmtree(store / "rank-1-of-2")
+    with pytest.raises(
+        ValueError, match=r"step 3, .*because the store of rank 1 of 2 is gone; .*checkpoint-2, which costs 1 step"
+    ):
+        train(run, 4, resume="last_step")
+    assert train(run, 4, resume=True) == straight
+    assert "step, 3, is lost, because the store of rank 1 of 2 is gone. The run continues from " in caplog.text
+    assert "checkpoint-2, which costs 1 step. What is left" in caplog.text
+    assert content_at(store / "lost-store-of-2" / "rank-0-of-2")[0] == left, "nothing is destroyed"
+    assert hf_lohan.last_step(run) == 4
+
+
+def test_a_launch_continues_with_another_number_of_ranks(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine that joins a launch has not counted its attempts."""
+    straight = train(tmp_path / "straight", 4)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
+    shutil.rmtree(run)
+    train(run, 3)
+    cut_of_launch(run, 2)
+    copy = Path(shutil.copytree(run / STORE, tmp_path / "copy"))
+    assert train(run, 4) == straight
+    assert "step 3 was committed by 2 ranks, and its stores are cut anew for 1 rank" in caplog.text
+
+    caplog.clear()
+    shutil.rmtree(run / STORE)
+    copy.rename(run / STORE)
+    shutil.rmtree(run / STORE / "rank-1-of-2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for is_aside in (False, True):
+        if is_aside:  # an attempt that was killed before its first commit leaves this
+            remove_store([str(run / STORE)])
+        assert train(run, 4) == straight
+        assert "The run continues from " in caplog.text and "checkpoint-2, which costs 1 step" in caplog.text
+        caplog.clear()
+
+
+def cut_of_launch(run: Path, num_ranks: int) -> None:
+    """Cut the stores for ranks of the launch that the environment names."""
+    from hf_lohan.huggingface.ranks import launch_id
+
+    def on_rank(links: Links) -> None:
+        found, own = find(links, [run / STORE], launch_id())
+        assert found.is_of_launch
+        cut_anew(found, own, links, form_of, launch_id())
+        remove_left_over(found, links)
+
+    run_ranks(num_ranks, on_rank)
