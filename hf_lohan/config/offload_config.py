@@ -147,6 +147,12 @@ class OffloadConfig:
     machine. Both stream experts one by one, and are refused for a model without such experts. "none" loads all experts
     on each rank, with their layers. "auto" divides experts if several ranks stream them."""
 
+    balance_experts: int | Literal["auto"] | Literal[False] = AUTO
+    """Whether ranks of a machine compute rows for each other's experts (`expert_parallel`), so that all have about
+    equally many. A number is the least number of rows, of one rank for one expert, that another rank than the expert's
+    owner computes, because the expert's weights must go there as well. The setting changes no number. false always
+    computes rows at their owner. "auto" is false."""
+
     lazy_experts: bool | Literal["auto"] = AUTO
     """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,
     by at most 5 steps. The result is the same, to the bit. The expert is not read or written before the delayed update,
@@ -393,7 +399,7 @@ OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Offload
 
 _DECIDED_LATER = (
     *("device_memory", "gpu_direct"),
-    *("resident_records", "optimizer", "save_dtype", "embedding", "experts", "expert_parallel"),
+    *("resident_records", "optimizer", "save_dtype", "embedding", "experts", "expert_parallel", "balance_experts"),
     *("lazy_experts", "expert_cache", "activations", "solver"),
     *("chunked_loss", "chunked_layers", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
@@ -417,6 +423,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "embedding": partial(check_choice, allowed=get_args(Embedding)),
     "experts": partial(check_choice, allowed=get_args(Experts)),
     "expert_parallel": partial(check_choice, allowed=get_args(ExpertParallel)),
+    "balance_experts": partial(check_chunk, unit="rows"),
     "lazy_experts": check_flag_or_auto,
     "expert_cache": partial(check_choice, allowed=get_args(ExpertCachePolicy)),
     "activations": partial(check_choice, allowed=get_args(Activations)),

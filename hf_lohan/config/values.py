@@ -158,8 +158,8 @@ def check_number(name: str, value: object, *, most: int = _MAX_NUMBER) -> int:
     raise ConfigError(f"{name}: {shown} is not allowed; give a whole number of at least 1")
 
 
-def check_chunk(name: str, value: object) -> int | Literal["auto", False]:
-    """Return ``value`` if it is "auto", False or a whole number of tokens. Raises ConfigError if not."""
+def check_chunk(name: str, value: object, *, unit: str = "tokens") -> int | Literal["auto", False]:
+    """Return ``value`` if it is "auto", False or a whole number of ``unit``. Raises ConfigError if not."""
     if value is False:
         return False
     if value == "auto":
@@ -167,7 +167,7 @@ def check_chunk(name: str, value: object) -> int | Literal["auto", False]:
     try:
         return check_number(name, value)
     except ConfigError as error:
-        raise ConfigError(f"{error} (tokens), auto or false") from None
+        raise ConfigError(f"{error} ({unit}), auto or false") from None
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) *(s|min|h)")

@@ -30,6 +30,7 @@ from hf_lohan.experts import (
     ExpertPlaces,
     HostNumbers,
     LayerAndExpertLoaders,
+    Lending,
     NextRouter,
     OneOwnerEach,
     StreamedExperts,
@@ -214,16 +215,21 @@ def build_loaders(
     deliver = updates.pipeline.deliver
     if tiers.direct is not None:
         tiers.direct.register([slot.weights for slots in ring.slots.values() for slot in slots])
-    places = _expert_places(layout, tiers)  # before the loaders' barrier, after which ranks may send rows
+    places = _expert_places(layout, tiers, config)  # before the loaders' barrier, after which ranks may send rows
     layers = _block_loader(ring, tiers, layout, updates.pipeline)
     experts = _expert_loader(ring, tiers, layout, deliver, updates.records, config.expert_cache)
     return Loaders(layers, experts, LayerAndExpertLoaders(layers, experts) if experts else layers, places)
 
 
-def _expert_places(layout: OffloadLayout, tiers: Tiers) -> ExpertPlaces:
+def _expert_places(layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> ExpertPlaces:
     if tiers.rank_memory is None or not layout.model_blocks.experts:
         return AllHere()
-    return OneOwnerEach(tiers.links, RowExchange(tiers.links), tiers.device)
+    exchange, memory = RowExchange(tiers.links), tiers.rank_memory.experts
+    if memory is None:
+        return OneOwnerEach(tiers.links, exchange, tiers.device)
+    lending = Lending(tiers.links, memory.bytes, tiers.device)
+    assert isinstance(config.balance_experts, int)
+    return OneOwnerEach(tiers.links, exchange, tiers.device, lending, least_rows=config.balance_experts)
 
 
 def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline: GradientPipeline) -> BlockLoader:

@@ -28,7 +28,7 @@ from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.ranks import all_agree
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
-from hf_lohan.experts import ComputeExpert
+from hf_lohan.experts import BalancedRows, ComputeExpert
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
@@ -277,6 +277,10 @@ class OffloadEngine:
     @property
     def parameter_slices(self) -> list[ParamSlice]:
         return list(self._block_of)
+
+    def rows_by_rank(self) -> BalancedRows | None:
+        """Return the rows of experts by rank (`ExpertPlaces.rows_by_rank`)."""
+        return self._expert_places.rows_by_rank()
 
     @property
     def peak_gpu_pool_bytes(self) -> int:

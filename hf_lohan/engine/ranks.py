@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_lohan.config import Collectives
 from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval
-from hf_lohan.planning import OffloadLayout, StepShape
+from hf_lohan.planning import OffloadLayout, StepShape, lending_bytes
 from hf_lohan.ranks import (
     GRADIENTS_INT4,
     GRADIENTS_INT8,
@@ -190,6 +190,8 @@ class RankMemory:
     """This rank's buffers in `gradients`."""
     weights: SharedRegion
     """Memory through which blocks are sent to all ranks of this node."""
+    experts: SharedRegion | None
+    """Memory through which the ranks of this node lend each other experts. None if they lend none."""
 
 
 def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> RankMemory | None:
@@ -200,10 +202,15 @@ def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> Ran
     weights = SharedRegion.create(links, layout.shared_weight_bytes, "weights", device)
     num_bytes = layout.plan.num_gradient_buffers * layout.plan.buffer_bytes
     gradients = SharedRegion.create(links, ranks.num_local * num_bytes, "gradients", device)
+    experts = None
+    if layout.lent_expert_bytes:
+        lent_bytes = ranks.num_local * lending_bytes(layout.lent_expert_bytes)
+        experts = SharedRegion.create(links, lent_bytes, "experts", device)
     return RankMemory(
         gradients=gradients,
         own_gradients=gradients.bytes.split(num_bytes)[ranks.local_rank],
         weights=weights,
+        experts=experts,
     )
 
 

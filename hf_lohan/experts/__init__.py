@@ -10,19 +10,22 @@ slot. For few tokens, `next_router` predicts the next layer's experts. Generatio
 whose policy (`cache_policies`) decides which experts it keeps.
 
 With several ranks each expert belongs to one rank, which alone loads and updates it. `expert_ranks` sends the rows of a
-call to the ranks that own their experts.
+call to the ranks that own their experts. If ranks of a node balance their rows, owners lend experts to them
+(`lent_experts`).
 """
 
 from hf_lohan.experts.cache_policies import make_policy
 from hf_lohan.experts.expert_cache import ExpertCache
 from hf_lohan.experts.expert_loader import ExpertLoader, LayerAndExpertLoaders
-from hf_lohan.experts.expert_ranks import AllHere, ExpertPlaces, OneOwnerEach
+from hf_lohan.experts.expert_ranks import AllHere, BalancedRows, ExpertPlaces, OneOwnerEach
+from hf_lohan.experts.lent_experts import Lending
 from hf_lohan.experts.next_router import NextRouter, find_routers
 from hf_lohan.experts.routing import HostNumbers
 from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts, run_experts
 
 __all__ = [
     "AllHere",
+    "BalancedRows",
     "ComputeExpert",
     "ExpertCache",
     "ExpertLoader",
@@ -30,6 +33,7 @@ __all__ = [
     "ExpertPlaces",
     "HostNumbers",
     "LayerAndExpertLoaders",
+    "Lending",
     "NextRouter",
     "OneOwnerEach",
     "StreamedExperts",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -98,6 +98,19 @@ class ExpertLoader(LocalLoader):
             self._experts.hint(layer, experts)
             self._next_expert.note_layer(layer)
             self._order_loads()
+
+    def acquire_arrived(self, *, but: Collection[Block]) -> tuple[Block, Slot] | None:
+        """Pin an expert as `acquire_any` does, but none of ``but``, and only if one is present. Does not wait."""
+        with self._ring.lock:
+            self._raise_failure()
+            block = next((block for block in self._arrived if block not in but and self._is_wanted(block)), None)
+            if block is None:
+                return None
+            self._arrived.remove(block)
+            self._experts.use(block)
+            slot, ready = self._pin(block)
+        self._ring.device.wait(Lane.COMPUTE, ready)
+        return block, slot
 
     def acquire_any(self) -> tuple[Block, Slot]:
         """Pin an expert that the running call has not used yet, which is the first present one or the next to arrive.

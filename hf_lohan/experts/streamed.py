@@ -7,6 +7,7 @@ CPU, a grouped product is one product for each group, so that experts can be com
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hf_lohan.compat.torch_private import is_in_backward
 from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_ranks import CallRows, ExpertPlaces, RowGroup, RowGroups
 from hf_lohan.experts.expert_schedule import ALL_ROWS, Call
+from hf_lohan.experts.lent_experts import GradientsInOrder, LentExpert
 from hf_lohan.experts.next_router import NextRouter, most_chosen
 from hf_lohan.experts.routing import HostNumbers, KnownCounts, Routing
 from hf_lohan.model import Block, ParamSlice
@@ -120,32 +122,80 @@ class StreamedExperts:
         )
         return self._parts.places.run(rows, self._work)
 
-    def _work(self, call: Call, forward: int, groups: RowGroups) -> None:
+    def _work(self, call: Call, forward: int, groups: RowGroups, lent: Sequence[LentExpert]) -> None:
         """Compute the results of all groups."""
         if call is Call.BACKWARD:
-            self._run_backward(forward, groups)
+            self._run_backward(forward, groups, lent)
             return
         with torch.no_grad():
-            for expert, slot in self._as_they_come(call, list(groups), groups):
-                weights = _weights_in(slot, self._blocks[expert])
-                for group in groups[expert]:
-                    group.made = (self._compute(group.given[0], weights),)
+            for expert, weights in self._as_they_come(call, groups, lent):
+                own = _weights_in(weights, self._blocks[expert])
+                for group in groups.get(expert, ()):
+                    group.made = (self._compute(group.given[0], own),)
 
-    def _as_they_come(self, call: Call, experts: Sequence[int], groups: RowGroups) -> Iterator[tuple[int, Slot]]:
-        """Begin a call with the loader. Yield each of ``experts`` with its slot, which is pinned while the caller
-        computes. Experts in slots come first, the others in the order in which they are loaded."""
-        num_rows = sum(len(group.given[0]) for of_expert in groups.values() for group in of_expert)
-        numbers = [expert - self._own.start for expert in experts]
-        self._parts.loader.route(self._layer, numbers, num_rows=num_rows, call=call)
+    def _as_they_come(self, call: Call, groups: RowGroups, lent: Sequence[LentExpert]) -> Iterator[tuple[int, Tensor]]:
+        """Begin a call with the loader. Yield each expert that this process computes or lends, with its weights, which
+        stay while the caller computes. Lent experts come in their order, and in backward in the reverse order. Of the
+        others, experts in slots come first, and then those that are loaded, in the order of their arrival."""
+        loader, is_shared = self._parts.loader, {expert.expert for expert in lent}
+        alone = [expert for expert in groups if expert not in is_shared]
+        if call is Call.BACKWARD:
+            lent, alone = lent[::-1], alone[::-1]
+        num_rows = sum(len(group.given[0]) for expert in alone for group in groups[expert])
+        num_rows += sum(expert.num_rows for expert in lent if expert.is_own)
+        own_lent = [expert.expert for expert in lent if expert.is_own]
+        numbers = [expert - self._own.start for expert in (*own_lent, *alone)]
+        loader.route(self._layer, numbers, num_rows=num_rows, call=call)
         if self._hints is not None:
-            self._parts.loader.hint(self._layer + 1, self._hints)
+            loader.hint(self._layer + 1, self._hints)
             self._hints = None
-        for _ in experts:
-            block, slot = self._parts.loader.acquire_any()
+        num_left = len(alone)
+        for expert in lent:
+            for block, slot in self._while_not_ready(expert, num_left, own_lent):
+                num_left -= 1
+                yield from self._pinned(block, slot)
+            yield from self._lent(expert)
+        for _ in range(num_left):
+            yield from self._pinned(*loader.acquire_any())
+
+    def _while_not_ready(
+        self, lent: LentExpert, num_left: int, own_lent: Sequence[int]
+    ) -> Iterator[tuple[Block, Slot]]:
+        """Wait until a lent expert is ready. Yield experts that arrive meanwhile, of ``num_left`` that this rank
+        computes alone, in pinned slots."""
+        lending = self._parts.places.lending
+        assert lending is not None, "another rank shares an expert"
+        but, since_s = {self._blocks[expert] for expert in own_lent}, time.monotonic()
+        while num_left and not lending.is_ready(lent):
+            found = self._parts.loader.acquire_arrived(but=but)
+            if found is None:
+                lending.wait_a_moment(lent, since_s)
+            else:
+                num_left -= 1
+                yield found
+                since_s = time.monotonic()
+        lending.wait_until_ready(lent)
+
+    def _lent(self, lent: LentExpert) -> Iterator[tuple[int, Tensor]]:
+        """Yield an expert that this rank lends or borrows, with its weights."""
+        lending, block = self._parts.places.lending, self._blocks[lent.expert]
+        assert lending is not None
+        if lent.is_own:
+            slot = self._parts.loader.acquire(block)
             try:
-                yield self._number[block], slot
+                lending.lend(lent, slot.weights[: block.numel])
+                yield lent.expert, slot.weights
             finally:
                 self._parts.ring.unpin(block)
+        else:
+            yield lent.expert, lending.borrow(lent, block)
+            lending.give_back(lent)
+
+    def _pinned(self, block: Block, slot: Slot) -> Iterator[tuple[int, Tensor]]:
+        try:
+            yield self._number[block], slot.weights
+        finally:
+            self._parts.ring.unpin(block)
 
     def _compute(self, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         module = self._module()
@@ -182,21 +232,49 @@ class StreamedExperts:
             _gathered(weights, routed.order, of_weights).view_as(top_k_weights) if needs[1] else None,
         )
 
-    def _run_backward(self, forward_number: int, groups: RowGroups) -> None:
-        forward_pass, places = self._parts.forward_pass(), self._parts.places
-        for expert, slot in self._as_they_come(Call.BACKWARD, list(groups)[::-1], groups):
-            block = self._blocks[expert]
-            totals: dict[ParamSlice, Tensor] = {}
-            for group in groups[expert]:
-                for part, gradient in self._backward_of(block, slot, group).items():
-                    totals[part] = places.add_gradient(totals.get(part), gradient)
+    def _run_backward(self, forward_number: int, groups: RowGroups, lent: Sequence[LentExpert]) -> None:
+        forward_pass, lending = self._parts.forward_pass(), self._parts.places.lending
+        shared = {expert.expert: expert for expert in lent}
+        others = set(range(len(self._blocks)))
+        for expert, weights in self._as_they_come(Call.BACKWARD, groups, lent):
+            block, of_expert, item = self._blocks[expert], groups.get(expert, []), shared.get(expert)
+            if item is not None and not item.is_own:
+                assert lending is not None
+                for group in of_expert:
+                    if found := self._backward_of(block, weights, group):
+                        lending.send_gradient(item, block, found)
+                continue
+            totals = self._summed(block, weights, of_expert, item)
+            others.discard(expert)
             for part in _trained(block):
                 forward_pass.take_expert_gradient(forward_number, part, totals.pop(part))
-        for expert in sorted(set(range(len(self._blocks))) - groups.keys(), reverse=True):
+        for expert in sorted(others, reverse=True):
             for part in _trained(self._blocks[expert]):
                 forward_pass.take_expert_gradient(forward_number, part, None)
 
-    def _backward_of(self, block: Block, slot: Slot, group: RowGroup) -> dict[ParamSlice, Tensor]:
+    def _summed(
+        self, block: Block, weights: Tensor, groups: Sequence[RowGroup], lent: LentExpert | None
+    ) -> dict[ParamSlice, Tensor]:
+        """Run the backward of an expert's groups. Returns the sums of their gradients, in rank order, with those of
+        groups that other ranks compute."""
+        totals: dict[ParamSlice, Tensor] = {}
+
+        def add(gradients: Mapping[ParamSlice, Tensor]) -> None:
+            for part, gradient in gradients.items():
+                totals[part] = self._parts.places.add_gradient(totals.get(part), gradient)
+
+        trained, lending = _trained(block), self._parts.places.lending
+        if lent is None or lending is None or not trained:
+            for group in groups:
+                add(self._backward_of(block, weights, group))
+            return totals
+        in_order = GradientsInOrder(lending, lent, block, trained, add)
+        for group in groups:
+            in_order.put(self._backward_of(block, weights, group))
+        in_order.finish()
+        return totals
+
+    def _backward_of(self, block: Block, in_slot: Tensor, group: RowGroup) -> dict[ParamSlice, Tensor]:
         """Run one expert's backward of a group, which gave rows, their routing weights, and the gradients of the
         weighted outputs. Returns the gradients of the expert's weights."""
         (rows, weights, gradient), group.given = group.given, ()
@@ -205,7 +283,7 @@ class StreamedExperts:
                 leaf.detach().requires_grad_(is_needed)
                 for leaf, is_needed in zip((rows, weights), group.needs, strict=True)
             ]
-            own = {name: weight.detach() for name, weight in _weights_in(slot, block).items()}
+            own = {name: weight.detach() for name, weight in _weights_in(in_slot, block).items()}
             for part in _trained(block):
                 own[_name_in_module(part)].requires_grad_()
             made = self._compute(leaves[0], own) * leaves[1].unsqueeze(-1)
@@ -222,11 +300,9 @@ def _gathered(like: Tensor, index: Tensor, found: Tensor | None) -> Tensor:
     return gradient if found is None else gradient.index_put_((index,), found, accumulate=True)
 
 
-def _weights_in(slot: Slot, block: Block) -> dict[str, Tensor]:
-    """Return views of one expert's weights in its slot, [1, ...], by their names in the module."""
-    return {
-        _name_in_module(part): slot.weights[part.start : part.stop].view(1, *part.shape[1:]) for part in block.slices
-    }
+def _weights_in(flat: Tensor, block: Block) -> dict[str, Tensor]:
+    """Return views of one expert's flat weights, [1, ...], by their names in the module."""
+    return {_name_in_module(part): flat[part.start : part.stop].view(1, *part.shape[1:]) for part in block.slices}
 
 
 def _name_in_module(part: ParamSlice) -> str:

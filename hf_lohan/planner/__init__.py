@@ -7,7 +7,7 @@ and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways
-from hf_lohan.planner.cuts import cut_for_ranks, cut_units, owned_experts, units_between
+from hf_lohan.planner.cuts import cut_for_ranks, cut_units, owned_experts, shared_segments, units_between
 from hf_lohan.planner.fitting import fits_without_offloading, stock_training_fit
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
 from hf_lohan.planner.hardware_profile import (
@@ -118,6 +118,7 @@ __all__ = [
     "plan_offload",
     "plan_pools",
     "scaled_to",
+    "shared_segments",
     "simulate_step",
     "slots_for_generation",
     "step_traffic",

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
+_EVEN_PARTS = 16
+"""Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` of the mean."""
+_NUM_TRIED = 16
+"""Number of long segments among which one of the receiver's own rows is looked for."""
+
 
 def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
     """Cut a row of units into chunks [start, stop) of at most `chunk_numel` elements. A unit is a parameter with the
@@ -102,6 +107,59 @@ def owned_experts(num_experts: int, layer: int, num_ranks: int) -> list[range]:
     edges = [-(-part * num_experts // num_ranks) for part in range(num_ranks + 1)]
     ranges = [range(first, last) for first, last in pairwise(edges)]
     return [ranges[(rank - layer) % num_ranks] for rank in range(num_ranks)]
+
+
+def shared_segments(
+    counts: Sequence[Sequence[int]], owners: Sequence[int], num_local: int, least_rows: int
+) -> dict[tuple[int, int], int]:
+    """Return the segments of a layer's rows that another rank of the owner's node computes, so that the ranks of a node
+    have about equally many rows. The keys are (expert, source rank), the values are the computing ranks. A segment is
+    the rows that one rank has for one expert.
+
+    ``counts`` [ranks][experts]: the number of rows of each segment. ``owners``: each expert's rank. Segments with fewer
+    than ``least_rows`` rows stay with their owners. The result depends on nothing else, so that all ranks get the same.
+    """
+    shared: dict[tuple[int, int], int] = {}
+    for first in range(0, len(counts), num_local):
+        loads = dict.fromkeys(range(first, first + num_local), 0)
+        movable: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in loads}
+        for expert, owner in enumerate(owners):
+            if owner in loads:
+                numbers = [of_source[expert] for of_source in counts]
+                loads[owner] += sum(numbers)
+                segments = ((number, -expert, -source) for source, number in enumerate(numbers))
+                movable[owner] += [segment for segment in segments if segment[0] >= max(1, least_rows)]
+        for segments_of_owner in movable.values():
+            segments_of_owner.sort()
+        total = sum(loads.values())
+        while True:
+            most = max(loads, key=lambda rank: (loads[rank], -rank))
+            least = min(loads, key=lambda rank: (loads[rank], rank))
+            if _EVEN_PARTS * loads[most] * num_local <= (_EVEN_PARTS + 1) * total:
+                break
+            place = _segment_to_move(movable[most], loads[most] - loads[least], least)
+            if place is None:
+                break
+            number, expert, source = movable[most].pop(place)
+            shared[-expert, -source] = least
+            loads[most] -= number
+            loads[least] += number
+    return shared
+
+
+def _segment_to_move(segments: Sequence[tuple[int, int, int]], gap: int, to_rank: int) -> int | None:
+    """Return the place of the segment, among sorted ones, whose move to another rank evens out a difference of ``gap``
+    rows best; None if no move does. Among the longest, a segment of the other rank's own rows comes first, because
+    these need not be sent."""
+    longer = bisect_left(segments, (gap // 2 + 1,))
+    place = longer - 1
+    most = segments[place][0] if longer else 0
+    if longer < len(segments) and segments[longer][0] < gap - most:
+        place, most = longer, segments[longer][0]
+    if place < 0:
+        return None
+    nearly = (tried for tried in range(place, max(-1, place - _NUM_TRIED), -1) if 2 * segments[tried][0] >= most)
+    return next((tried for tried in nearly if -segments[tried][2] == to_rank), place)
 
 
 def _element_at(cost: float, trained: int) -> float:

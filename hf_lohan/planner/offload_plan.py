@@ -126,6 +126,9 @@ class TrainingSetup:
     """The solver whose plan is taken. `auto` is the plan with the shortest simulated step."""
     lazy_experts: bool | Literal["auto"] = False
     """Whether experts without tokens in a step are updated later."""
+    least_moved_rows: int = 0
+    """Rows of one rank for one expert that another rank of the node may compute, so that ranks have equally many. 0: no
+    rank computes rows for another's expert."""
     cluster: Cluster = ONE_RANK
     """Budgets, records and micro-batches count one rank, and SSDs its node."""
     copy_cpu_bytes: int | None = None

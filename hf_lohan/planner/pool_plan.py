@@ -155,6 +155,8 @@ class PoolRequest:
     """Whether the update of such a parameter multiplies matrices on the device."""
     rows_granule_bytes: int = 0
     """Bytes of the largest granule of a block of which only rows come to the device. 0 if there is none."""
+    lent_expert_bytes: int = 0
+    """Bytes of the largest expert that ranks of a node lend each other. 0 if they lend none."""
 
     @property
     def rows_buffer_bytes(self) -> int:
@@ -188,8 +190,8 @@ class PoolRequest:
 
     def payload_bytes(self, chunk_numel: int) -> int:
         """Memory of the device for payloads of its link: of one block, where its memory is not the host's, and of the
-        gradient of one chunk."""
-        block_bytes = self.coded_block_bytes if self.stages_params else 0
+        gradient of one chunk. And for an expert of another rank, with a gradient that waits to be added."""
+        block_bytes = self.coded_block_bytes + 2 * self.lent_expert_bytes if self.stages_params else 0
         return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel)
 
     @property

@@ -7,7 +7,7 @@ model that is not trained.
 """
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
-from hf_lohan.planning.kept_weights import coded_numel, kept_ranks, kept_record_name, part_bytes
+from hf_lohan.planning.kept_weights import coded_numel, kept_ranks, kept_record_name, lending_bytes, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.lengths import LongestRow, PlannedEpoch, longest_row, plan_epoch, read_lengths
 from hf_lohan.planning.order import (
@@ -38,6 +38,7 @@ __all__ = [
     "lay_out",
     "lay_out_generation",
     "layer_beside_text",
+    "lending_bytes",
     "lifetimes_of_step",
     "longest_row",
     "part_bytes",

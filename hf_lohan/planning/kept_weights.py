@@ -1,12 +1,13 @@
 """Computes the bytes of a node's copy of all weights, in RAM or on the SSD, of the payloads that the node sends, and of
-the pieces that ranks lend each other."""
+the pieces and experts that ranks lend each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_lohan.config import Collectives
+from hf_lohan.config import AUTO, Collectives, OffloadConfig
 from hf_lohan.model import Block
+from hf_lohan.planner import SizeClass
 from hf_lohan.planner.collectives import WEIGHT_FORMAT, WithinCodec
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import Ranks
@@ -15,6 +16,7 @@ from hf_lohan.store import RecordSpec
 _MOST_LENT_PIECE_BYTES = 4 << 20
 _LENT_SHARE = 64
 """All lent pieces of a rank together take at most 1 / `_LENT_SHARE` of `cpu_memory`, if that is a granule each."""
+_PAGE_BYTES = 4096
 _PAYLOADS_AT_ONCE = 2
 """Number of blocks that are sent at the same time."""
 
@@ -103,3 +105,22 @@ def lent_piece_bytes(ranks: Ranks, blocks: Sequence[Block], cpu_memory_bytes: in
 def lent_bytes(ranks: Ranks, piece_bytes: int) -> int:
     """Return the bytes of RAM of each rank for its own piece, one that it lends, and one of each other rank."""
     return (ranks.num_ranks + 1) * piece_bytes
+
+
+def lent_expert_bytes(config: OffloadConfig, ranks: Ranks, blocks: Sequence[Block]) -> int:
+    """Return the bytes of a place for any expert that the ranks of a node lend each other, in whole pages; 0 if they
+    lend none. Raises ValueError if they should, and the experts are loaded with their layers."""
+    if config.balance_experts in (AUTO, False) or ranks.num_local == 1:
+        return 0
+    experts = [block.param_bytes for block in blocks if block.size_class is SizeClass.EXPERT]
+    if not experts:
+        raise ValueError(
+            f"balance_experts: {config.balance_experts} is set, but each rank loads all weights of a layer, so that no "
+            "rank owns an expert; set experts to streamed for a mixture of experts, or balance_experts to false"
+        )
+    return -(-max(experts) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def lending_bytes(expert_bytes: int) -> int:
+    """Return the bytes of RAM of each rank for an expert that it lends, and for a gradient of one that it borrows."""
+    return 2 * expert_bytes

@@ -47,7 +47,9 @@ from hf_lohan.planning.kept_weights import (
     coded_bytes_within,
     kept_bytes,
     kept_records,
+    lending_bytes,
     lent_bytes,
+    lent_expert_bytes,
     lent_piece_bytes,
     message_bytes,
 )
@@ -114,6 +116,8 @@ class OffloadLayout(StoredForm):
     """Bytes of host memory of a node that passes blocks to all its ranks."""
     lent_piece_bytes: int = 0
     """Bytes of one piece of a shard that a rank lends or borrows, if ranks load different blocks."""
+    lent_expert_bytes: int = 0
+    """Bytes of a place for an expert that ranks of a node lend each other; 0 if they lend none."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
     """Ways to exchange weights and gradients that the configuration leaves to the plan."""
     collectives: Collectives | None = None
@@ -160,8 +164,9 @@ class OffloadLayout(StoredForm):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of RAM of each rank for blocks on their way, lent pieces, payloads and its part of the copy."""
+        """Bytes of RAM of each rank for blocks on their way, what is lent, payloads and its part of the copy."""
         shared_bytes = self.shared_weight_bytes // self.ranks.num_local + lent_bytes(self.ranks, self.lent_piece_bytes)
+        shared_bytes += lending_bytes(self.lent_expert_bytes)
         return shared_bytes + self.weight_message_bytes + self.copy_cpu_bytes
 
     def with_collectives(self, way: Collectives) -> OffloadLayout:
@@ -463,7 +468,9 @@ def lay_out(
     common_blocks = [block for block in blocks if block.owner is None]
     messages = min(message_bytes(common_blocks, ranks, way) for way in open_ways)
     piece_bytes = shards.lent_piece_bytes(blocks, config.cpu_memory)
-    exchange_bytes = shared_bytes // ranks.num_local + lent_bytes(ranks, piece_bytes) + messages
+    expert_bytes = lent_expert_bytes(config, ranks, blocks)
+    exchange_bytes = shared_bytes // ranks.num_local + lent_bytes(ranks, piece_bytes) + lending_bytes(expert_bytes)
+    exchange_bytes += messages
     if exchange_bytes >= config.cpu_memory:
         raise BudgetError(
             f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(exchange_bytes)} that "
@@ -487,6 +494,7 @@ def lay_out(
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
         rows_granule_bytes=rows_granule_bytes(form.model_blocks),
+        lent_expert_bytes=expert_bytes,
     )
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
@@ -510,6 +518,7 @@ def lay_out(
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
         lent_piece_bytes=piece_bytes,
+        lent_expert_bytes=expert_bytes,
         open_ways=open_ways,
         weight_message_bytes=messages,
     )

@@ -510,6 +510,7 @@ def training_setup(
         num_held_chunks=layout.num_held_chunks,
         turnaround_bytes=sum(block.fetched_bytes for block in in_slots),
         lazy_experts=config.lazy_experts if may_be_late else False,
+        least_moved_rows=int(config.balance_experts) if layout.lent_expert_bytes else 0,
     )
 
 

@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,7 @@ class RunRecord:
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
             **tiers.codecs.figures(),
+            **({"expert_rows": asdict(rows)} if (rows := engine.rows_by_rank()) is not None else {}),
         }
 
     def card_lines(self) -> list[str]:

@@ -287,3 +287,9 @@ def test_settings_that_need_whole_rows_are_refused_beside_sequence_ranks(beside:
     assert OffloadConfig(sequence_ranks=2).sequence_ranks == 2
     with pytest.raises(ConfigError, match=f"sequence_ranks: 2 cannot be combined with .*{told}"):
         OffloadConfig(sequence_ranks=2, **beside)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "some", 1.5])
+def test_balanced_rows_need_a_number_of_rows(value: object) -> None:
+    assert re.search(r"balance_experts.*rows.*auto or false", refusal({"balance_experts": value}))
+    assert OffloadConfig.load({"balance_experts": 64}).balance_experts == 64

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.planner import BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
+from hf_lohan.planner import BlockShape, SizeClass, cut_for_ranks, cut_units, shared_segments, units_between
 
 GRANULE = 16 * 1024
 numels = st.integers(1, 400)
@@ -111,3 +111,67 @@ def test_a_parameter_that_its_optimizer_needs_whole_is_not_cut() -> None:
 def test_frozen_elements_weigh_less_than_trained_ones() -> None:
     edges = cut_for_ranks([80 * GRANULE], 80 * GRANULE + 640 * GRANULE, 2, granule_numel=GRANULE)
     assert edges == (0, 80 * GRANULE, 720 * GRANULE)
+
+
+def loads_of(counts: list[list[int]], owners: list[int], shared: dict[tuple[int, int], int] | None = None) -> list[int]:
+    """Return each rank's rows."""
+    loads = [0] * len(counts)
+    for source, of_source in enumerate(counts):
+        for expert, number in enumerate(of_source):
+            loads[(shared or {}).get((expert, source), owners[expert])] += number
+    return loads
+
+
+def test_a_hot_expert_is_shared_and_nothing_else_moves() -> None:
+    owners = [0, 0, 1, 1, 2, 2, 3, 3]
+    counts = [[28, 4, 4, 4, 4, 4, 4, 4] for _ in range(4)]  # the first expert has half of the rows
+    shared = shared_segments(counts, owners, 4, 1)
+    assert loads_of(counts, owners) == [128, 32, 32, 32]
+    assert max(loads_of(counts, owners, shared)) <= 1.25 * 56
+    # Three ranks compute their own rows for it, so that these are not sent.
+    assert [(key, rank) for key, rank in shared.items() if key[0] == 0] == [((0, 1), 1), ((0, 2), 2), ((0, 3), 3)]
+
+
+def test_even_rows_stay_with_their_owners() -> None:
+    assert shared_segments([[8] * 8 for _ in range(4)], [0, 0, 1, 1, 2, 2, 3, 3], 4, 1) == {}
+    assert shared_segments([[0] * 8 for _ in range(4)], [0, 0, 1, 1, 2, 2, 3, 3], 4, 1) == {}
+
+
+@st.composite
+def counts_and_owners(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
+    """Numbers of rows [ranks][experts], the owner of each expert, and the number of ranks of a node."""
+    num_local = draw(st.sampled_from((1, 2, 4)))
+    num_ranks = num_local * draw(st.integers(1, 3))
+    owners = sorted(draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=8)))
+    number = st.integers(0, 30) | st.integers(0, 500)
+    counts = [draw(st.lists(number, min_size=len(owners), max_size=len(owners))) for _ in range(num_ranks)]
+    return counts, owners, num_local
+
+
+@often
+@given(counts_and_owners(), st.sampled_from((1, 5, 100)))
+def test_rows_even_out_within_nodes_as_far_as_one_more_move_can(
+    case: tuple[list[list[int]], list[int], int], least_rows: int
+) -> None:
+    counts, owners, num_local = case
+    shared = shared_segments(counts, owners, num_local, least_rows)
+    before, after = loads_of(counts, owners), loads_of(counts, owners, shared)
+    for (expert, source), rank in shared.items():
+        assert rank // num_local == owners[expert] // num_local and rank != owners[expert]
+        assert counts[source][expert] >= least_rows
+    for first in range(0, len(counts), num_local):
+        node = range(first, first + num_local)
+        loads = {rank: after[rank] for rank in node}
+        assert sum(before[rank] for rank in node) == sum(loads.values()) and max(loads.values()) <= max(
+            before[rank] for rank in node
+        )
+        most = min(rank for rank in node if loads[rank] == max(loads.values()))
+        gap = loads[most] - min(loads.values())
+        left = [
+            counts[source][expert]
+            for expert, owner in enumerate(owners)
+            for source in range(len(counts))
+            if owner == most and (expert, source) not in shared
+        ]
+        is_even = 16 * loads[most] * num_local <= 17 * sum(loads.values())
+        assert is_even or not any(max(1, least_rows) <= number < gap for number in left)

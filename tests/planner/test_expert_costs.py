@@ -291,6 +291,16 @@ def test_a_layer_waits_for_the_rank_with_the_most_rows() -> None:
     assert steps[1] - steps[0] == pytest.approx((4 * share - 1) * 400 / machine().device.flops_per_s)
 
 
+def test_ranks_that_balance_rows_wait_less() -> None:
+    hot = replace(EXPERTS.routed([15 if expert == 0 else 1 for expert in range(16)]), num_tokens=1000)
+    assert most_loaded(hot, 0, 4) > 2
+    assert 1 <= most_loaded(hot, 0, 4, num_local=4, least_rows=1) <= 1.07
+    assert most_loaded(hot, 0, 4, num_local=4, least_rows=2000) == most_loaded(hot, 0, 4)
+    assert most_loaded(hot, 0, 4, num_local=1, least_rows=1) == most_loaded(hot, 0, 4)
+    of_two = most_loaded(hot, 0, 4, num_local=2, least_rows=1)  # the other node has only cold experts
+    assert 1.07 < of_two < most_loaded(hot, 0, 4)
+
+
 def test_two_nodes_send_rows_and_no_expert() -> None:
     cluster = Cluster(num_nodes=2, num_local=1, collectives=WAY_WITHIN_A_NODE)
     model = moe_model()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.experts import BalancedRows, Lending
 from hf_lohan.huggingface.attachment import (
     compute_expert,
     enable_checkpointing,
@@ -68,6 +69,8 @@ class Trained:
     """Bytes that the rank sent on the channel of tokens while it trained."""
     num_behind: int = 0
     """Number of the rank's experts that were behind at the end."""
+    rows: BalancedRows | None = None
+    """Rows by rank, if ranks balance their rows."""
 
 
 def batch(step: int, rank: int, micro: int = 0) -> dict[str, Tensor]:
@@ -196,12 +199,14 @@ def train_rank(
             optimizer.step()
             optimizer.zero_grad()
             after_step(engine, step)
+        trained.rows = engine.rows_by_rank()
         access = engine.parameters
         missed = engine.records.missed
         trained.num_behind = sum(missed.is_block_behind(block) for block in engine.layout.blocks)
-        for name, _ in model.named_parameters():
+        for name, parameter in model.named_parameters():
             trained.weights[name] = access.read_parameter(name)
-            trained.states[name] = access.read_flat(name, "exp_avg"), access.read_flat(name, "exp_avg_sq")
+            if parameter.requires_grad:
+                trained.states[name] = access.read_flat(name, "exp_avg"), access.read_flat(name, "exp_avg_sq")
         for part in engine.parameter_slices:
             assert trained.counts.setdefault(part.name, engine.step_counts[part]) == engine.step_counts[part]
     return trained
@@ -322,13 +327,19 @@ class Chosen:
     def __call__(self) -> Any:
         model = expert_model(self._family)
         for module in model.modules():
-            if type(module).__name__.endswith("TopKRouter"):
+            if type(module).__name__.lower().endswith("topkrouter"):
                 module.register_forward_hook(self._chosen)
         return model
 
     def _chosen(self, router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         *others, index = output
-        return *others, self._choose(index, int(router.num_experts))
+        return *others, self._choose(index, getattr(router, "num_experts", 0) or router.n_routed_experts)
+
+
+def half_to_one(index: Tensor, num: int) -> Tensor:
+    """Return choices of which half are of one expert, and the others of all experts in turn."""
+    turns = torch.arange(index.numel(), device=index.device).view(index.shape)
+    return torch.where(turns % 2 == 0, 1, turns // 2 % num)
 
 
 CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -346,28 +357,120 @@ def test_experts_without_tokens_take_the_step(choice: str, lazy: bool, tmp_path:
     assert any(ours.num_behind for ours in trained) == lazy
 
 
+def check_balanced(trained: list[Trained]) -> BalancedRows:
+    """Check that ranks moved rows, and that all know the same numbers. Returns them."""
+    for ours in trained:
+        assert ours.rows is not None and ours.rows == trained[0].rows
+        assert ours.rows.most_computed < ours.rows.most_owned and sum(ours.rows.owned) == sum(ours.rows.computed)
+    assert trained[0].rows is not None
+    return trained[0].rows
+
+
+@pytest.mark.parametrize("family", slow_but(("mixtral",), FAMILIES))
+def test_ranks_of_a_node_share_the_rows_of_a_hot_expert(family: str, tmp_path: Path) -> None:
+    rows = check_balanced(check_ranks(4, tmp_path, Chosen(family, half_to_one), recompute=True, balance_experts=1))
+    mean = sum(rows.owned) / 4
+    assert rows.most_owned / mean > 2 and rows.most_computed / mean <= 1.25, rows
+
+
+def test_nodes_balance_their_rows_and_pass_them_on(tmp_path: Path) -> None:
+    make_model = Chosen("mixtral", half_to_one)
+    rows = check_balanced(check_ranks(4, tmp_path, make_model, num_local=2, recompute=True, balance_experts=1))
+    for node in (slice(0, 2), slice(2, 4)):
+        assert sum(rows.owned[node]) == sum(rows.computed[node])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_local", [2, 4])
+@pytest.mark.parametrize("least_rows", [1, 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_balance_rows_train_as_one_process(
+    family: str, least_rows: int, num_local: int, tmp_path: Path
+) -> None:
+    trained = check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, balance_experts=least_rows)
+    check_balanced(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_balanced_rows_and_experts_without_tokens(choice: str, lazy: bool, tmp_path: Path) -> None:
+    make_model = Chosen("mixtral", CHOICES[choice])
+    settings: dict[str, Any] = {"balance_experts": 1, "lazy_experts": lazy}
+    trained = check_ranks(4, tmp_path, make_model, recompute=True, **settings)
+    check_balanced(trained)
+    assert any(ours.num_behind for ours in trained) == lazy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_balanced_rows_of_micro_batches(is_joint: bool, tmp_path: Path) -> None:
+    make_model = Chosen("mixtral", half_to_one)
+    settings: dict[str, Any] = {"balance_experts": 1, "accumulation": 2, "is_joint": is_joint}
+    check_ranks(4, tmp_path, make_model, recompute=True, **settings)
+
+
+@pytest.mark.slow
+def test_balanced_rows_are_computed_again_for_some_ranks(tmp_path: Path) -> None:
+    def train(links: Links) -> Trained:
+        recompute = links.ranks.rank > 0
+        return train_rank(links, tmp_path, Chosen("mixtral", half_to_one), recompute=recompute, balance_experts=1)
+
+    check_equal(run_ranks(4, train), train_stock(Chosen("mixtral", half_to_one), 4))
+
+
+@pytest.mark.slow
+def test_balanced_rows_in_bfloat16(tmp_path: Path) -> None:
+    make_model = Chosen("mixtral", half_to_one)
+    settings: dict[str, Any] = {"dtype": torch.bfloat16}
+    alone = train_rank(Links.alone(), tmp_path / "alone", make_model, accumulation=2, **settings)
+    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, make_model, balance_experts=1, **settings))
+    check_balanced(trained)
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+
+
+@pytest.mark.slow
+def test_ranks_lend_frozen_experts(tmp_path: Path) -> None:
+    def make_model() -> Any:
+        model = Chosen("mixtral", half_to_one)()
+        for experts in find_experts(model).values():
+            experts.module.requires_grad_(False)
+        return model
+
+    without = run_ranks(4, lambda links: train_rank(links, tmp_path / "without", make_model))
+    trained = run_ranks(4, lambda links: train_rank(links, tmp_path, make_model, balance_experts=1))
+    check_balanced(trained)
+    for before, ours in zip(without, trained, strict=True):
+        assert all(map(torch.equal, before.losses, ours.losses))
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in before.weights.items())
+
+
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_there_may_be_fewer_experts_than_ranks(num_ranks: int, tmp_path: Path) -> None:
     def make_model() -> Any:
         return tiny_model("mixtral", num_local_experts=2, intermediate_size=32).train()
 
     if num_ranks == 4:
-        check_ranks(num_ranks, tmp_path, make_model)
+        check_ranks(num_ranks, tmp_path, make_model, balance_experts=1)
         return
     trained = run_ranks(num_ranks, lambda links: train_rank(links, tmp_path, make_model))
     for ours in trained[1:]:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 16))])
 def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> None:
-    make_model = partial(expert_model, "mixtral")
+    make_model = Chosen("mixtral", half_to_one)
     devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]
 
     def train(links: Links) -> Trained:
-        return train_rank(links, tmp_path, make_model, device=devices[links.ranks.rank])
+        balance = 1 if seed % 2 else False
+        return train_rank(links, tmp_path, make_model, device=devices[links.ranks.rank], balance_experts=balance)
 
-    check_equal(run_ranks(2, train, delays_seed=seed), train_stock(make_model, 2))
+    trained = run_ranks(2, train, delays_seed=seed)
+    assert (trained[0].rows is not None) == seed % 2
+    check_equal(trained, train_stock(make_model, 2))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (2, 1), (4, 2)])
@@ -441,7 +544,8 @@ def test_a_rank_that_dies_in_the_exchange_ends_the_others(
     at_message: int, num_ranks: int, num_local: int, tmp_path: Path
 ) -> None:
     fault = Fault(1, "die", at_message, Channel.TOKENS)
-    train = partial(train_rank, folder=tmp_path, make_model=partial(expert_model, "mixtral"))
+    balance = 1 if at_message % 2 == 0 else False
+    train = partial(train_rank, folder=tmp_path, make_model=Chosen("mixtral", half_to_one), balance_experts=balance)
     ends = run_ranks(num_ranks, lambda links: error_of(partial(train, links)), faults=[fault], num_local=num_local)
     for error, at_s in ends:
         assert re.match(r"RankFailedError: rank \d (\(pid \d+, \S+\) )?", error), error
@@ -462,25 +566,35 @@ def test_a_rank_that_is_silent_is_named_with_the_experts() -> None:
     ), errors
 
 
-def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int) -> None:
-    """Kill rank 1 when it is about to return results."""
+def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int, balances: bool) -> None:
+    """Kill rank 1 when it is about to return results, or to lend an expert, to give it back, or to give a gradient."""
     calls = iter(range(at_call))
-    send_results = RowExchange.send_results
 
-    def send(exchange: RowExchange, rank: int, results: Any) -> None:
-        if links.ranks.rank == 1 and next(calls, None) is None:
-            report(time.monotonic())
-            os.kill(os.getpid(), signal.SIGKILL)
-        send_results(exchange, rank, results)
+    def killing(method: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if links.ranks.rank == 1 and next(calls, None) is None:
+                report(time.monotonic())
+                os.kill(os.getpid(), signal.SIGKILL)
+            method(*args)
 
-    RowExchange.send_results = send  # type: ignore[method-assign]
-    train_rank(links, folder, partial(expert_model, "mixtral"))
+        return call
+
+    for room, name in MAY_END_IN if balances else MAY_END_IN[:1]:
+        setattr(room, name, killing(getattr(room, name)))
+    train_rank(links, folder, Chosen("mixtral", half_to_one), balance_experts=1 if balances else False)
+
+
+MAY_END_IN = [(RowExchange, "send_results"), *((Lending, name) for name in ("lend", "give_back", "send_gradient"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_call", [0, 7, 20])
-def test_the_kill_of_a_rank_in_the_exchange_ends_the_others(fork_server: None, at_call: int, tmp_path: Path) -> None:
-    ranks = RankProcesses(3, partial(kills_itself, folder=tmp_path, at_call=at_call))
+@pytest.mark.parametrize(
+    ("balances", "at_call"), [(False, 0), (False, 7), (False, 20), *((True, at_call) for at_call in range(0, 60, 4))]
+)
+def test_the_kill_of_a_rank_in_the_exchange_ends_the_others(
+    fork_server: None, balances: bool, at_call: int, tmp_path: Path
+) -> None:
+    ranks = RankProcesses(3, partial(kills_itself, folder=tmp_path, at_call=at_call, balances=balances))
     try:
         killed_s = ranks.report_of(1)
         ends = ranks.ends()
@@ -493,12 +607,31 @@ def test_the_kill_of_a_rank_in_the_exchange_ends_the_others(fork_server: None, a
         assert end.at_s - killed_s < 5
 
 
+def trains(links: Links, _report: Callable[[object], None], folder: Path) -> dict[str, bytes]:
+    """Return the weights of a rank that balances rows."""
+    trained = train_rank(links, folder, Chosen("mixtral", half_to_one), balance_experts=1)
+    assert trained.rows is not None and trained.rows.most_computed < trained.rows.most_owned
+    return {name: weight.numpy().tobytes() for name, weight in trained.weights.items()}
+
+
+@pytest.mark.slow
+def test_processes_that_balance_rows_train_as_one(fork_server: None, tmp_path: Path) -> None:
+    ranks = RankProcesses(4, partial(trains, folder=tmp_path))
+    try:
+        ends = ranks.ends()
+    finally:
+        ranks.close()
+    stock = train_stock(Chosen("mixtral", half_to_one), 4)
+    expected = {name: weight.numpy().tobytes() for name, weight in stock.weights.items()}
+    assert all(end is not None and not end.error and end.result == expected for end in ends), ends
+
+
 def test_ranks_in_different_calls_are_refused() -> None:
     def call(links: Links) -> None:
         exchange = RowExchange(links)
         links.barrier("all to listen")
         own = ExpertCall(links.ranks.rank, 0, 0)
-        exchange.send_call(1 - links.ranks.rank, CallOfRank(own, 1, (0, 0)), [])
+        exchange.send_call(1 - links.ranks.rank, CallOfRank(own, 1, (0, 0)))
         exchange.next_call(own, "rows")
 
     errors = [str(outcome.error) for outcome in rank_outcomes(2, call)]
@@ -513,6 +646,8 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], int, str]] = [
     ("mixtral", {"expert_parallel": "node"}, 1, "expert_parallel: node is set with 2 nodes"),
     ("mixtral", {"expert_parallel": "world", "experts": "with_layer"}, 2, "expert_parallel: world gives each expert"),
     ("mixtral", {"expert_parallel": "none", "experts": "streamed"}, 2, "2 ranks and expert_parallel: none"),
+    ("mixtral", {"balance_experts": 64, "experts": "with_layer"}, 2, "balance_experts: 64 is set, but each rank loads"),
+    ("llama", {"balance_experts": 64}, 2, "balance_experts: 64 is set, but each rank loads all weights of a layer"),
 ]
 
 

@@ -130,3 +130,10 @@ def test_memory_is_compared_with_the_budgets() -> None:
     assert "had at most 3 GiB" in text
     assert "1 GiB of it in host buffers and copies (of 2 GiB allowed)" in text
     assert "512 MiB and on the device, in slots for weights, (of 1 GiB allowed)" in text
+
+
+def test_balanced_rows_are_compared_with_those_of_the_owners() -> None:
+    rows = {"owned": [400, 0, 0, 0], "computed": [120, 100, 90, 90], "most_owned": 400, "most_computed": 120}
+    text = sentences.on_bytes(findings([line(1)], expert_rows=rows))
+    assert "the rank with the most rows of experts computed 1.20 times the mean, instead of 4.00 times" in text
+    assert "rows of experts" not in sentences.on_bytes(findings([line(1)]))

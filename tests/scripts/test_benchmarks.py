@@ -106,6 +106,7 @@ def test_the_measured_rows_have_valid_arguments(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "own"),
     [
+        ("balanced_experts", ["--num-ranks", "2", "--row-us", "1", "--intermediate", "64"]),
         ("bench_durability", ["--batch", "2x8"]),
         ("bench_io", ["--file-bytes", "32MiB"]),
         ("bench_large", ["--alone-bytes", "8MiB", "--steps-per-turn", "1"]),

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from hf_lohan.planner.cuts import owned_experts
+from hf_lohan.planner.cuts import owned_experts, shared_segments
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ExpertsProfile, ModelProfile
 from hf_lohan.planner.offload_plan import ExpertPrediction, TrainingSetup
@@ -163,12 +163,22 @@ def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = Non
     return RowTraffic(rows, choices, index_bytes)
 
 
-def most_loaded(experts: ExpertsProfile, layer: int, num_ranks: int) -> float:
+def most_loaded(
+    experts: ExpertsProfile, layer: int, num_ranks: int, *, num_local: int = 1, least_rows: int = 0
+) -> float:
     """Return the rows of the rank with the most rows over the mean of all ranks, by the measured routing. A layer waits
-    for this rank. ``layer``: the index among the layers with experts."""
-    chances = experts.chances or (1.0,) * experts.num_experts
-    loads = [math.fsum(chances[expert] for expert in own) for own in owned_experts(len(chances), layer, num_ranks)]
-    return max(loads) * num_ranks / math.fsum(chances)
+    for this rank. ``layer``: the index among the layers with experts. With ``least_rows`` the ranks of nodes of
+    ``num_local`` ranks balance their rows, by segments of at least this many rows."""
+    chances = experts.chances or (experts.num_chosen / experts.num_experts,) * experts.num_experts
+    owned = owned_experts(len(chances), layer, num_ranks)
+    loads = [num_ranks * math.fsum(chances[expert] for expert in own) for own in owned]
+    if least_rows:
+        rows = [round(experts.num_tokens * chance) for chance in chances]
+        owners = [rank for _, rank in sorted((expert, rank) for rank, own in enumerate(owned) for expert in own)]
+        for (expert, _), rank in shared_segments([rows] * num_ranks, owners, num_local, least_rows).items():
+            loads[owners[expert]] -= chances[expert]
+            loads[rank] += chances[expert]
+    return max(loads) / math.fsum(chances)
 
 
 def _of_all_ranks(experts: ExpertsProfile, num_ranks: int) -> ExpertsProfile:

@@ -76,6 +76,7 @@ class RankStepCosts(StepCosts):
         """Rows that leave a rank."""
         self._rows_to_nodes = row_traffic(model, cluster.num_ranks, num_local)
         """Rows that leave a rank's node."""
+        self._least_moved_rows = setup.least_moved_rows
         self._wait_for_most_loaded()
         way, itemsize = cluster.collectives, model.param_itemsize
         self._dense_gradient_bytes = model.dense_trainable_params * itemsize
@@ -94,7 +95,13 @@ class RankStepCosts(StepCosts):
         layers = [block for block in self._model.blocks if block.experts is not None]
         for number, block in enumerate(layers):
             assert block.experts is not None
-            more = most_loaded(block.experts, number, self._cluster.num_ranks) - 1
+            more = -1 + most_loaded(
+                block.experts,
+                number,
+                self._cluster.num_ranks,
+                num_local=self._num_local,
+                least_rows=self._least_moved_rows,
+            )
             more_s = more * experts_forward_s(block, self._hardware)
             self._forward_s += more_s
             self._backward_s += (2 + block.trained_fraction) * more_s  # the experts compute again before their backward

@@ -2,7 +2,8 @@
 
 All ranks call the experts of the layers in the same order. In each call every rank sends a head to every other rank,
 with the number of its choices of each of the receiver's experts, and then the rows of the tokens that made them. A
-token with several choices there is sent once. An owner returns a result for each choice.
+token with several choices there is sent once. An owner returns a result for each choice. If the ranks of a node
+balance their rows, heads have the numbers of all experts, and rows follow when all ranks know them.
 
 With several nodes of several ranks, the rows for another node go to its rank with the sender's local number, once for
 each token with choices in that node. That rank passes them on to the owners, over memory or sockets of its node.
@@ -62,7 +63,8 @@ class CallOfRank:
     flags: int
     """Bits for the caller's use."""
     num_rows: tuple[int, ...]
-    """Number of the rank's choices of each expert of the receiver."""
+    """Number of the rank's choices of each expert of the receiver, or of each expert of the layer if the ranks of a
+    node balance their rows."""
 
 
 class RowExchange:
@@ -88,21 +90,24 @@ class RowExchange:
 
     # Sending.
 
-    def send_call(self, rank: int, call: CallOfRank, rows: Sequence[Tensor]) -> None:
-        """Send this rank's part of a call to another rank. Each tensor of ``rows`` [n, ...] is contiguous and on the
-        host. ``rows`` is empty without choices, and if the rows go through another rank of the receiver's node."""
+    def send_call(self, rank: int, call: CallOfRank) -> None:
+        """Tell another rank of this rank's part of a call. Rows may follow."""
         name = call.call
         numbers = (name.layer, name.kind, name.forward, call.flags)
         counts = torch.tensor(call.num_rows, dtype=torch.int64).numpy().tobytes()
         self._links.send(rank, Kind.EXPERT_CALL, *numbers, payload=counts, channel=Channel.TOKENS)
+
+    def send_rows(self, rank: int, rows: Sequence[Tensor]) -> None:
+        """Send this rank's rows of a call. Each tensor [n, ...] is contiguous and on the host. There are none without
+        choices, and if the rows go through another rank of the receiver's node."""
         self._send(rank, Kind.EXPERT_ROWS, rows, self._links.ranks.rank)
 
     def send_results(self, rank: int, results: Sequence[Tensor]) -> None:
-        """Send the results of a rank's rows, in the order of its rows. For tensors see `send_call`."""
+        """Send the results of a rank's rows, in the order of its rows. For tensors see `send_rows`."""
         self._send(rank, Kind.EXPERT_RESULTS, results, self._links.ranks.rank)
 
     def send_to_node(self, rank: int, rows: Sequence[Tensor]) -> None:
-        """Send rows for all owners of another node to its rank ``rank``. For tensors see `send_call`."""
+        """Send rows for all owners of another node to its rank ``rank``. For tensors see `send_rows`."""
         self._send(rank, Kind.EXPERT_NODE_ROWS, rows, self._links.ranks.rank)
 
     def pass_on(self, source: int, rank: int, rows: Sequence[Tensor]) -> None:

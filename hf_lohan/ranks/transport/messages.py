@@ -90,6 +90,14 @@ class Kind(enum.IntEnum):
     """What the sender's experts made of the receiver's rows."""
     EXPERT_NODE_ROWS = 43
     """The sender's rows for the experts of all ranks on the receiver's node."""
+    EXPERT_LENT = 44
+    """The weights of an expert of the sender are in the memory that the node's ranks share. Numbers: the expert."""
+    EXPERT_RETURNED = 45
+    """The sender no longer reads the weights that the receiver lent."""
+    EXPERT_GRADIENT = 46
+    """A gradient of an expert of the receiver is in the shared memory. Numbers: the expert."""
+    EXPERT_GRADIENT_TAKEN = 47
+    """The sender has added the receiver's last gradient."""
 
     ROW_MEETING = 50
     """A rank is at a meeting of the ranks that share a row's tokens. Numbers: the meeting's number. Payload: the length
