@@ -10,14 +10,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 ALIGN_BYTES = 512
 """Addresses and sizes are multiples of this, as those of PyTorch's allocator are."""
 _MIB = 1 << 20
+_PART = 32
+"""Allocations in a part of the time."""
+_Life: TypeAlias = tuple[int, int, int]
+"""Aligned bytes of a tensor, and its times ``born`` and ``died``."""
 
 
 class Allocation(Protocol):
@@ -57,9 +60,6 @@ class Addresses:
     """The same with `expandable_segments:True`."""
 
 
-_Integers = npt.NDArray[np.int64]
-
-
 def aligned(num_bytes: int) -> int:
     """Return the bytes that a tensor takes, at least one unit."""
     return max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
@@ -90,15 +90,12 @@ def plan_addresses(tensors: Sequence[Allocation]) -> AddressPlan:
     Tensors are placed one after the other, each into the smallest gap that is free during its life. The largest are
     placed first. If that needs more than `live_bytes`, other orders are tried too, and the best is returned.
     """
-    least_bytes = live_bytes(tensors)
-    best: AddressPlan | None = None
+    least_bytes, lives = live_bytes(tensors), [(aligned(one.num_bytes), one.born, one.died) for one in tensors]
+    best = AddressPlan((0,) * len(lives), 1 + sum(num_bytes for num_bytes, _, _ in lives))
     for order in _ORDERS:
-        found = _place(tensors, order)
-        if best is None or found.num_bytes < best.num_bytes:
-            best = found
+        best = _place(lives, order, below_bytes=best.num_bytes) or best
         if best.num_bytes <= least_bytes:
             break
-    assert best is not None
     return best
 
 
@@ -111,35 +108,45 @@ _ORDERS: tuple[Callable[[int, int, int], tuple[int, ...]], ...] = (
 """Sort keys: by size, by size times life, by life, by birth."""
 
 
-def _place(tensors: Sequence[Allocation], order: Callable[[int, int, int], tuple[int, ...]]) -> AddressPlan:
-    """Place tensors in an order, each at the best fit."""
-    numbers = sorted(
-        range(len(tensors)), key=lambda n: order(aligned(tensors[n].num_bytes), tensors[n].born, tensors[n].died)
-    )
-    born = np.array([tensors[number].born for number in numbers], dtype=np.int64)
-    died = np.array([tensors[number].died for number in numbers], dtype=np.int64)
-    sizes = np.array([aligned(tensors[number].num_bytes) for number in numbers], dtype=np.int64)
-    starts = np.zeros(len(numbers), dtype=np.int64)
-    for index in range(len(numbers)):
-        beside = np.flatnonzero((born[:index] < died[index]) & (died[:index] > born[index]))
-        starts[index] = _best_fit(starts[beside], starts[beside] + sizes[beside], int(sizes[index]))
-    offsets = np.zeros(len(numbers), dtype=np.int64)
-    offsets[numbers] = starts
-    return AddressPlan(tuple(offsets.tolist()), int((starts + sizes).max(initial=0)))
+def _place(
+    lives: Sequence[_Life], order: Callable[[int, int, int], tuple[int, ...]], below_bytes: int
+) -> AddressPlan | None:
+    """Place tensors in an order, each at the best fit. Returns None if that does not need less than ``below_bytes``."""
+    offsets, num_bytes = [0] * len(lives), 0
+    placed: list[list[tuple[int, int, int, int]]] = [
+        [] for _ in range(max((d for *_, d in lives), default=0) // _PART + 1)
+    ]
+    """By part of the time, (start, stop, born, died) of the tensors that exist in it. A tensor meets few others, so it
+    is not compared with all."""
+    for number in sorted(range(len(lives)), key=lambda n: order(*lives[n])):
+        size, born, died = lives[number]
+        first, last = born // _PART, max(born, died - 1) // _PART
+        beside = [other for other in placed[first] if other[2] < died and other[3] > born]
+        for part in range(first + 1, last + 1):
+            start = part * _PART
+            beside += [other for other in placed[part] if start <= other[2] < died]
+        offset = _best_fit(beside, size)
+        if offset + size >= below_bytes:
+            return None
+        life = (offset, offset + size, born, died)
+        for part in range(first, last + 1):
+            placed[part].append(life)
+        offsets[number], num_bytes = offset, max(num_bytes, offset + size)
+    return AddressPlan(tuple(offsets), num_bytes)
 
 
-def _best_fit(starts: _Integers, stops: _Integers, num_bytes: int) -> int:
-    """Return the start of the smallest gap between intervals that has ``num_bytes``, or the end of all intervals."""
-    if not starts.size:
-        return 0
-    by_start = np.argsort(starts, kind="stable")
-    starts, reached = starts[by_start], np.maximum.accumulate(stops[by_start])
-    gap_starts = np.concatenate([np.zeros(1, dtype=np.int64), reached[:-1]])
-    gaps = starts - gap_starts
-    fits = np.flatnonzero(gaps >= num_bytes)
-    if not fits.size:
-        return int(reached[-1])
-    return int(gap_starts[fits[np.argmin(gaps[fits])]])
+def _best_fit(beside: list[tuple[int, int, int, int]], num_bytes: int) -> int:
+    """Return the start of the smallest gap between intervals (start, stop, ...) that has ``num_bytes``, or the end of
+    all intervals."""
+    beside.sort()
+    reached, best, least = 0, -1, 0
+    for start, stop, _, _ in beside:
+        gap = start - reached
+        if gap >= num_bytes and (best < 0 or gap < least):
+            best, least = reached, gap
+        if stop > reached:
+            reached = stop
+    return best if best >= 0 else reached
 
 
 # PyTorch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), with one stream and memory that never runs out.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_lohan.planner.address_plan import (
+    _ORDERS,
     ALIGN_BYTES,
     CachingAllocator,
     aligned,
@@ -48,6 +50,43 @@ def test_tensors_that_exist_together_do_not_overlap(tensors: list[Life]) -> None
     compared = compare_addresses(tensors)
     assert compared.planned_bytes == plan.num_bytes
     assert min(compared.caching_bytes, compared.expandable_bytes) >= compared.live_bytes
+
+
+def placed_one_by_one(tensors: list[Life], order: Callable[[int, int, int], tuple[int, ...]]) -> tuple[list[int], int]:
+    """Place tensors as the module says, each compared with all that were placed before."""
+    offsets: dict[int, int] = {}
+    for number in sorted(range(len(tensors)), key=lambda n: order(aligned(tensors[n].num_bytes), *times(tensors[n]))):
+        one, size = tensors[number], aligned(tensors[number].num_bytes)
+        beside = sorted(
+            (offset, offset + aligned(tensors[other].num_bytes))
+            for other, offset in offsets.items()
+            if tensors[other].born < one.died and tensors[other].died > one.born
+        )
+        reached, gaps = 0, []
+        for start, stop in beside:
+            gaps += [(start - reached, reached)] if start - reached >= size else []
+            reached = max(reached, stop)
+        offsets[number] = min(gaps)[1] if gaps else reached
+    stops = [offset + aligned(tensors[number].num_bytes) for number, offset in offsets.items()]
+    return [offsets[number] for number in range(len(tensors))], max(stops, default=0)
+
+
+def times(tensor: Life) -> tuple[int, int]:
+    return tensor.born, tensor.died
+
+
+@given(st.lists(lives, max_size=40), st.integers(1, 40))
+def test_each_tensor_gets_the_place_that_a_comparison_with_all_gives_it(tensors: list[Life], scale: int) -> None:
+    """Tensors are compared only with those of the same parts of the time."""
+    tensors = [replace(one, born=scale * one.born, died=scale * one.died) for one in tensors]
+    found, least_bytes = plan_addresses(tensors), live_bytes(tensors)
+    candidates = []
+    for order in _ORDERS:
+        candidates.append(placed_one_by_one(tensors, order))
+        if candidates[-1][1] <= least_bytes:
+            break
+    offsets, num_bytes = min(candidates, key=lambda candidate: candidate[1])
+    assert (list(found.offsets), found.num_bytes) == (offsets, num_bytes)
 
 
 def test_a_gap_is_filled_by_the_tensor_that_fits_best() -> None:
