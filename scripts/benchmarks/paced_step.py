@@ -251,11 +251,13 @@ def paced_drive(bytes_per_s: float | None) -> Iterator[None]:
         yield
 
 
-def simulated(run: RunPlan, drive_bytes_per_s: float) -> dict[str, Any]:
+def simulated(run: RunPlan, drive_bytes_per_s: float, flops_per_s: float) -> dict[str, Any]:
     """Return the step of the plan in use, simulated and as the sum of lanes, with the rates that were measured before
     the run, and the rate of the drive alone. The run's own corrections would fit the sum of lanes to its steps."""
     assert run.first is not None and run.now is not None
     now, hardware = run.now, run.first.hardware
+    if hardware.device.flops_per_s != flops_per_s:
+        raise RuntimeError("the run did not find the hardware that `keep_for_planner` kept for it, and measured its own")
     if drive_bytes_per_s:
         hardware = one_drive(hardware, drive_bytes_per_s)
     step = simulate_step(now.profile, hardware, now.setup, now.plan)
@@ -286,6 +288,7 @@ def keep_for_planner(
         resolved_here(config, device, folder),
         device,
         matrix_shapes=traced.matrix_shapes,
+        attention=traced.attention,
         dtype=dtype,
         measure_again=True,
         measure=lambda *_, **__: known,
@@ -331,7 +334,7 @@ def take_turn(
         plan = run_plan_of(engine)
         assert plan is not None
         moved_bytes = figures["read_bytes"] + figures["write_bytes"]
-        step = simulated(plan, moved_bytes / drive_s if drive_s else 0.0)
+        step = simulated(plan, moved_bytes / drive_s if drive_s else 0.0, flops_per_s)
         summary = json.loads((folder / "lohan" / "summary.json").read_text())
         norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
         predicted_s = summary["corrected_step_s"] or summary["predicted_step_s"]
