@@ -95,7 +95,7 @@ class TrainingSetup:
     update_reads_param: bool = True
     """Whether the optimizer reads the working weight as a part of the master. LoHan's optimizer only writes it."""
     lent_bytes: int = 0
-    """Bytes of trainable weights that an optimizer in backward gets from slots."""
+    """Bytes of trainable weights that slots can lend to an optimizer in backward (`lending_layers`)."""
     hands_over: bool = False
     """Whether updates during the forward copy new weights to slots, so that loads do not read them."""
     clip: ClipRequest = "auto"

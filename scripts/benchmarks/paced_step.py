@@ -257,7 +257,9 @@ def simulated(run: RunPlan, drive_bytes_per_s: float, flops_per_s: float) -> dic
     assert run.first is not None and run.now is not None
     now, hardware = run.now, run.first.hardware
     if hardware.device.flops_per_s != flops_per_s:
-        raise RuntimeError("the run did not find the hardware that `keep_for_planner` kept for it, and measured its own")
+        raise RuntimeError(
+            "the run did not find the hardware that `keep_for_planner` kept for it, and measured its own"
+        )
     if drive_bytes_per_s:
         hardware = one_drive(hardware, drive_bytes_per_s)
     step = simulate_step(now.profile, hardware, now.setup, now.plan)

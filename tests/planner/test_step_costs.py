@@ -18,8 +18,9 @@ from hf_lohan.planner import (
     StepPrediction,
     TrainingSetup,
     plan_offload,
+    simulate_step,
 )
-from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY
+from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY, lending_layers
 from hf_lohan.planner.offload_plan import MOST_LOST_S
 from hf_lohan.planner.search.plan_search import COMMIT_FRACTION, LITTLE_S
 
@@ -333,3 +334,23 @@ def test_auto_commits_each_step_if_speculation_is_set() -> None:
 def test_nothing_is_guessed_without_a_commit_to_go_back_to() -> None:
     assert in_ram(clip="auto", commit_every_steps=1).clip_modes == ("defer", "speculate")
     assert in_ram(clip="auto", commit_every_steps=4).clip_modes == ("defer",)
+
+
+def test_every_second_layer_lends_its_slot_where_the_device_computes_while_the_host_goes_on() -> None:
+    """Three of five layers of 100 parameters in 2 bytes, the last and every second one before it."""
+    model = tiny_model([(90.0, 100)], num_layers=5, num_params=100)
+    assert model.num_trainable_params == 500
+    for shares_cpu, num_lent in ((False, 3), (True, 5)):
+        hardware = replace(machine(), device=replace(machine().device, shares_cpu=shares_cpu))
+        names = [layer.name for layer in lending_layers(model, hardware)]
+        assert names == [f"layers.{index}" for index in range(4, -1, -1 if shares_cpu else -2)]
+        reads = []
+        for lent in (0, 5 * 200):
+            setup = paper_setup(clip="none", lent_bytes=lent, update_reads_param=True)
+            plan = plan_offload(model, hardware, setup)
+            step = simulate_step(model, hardware, setup, plan)
+            assert step is not None
+            reads.append((plan.prediction.ssd_read_bytes_per_step, step.busy_s["ssd"]))
+        (read_bytes, busy_s), (fewer_bytes, less_s) = reads
+        assert read_bytes - fewer_bytes == 200 * num_lent
+        assert busy_s - less_s == pytest.approx(200 * num_lent / hardware.ssd_read_bytes_per_s)

@@ -187,7 +187,7 @@ class RankStepCosts(StepCosts):
         slots instead of reading it from the drives."""
         load = super()._lent()
         lent_bytes = min(self._setup.lent_bytes / self._cluster.num_nodes, self._own_param_bytes)
-        lent_bytes = max(0.0, lent_bytes - self._resident_param_bytes)
+        lent_bytes = self._lent_share * max(0.0, lent_bytes - self._resident_param_bytes)
         moved = {"d2h_bytes": np.array([lent_bytes / self._num_local]), "ssd_read_bytes": np.array([-lent_bytes])}
         return self._passing_ram(replace(load, **moved))
 

@@ -153,6 +153,14 @@ def experts_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
     return sum(operation_s(operation, hardware) for operation in block.operations if operation.loads_experts)
 
 
+def lending_layers(model: ModelProfile, hardware: HardwareProfile) -> list[BlockProfile]:
+    """Return the layers whose slots updates in backward borrow, if slots are enough. A layer lends its slot if the
+    layer before it in backward has given back its own (`SlotRing.borrow_slot`). Where the device computes while the
+    host goes on, that is every second layer."""
+    trained = [layer for layer in reversed(model.layers) if layer.num_trainable_params]
+    return trained if hardware.device.shares_cpu else trained[::2]
+
+
 class StepCosts:
     """The cost model of one model on one machine with one setup."""
 
@@ -172,6 +180,8 @@ class StepCosts:
         self._num_blocks = max(1, len(model.blocks))
         self._param_bytes = model.dense_read_bytes
         self._experts = ExpertCosts(model, hardware, setup)
+        num_lent = sum(layer.num_trainable_params for layer in lending_layers(model, hardware))
+        self._lent_share = num_lent / max(1, sum(layer.num_trainable_params for layer in model.layers))
         # If the device's memory is host memory, reads go straight to their destination.
         self._is_copied = not hardware.device.shares_cpu
         self._copied_param_bytes = model.dense_loaded_bytes if self._is_copied else 0
@@ -240,7 +250,7 @@ class StepCosts:
 
     def _lent(self) -> ResourceUse:
         """Return the use that is saved because an update in backward gets weights from slots instead of SSDs."""
-        lent_bytes: float = max(0, self._setup.lent_bytes - self._resident_param_bytes)
+        lent_bytes: float = self._lent_share * max(0, self._setup.lent_bytes - self._resident_param_bytes)
         lent_bytes = lent_bytes + self._experts.from_ssd * self._experts.lent_bytes
         return _load(d2h_bytes=lent_bytes, ssd_read_bytes=-lent_bytes)
 

@@ -13,6 +13,7 @@ from hf_lohan.planner.costs.step_costs import (
     block_forward_s,
     cheap_recompute_s,
     experts_forward_s,
+    lending_layers,
     operation_s,
     repeated_s,
 )
@@ -108,7 +109,8 @@ def block_works(
     of_one = 1 / max(1, expert_layers)
     held_blocks = set(setup.pools.held_blocks) if setup.pools is not None else set()
     chunk_numel = setup.pools.chunk_numel if setup.pools is not None else MAX_CHUNK_NUMEL
-    works, lends = [], False
+    lending = {layer.name for layer in lending_layers(model, hardware)}
+    works = []
     for block in reversed(model.blocks):
         is_layer = block.name in layer_names
         num_experts_trained = 0.0
@@ -124,15 +126,8 @@ def block_works(
             costs.gradient_bytes if block.experts is not None else 0.0
         )
         trained_bytes = block.num_trainable_params * model.param_itemsize
-        lends = not lends if is_layer and block.num_trainable_params else lends
-        # A block lends its slot if the one before it has given back its own. On a device that computes while the host
-        # goes on, that is every second block.
         is_lent = (
-            is_layer
-            and (lends or hardware.device.shares_cpu)
-            and setup.lent_bytes > 0
-            and not resident[block.name]
-            and setup.update_reads_param
+            block.name in lending and setup.lent_bytes > 0 and not resident[block.name] and setup.update_reads_param
         )
         expert_share = block.experts.hit_bytes / costs.forward_bytes if block.experts and costs.forward_bytes else 0.0
         reloaded = _reloads(block, rules) * costs.reload_bytes(block) if block.experts is not None else 0.0
