@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import AUTO, OffloadConfig
 from hf_lohan.device import Device
-from hf_lohan.files.durable_file import read_whole, remove_durably, replace_durably
+from hf_lohan.files.durable_file import read_whole, replace_durably
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.planner import (
     MOST_WRONG_GUESSES,
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = "chunk_tokens"
 """Name of a run's chunks in the facts of a commit."""
+RUN_ID = "run_id"
+"""Name of the run there. Runs that continue one another have the same."""
 NUM_STEPS_BEFORE = 2
 """Number of steps that are not timed. The first has cold caches, and its updates run during the second."""
 NUM_STEPS_TIMED = 2
@@ -98,8 +101,8 @@ class RunPlan:
         self._chunks_file: str | None = None
         self._decided_before: int | None = None
         """Tokens of a chunk that this run decided after the commit from which it continues."""
-        self._goes_on = False
-        """Whether the run continues an earlier one, or has committed."""
+        self._run_id: str | None = uuid4().hex
+        """The run, in its commits and checkpoints and in ``file`` of `may_cut`."""
         self._net_bytes_per_s: float | None = None
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
@@ -132,18 +135,13 @@ class RunPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a commit or checkpoint says of the plan. The first commit of a new run forgets an earlier run's
-        chunks."""
-        if self._chunks_file is not None and not self._goes_on:
-            self._goes_on = True
-            if self.chunk_tokens is None:
-                remove_durably(self._chunks_file)
-        return {CHUNK_TOKENS: self.chunk_tokens}
+        """What a commit or checkpoint says of the plan."""
+        return {CHUNK_TOKENS: self.chunk_tokens, RUN_ID: self._run_id}
 
     def resume(self, facts: Mapping[str, Any]) -> bool:
         """Continue with the chunks of the run whose commit or checkpoint has these ``facts``. If the run decided them
         after this commit, it decides the same again. Returns whether the present plan is for other chunks."""
-        self._goes_on = True
+        self._run_id = facts.get(RUN_ID)
         if self.chunks is None or CHUNK_TOKENS not in facts:  # an earlier version made the commit
             return False
         before, setting = facts[CHUNK_TOKENS], self._config.chunked_layers
@@ -151,7 +149,9 @@ class RunPlan:
             planned = self.chunk_tokens
             self._decided_before = planned if before is None else before
             if self._decided_before is None and self._chunks_file is not None and os.path.exists(self._chunks_file):
-                self._decided_before = int(json.loads(read_whole(self._chunks_file))[CHUNK_TOKENS])
+                decided = json.loads(read_whole(self._chunks_file))
+                if decided.get(RUN_ID) == self._run_id:  # the file of another run says nothing about this one
+                    self._decided_before = int(decided[CHUNK_TOKENS])
             self.cut_layers(before)
             return bool(before != planned)
         if before != (setting or None):
@@ -260,7 +260,7 @@ class RunPlan:
             return planned
         number = min(before or numbers)
         if self._chunks_file is not None:
-            replace_durably(self._chunks_file, json.dumps({CHUNK_TOKENS: number}).encode())
+            replace_durably(self._chunks_file, json.dumps({CHUNK_TOKENS: number, RUN_ID: self._run_id}).encode())
         self.cut_layers(number)
         logger.info("layers run in chunks of %d tokens, because a batch does not fit the device whole", number)
         if planned is not None and own != self.chunk_tokens:

@@ -4,6 +4,7 @@ that needs more than `device_memory` ends the run before its forward.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, HardwareProfile
 from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out
 from hf_lohan.planning.layout import OffloadLayout
-from hf_lohan.planning.run_plan import CHUNK_TOKENS
+from hf_lohan.planning.run_plan import CHUNK_TOKENS, RUN_ID
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -163,7 +164,7 @@ def planned_in_chunks(file: Path, chunk_tokens: int, facts: dict[str, Any] | Non
     plan.may_cut(Cuts(), str(file))  # type: ignore[arg-type]
     if facts is not None:
         plan.resume(facts)
-    assert plan.facts == {CHUNK_TOKENS: None}
+    assert plan.facts[CHUNK_TOKENS] is None
     plan._try_to_plan = lambda *_args: None  # type: ignore[method-assign]
     planned: Any = SimpleNamespace(
         plan=SimpleNamespace(chunk_tokens=chunk_tokens), layout=SimpleNamespace(collectives=None)
@@ -175,15 +176,26 @@ def planned_in_chunks(file: Path, chunk_tokens: int, facts: dict[str, Any] | Non
 def test_a_resumed_run_decides_the_chunks_that_it_had_decided_after_the_commit(tmp_path: Path) -> None:
     """The measured times of another process may lead to another number, and so to other bits."""
     file = tmp_path / "chunk_tokens.json"
-    before_decision = {CHUNK_TOKENS: None}
-    first = planned_in_chunks(file, 256)
+    begun: Any = RunPlan(None, None, SimpleNamespace(chunked_layers="auto"), CpuDevice(), None)  # type: ignore[arg-type]
+    before_decision = begun.facts
+    first = planned_in_chunks(file, 256, before_decision)
     assert first.chunk_tokens == 256
-    assert first.facts == {CHUNK_TOKENS: 256}
+    assert first.facts == {CHUNK_TOKENS: 256, RUN_ID: before_decision[RUN_ID]}
     assert planned_in_chunks(file, 512, before_decision).chunk_tokens == 256
     assert first.resume(before_decision), "the plan in use has chunks, and the commit has none"
     assert first.chunk_tokens is None
     assert not first.resume(before_decision)
-    assert planned_in_chunks(file, 512).chunk_tokens == 512, "a new run begins anew"
+
+
+def test_chunks_that_another_run_decided_in_the_same_folder_say_nothing(tmp_path: Path) -> None:
+    """Of a run that begins, and of one that continues from a checkpoint of elsewhere before its first commit."""
+    file = tmp_path / "chunk_tokens.json"
+    for facts in (None, {CHUNK_TOKENS: None, RUN_ID: "another"}, {CHUNK_TOKENS: None}):
+        planned_in_chunks(file, 256)
+        assert planned_in_chunks(file, 512, facts).chunk_tokens == 512
+    old = {CHUNK_TOKENS: None}  # a version without names of runs made both
+    file.write_text(json.dumps({CHUNK_TOKENS: 128}))
+    assert planned_in_chunks(file, 512, old).chunk_tokens == 128
 
 
 def test_what_a_longer_batch_puts_away_goes_on_to_the_ssd(tmp_path: Path) -> None:
