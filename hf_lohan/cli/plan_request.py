@@ -14,6 +14,7 @@ from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
+from hf_lohan.hardware.gpu_direct import uses_direct_io
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.attention import cuttable_layers
 from hf_lohan.huggingface.models.encoded_checkpoints import packed_as_published
@@ -172,6 +173,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         num_cpus=usable_cpus(),
         default_ssd_path=_DEFAULT_SSD_PATH,
     )
+    if request.hardware is not None and hardware is not None:
+        hardware = _direct_if_asked(hardware, config, request.hardware)
     code = {"trust_remote_code": request.trust_remote_code}
     model_config = read_model_config(request.model, {"revision": request.revision, **code})
     dtype = planning_dtype(model_config, request.dtype)
@@ -319,6 +322,18 @@ def _measured(config: OffloadConfig, device: Device, traced: TracedModel, dtype:
     if not traced.matrix_shapes:
         raise BudgetError("the model multiplies no matrices, so this machine cannot be measured with it")
     with long_work("measuring this machine, if it is new"):
-        return cached_hardware(
+        hardware = cached_hardware(
             config, device, matrix_shapes=traced.matrix_shapes, attention=traced.attention, dtype=dtype
         )
+        return replace(hardware, device=replace(hardware.device, moves_files=uses_direct_io(config, device)))
+
+
+def _direct_if_asked(hardware: HardwareProfile, config: OffloadConfig, path: str) -> HardwareProfile:
+    """Return the profile at ``path`` with GPUDirect Storage if it has it and the configuration allows it."""
+    if config.gpu_direct is True and not hardware.device.moves_files:
+        raise ValueError(
+            f"gpu_direct: true cannot be planned for, because the device in {path} does not have moves_files: true; "
+            "add this line if the machine has GPUDirect Storage, or set gpu_direct to auto or false"
+        )
+    moves_files = hardware.device.moves_files and config.gpu_direct is not False
+    return replace(hardware, device=replace(hardware.device, moves_files=moves_files))

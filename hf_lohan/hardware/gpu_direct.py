@@ -113,9 +113,31 @@ class DirectIo:
             )
 
 
+def uses_direct_io(config: OffloadConfig, device: Device) -> bool:
+    """Return whether a run opens GPUDirect Storage, as `open_direct_io` does. A trial may be made for it."""
+    return _trials_if_used(config, device) is not None
+
+
 def open_direct_io(config: OffloadConfig, device: Device) -> DirectIo | None:
     """Open GPUDirect Storage if ``config.gpu_direct`` asks for it or allows it and a trial was faster. ``config`` is
     resolved. Raises ConfigError if it is true and the machine cannot."""
+    wanted, trials = config.gpu_direct, _trials_if_used(config, device)
+    if trials is None:
+        return None
+    try:
+        library = open_direct_library()
+    except DeviceIoError as error:
+        if wanted is True:
+            raise ConfigError(f"gpu_direct: true cannot be followed, because {error.text}; set it to false") from error
+        logger.warning("GPUDirect Storage is not used, although its trial worked, because %s", error.text)
+        return None
+    for trial in trials:
+        logger.info("weights and activations go past host memory to %s: %s", trial.folder, trial)
+    return DirectIo(CuFileBackend(library, device.enter_thread), hasher_for(device))
+
+
+def _trials_if_used(config: OffloadConfig, device: Device) -> tuple[GpuDirectTrial, ...] | None:
+    """Return the trials after which GPUDirect Storage is used; None if it is not used."""
     wanted = config.gpu_direct
     if wanted is False:
         return None
@@ -132,16 +154,7 @@ def open_direct_io(config: OffloadConfig, device: Device) -> DirectIo | None:
     if slower and wanted is not True:
         logger.info("GPUDirect Storage is not used, because %s is not faster: %s", slower[0].folder, slower[0])
         return None
-    try:
-        library = open_direct_library()
-    except DeviceIoError as error:
-        if wanted is True:
-            raise ConfigError(f"gpu_direct: true cannot be followed, because {error.text}; set it to false") from error
-        logger.warning("GPUDirect Storage is not used, although its trial worked, because %s", error.text)
-        return None
-    for trial in trials:
-        logger.info("weights and activations go past host memory to %s: %s", trial.folder, trial)
-    return DirectIo(CuFileBackend(library, device.enter_thread), hasher_for(device))
+    return trials
 
 
 def why_not(

@@ -406,6 +406,43 @@ def test_without_a_hardware_file_this_machine_is_measured(tiny: str, monkeypatch
     assert {shape.num_rows for shape in arguments["matrix_shapes"]} == {2 * 16}
 
 
+def test_a_hardware_file_with_gpudirect_is_planned_for_unless_the_setting_says_no(tiny: str, tmp_path: Path) -> None:
+    """The GPU then computes the checksums of weights, which takes time of the CPU otherwise."""
+    direct, through_ram = (
+        hardware_file(
+            tmp_path / f"{name}.yaml",
+            cpu={"checksum_bytes_per_s": "10MB/s"},
+            device={"moves_files": name == "direct", "memory_bytes_per_s": "1TB/s"},
+        )
+        for name in ("direct", "through_ram")
+    )
+
+    def step(hardware: str, setting: str) -> tuple[float, float]:
+        offload = tmp_path / f"{setting}.yaml"
+        offload.write_text(f"gpu_direct: {setting}\nresident_records: none\n")
+        values = planned(tiny, "--hardware", hardware, "--offload", offload, "--max-grad-norm", 0, batch_size=1)
+        return values["step_s"], values["simulated_step_s"]
+
+    found = step(direct, "auto")
+    assert found == step(direct, "true")
+    others = step(through_ram, "auto")
+    assert others == step(direct, "false") == step(through_ram, "false")
+    assert found[0] < others[0] and found[1] < others[1]
+    result = plan(tiny, "--hardware", through_ram, "--offload", tmp_path / "true.yaml", batch_size=1)
+    assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+    assert f"gpu_direct: true cannot be planned for, because the device in {through_ram}" in result.stderr
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_measured_machine_is_planned_with_gpudirect_if_a_run_uses_it(
+    tiny: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_request, "cached_hardware", lambda *_args, **_options: read_hardware(PAPER))
+    monkeypatch.setattr(plan_request, "uses_direct_io", lambda *_args: is_used)
+    run = plan_request.plan_run(PlanRequest(model=tiny, batch_size=1, sequence_length=16))
+    assert run.hardware.device.moves_files is is_used
+
+
 def test_estimate_prints_at_most_13_lines(model_13b: str) -> None:
     result = runner.invoke(app, ["estimate", model_13b, "--hardware", str(PAPER), "--paper"])
     assert result.exit_code == 0, result.stderr
