@@ -78,7 +78,7 @@ def run_plan(
             more["epoch"] = epoch_of(planned, lengths).to_mapping()
         if lifetimes:
             found.append(lifetimes_of_run(planned))
-            more["lifetimes"] = found[0].to_mapping(planned.hardware)
+            more["lifetimes"] = found[0].to_mapping(planned.hardware) | {"layers": "whole"}
         return more
 
     def show(planned: PlannedRun, console: Console) -> None:
@@ -246,6 +246,7 @@ def print_epoch(epoch: PlannedEpoch, planned: PlannedRun, console: Console) -> N
 
 def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Console) -> None:
     """Print a table of the kinds of tensors, and a sentence on their use."""
+    whole = "The table is of whole layers; the plan runs them in chunks.\n" if planned.plan.chunk_tokens else ""
     kinds = lifetimes.kinds(planned.hardware)
     table = _table("tensors", "number", "bytes", "in use", "gap", "longest", "link", "SSDs")
     for kind, summary in kinds.items():
@@ -266,7 +267,7 @@ def print_lifetimes(lifetimes: StepLifetimes, planned: PlannedRun, console: Cons
         "could leave the device and return within their longest gap.\n"
         "If all these tensors were on a device with enough memory, one micro-batch and its update would take "
         f"{seconds(lifetimes.step_s)}, and {100 * lifetimes.active_share():.2g}% of the bytes would be in use.\n"
-        f"{_addresses_in_words(lifetimes.addresses())}",
+        f"{whole}{_addresses_in_words(lifetimes.addresses())}",
         soft_wrap=True,
     )
 

@@ -309,6 +309,16 @@ def test_lifetimes_are_printed_drawn_and_in_json(tiny: str, tmp_path: Path) -> N
     assert "lifetimes" not in planned(tiny, "--hardware", DESKTOP, **sizes)
 
 
+def test_lifetimes_of_a_plan_in_chunks_say_that_they_are_of_whole_layers(tiny: str, tmp_path: Path) -> None:
+    sizes, sentence = {"batch_size": 1, "seq_len": 64}, "The table is of whole layers"
+    for setting in ("false", "16"):
+        settings = tmp_path / f"{setting}.yaml"
+        settings.write_text(f"chunked_layers: {setting}\n")
+        options = ("--hardware", DESKTOP, "--offload", settings, "--lifetimes")
+        assert (sentence in plan(tiny, *options, **sizes).stdout) is (setting == "16")
+        assert planned(tiny, *options, **sizes)["lifetimes"]["layers"] == "whole"
+
+
 def test_lifetimes_of_experts_that_stream_one_by_one(tmp_path: Path) -> None:
     tiny_config("qwen3_moe").save_pretrained(tmp_path / "tiny")
     kinds = {}
