@@ -29,6 +29,9 @@ Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
 """Bytes that one micro-batch could swap, by layer and operation. Operations are in the order of backward."""
 
 
+_SWAPPED = (Placement.CPU, Placement.SSD)
+
+
 class SavedInput:
     """The object that autograd saves instead of a layer's input."""
 
@@ -50,6 +53,10 @@ class ActivationTiers:
         self._layer_names = layer_names
         self.swapper = ActivationSwapper(device, ram)
         self._placements: ActivationPlacements = {}
+        self._stretches: dict[str, int] = {}
+        """By layer, the number of the stretch of successive layers that swap the same operations."""
+        self._stretch: int | None = None
+        """The stretch in backward."""
         self._fetch_ahead, self._layers_leaving = FETCH_AHEAD, LAYERS_LEAVING
         self._trace: dict[str, LayerTrace] | None = None
         """The traces, or None if layers are not traced."""
@@ -78,6 +85,11 @@ class ActivationTiers:
     def set_placements(self, placements: ActivationPlacements) -> None:
         """Use these placements from the next layer on."""
         self._placements = placements
+        number, before = 0, None
+        for name in self._layer_names.values():
+            own = {operation for operation, at in placements.get(name, {}).items() if at in _SWAPPED}
+            number, before = number + (own != before), own
+            self._stretches[name] = number
 
     def set_windows(self, *, fetch_ahead: int, layers_leaving: int) -> None:
         """From the next layer on, fetch the tensors of ``fetch_ahead`` layers before their backward, and let those of
@@ -166,6 +178,7 @@ class ActivationTiers:
             self._prefetch(frame)
         # The tensors above are on the device together with the head's, so they are not in the pass's block.
         self._device.arena.begin_pass("backward")
+        self._stretch = None
 
     def end_backward(self) -> None:
         """Return the memory of the backward's arena, which evaluation and generation may need."""
@@ -208,11 +221,17 @@ class ActivationTiers:
             return
         frame.is_in_backward = True
         self._prefetch(frame)
+        stretch = self._stretches.get(frame.block_name, 0)
+        if stretch != self._stretch:
+            # Layers that swap more have larger blocks, which must not exist while others are in backward.
+            self._stretch = stretch
+            self._device.arena.begin_pass(("backward", stretch))
         frames = self._alive()
         if frame in frames:
             below = frames[: frames.index(frame)]
             for earlier in below[: -self._fetch_ahead - 1 : -1]:
                 self._prefetch(earlier)
+        self._device.arena.free_blocks()
 
     def _prefetch(self, frame: LayerFrame) -> None:
         if frame.is_prefetched:

@@ -1,9 +1,9 @@
 """Device memory for the tensors that this library allocates itself: swapped tensors that come back, what layers in
 chunks write to, their keys and values, and sums of gradients.
 
-Passes repeat. The arena notes when each tensor of a pass is allocated and freed. In the next equal pass it takes one
-block of memory for all tensors that the pass frees, and each gets its planned offset (`planner.address_plan`). So these
-tensors leave no holes between those of PyTorch's kernels.
+Passes repeat. The arena notes when each tensor of a pass is allocated and freed. In the next equal pass all tensors
+that the pass frees get planned addresses (`planner.address_plan`). Tensors that share addresses have a block of memory,
+which exists from the first of them to the last. So these tensors leave no holes between those of PyTorch's kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_lohan.planner.address_plan import aligned, plan_addresses
 if TYPE_CHECKING:
     from hf_lohan.device.base import Device, Event, Lane
 
-_MOST_PLANS = 16
+_MOST_PLANS = 64
 """Plans of passes that are remembered, such as those of batches of different lengths."""
 
 
@@ -36,9 +36,10 @@ class _ArenaTensor:
     born: int
     memory: StorageWeakRef | None = None
     died: int | None = None
-    start: int | None = None
-    """The offset in the block. None for a tensor from PyTorch's allocator."""
+    start: int = 0
+    """The offset in the block."""
     block: Tensor | None = None
+    """None for a tensor from PyTorch's allocator, and once the tensor is vacated."""
     copies: dict[Lane, Event] = field(default_factory=dict)
     """The last copy to or from the tensor, by lane. The tensor may be freed while it runs."""
 
@@ -49,17 +50,28 @@ class _ArenaTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _Block:
+    """The memory of tensors that share addresses, one after the other or beside each other."""
+
+    start: int
+    num_bytes: int
+    last: int
+    """The number of the last tensor that is placed here."""
+
+
+@dataclass(frozen=True, slots=True)
 class _PassPlan:
     """What an equal pass will allocate."""
 
     sizes: tuple[int, ...]
     offsets: tuple[int | None, ...]
-    """None for a tensor that is alive when the pass ends, which would keep the block."""
-    num_bytes: int
+    """None for a tensor that is alive when the pass ends, which would keep its block."""
+    blocks: tuple[_Block | None, ...]
+    """By tensor."""
 
 
 class DeviceArena:
-    """Allocates tensors at planned offsets, in a block of memory that exists for one pass.
+    """Allocates tensors at planned addresses, in blocks of memory that exist during one pass.
 
     Work on COMPUTE is in order. A place is given again only when all copies to and from it are done. A tensor for which
     there is no place, or that was not planned, comes from PyTorch's allocator.
@@ -73,9 +85,12 @@ class DeviceArena:
         self._name: Hashable | None = None
         """The pass. None between passes."""
         self._plan: _PassPlan | None = None
-        self._block: Tensor | None = None
+        self._blocks: dict[_Block, Tensor] = {}
+        """Blocks of the present pass whose last tensor has not been placed."""
         self._lane: object = None
-        """The lane COMPUTE of the block."""
+        """The lane COMPUTE of the blocks."""
+        self.block_bytes = 0
+        """Bytes of all blocks of the present pass so far."""
         self._of_pass: list[_ArenaTensor] = []
         self._alive: list[_ArenaTensor] = []
         """Pieces of this pass and earlier ones that are in use."""
@@ -92,11 +107,6 @@ class DeviceArena:
         assert device is not None
         return device
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the block of the present pass."""
-        return 0 if self._block is None else self._block.numel()
-
     def begin_pass(self, name: Hashable | None) -> None:
         """End the present pass and begin another one. None begins none, and so does a device without planned
         addresses."""
@@ -106,7 +116,8 @@ class DeviceArena:
             self._note_deaths()
             if self._name is not None and self._of_pass:
                 self._learn()
-            self._name, self._plan, self._block, self._of_pass = name, None, None, []
+            self._name, self._plan, self._blocks, self._of_pass = name, None, {}, []
+            self._lane, self.block_bytes = None, 0
 
     def empty(self, size: Sequence[int], dtype: torch.dtype, *, stride: Sequence[int] | None = None) -> Tensor:
         """Allocate a tensor on the device, without gaps between its elements. It is contiguous unless ``stride`` is
@@ -134,6 +145,11 @@ class DeviceArena:
             self._alive.append(piece)
             return tensor
 
+    def free_blocks(self) -> None:
+        """Free the blocks that no tensor uses or will use. Other calls do so too."""
+        with self._lock:
+            self._note_deaths()
+
     def note_copy(self, lane: Lane, *tensors: Tensor) -> None:
         """Note that a copy lane uses these tensors. Called when the copy is enqueued."""
         if not self._placed:
@@ -156,7 +172,13 @@ class DeviceArena:
                 piece.died = len(self._of_pass)
         for address in [address for address, piece in self._placed.items() if piece.is_vacated]:
             del self._placed[address]
-        self._alive = [piece for piece in self._alive if not piece.is_vacated]
+        alive = []
+        for piece in self._alive:
+            if piece.is_vacated:
+                piece.block = None  # its memory is free once no other tensor uses or will use the block
+            else:
+                alive.append(piece)
+        self._alive = alive
 
     def _place(self, piece: _ArenaTensor) -> Tensor | None:
         """Return the piece's planned memory, or None if it has none or it is in use."""
@@ -167,28 +189,32 @@ class DeviceArena:
         if plan is None:
             return None
         if number >= len(plan.sizes) or plan.sizes[number] != piece.num_bytes:
-            self._plan = None  # another pass than the planned one
+            self._plan, self._blocks = None, {}  # another pass than the planned one
             return None
-        start = plan.offsets[number]
-        if start is None:
+        start, place = plan.offsets[number], plan.blocks[number]
+        if start is None or place is None:
             return None
-        if self._block is None:
+        lane = self._device.compute_lane()
+        self._lane = lane if self._lane is None else self._lane
+        block = self._blocks.get(place)
+        if block is None and lane == self._lane:
             try:
-                self._block = self._device.empty(plan.num_bytes)
+                block = self._blocks[place] = self._device.empty(place.num_bytes)
             except torch.OutOfMemoryError:  # smaller tensors may find room
-                self._plan = None
+                self._plan, self._blocks = None, {}
                 return None
-            self._lane = self._device.compute_lane()
-        if self._lane != self._device.compute_lane():
+            self.block_bytes += place.num_bytes
+        if number == place.last:
+            self._blocks.pop(place, None)
+        if block is None or lane != self._lane:
             return None
+        start -= place.start
         stop = start + aligned(piece.num_bytes)
         for other in self._placed.values():
-            if other.block is not self._block or other.start is None:
-                continue
-            if other.start < stop and start < other.start + aligned(other.num_bytes):
+            if other.block is block and other.start < stop and start < other.start + aligned(other.num_bytes):
                 return None
-        piece.start, piece.block = start, self._block
-        return self._device.span(self._block, start, piece.num_bytes)
+        piece.start, piece.block = start, block
+        return self._device.span(block, start, piece.num_bytes)
 
     def _learn(self) -> None:
         """Plan the addresses of the next equal pass."""
@@ -198,8 +224,10 @@ class DeviceArena:
         if known is None or known.sizes != sizes:
             freed = [piece for piece in self._of_pass if piece.died is not None and piece.num_bytes]
             planned = plan_addresses([_Life(piece.num_bytes, piece.born, piece.died or 0) for piece in freed])
-            offsets = dict(zip(map(id, freed), planned.offsets, strict=True))
-            known = _PassPlan(sizes, tuple(offsets.get(id(piece)) for piece in self._of_pass), planned.num_bytes)
+            offsets = dict(zip((piece.born for piece in freed), planned.offsets, strict=True))
+            blocks = _blocks_of([(offsets[piece.born], piece.num_bytes, piece.born) for piece in freed])
+            numbers = range(len(sizes))
+            known = _PassPlan(sizes, tuple(map(offsets.get, numbers)), tuple(map(blocks.get, numbers)))
         self._plans[key] = known
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
@@ -210,6 +238,26 @@ class _Life:
     num_bytes: int
     born: int
     died: int
+
+
+def _blocks_of(placed: Sequence[tuple[int, int, int]]) -> dict[int, _Block]:
+    """Return the block of each tensor. ``placed``: (offset, bytes, number) of the tensors."""
+    groups: list[list[int]] = []
+    start = stop = -1
+    spans: list[tuple[int, int]] = []
+    for offset, num_bytes, number in sorted(placed):
+        if offset >= stop:
+            groups.append([])
+            start = offset
+            spans.append((start, stop))
+        groups[-1].append(number)
+        stop = max(stop, offset + aligned(num_bytes))
+        spans[-1] = start, stop
+    blocks: dict[int, _Block] = {}
+    for numbers, (first, last) in zip(groups, spans, strict=True):
+        block = _Block(first, last - first, max(numbers))
+        blocks.update(dict.fromkeys(numbers, block))
+    return blocks
 
 
 def _contiguous(size: Sequence[int]) -> tuple[int, ...]:

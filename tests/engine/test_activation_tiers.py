@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from architectures import model_of
-from layered_model import Layer, LayeredModel, all_equal
+from layered_model import OPERATIONS, WIDTH, Layer, LayeredModel, all_equal
 from mixtures import all_in, random_mixture
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lohan.activations import anchor_name, layer_frame
+from hf_lohan.compat.torch_private import StorageWeakRef
 from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.attention import run_layers_in_chunks
-from hf_lohan.planner import Placement
+from hf_lohan.planner import INPUT, Placement
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
 
@@ -97,6 +98,58 @@ def test_what_comes_back_gets_planned_places_from_the_second_backward_on(make_de
         ours.tiers.end_backward()
         assert device.arena.block_bytes == 0
     assert getattr(device, "num_races", 0) == 0
+    ours.close()
+
+
+def test_blocks_of_the_arena_take_what_the_plan_counts_for_layers_that_come_back() -> None:
+    """In a layer's backward these are its own tensors and those of the layer before it. The last layers swap less than
+    the first, so their backward must not have the larger blocks of the first."""
+    ours = LayeredModel(lambda layer, hidden: layer.down(layer.up(hidden).relu()), lambda output, _: output)
+    ours.layers = nn.ModuleList(Layer(ours.layers[0].function) for _ in range(9))
+    device = CpuDevice()
+    ours.use_tiers(Placement.CPU, device)
+    tiers, arena = ours.tiers, device.arena
+    assert tiers is not None
+    in_ram = dict.fromkeys(OPERATIONS, Placement.CPU)
+    swapped = {str(number): in_ram if number < 5 else {INPUT: Placement.CPU} for number in range(9)}
+    tiers.set_placements(swapped)
+    tensor_bytes = 8 * WIDTH * 4
+    planned = [tensor_bytes * len(places) for places in swapped.values()]
+    memory: list[tuple[StorageWeakRef, int]] = []
+    empty, place = device.empty, arena.empty
+
+    def block_of(num_bytes: int) -> Tensor:
+        block: Tensor = empty(num_bytes)
+        memory.append((StorageWeakRef(block.untyped_storage()), num_bytes))
+        return block
+
+    def tensor_of(*args: Any, **form: Any) -> Tensor:
+        before = arena.num_unplaced
+        tensor = place(*args, **form)
+        if arena.num_unplaced > before:
+            memory.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+        return tensor
+
+    taken: list[tuple[int, int]] = []
+    on_backward = tiers.on_backward
+
+    def noted(frame: Any) -> None:
+        on_backward(frame)
+        tiers.swapper.wait_until_idle()
+        taken.append((int(frame.block_name), sum(size for storage, size in memory if not storage.expired())))
+
+    device.empty, arena.empty, tiers.on_backward = block_of, tensor_of, noted  # type: ignore[method-assign]
+    for number in range(3):
+        tiers.begin_forward()
+        ours.zero_grad()
+        placed = arena.num_placed
+        ours.gradients()
+        assert (arena.num_placed > placed) is (number > 0)
+        assert {layer for layer, _ in taken} == {*range(9)}
+        for layer, num_bytes in taken:
+            assert num_bytes <= planned[layer] + (planned[layer - 1] if layer else 0)
+        taken.clear()
+        tiers.end_backward()
     ours.close()
 
 
