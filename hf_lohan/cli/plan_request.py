@@ -141,7 +141,10 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     if request.quantize is not None:
         asked = replace(asked, quantize=Quantization.parse(request.quantize))
     if request.expert_parallel is not None:
-        asked = OffloadConfig.load({**asked.to_dict(), "expert_parallel": request.expert_parallel})
+        change: dict[str, Any] = {"expert_parallel": request.expert_parallel}
+        if request.expert_parallel == "none":  # ranks own no experts, so there are none to balance
+            change["balance_experts"] = False
+        asked = OffloadConfig.load(asked.to_dict() | change)
     if request.sequence_ranks is not None:
         asked = replace(asked, sequence_ranks=request.sequence_ranks)
     check_sequence_ranks(asked.sequence_ranks, request.ranks)

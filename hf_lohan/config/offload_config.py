@@ -148,10 +148,10 @@ class OffloadConfig:
     on each rank, with their layers. "auto" divides experts if several ranks stream them."""
 
     balance_experts: int | Literal["auto"] | Literal[False] = AUTO
-    """Whether ranks of a machine compute rows for each other's experts (`expert_parallel`), so that all have about
-    equally many. A number is the least number of rows, of one rank for one expert, that another rank than the expert's
-    owner computes, because the expert's weights must go there as well. The setting changes no number. false always
-    computes rows at their owner. "auto" is false."""
+    """Whether ranks of a machine compute rows for each other's experts (`expert_parallel`), so that all compute about
+    the same number. It has an effect in training with several ranks on a machine. A number is the least number of rows,
+    of one rank for one expert, that a rank other than the expert's owner computes, because the expert's weights must go
+    there as well. The setting changes no result. false always computes rows at their owner. "auto" is false."""
 
     lazy_experts: bool | Literal["auto"] = AUTO
     """Whether the update of a streamed expert that received no tokens in a step is delayed until the expert is needed,

@@ -222,6 +222,12 @@ def build_loaders(
 
 
 def _expert_places(layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> ExpertPlaces:
+    lends = tiers.rank_memory is not None and tiers.rank_memory.experts is not None
+    if config.balance_experts not in (AUTO, False) and not lends:
+        logger.info(
+            "balance_experts: %s has no effect here, because it is for training with several ranks on a machine",
+            config.balance_experts,
+        )
     if tiers.rank_memory is None or not layout.model_blocks.experts:
         return AllHere()
     exchange, memory = RowExchange(tiers.links), tiers.rank_memory.experts

@@ -77,8 +77,8 @@ class Lending:
         """The ranks that read the weights that this rank lends."""
         self._arrived: dict[int, deque[int]] = {rank: deque() for rank in self._weights}
         """By borrower, this rank's experts of which a gradient is in the borrower's place."""
-        self._is_taken = True
-        """Whether the owner has added the gradient in this rank's place."""
+        self._adder: int | None = None
+        """The owner that has yet to add the gradient in this rank's place; None if the place is free."""
         links.set_handler(Kind.EXPERT_LENT, self._on_lent)
         links.set_handler(Kind.EXPERT_RETURNED, self._on_returned)
         links.set_handler(Kind.EXPERT_GRADIENT, self._on_gradient)
@@ -99,7 +99,7 @@ class Lending:
 
     def wait_until_ready(self, lent: LentExpert) -> None:
         if lent.is_own:
-            what = f"the expert to be returned that it lent before {lent}"
+            what = f"the return of the expert that it lent before {lent}"
             self._links.wait_for(lambda: not self._not_returned, what, peers=lambda: sorted(self._not_returned))
         else:
             self._links.wait_for(lambda: self._come[lent.owner], str(lent), peers=[lent.owner])
@@ -134,12 +134,16 @@ class Lending:
 
     def send_gradient(self, lent: LentExpert, block: Block, gradients: Mapping[ParamSlice, Tensor]) -> None:
         """Give the owner the gradients of one group. Waits until the owner has added those of the group before."""
-        self._links.wait_for(lambda: self._is_taken, f"its gradients of {lent} to be added", peers=[lent.owner])
+        self._links.wait_for(
+            lambda: self._adder is None,
+            f"the gradient before that of {lent} to be added",
+            peers=lambda: [] if self._adder is None else [self._adder],
+        )
         place = self._place(self._gradients, self._own, block.master.working_dtype, block.numel)
         for part, gradient in gradients.items():
             place[part.start : part.stop].copy_(gradient.reshape(-1))
         with self._links.lock:
-            self._is_taken = False
+            self._adder = lent.owner
         self._links.send(lent.owner, Kind.EXPERT_GRADIENT, lent.expert)
 
     def has_gradient(self, rank: int) -> bool:
@@ -199,7 +203,7 @@ class Lending:
 
     def _on_taken(self, _peer: int, _numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
         with self._links.lock:
-            self._is_taken = True
+            self._adder = None
             self._links.notify()
 
 

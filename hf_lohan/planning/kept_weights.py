@@ -116,7 +116,8 @@ def lent_expert_bytes(config: OffloadConfig, ranks: Ranks, blocks: Sequence[Bloc
     if not experts:
         raise ValueError(
             f"balance_experts: {config.balance_experts} is set, but each rank loads all weights of a layer, so that no "
-            "rank owns an expert; set experts to streamed for a mixture of experts, or balance_experts to false"
+            "rank owns an expert; set experts to streamed and expert_parallel to world for a mixture of experts, or "
+            "balance_experts to false"
         )
     return -(-max(experts) // _PAGE_BYTES) * _PAGE_BYTES
 

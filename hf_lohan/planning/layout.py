@@ -475,7 +475,8 @@ def lay_out(
         raise BudgetError(
             f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(exchange_bytes)} that "
             f"blocks take on their way between ranks ({format_bytes(messages)} of it for payloads, as collectives="
-            f"{config.collectives.to_setting()} asks); raise it"
+            f"{config.collectives.to_setting()} asks, and {format_bytes(lending_bytes(expert_bytes))} for "
+            "balance_experts); raise it"
         )
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],

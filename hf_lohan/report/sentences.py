@@ -152,11 +152,13 @@ def on_bytes(findings: Findings) -> str:
         text += "."
     if sent := findings.sent_bytes:
         text += f" It sent {format_bytes(sum(sent.values()))} to other ranks, {_coded(findings)}."
-    if rows := findings.summary.get("expert_rows"):
+    rows = findings.summary.get("expert_rows")
+    if rows and sum(rows["owned"]):  # a run that was killed early counted none
         mean = sum(rows["owned"]) / len(rows["owned"])
         text += (
-            f" In each layer, the rank with the most rows of experts computed {rows['most_computed'] / mean:.2f} times "
-            f"the mean, instead of {rows['most_owned'] / mean:.2f} times without balance."
+            " On average over all layers, the rank with the most rows of experts computed "
+            f"{rows['most_computed'] / mean:.2f} times the mean, instead of {rows['most_owned'] / mean:.2f} times "
+            "without balance."
         )
     every = findings.summary.get("commit_every_steps")
     if isinstance(every, int) and every > 1:

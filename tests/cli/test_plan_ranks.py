@@ -214,6 +214,18 @@ def test_divided_experts_are_compared_with_undivided_ones(mixture: str) -> None:
         assert text in printed, text
 
 
+@pytest.mark.usefixtures("equal_requests_planned_once")
+def test_balanced_experts_are_compared_with_undivided_ones(mixture: str, tmp_path: Path) -> None:
+    offload = tmp_path / "lohan.yaml"
+    offload.write_text("gpu_memory: 250MiB\nbalance_experts: 64\n")
+    arguments = (mixture, "--hardware", DESKTOP, "--ranks", 2, "--offload", str(offload))
+    size = {"batch_size": 1, "seq_len": 64}
+    facts = planned(*arguments, **size)["expert_parallel"]
+    assert facts["divides"] and set(facts["tried"]) == {"none", "world"}
+    none = planned(*arguments, "--expert-parallel", "none", **size)
+    assert none["step_s"] == facts["tried"]["none"]["step_s"]
+
+
 def test_a_wrong_expert_parallel_is_refused(mixture: str, llama_of_4_layers: str) -> None:
     sizes = ("--batch-size", "1", "--seq-len", "64", "--hardware", str(DESKTOP), "--ranks", "2")
     wrong = runner.invoke(app, ["plan", "--model", mixture, *sizes, "--expert-parallel", "wrld"])

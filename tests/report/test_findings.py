@@ -136,4 +136,6 @@ def test_balanced_rows_are_compared_with_those_of_the_owners() -> None:
     rows = {"owned": [400, 0, 0, 0], "computed": [120, 100, 90, 90], "most_owned": 400, "most_computed": 120}
     text = sentences.on_bytes(findings([line(1)], expert_rows=rows))
     assert "the rank with the most rows of experts computed 1.20 times the mean, instead of 4.00 times" in text
-    assert "rows of experts" not in sentences.on_bytes(findings([line(1)]))
+    none = {"owned": [0] * 4, "computed": [0] * 4, "most_owned": 0, "most_computed": 0}
+    for run in (findings([line(1)]), findings([line(1)], expert_rows=none)):
+        assert "rows of experts" not in sentences.on_bytes(run)
