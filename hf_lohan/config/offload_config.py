@@ -219,7 +219,9 @@ class OffloadConfig:
     """A step with gradients that are not finite is skipped. The run ends after this many skipped steps in a row."""
 
     cpu_threads: int | Literal["auto"] = AUTO
-    """Threads for arithmetic on the CPU, such as the optimizer's; "auto" is one for each CPU."""
+    """Threads for arithmetic on the CPU, such as the optimizer's; "auto" is one for each CPU, also where
+    OMP_NUM_THREADS says otherwise. A model that computes on the CPU adds in an order that depends on them, as in
+    torch."""
 
     collectives: Collectives = ANY_EXACT_WAY
     """How several ranks exchange weights and gradients. "exact" is the fastest way that rounds nothing, according to

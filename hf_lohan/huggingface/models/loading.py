@@ -45,6 +45,7 @@ from hf_lohan.huggingface.models.packed_checkpoints import PackedCheckpoint, pac
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     QuantizedCheckpoint,
     check_dequantizes,
+    check_safetensors,
     quantization_of,
     quantized_checkpoint,
 )
@@ -289,6 +290,7 @@ def from_pretrained(
     # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())
+    check_safetensors(checkpoint.folder)
     if is_trained and given_paths != "auto":
         prepare_stores(given_paths, layout, config, links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)

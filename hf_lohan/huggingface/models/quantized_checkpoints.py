@@ -166,6 +166,13 @@ def has_safetensors(path: str | Path) -> bool:
     return (Path(path) / _ONE_FILE).is_file() or (Path(path) / _INDEX).is_file()
 
 
+def check_safetensors(path: str | Path) -> None:
+    """Read the headers of a checkpoint's safetensors files. Raises ValueError for a file that is missing or damaged."""
+    if has_safetensors(path):
+        with opened_tensors(Path(path)):
+            pass
+
+
 @contextlib.contextmanager
 def opened_tensors(path: Path) -> Iterator[Tensors]:
     """The tensors of all safetensors files of a checkpoint folder, which are not read. Raises ValueError for a file
@@ -185,9 +192,7 @@ def opened_tensors(path: Path) -> Iterator[Tensors]:
             try:
                 file = stack.enter_context(safe_open(path / name, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{str(path / name)!r} of a quantized checkpoint is missing or damaged ({error}); download it again"
-                ) from None
+                raise ValueError(f"{str(path / name)!r} is missing or damaged ({error}); download it again") from None
             tensors.update((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - no mapping
         yield tensors
 
