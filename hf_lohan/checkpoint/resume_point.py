@@ -185,7 +185,7 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
         raise ValueError(
             f"the store in {where} keeps only one version of some records (of all with durability: checkpoint, of "
             "frozen weights in any case), and a later write, such as that of another base, replaced those of the last "
-            f"commit; start with the base of the run, resume from {checkpoint}, or use durability='step'"
+            f"commit, so this step is lost; resume from {checkpoint}, or train without resume_from_checkpoint"
         )
     if not _is_of_run(commit, paths, folders):
         raise ValueError(

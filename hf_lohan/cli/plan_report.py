@@ -550,13 +550,13 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
 
 def hiding(planned: PlannedRun) -> str:
     """Return how many tokens per step hide the drives behind computing, and how much slower this run is, as text."""
-    step = planned.plan.prediction
-    enough = step.ssd_hides_from_tokens
+    enough = planned.plan.prediction.ssd_hides_from_tokens
     if enough is None:
         return "With any batch, the SSDs need longer for activations than the device for computing."
     at_once = tokens_at_once(planned)
     if at_once >= enough:
-        return f"From {count(enough)} tokens per step on, computing hides the SSDs; this step has {count(at_once)}."
+        least = f"{count(enough)} tokens" if enough >= 1 else "one token"
+        return f"From {least} per step on, computing hides the SSDs; this step has {count(at_once)}."
     length = planned.profile.sequence_length
     whole = f"{times(math.ceil(enough / length), 'sequence')} of {length}"
     apart = planned.plan.num_micro_batches > 1

@@ -172,6 +172,11 @@ def test_accumulated_micro_batches_run_together_if_that_is_faster() -> None:
     assert "32 accumulated vertically" in printed and "The micro-batches run together; one after the other" in printed
 
 
+def test_a_device_that_is_slow_enough_hides_the_ssds_from_one_token_on(tiny: str, tmp_path: Path) -> None:
+    slow = hardware_file(tmp_path / "slow.yaml", DESKTOP, device={"flops_per_s": 1e6})
+    assert "From one token per step on, computing hides the SSDs" in estimate(tiny, "--hardware", slow).stdout
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("equal_requests_planned_once")
 def test_the_nearest_changes_are_planned_like_the_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter
@@ -28,7 +29,7 @@ from hf_lohan.huggingface.models.loading import (
     take_torch_dtype,
     warn_of_unused,
 )
-from hf_lohan.huggingface.models.quantized_checkpoints import quantized_checkpoint
+from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors, quantized_checkpoint
 from hf_lohan.huggingface.models.saving import save_weights
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.progress import advance
@@ -104,6 +105,7 @@ def _unread_model(
     model_config = kwargs.pop("config", None) or checkpoint.read_config()
     model_class = model_class or model_class_of(model_config, checkpoint.code)
     checkpoint.fetch_weights(None, OffloadConfig.load({"ssd": str(near)}), Links.alone())
+    check_safetensors(checkpoint.folder)
     quantized = quantized_checkpoint(checkpoint.folder, model_config)
     decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if quantized is not None:
@@ -137,7 +139,12 @@ def _with_saved_adapter(
 
     config = PeftConfig.from_pretrained(folder)
     config.inference_mode = True
-    saved = load_peft_weights(folder, device="cpu")
+    try:
+        saved = load_peft_weights(folder, device="cpu")
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights of the adapter {adapter!r} are damaged ({error}); save or download it again"
+        ) from None
     _read_saved_embeddings(model, weights, saved)
     try:
         adapted: Any = get_peft_model(model, config)

@@ -318,6 +318,16 @@ def test_a_base_of_other_shapes_is_refused(settings: Any, message: str, adapter:
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
+def test_damaged_files_of_adapter_and_base_are_named(adapter: Path, tmp_path: Path) -> None:
+    for folder, name in ((adapter, "adapter_model.safetensors"), (adapter.parent / "base", "model.safetensors")):
+        damaged = shutil.copytree(folder, tmp_path / folder.name)
+        (damaged / name).write_bytes((folder / name).read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"weights of the adapter '.*adapter' are damaged \(.*\); save or download it"):
+        hf_lohan.merge(tmp_path / "adapter", adapter.parent / "base", tmp_path / "merged")
+    with pytest.raises(ValueError, match=r"base/model.safetensors' is missing or damaged \(.*\); download it again"):
+        hf_lohan.merge(adapter, tmp_path / "base", tmp_path / "merged")
+
+
 def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:
     base = adapter.parent / "base"
     with pytest.raises(ValueError, match="exists and is not an empty folder"):
