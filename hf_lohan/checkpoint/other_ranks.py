@@ -1,8 +1,9 @@
-"""Continues a run with another number of ranks: finds the stores of the ranks before, and cuts them anew.
+"""Continues a run with another number of ranks: finds the stores of the ranks before, and divides them again.
 
 All ranks call these functions together. New stores are a draft: each of their commits says from how many ranks it was
-cut, until the first step commits without that. The old stores are removed only when all new ones are committed. So a
-run that is killed at any time finds the old stores complete, or the new ones, and goes on from there.
+made, until the first step commits without that. The old stores are set aside only when all new ones are committed, and
+are never removed. So a run that is killed at any time finds the old stores complete, or the new ones, and goes on from
+there.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import logging
+import operator
 import os
-import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -30,81 +32,50 @@ from hf_lohan.checkpoint.resharding import (
     records_by_rank,
     refuse_deferred_steps,
 )
-from hf_lohan.checkpoint.resume_point import is_resumable
+from hf_lohan.checkpoint.seen_stores import (
+    CUT_FROM,
+    CUT_STORES,
+    LOST,
+    OLD,
+    Kept,
+    SeenStore,
+    aside_of,
+    log_aside,
+    lost_commits,
+    own_store,
+    seen_stores,
+    set_aside,
+)
 from hf_lohan.device import mapped_empty
-from hf_lohan.files import IoEngine, StorageError, StorePath
-from hf_lohan.files.directories import make_folders, sync_directory
-from hf_lohan.files.durable_file import remove_folder
+from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath
+from hf_lohan.files.directories import make_directory, sync_directory
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.model import StoredForm
 from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, one_rank_at_a_time
-from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store, kept_commits
-from hf_lohan.store.commits import ImmediateAgreement, read_commit
-from hf_lohan.store.manifest import read_manifest
-from hf_lohan.store.rank_folders import rank_folder, shared_directory, stores_under
-from hf_lohan.store.store_folders import names_in, remove_store
+from hf_lohan.store import ModelIdentity, RecordSpec, Store, kept_commits
+from hf_lohan.store.commits import ImmediateAgreement
+from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.wording import times
 
-CUT_FROM = "cut_from"
-"""Name of a fact in the commit of a store that was cut anew: the number of ranks before."""
-_LOST_FOLDER = re.compile(r"lost-store-of-\d+(-\d+)?")
+logger = logging.getLogger(__name__)
+
 _TOGETHER_BYTES = 256 << 20
 """Bytes that one rank copies before all ranks meet again. A rank that waits longer would count as hung."""
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What a rank tells the others about a commit of a store."""
-
-    group_id: str
-    number: int
-    step: int
-    is_resumable: bool
-    cut_from: int | None
-    launch_id: str | None
-    last_checkpoint: str | None
-    output_dir: str
-
-    @classmethod
-    def of(cls, commit: Commit) -> _Kept:
-        facts, step = commit.facts, commit.facts.get("global_step")
-        return cls(
-            commit.group_id,
-            commit.number,
-            step if type(step) is int else 0,
-            is_resumable(commit),
-            facts.get(CUT_FROM),
-            facts.get("launch_id"),
-            facts.get("last_checkpoint"),
-            str(facts.get("output_dir")),
-        )
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.group_id, self.number
-
-
-@dataclass(frozen=True)
-class _SeenStore:
-    """The store of one rank of another number of ranks, as a rank of this run sees it."""
-
-    seen_by: int
-    num_ranks: int
-    rank: int
-    directories: tuple[str, ...]
-    store_id: str
-    fingerprint: str
-    commits: tuple[_Kept, ...]
 
 
 @dataclass(frozen=True)
 class _Report:
     """What one rank of this run sees."""
 
-    committed: tuple[_Kept, ...]
-    """In its own store."""
-    others: tuple[_SeenStore, ...]
-    lost: tuple[_Kept, ...]
+    own_seen: SeenStore | None
+    others_seen: tuple[SeenStore, ...]
+    lost: tuple[Kept, ...]
     launch_id: str | None
+
+    @property
+    def committed(self) -> tuple[Kept, ...]:
+        """In its own store."""
+        return () if self.own_seen is None else self.own_seen.commits
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -112,20 +83,12 @@ class _Report:
     @classmethod
     def unpack(cls, packed: bytes) -> _Report:
         fields = json.loads(packed)
-        others = [
-            {**seen, "directories": tuple(seen["directories"]), "commits": _kept(seen["commits"])}
-            for seen in fields["others"]
-        ]
         return cls(
-            _kept(fields["committed"]),
-            tuple(_SeenStore(**seen) for seen in others),
-            _kept(fields["lost"]),
+            None if fields["own_seen"] is None else SeenStore.from_json(fields["own_seen"]),
+            tuple(map(SeenStore.from_json, fields["others_seen"])),
+            tuple(map(Kept.from_json, fields["lost"])),
             fields["launch_id"],
         )
-
-
-def _kept(commits: Sequence[Mapping[str, Any]]) -> tuple[_Kept, ...]:
-    return tuple(_Kept(**commit) for commit in commits)
 
 
 @dataclass(frozen=True)
@@ -151,10 +114,14 @@ class OtherRanks:
     output_dir: str = ""
     fingerprint: str = ""
     key: tuple[str, int] = ("", 0)
-    stores: tuple[_SeenStore, ...] = field(default=(), repr=False)
+    stores: tuple[SeenStore, ...] = field(default=(), repr=False)
     """One for each old rank, in rank order."""
     visible: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict, repr=False)
     """The folders of an old rank's store, by a rank of this run that sees it, and the old rank."""
+    left_stores: tuple[SeenStore, ...] = field(default=(), repr=False)
+    """The stores of the numbers `left_over`, as each rank that sees them reports them."""
+    own_left: tuple[SeenStore, ...] = field(default=(), repr=False)
+    """Stores of this number of ranks that are incomplete, which are set aside before new ones are made."""
 
     def is_of_run(self, output_dir: str, default_store: str) -> bool:
         """Return whether the run in ``output_dir`` made them. It may have been moved with the store in it."""
@@ -167,41 +134,28 @@ def find_other_ranks(
 ) -> OtherRanks:
     """Return what is left of a run with another number of ranks, which is the same on all ranks. ``directories`` are
     all lists of ssd paths at which a rank of this machine may have its store, and ``own_paths`` those of this rank's.
-    Changes nothing. Raises the errors of `kept_commits`, and ValueError if several runs are complete."""
+    Changes nothing. Raises the errors of `kept_commits`, and ValueError if it is not clear which state continues."""
     ranks = links.ranks
-    own = tuple(map(_Kept.of, kept_commits(own_paths)))
-    others = tuple(_seen(directories, ranks.rank, ranks.num_ranks))
-    report = _Report(own, others, tuple(_lost_commits(directories)), launch_id)
+    own = own_store(own_paths, ranks.rank, ranks.num_ranks)
+    others = tuple(seen_stores(directories, ranks.rank, ranks.num_ranks))
+    report = _Report(own, others, tuple(lost_commits(directories)), launch_id)
     packed = links.all_gather("the stores that each rank sees", report.pack())
-    return _judge([_Report.unpack(of_rank) for of_rank in packed], directories)
-
-
-def _seen(directories: Sequence[Sequence[str]], seen_by: int, own_num_ranks: int) -> Iterator[_SeenStore]:
-    for paths in directories:
-        for num_ranks, stores in stores_under(paths[0]).items():
-            for rank, _ in stores if num_ranks != own_num_ranks else ():
-                folders = tuple(rank_folder(path, rank, num_ranks) for path in paths)
-                manifest = read_manifest(folders[0])
-                if manifest is not None:
-                    commits = tuple(map(_Kept.of, kept_commits(folders)))
-                    store_id, fingerprint = manifest.store_id, manifest.model.fingerprint
-                    yield _SeenStore(seen_by, num_ranks, rank, folders, store_id, fingerprint, commits)
-
-
-def _lost_commits(directories: Sequence[Sequence[str]]) -> Iterator[_Kept]:
-    for path in {path for paths in directories for path in paths if os.path.isdir(path)}:
-        for name in filter(_LOST_FOLDER.fullmatch, os.listdir(path)):
-            for folder, _, names in os.walk(os.path.join(path, name)):
-                commit = read_commit(folder) if "manifest.json" in names else None
-                if commit is not None:
-                    yield _Kept.of(commit)
+    reports = [_Report.unpack(of_rank) for of_rank in packed]
+    if any(seen.damage for of_rank in reports for seen in of_rank.others_seen):
+        state = _common([of_rank.committed for of_rank in reports])
+        for seen in (seen for seen in others if seen.damage):
+            if state is None or state.cut_from is not None:
+                kept_commits(seen.directories)  # raises
+            logger.warning("a store of %s is ignored: %s", times(seen.num_ranks, "rank"), seen.damage)
+        links.barrier("the damaged stores to be read again")
+    return _judge(reports, directories)
 
 
 def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> OtherRanks:
     num_ranks = len(reports)
     launches = {report.launch_id for report in reports} - {None}
-    runs: dict[int, dict[int, _SeenStore]] = {}
-    for seen in (seen for report in reports for seen in report.others):
+    runs: dict[int, dict[int, SeenStore]] = {}
+    for seen in (seen for report in reports for seen in report.others_seen):
         stores = runs.setdefault(seen.num_ranks, {})
         stores[seen.rank] = _only(stores.get(seen.rank, seen), seen, launches)
     complete = {
@@ -210,50 +164,102 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
         if len(stores) == number and (commit := _common([stores[rank].commits for rank in range(number)])) is not None
     }
     own = _common([report.committed for report in reports])
-    drafts = tuple(number for number, stores in runs.items() if _are_drafts(store.commits for store in stores.values()))
-    if own is not None and own.cut_from is None:
-        return OtherRanks("nothing", directories, left_over=drafts, output_dir=own.output_dir)
+    drafts = tuple(number for number, stores in runs.items() if _are_drafts(stores.values()))
 
-    def found(state: Literal["cuttable", "cut", "lost"], number: int, commit: _Kept, why_lost: str = "") -> OtherRanks:
-        stores = tuple(store for _, store in sorted(runs.get(number, {}).items()))
+    def seen_of(numbers: Sequence[int]) -> tuple[SeenStore, ...]:
+        assert num_ranks not in numbers, "a run does not set aside its own stores"
+        return tuple(
+            seen
+            for report in reports
+            for seen in report.others_seen
+            if seen.num_ranks in numbers and seen.store_id == runs[seen.num_ranks][seen.rank].store_id
+        )
+
+    if own is not None and own.cut_from is None:
+        older = tuple(n for n in drafts if max(store.newest for store in runs[n].values()) <= own.number)
+        return OtherRanks(
+            "nothing", directories, left_over=older, output_dir=own.output_dir, key=own.key, left_stores=seen_of(older)
+        )
+
+    def found(
+        state: Literal["cuttable", "cut", "lost"], number: int, commit: Kept, why_lost: str = "", **fields: Any
+    ) -> OtherRanks:
+        of_number = runs.get(number, {})
+        stores = tuple(store for _, store in sorted(of_number.items()))
+        of_launch = (one.launch_id in launches for store in stores for one in store.commits)
+        left_over = tuple({number, *drafts}) if state != "lost" else ()
         return OtherRanks(
             state,
             directories,
             number,
             commit.step,
-            commit.launch_id in launches,
+            commit.launch_id in launches or any(of_launch),
             why_lost,
             commit.last_checkpoint,
-            tuple({number, *drafts}) if state != "lost" else (),
+            left_over,
             commit.output_dir,
             stores[0].fingerprint if stores else "",
             commit.key,
             stores,
-            {
-                (seen.seen_by, seen.rank): seen.directories
-                for report in reports
-                for seen in report.others
-                if (seen.num_ranks, seen.store_id) == (number, runs[number][seen.rank].store_id)
-            },
+            {(seen.seen_by, seen.rank): seen.directories for seen in seen_of([number] if stores else [])}
+            if number != num_ranks
+            else {},
+            seen_of(left_over),
+            **fields,
         )
 
+    def state_of(number: int) -> str:
+        """Describe the stores of a number of ranks for a message."""
+        if number == num_ranks:
+            of_ranks = dict(enumerate(report.committed for report in reports))
+        else:
+            of_ranks = {rank: store.commits for rank, store in runs[number].items()}
+        step = max((commit.step for commits in of_ranks.values() for commit in commits), default=0)
+        lacks = [rank for rank in range(number) if not of_ranks.get(rank)]
+        is_complete = (own if number == num_ranks else complete.get(number)) is not None
+        why = f"the store of rank {lacks[0]} is gone" if lacks else "they have no common step"
+        return f"those of {times(number, 'rank')} are " + (
+            f"complete, with step {complete[number].step if number in complete else step}"
+            if is_complete
+            else f"incomplete ({why}), with step {step}"
+        )
+
+    where = directories[0][0]
     if own is not None:
-        before = complete.get(own.cut_from or 0)
-        if before is None or (before.number, before.step) == (own.number, own.step):
+        before, old = complete.get(own.cut_from or 0), runs.get(own.cut_from or 0, {})
+        newer = [number for number in complete if number not in drafts and complete[number].number > own.number]
+        is_copy = before is not None and (before.number, before.step) == (own.number, own.step)
+        if not [n for n in newer if n != own.cut_from] and (is_copy or (before is None and _is_as_cut(own, old))):
             return found("cut", own.cut_from or 0, own)
+        if newer != [own.cut_from] or not _is_same_run(own, old):
+            others = sorted({*newer, *([own.cut_from] if old and own.cut_from else [])})
+            raise ValueError(
+                f"{where} holds stores of several runs, and it is not clear which one continues: those of this run's "
+                f"{times(num_ranks, 'rank')} were divided from {times(own.cut_from or 0, 'rank')} at step {own.step}; "
+                f"{'; '.join(map(state_of, others))}. To continue from step {own.step}, move the folders of the others "
+                "to another place; to continue from another state, move the folders of this one, and bring back what "
+                "is missing"
+            )
     candidates = [number for number in complete if number not in drafts] or [*complete]
     every = [commit for report in reports for commit in report.committed]
     half_own = [commit for commit in every if commit.is_resumable and commit.cut_from is None]
-    if len(candidates) > 1 or (candidates and half_own):
-        counts = " and ".join(map(str, sorted([*candidates, *([num_ranks] if half_own else [])])))
+    own_stores = tuple(report.own_seen for report in reports if report.own_seen is not None and report.own_seen.commits)
+    if len(candidates) > 1 or (candidates and half_own and not _is_later(complete, runs, candidates[0], own_stores)):
+        numbers = sorted([*candidates, *([num_ranks] if half_own else [])])
+        counts = " and ".join(map(str, numbers))
+        advice = " or ".join(times(number, "rank") for number in candidates)
         raise ValueError(
-            f"{directories[0][0]} holds stores of runs with {counts} ranks, and only one of these runs can continue; "
-            "delete the stores of the others on each ssd path"
+            f"{where} holds stores of runs with {counts} ranks, and only one of these runs can continue: "
+            f"{'; '.join(map(state_of, numbers))}. Continue with {advice}, which "
+            f"{'are' if len(candidates) > 1 else 'is'} complete, or move the folders of the states that this run does "
+            "not continue to another place, on each ssd path"
         )
     for number in candidates:
         commit = complete[number]
         if commit.is_resumable:
-            return found("cuttable", number, commit)
+            is_draft_of = [all(kept.cut_from == number for kept in store.commits) for store in own_stores]
+            own_left = tuple(itertools.compress(own_stores, map(operator.not_, is_draft_of)))
+            return found("cuttable", number, commit, own_left=own_left)
         return found("lost", number, commit, "they have no whole step, as with durability: checkpoint")
     broken = [
         (commit.step, number, commit)
@@ -278,7 +284,35 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
     return OtherRanks("nothing", directories)
 
 
-def _only(first: _SeenStore, second: _SeenStore, launches: Set[str | None]) -> _SeenStore:
+def _is_as_cut(own: Kept, old: Mapping[int, SeenStore]) -> bool:
+    """Whether what is visible of the old stores is what was copied, and has no later commits."""
+    if not own.cut_stores:
+        return all(seen.newest <= own.number for seen in old.values())
+    by_rank = dict(enumerate(own.cut_stores))
+    return all(
+        by_rank.get(rank, ("", 0))[0] == seen.store_id and seen.newest <= by_rank[rank][1] for rank, seen in old.items()
+    )
+
+
+def _is_same_run(own: Kept, old: Mapping[int, SeenStore]) -> bool:
+    """Whether these stores were copied, and may have gone on since."""
+    return [seen.store_id for _, seen in sorted(old.items())] == [store_id for store_id, _ in own.cut_stores]
+
+
+def _is_later(
+    complete: Mapping[int, Kept],
+    runs: Mapping[int, Mapping[int, SeenStore]],
+    number: int,
+    own_stores: Sequence[SeenStore],
+) -> bool:
+    """Whether the stores of ``number`` ranks replace the incomplete ``own_stores``: they have no earlier step, or were
+    made later, because a machine was gone for some time."""
+    step = max(commit.step for store in own_stores for commit in store.commits)
+    created = max(store.created for store in own_stores)
+    return complete[number].step >= step or min(store.created for store in runs[number].values()) > created
+
+
+def _only(first: SeenStore, second: SeenStore, launches: Set[str | None]) -> SeenStore:
     """Return the store that counts of two that are seen in the same folder, perhaps on two machines."""
     if first.store_id == second.store_id or not second.commits:
         return first
@@ -293,16 +327,16 @@ def _only(first: _SeenStore, second: _SeenStore, launches: Set[str | None]) -> _
     return first if are_of_launch[0] else second
 
 
-def _common(commits_by_rank: Sequence[Sequence[_Kept]]) -> _Kept | None:
+def _common(commits_by_rank: Sequence[Sequence[Kept]]) -> Kept | None:
     """Return rank 0's newest commit that all ranks have, or None."""
     common = set.intersection(*({commit.key for commit in commits} for commits in commits_by_rank))
     shared = [commit for commit in commits_by_rank[0] if commit.key in common]
     return max(shared, key=lambda commit: commit.number) if shared else None
 
 
-def _are_drafts(commits_by_rank: Iterator[Sequence[_Kept]]) -> bool:
-    """Whether all commits are of stores that were cut anew. Stores without a commit have no state."""
-    return all(commit.cut_from is not None for commits in commits_by_rank for commit in commits)
+def _are_drafts(stores: Iterable[SeenStore]) -> bool:
+    """Whether all commits are of stores that were divided again. Stores without a commit have no state."""
+    return all(not seen.damage and all(kept.cut_from is not None for kept in seen.commits) for seen in stores)
 
 
 def cut_anew(
@@ -311,9 +345,10 @@ def cut_anew(
     links: Links,
     form_of: Callable[[Store], StoredForm],
     launch_id: str | None,
+    capacities: Sequence[int | None] = (),
 ) -> None:
     """Copy the last step of the stores that were ``found`` to new stores of these ranks, in ``own_paths`` on each. The
-    old stores stay as they are.
+    old stores stay as they are. ``capacities`` are those of the paths; None is all free space.
 
     A rank reads the old stores that it sees. Of the others it gets the records from a rank that sees them. Reads are
     verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, and ValueError if this
@@ -323,14 +358,24 @@ def cut_anew(
         io = io_engine()
         stack.callback(io.close)
         old = _describe(found, links, io, form_of)
+        if found.own_left:
+            mine = [seen for seen in found.own_left if seen.seen_by == links.ranks.rank]
+            set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], LOST, links)
         for path in own_paths:
-            make_folders(path, mode=0o700)
-        paths, new = [StorePath(path) for path in own_paths], old.shards[links.ranks.rank]
+            make_directory(path)
+            sync_directory(os.path.dirname(os.path.abspath(path)))  # before an old store is moved
+        paths = [StorePath(*of_path) for of_path in zip(own_paths, capacities or [None] * len(own_paths), strict=True)]
+        new = old.shards[links.ranks.rank]
         with one_rank_at_a_time(links, "the new stores"):  # they may share a drive
-            store = stack.enter_context(Store.create(paths, new, model=old.model, engine=io, num_homes=old.num_homes))
+            try:
+                store = Store.create(paths, new, model=old.model, engine=io, num_homes=old.num_homes)
+            except CapacityError as error:
+                raise CapacityError(error.shortfalls, may_delete=aside_of(own_paths)) from error
+            stack.push(store)
         for writer in range(links.ranks.num_ranks):
             _copy_shard(found, old, store, writer, links, io)
-        facts = {**facts_of_all(old.facts), CUT_FROM: found.num_ranks}
+        cut_stores = [(seen.store_id, seen.newest) for seen in found.stores]
+        facts = {**facts_of_all(old.facts), CUT_FROM: found.num_ranks, CUT_STORES: cut_stores}
         facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
         store.count_commits_from(found.key[1])
         if len(old.shards) > 1:
@@ -490,59 +535,35 @@ class _Received:
             self._links.notify()
 
 
-def remove_left_over(found: OtherRanks, links: Links) -> None:
-    """Remove the stores of other numbers of ranks of which this run has a copy or a later step. All ranks have
-    committed their own stores before."""
-    for rank in range(links.ranks.num_ranks if found.left_over else 0):
-        for number, folders in _folders_of(found, found.left_over) if rank == links.ranks.rank else ():
-            with ExitStack() as locks:
-                for folder in folders:
-                    locks.callback(DirectoryLock(folder).close)
-                remove_store(folders)
-            for folder in folders if number > 1 else ():
-                remove_folder(folder)
-        links.barrier("the old stores to be removed")
+def set_left_over_aside(found: OtherRanks, own_paths: Sequence[str], links: Links, *, is_open: bool) -> None:
+    """Set aside the stores of other numbers of ranks of which this run has a copy or a later step. All ranks have
+    committed their own stores before. ``is_open``: this process has opened its own store in ``own_paths``, and so holds
+    its locks. Raises `StoreInUseError` and `StorageError`."""
+    if not found.left_over:
+        return
+    with ExitStack() as locks:
+        for path in () if is_open else own_paths:
+            locks.callback(DirectoryLock(path).close)
+        own = own_store(own_paths, links.ranks.rank, links.ranks.num_ranks)
+        number = (
+            0 if own is None else max((kept.number for kept in own.commits if kept.key[1] == found.key[1]), default=0)
+        )
+        for of_rank in links.all_gather("its own new store", str(number).encode()):
+            if int(of_rank) != found.key[1]:
+                raise StorageError(
+                    f"a rank no longer has step {found.step} in the stores of", path=own_paths[0], advice="start again"
+                )
+        mine = [seen for seen in found.left_stores if seen.seen_by == links.ranks.rank]
+        log_aside(
+            set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], OLD, links), links.ranks.num_ranks
+        )
 
 
 def set_lost_aside(found: OtherRanks, links: Links) -> None:
-    """Rename what is left of stores of which a part is gone, so that this run can make its own."""
-    for rank in range(links.ranks.num_ranks):
-        for number, folders in [*_folders_of(found, (found.num_ranks,))] if rank == links.ranks.rank else ():
-            for folder in folders:
-                _set_aside(folder, number)
-        links.barrier("what is left of old stores to be renamed")
-
-
-def _folders_of(found: OtherRanks, numbers: Sequence[int]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the folders of each rank's store that this rank sees, with the store's number of ranks."""
-    for number in numbers:
-        for paths in found.directories:
-            for rank in range(number):
-                folders = [rank_folder(path, rank, number) for path in paths]
-                if existing := [folder for folder in folders if os.path.isdir(folder) and names_in(folder)]:
-                    yield number, existing
-
-
-def _set_aside(folder: str, num_ranks: int) -> None:
-    """Move the files of a store to a folder of the same name below `lost_folder`."""
-    directory = shared_directory(folder)
-    name = "" if folder == directory else os.path.basename(folder)
-    target = lost_folder(directory, num_ranks)
-    for number in itertools.count(2):
-        if not os.path.lexists(os.path.join(target, name)):
-            break
-        target = f"{lost_folder(directory, num_ranks)}-{number}"
-    make_folders(target, mode=0o700)
-    try:
-        if name:
-            os.rename(folder, os.path.join(target, name))
-        for file in names_in(directory) if not name else ():
-            os.rename(os.path.join(directory, file), os.path.join(target, file))
-        sync_directory(directory)
-    except OSError as error:
-        raise StorageError("cannot rename", path=folder, errno=error.errno, advice="delete it") from error
-
-
-def lost_folder(directory: str, num_ranks: int) -> str:
-    """Return the folder for what is left of stores of which a part is gone."""
-    return os.path.join(directory, f"lost-store-of-{num_ranks}")
+    """Rename what is left of stores of which a part is gone, so that this run can make its own. Raises
+    `StoreInUseError` and `StorageError`."""
+    number = found.num_ranks
+    folders = [
+        [rank_folder(path, rank, number) for path in paths] for paths in found.directories for rank in range(number)
+    ]
+    set_aside([(None, number, of_store) for of_store in folders], LOST, links)

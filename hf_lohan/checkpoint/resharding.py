@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lohan.checkpoint.seen_stores import CUT_FROM, CUT_STORES
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.files.directories import make_folders
@@ -254,6 +255,8 @@ def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpe
 
 def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit]) -> None:
     facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
+    for name in (CUT_FROM, CUT_STORES):  # a run would take the new stores for a draft
+        facts.pop(name, None)
     group_id = commits[0].group_id or uuid.uuid4().hex
     for rank, store in enumerate(new):
         source = old[rank if rank < len(old) else 0]

@@ -68,7 +68,9 @@ class Shortfall:
 class CapacityError(ValueError):
     """The records do not fit on the paths. ``shortfalls`` has the numbers."""
 
-    def __init__(self, shortfalls: Sequence[Shortfall]) -> None:
+    def __init__(self, shortfalls: Sequence[Shortfall], *, may_delete: str = "") -> None:
+        """``may_delete`` names folders that no run needs."""
         self.shortfalls = tuple(shortfalls)
         listed = "; ".join(map(str, self.shortfalls))
-        super().__init__(f"the store does not fit: {listed}. Free space, raise `capacity` or add an ssd path")
+        free = f"Free space (you may delete {may_delete})" if may_delete else "Free space"
+        super().__init__(f"the store does not fit: {listed}. {free}, raise `capacity` or add an ssd path")

@@ -17,9 +17,11 @@ from short_runs import SHORT_RUN, StopsAfter
 from transformers import TrainingArguments
 
 import hf_lohan
-from hf_lohan.checkpoint.other_ranks import OtherRanks, cut_anew, find_other_ranks, remove_left_over
+from hf_lohan.checkpoint.other_ranks import OtherRanks, cut_anew, find_other_ranks, set_left_over_aside
 from hf_lohan.checkpoint.resharding import reshard
-from hf_lohan.files import CapacityError, CorruptionError, IoEngine, StorePath
+from hf_lohan.checkpoint.seen_stores import OLD, seen_stores, set_aside
+from hf_lohan.files import CapacityError, CorruptionError, IoEngine, StoreInUseError, StorePath
+from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.ranks import Channel, Links, RankFailedError
 from hf_lohan.store import Commit, Store, last_commit
@@ -77,7 +79,7 @@ def find(links: Links, sees: Sequence[Path], launch: str | None = None) -> tuple
     return find_other_ranks([[str(directory)] for directory in sees], own, links, launch), own
 
 
-def cut(num_ranks: int, sees: Sees, *, removes_old: bool = True) -> list[Any]:
+def cut(num_ranks: int, sees: Sees, *, sets_aside: bool = True) -> list[Any]:
     """Cut stores anew on ranks that are threads. Returns what each rank found, and its sent bytes."""
 
     def on_rank(links: Links) -> tuple[OtherRanks, int]:
@@ -85,8 +87,8 @@ def cut(num_ranks: int, sees: Sees, *, removes_old: bool = True) -> list[Any]:
         assert found.state in ("cuttable", "cut"), found
         if found.state == "cuttable":
             cut_anew(found, own, links, form_of, None)
-        if removes_old:
-            remove_left_over(found, links)
+        if sets_aside:
+            set_left_over_aside(found, own, links, is_open=False)
         return found, links.sent_bytes[Channel.WEIGHTS]
 
     return run_ranks(num_ranks, on_rank)
@@ -107,7 +109,7 @@ def contents(directory: Path, num_ranks: int) -> list[tuple[Content, Any]]:
     found = []
     for rank in range(num_ranks):
         content, commit = content_at(Path(rank_folder(str(directory), rank, num_ranks)))
-        facts = {name: fact for name, fact in commit.facts.items() if name != "cut_from"}
+        facts = {name: fact for name, fact in commit.facts.items() if not name.startswith("cut_from")}
         found.append((content, (commit.number, commit.journal, facts, commit.model_files)))
     return found
 
@@ -165,11 +167,11 @@ def test_two_machines_with_different_stores_in_one_folder_are_refused(run: Path,
 
 def contents_of_rank(directory: Path, rank: int, num_ranks: int) -> tuple[Content, Any]:
     content, commit = content_at(directory / f"rank-{rank}-of-{num_ranks}")
-    facts = {name: fact for name, fact in commit.facts.items() if name != "cut_from"}
+    facts = {name: fact for name, fact in commit.facts.items() if not name.startswith("cut_from")}
     return content, (commit.number, commit.journal, facts, commit.model_files)
 
 
-SYSTEM_CALLS = ("pwrite", "pwritev", "replace", "unlink", "rmdir", "mkdir", "fsync", "fdatasync", "ftruncate")
+SYSTEM_CALLS = ("pwrite", "pwritev", "replace", "rename", "unlink", "mkdir", "fsync", "fdatasync", "ftruncate")
 
 
 def in_child(action: Callable[[], object], *, dies_at: int | None) -> int:
@@ -215,29 +217,133 @@ def test_a_killed_cut_loses_nothing(num_ranks: int, run: Path, tmp_path: Path) -
     num_calls = in_child(lambda: cut(num_ranks, lambda rank: [tmp_path / "counted" / STORE]), dies_at=None)
     assert num_calls > 50
     states = set()
-    for number in range(6):
+    calls = [*(num_calls * part // 4 for part in (1, 2, 3)), *(num_calls - left for left in (8, 5, 2))]
+    for number, dies_at in enumerate(calls):
         store = tmp_path / f"killed-{number}" / STORE
         shutil.copytree(run, tmp_path / f"killed-{number}")
-        assert not in_child(
-            lambda store=store: cut(num_ranks, lambda rank: [store]), dies_at=num_calls * (1 + number) // 7
-        )
-        (found, _), *_ = cut(num_ranks, lambda rank, store=store: [store], removes_old=False)
+        assert not in_child(lambda store=store: cut(num_ranks, lambda rank: [store]), dies_at=dies_at)
+        (found, _), *_ = cut(num_ranks, lambda rank, store=store: [store], sets_aside=False)
         states.add(found.state)
         if found.state == "cuttable":
             assert contents(store, 3) == old
-        remove_left_over(found, Links.alone())
-        assert contents(store, num_ranks) == expected
+        cut(num_ranks, lambda rank, store=store: [store])
+        assert contents(store, num_ranks) == expected and contents(store / "old-store-of-3", 3) == old
         assert [*stores_under(str(store))] == [num_ranks] and (num_ranks == 1) == (not [*store.glob("rank-*")])
     assert states == {"cuttable", "cut"}
+
+
+@pytest.mark.parametrize("num_calls", [5, 9, 11, 13])
+def test_a_killed_move_of_a_single_ranks_store_loses_nothing(num_calls: int, run: Path, tmp_path: Path) -> None:
+    """It moves file by file. The next run goes on with the move."""
+    store = run / STORE
+    before = contents(store, 1)
+    cut(2, lambda rank: [store], sets_aside=False)
+    assert not in_child(lambda: moved_by_two(store), dies_at=num_calls)
+    (found, _), *_ = cut(2, lambda rank: [store])
+    assert found.state == "cut"
+    assert [*stores_under(str(store))] == [2] and contents(store / "old-store-of-1", 1) == before
+    assert not (store / "old-store-of-1-2").exists()
+
+
+def moved_by_two(store: Path) -> None:
+    (seen,) = seen_stores([[str(store)]], 0, 2)
+    set_aside([(seen, 1, seen.directories)], OLD, Links.alone())
+
+
+def test_old_stores_are_set_aside_and_can_be_brought_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = run / STORE
+    before = contents(store, 1)
+    for number in range(2):
+        caplog.clear()
+        cut(2, lambda rank: [store])
+        aside = store / ("old-store-of-1" if number == 0 else "old-store-of-1-2")
+        assert f"{aside} (" in caplog.text and "you may delete these folders" in caplog.text
+        assert contents(aside, 1) == before
+        for rank in range(2):
+            shutil.rmtree(store / f"rank-{rank}-of-2")
+        for file in [*aside.iterdir()]:
+            shutil.copytree(file, store / file.name) if file.is_dir() else shutil.copy(file, store)
+    assert train(run, 4, resume="last_step")[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("what", ["other store", "later step"])
+def test_a_store_that_changed_since_the_report_is_left_alone(
+    what: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = run / STORE
+    cut(2, lambda rank: [store], sets_aside=False)
+    if what == "other store":
+        train(tmp_path / "other", 3)
+    else:
+        shutil.copytree(run, tmp_path / "other")
+        for rank in range(2):
+            shutil.rmtree(tmp_path / "other" / STORE / f"rank-{rank}-of-2")
+        train(tmp_path / "other", 4, resume="last_step")
+    expected = contents(tmp_path / "other" / STORE, 1)
+
+    def on_rank(links: Links) -> None:
+        found, own = find(links, [store])
+        assert found.state == "cut"
+        links.barrier("the report")
+        if links.ranks.rank == 0:
+            remove_store([str(store)])
+            shutil.copytree(tmp_path / "other" / STORE, store, dirs_exist_ok=True)
+        links.barrier("the change")
+        set_left_over_aside(found, own, links, is_open=False)
+
+    run_ranks(2, on_rank)
+    assert contents(store, 1) == expected and not [*store.glob("old-store-*")]
+    assert f"{store} is left as it is, because it no longer is the store that this run has found there" in caplog.text
+
+
+def test_two_runs_with_different_numbers_of_ranks_do_not_set_each_others_stores_aside(run: Path) -> None:
+    store = run / STORE
+    before = contents(store, 1)
+    for num_ranks in (2, 3):
+        cut(num_ranks, lambda rank: [store], sets_aside=False)
+    names = sorted(path.name for path in store.iterdir())
+
+    def on_rank(links: Links) -> None:
+        found, own = find(links, [store])
+        assert sorted(found.left_over) == [1, 3]
+        set_left_over_aside(found, own, links, is_open=False)
+
+    lock = DirectoryLock(str(store / "rank-2-of-3"))  # as the run of three ranks holds it
+    with pytest.raises(StoreInUseError, match="rank-2-of-3"):
+        run_ranks(2, on_rank)
+    lock.close()
+    assert sorted(path.name for path in store.iterdir()) == names, "all locks are taken before the first rename"
+    assert contents(store, 1) == before
+
+    own_lock = DirectoryLock(str(store / "rank-1-of-2"))
+    with pytest.raises(StoreInUseError, match="rank-1-of-2"):
+        run_ranks(2, on_rank)
+    own_lock.close()
+    assert sorted(path.name for path in store.iterdir()) == names
+
+
+@pytest.mark.parametrize("removes_old", [False, True])
+def test_a_cut_without_a_step_is_resharded_back(removes_old: bool, run: Path, tmp_path: Path) -> None:
+    """Its commits say from how many ranks it was made, which must not be copied."""
+    straight = train(tmp_path / "straight", 4)
+    store = run / STORE
+    before = contents(store, 1)
+    cut(2, lambda rank: [store])
+    reshard([str(store)], 1, form_of=form_of, removes_old=removes_old)
+    found, _ = find(Links.alone(), [store])
+    assert (found.state, found.left_over) == ("nothing", () if removes_old else (2,))
+    assert contents(store, 1) == before
+    assert train(run, 4, resume=True) == straight
+    assert contents(store / "old-store-of-1", 1) == before
 
 
 def test_the_old_ranks_go_on_after_a_cut_that_was_not_finished(run: Path) -> None:
     store = run / STORE
     before = contents(store, 1)
-    cut(2, lambda rank: [store], removes_old=False)
-    found, _ = find(Links.alone(), [store])
+    cut(2, lambda rank: [store], sets_aside=False)
+    found, own = find(Links.alone(), [store])
     assert (found.state, found.left_over) == ("nothing", (2,))
-    remove_left_over(found, Links.alone())
+    set_left_over_aside(found, own, Links.alone(), is_open=False)
     assert contents(store, 1) == before and not [*store.glob("rank-*")]
 
 
@@ -372,6 +478,6 @@ def cut_of_launch(run: Path, num_ranks: int) -> None:
         found, own = find(links, [run / STORE], launch_id())
         assert found.is_of_launch
         cut_anew(found, own, links, form_of, launch_id())
-        remove_left_over(found, links)
+        set_left_over_aside(found, own, links, is_open=False)
 
     run_ranks(num_ranks, on_rank)

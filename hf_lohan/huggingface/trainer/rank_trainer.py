@@ -14,7 +14,7 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_lohan.checkpoint.other_ranks import OtherRanks, remove_left_over, set_lost_aside
+from hf_lohan.checkpoint.other_ranks import OtherRanks, set_left_over_aside, set_lost_aside
 from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, point_of_attempt
 from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
 from hf_lohan.engine import OffloadEngine
@@ -160,10 +160,11 @@ class RankTrainerMixin(_TrainerBase):
         )
         return checkpoint
 
-    def _remove_left_over(self, point: ResumePoint) -> None:
-        """Remove the stores of the ranks before, when ``point`` is known to be sound."""
+    def _set_left_over_aside(self, point: ResumePoint) -> None:
+        """Set the stores of the ranks before aside, when ``point`` is known to be sound."""
         if self._left_over is not None and point.folder:
-            remove_left_over(self._left_over, self._links)
+            is_open = self.offload_engine is not None
+            set_left_over_aside(self._left_over, self._wait_for_store_paths(), self._links, is_open=is_open)
 
     def _asked_after_restart(self, asked: str | bool | None) -> str | bool | None:
         launch = launch_id()

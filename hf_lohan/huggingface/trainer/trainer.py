@@ -416,7 +416,7 @@ class OffloadTrainerMixin(
                 self._links,
             )
             self._agree_on_resume(self._resume_point)
-            self._remove_left_over(self._resume_point)
+            self._set_left_over_aside(self._resume_point)
             self._termination = Termination(self._links)
             self.last_whole_checkpoint = output = None
             with self._termination, trainer_line(self.args, "step"):
