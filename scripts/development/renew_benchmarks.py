@@ -156,6 +156,13 @@ def divided_experts(figures: Figures) -> tuple[str, str]:
     return f"**{link['speed_up']['world']:.1f}** ({times})", spread(link["step_s_all"]["world"])
 
 
+def balanced_experts(figures: Figures) -> tuple[str, str]:
+    step_s, loads = figures["step_s"], figures["most_loaded"]
+    times = f"{step_s['balanced']:.2f}, {step_s['owners']:.2f} s; the most loaded rank has {loads['balanced']:.2f}, "
+    times += f"{loads['owners']:.2f} times the mean of rows"
+    return f"**{figures['speed_up']:.1f}** ({times})", spread(figures["step_s_all"]["balanced"])
+
+
 def packed(figures: Figures) -> tuple[str, str]:
     step_s, read = figures["step_s"], figures["read_bytes"]
     times = f"{step_s['packed']:.2f}, {step_s['unpacked']:.2f} s; reads {read['packed'] / read['unpacked']:.2f}"
@@ -276,6 +283,19 @@ BENCHMARKS = (
                 "(`expert_parallel: world`) make a step as experts to ranks",
                 "5",
                 divided_experts,
+            ),
+        ),
+    ),
+    Benchmark(
+        "balanced_experts",
+        "balanced_experts.py",
+        ("--num-turns", "2"),
+        (
+            Row(
+                "a mixture of 16 experts on 4 ranks of a machine, half of the rows for one; experts compute by "
+                "waiting: how many times as fast `balance_experts` makes a step",
+                "-",
+                balanced_experts,
             ),
         ),
     ),
