@@ -96,7 +96,7 @@ class OtherRanks:
     """What is left of a run of another number of ranks."""
 
     state: Literal["nothing", "cuttable", "cut", "lost"]
-    """With `cuttable` all stores of the ranks before are there. With `cut` they have been cut anew for this run. With
+    """With `cuttable` all stores of the ranks before are there. With `cut` they have been divided again for this run. With
     `lost` a part of them is gone, so that only a checkpoint is left."""
     directories: Sequence[Sequence[str]] = field(repr=False)
     """Each element is one list of the ssd paths, without a rank's folder."""
@@ -496,7 +496,7 @@ def _copy_shard(found: OtherRanks, old: _OldRun, new: Store, writer: int, links:
             copied_bytes += content.nbytes
             if reader != writer or copied_bytes >= _TOGETHER_BYTES:
                 copied_bytes = 0
-                links.barrier("the stores to be cut anew")  # the writer has written what it got before
+                links.barrier("the stores to be divided again")  # the writer has written what it got before
             if me == reader:
                 if piece.source not in stores:
                     folders = found.visible[me, piece.source]

@@ -210,17 +210,19 @@ def other_ranks_of(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Li
     return find_other_ranks(directories, own_paths, links, launch_id())
 
 
-def cut_stores_anew(found: OtherRanks, own_paths: Sequence[str], links: Links) -> None:
-    """Copy the last step of a run with another number of ranks to new stores of these ranks, and log it. The old stores
-    stay. All ranks call this together. Raises the errors of `cut_anew`."""
+def cut_stores_anew(found: OtherRanks, own: Sequence[SsdPath], links: Links) -> None:
+    """Copy the last step of a run with another number of ranks to new stores of these ranks, in their ``own`` paths,
+    and log it. The old stores stay. All ranks call this together. Raises the errors of `cut_anew`."""
     from hf_lohan.huggingface.models.export import described_model  # imports this module
 
     log_once(
         links,
-        f"step {found.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are cut anew for "
+        f"step {found.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are divided again for "
         f"{times(links.ranks.num_ranks, 'rank')}",
     )
-    cut_anew(found, own_paths, links, lambda store: described_model(store)[1], launch_id())
+    capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in own]
+    paths = [ssd.path for ssd in own]
+    cut_anew(found, paths, links, lambda store: described_model(store)[1], launch_id(), capacities)
 
 
 def prepare_stores(paths: Sequence[SsdPath], layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
@@ -232,7 +234,7 @@ def prepare_stores(paths: Sequence[SsdPath], layout: OffloadLayout, config: Offl
     if found.fingerprint not in ("", layout.identity.fingerprint):
         return
     if found.state == "cuttable":
-        cut_stores_anew(found, own_paths, links)
+        cut_stores_anew(found, config.ssd, links)
     elif found.state == "lost" and found.is_of_launch:
         set_lost_aside(found, links)
 

@@ -25,6 +25,7 @@ from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.ranks import Channel, Links, RankFailedError
 from hf_lohan.store import Commit, Store, last_commit
+from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.store.rank_folders import rank_folder, stores_under
 from hf_lohan.store.store_folders import remove_store
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -408,7 +409,7 @@ def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> Non
     train(tmp_path / "run", 3, **path)
     store = tmp_path / "run" / STORE
     cut(2, lambda rank: [store])
-    with pytest.raises(ValueError, match=r"has step 3 of 2 ranks, cut anew for this run; pass resume_from_checkpoint"):
+    with pytest.raises(ValueError, match=r"have step 3 of 2 ranks, .* overwrite it; pass resume_from_checkpoint"):
         train(tmp_path / "run", 4, **path)
     assert sorted(stores_under(str(store))) == [1, 2], "the new store is a draft"
     assert train(tmp_path / "run", 4, resume="last_step", **path) == straight
@@ -423,6 +424,80 @@ def test_without_being_asked_a_run_does_not_touch_the_stores_of_other_ranks(run:
     with pytest.raises(ValueError, match=r"holds the store of a run with 2 ranks.* lohan reshard"):
         train(run, 4, resume=str(run / "checkpoint-2"))
     assert contents(run / STORE, 2) == before and not (run / STORE / "manifest.json").exists()
+
+
+def test_a_draft_is_not_overwritten_by_a_run_that_does_not_resume(run: Path) -> None:
+    cut(2, lambda rank: [run / STORE])
+    cut(1, lambda rank: [run / STORE], sets_aside=False)
+    before = contents(run / STORE, 2), contents(run / STORE, 1)
+    with pytest.raises(ValueError, match=r"have step 3 of 2 ranks, and this run would overwrite it"):
+        train(run, 4)
+    assert (contents(run / STORE, 2), contents(run / STORE, 1)) == before
+
+
+def test_a_draft_does_not_win_over_a_later_step_of_the_ranks_before(run: Path, tmp_path: Path) -> None:
+    """Two ranks go on after their stores were copied, and then a folder is gone."""
+    store = run / STORE
+    cut(2, lambda rank: [store])
+    cut(1, lambda rank: [store], sets_aside=False)
+    goes_on(store, 2, 4)
+    assert find(Links.alone(), [store])[0].state == "cuttable", "both are there, and the later step counts"
+    gone = Path(shutil.move(store / "rank-1-of-2", tmp_path / "gone"))
+    with pytest.raises(ValueError, match=r"step 3; those of 2 ranks are incomplete \(the store of rank 1 is gone"):
+        find(Links.alone(), [store])
+    shutil.move(gone, store / "rank-1-of-2")
+    assert find(Links.alone(), [store])[0].step == 4
+
+
+def goes_on(store: Path, num_ranks: int, step: int, ranks: Sequence[int] | None = None) -> None:
+    """Commit another step in each rank's store."""
+    io = IoEngine(1, 1 << 20, 1 << 22)
+    for rank in range(num_ranks) if ranks is None else ranks:
+        path = StorePath(rank_folder(str(store), rank, num_ranks))
+        with Store.open([path], model=None, engine=io) as opened:
+            last = opened.committed
+            assert last is not None
+            if num_ranks > 1:
+                opened.agree_on_commits(ImmediateAgreement(last.group_id))
+            facts = {name: fact for name, fact in last.facts.items() if not name.startswith("cut_from")}
+            opened.commit({**facts, "global_step": step}, last.journal, opened.log, model_files=opened.model_files)
+    io.close()
+
+
+def test_several_complete_runs_are_named_with_their_steps(run: Path) -> None:
+    store = run / STORE
+    reshard([str(store)], 2, form_of=form_of)
+    goes_on(store, 2, 4)
+    with pytest.raises(
+        ValueError, match=r"1 rank are complete, with step 3; those of 2 ranks are complete, with step 4"
+    ):
+        cut(3, lambda rank: [store])
+
+
+def test_stores_of_more_numbers_are_seen_together(run: Path) -> None:
+    """The number that is copied has fewer ranks than another one."""
+    store = run / STORE
+    cut(3, lambda rank: [store], sets_aside=False)
+    found = cut(2, lambda rank: [store])
+    assert (found[0][0].num_ranks, sorted(found[0][0].left_over)) == (1, [1, 3])
+    assert [*stores_under(str(store))] == [2]
+
+
+def test_a_machine_that_comes_back_gets_the_later_step(run: Path, tmp_path: Path) -> None:
+    """Two machines have their own drives. One leaves, the other one goes on alone, and the first one comes back."""
+    drives = [tmp_path / f"drive-{rank}" / "store" for rank in range(2)]
+    shutil.copytree(run / STORE, drives[0])
+    cut(2, lambda rank: [drives[rank]])
+    for rank, drive in enumerate(drives):
+        goes_on(drive, 2, 3, ranks=[rank])
+    shutil.rmtree(drives[0])
+    shutil.copytree(run / STORE, drives[0])
+    goes_on(drives[0], 1, 4)
+    left = contents_of_rank(drives[1], 1, 2)[0]
+    found = cut(2, lambda rank: [drives[rank]])
+    assert (found[0][0].state, found[0][0].step) == ("cuttable", 4)
+    assert content_at(drives[1] / "lost-store-of-2" / "rank-1-of-2")[0] == left
+    assert content_at(drives[1] / "rank-1-of-2")[1].facts["global_step"] == 4
 
 
 def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(
@@ -455,7 +530,7 @@ def test_a_launch_continues_with_another_number_of_ranks(
     cut_of_launch(run, 2)
     copy = Path(shutil.copytree(run / STORE, tmp_path / "copy"))
     assert train(run, 4) == straight
-    assert "step 3 was committed by 2 ranks, and its stores are cut anew for 1 rank" in caplog.text
+    assert "step 3 was committed by 2 ranks, and its stores are divided again for 1 rank" in caplog.text
 
     caplog.clear()
     shutil.rmtree(run / STORE)

@@ -16,8 +16,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_lohan.checkpoint.other_ranks import OtherRanks, set_left_over_aside, set_lost_aside
 from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, point_of_attempt
+from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.files import StorageError
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import (
@@ -109,9 +111,10 @@ class RankTrainerMixin(_TrainerBase):
     def _asked_of_ranks(self, asked: str | bool | None) -> str | bool | None:
         """Return what to resume from, for ``asked``, the argument of `train`. A restarted attempt continues where the
         failed one ended, if the script does not ask for something else. If the last step was committed by another
-        number of ranks, its stores are cut anew first; if a part of them is gone, this returns a checkpoint."""
+        number of ranks, its stores are divided again first; if a part of them is gone, this returns a checkpoint."""
         self._left_over = None
         if asked not in (True, LAST_STEP) and launch_id() is None and self.offload_engine is None:
+            self._refuse_draft()
             return asked  # a store of another number of ranks is refused when it is opened
         own_paths = self._wait_for_store_paths()
         found = other_ranks_of(self._given_ssd_paths(), own_paths, self._links)
@@ -119,29 +122,40 @@ class RankTrainerMixin(_TrainerBase):
         if not found.is_of_run(output_dir, os.path.join(output_dir, STORE_FOLDER)):
             return self._asked_after_restart(asked)
         is_last_step = asked is True or asked == LAST_STEP or (not asked and found.is_of_launch)
-        if not is_last_step and found.state == "cut":
-            raise ValueError(
-                f"the store in {' and '.join(own_paths)} has step {found.step} of {times(found.num_ranks, 'rank')}, "
-                f'cut anew for this run; pass resume_from_checkpoint="{LAST_STEP}" to continue from it, or give this '
-                "run another output_dir or ssd path"
-            )
+        if not is_last_step and found.state in ("cut", "cuttable"):
+            raise self._would_overwrite(found.step, found.num_ranks)
         if is_last_step and found.state == "lost":
             return self._asked_after_restart(self._checkpoint_after_loss(asked, found))
         if is_last_step and found.state == "cuttable":
-            cut_stores_anew(found, own_paths, self._links)
+            capacities = rank_paths(self._given_ssd_paths(), self._links.ranks)
+            is_given = [ssd.path for ssd in capacities] == [*own_paths]
+            cut_stores_anew(found, capacities if is_given else [*map(SsdPath, own_paths)], self._links)
         if is_last_step or found.state == "nothing":
             self._left_over = found
         if is_last_step and found.state != "nothing":
             return asked or LAST_STEP
         return self._asked_after_restart(asked)
 
+    def _refuse_draft(self) -> None:
+        """Raise ValueError if this rank's store has only a step of another number of ranks, which a run that does not
+        resume would overwrite."""
+        with contextlib.suppress(StorageError):  # a damaged store is reported when it is opened
+            own = own_store(self._wait_for_store_paths(), self._links.ranks.rank, self._links.ranks.num_ranks)
+            if own is not None and own.commits and (num_before := own.commits[0].cut_from) is not None:
+                raise self._would_overwrite(own.commits[0].step, num_before)
+
+    def _would_overwrite(self, step: int, num_ranks: int) -> ValueError:
+        return ValueError(
+            f"the stores in {' and '.join(self._wait_for_store_paths())} or beside it have step {step} of "
+            f'{times(num_ranks, "rank")}, and this run would overwrite it; pass resume_from_checkpoint="{LAST_STEP}" '
+            "to continue from it, or give this run another output_dir or ssd path"
+        )
+
     def _checkpoint_after_loss(self, asked: str | bool | None, found: OtherRanks) -> str | bool | None:
         """Return the checkpoint to resume from, because a part of the stores is gone, and log what that costs."""
         output_dir, checkpoint = self.args.output_dir, found.last_checkpoint
-        if asked:
+        if asked or (checkpoint is not None and not os.path.isdir(checkpoint)):
             checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        if checkpoint is not None and not os.path.isdir(checkpoint):
-            checkpoint = None
         number = 0 if checkpoint is None else int(os.path.basename(checkpoint).rpartition("-")[2])
         cost = f"costs {times(max(found.step - number, 0), 'step')}"
         if asked == LAST_STEP:

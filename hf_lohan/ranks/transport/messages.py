@@ -80,7 +80,7 @@ class Kind(enum.IntEnum):
     PREPARED = 30
     """A commit is durable on a rank."""
     STORE_PIECE = 31
-    """A piece of a store of another number of ranks, which is cut anew."""
+    """A piece of a store of another number of ranks, which is divided again."""
     EXPERT_CALL = 40
     """A rank calls the experts of a layer. Numbers: the call. Payload: its numbers of rows, by expert of the
     receiver."""
