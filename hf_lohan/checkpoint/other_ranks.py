@@ -96,8 +96,8 @@ class OtherRanks:
     """What is left of a run of another number of ranks."""
 
     state: Literal["nothing", "cuttable", "cut", "lost"]
-    """With `cuttable` all stores of the ranks before are there. With `cut` they have been divided again for this run. With
-    `lost` a part of them is gone, so that only a checkpoint is left."""
+    """With `cuttable` all stores of the ranks before are there. With `cut` they have been divided again for this run.
+    With `lost` a part of them is gone, so that only a checkpoint is left."""
     directories: Sequence[Sequence[str]] = field(repr=False)
     """Each element is one list of the ssd paths, without a rank's folder."""
     num_ranks: int = 0

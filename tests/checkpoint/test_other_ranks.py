@@ -1,4 +1,4 @@
-"""A run continues with another number of ranks. Its stores are cut anew as `lohan reshard` does, and a killed cut loses
+"""A run continues with another number of ranks. Its stores are divided as by `lohan reshard`, and a killed cut loses
 nothing."""
 
 from __future__ import annotations
