@@ -225,7 +225,7 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
         )
 
     where = directories[0][0]
-    if own is not None:
+    if own is not None and not _must_be_copied_again(own, complete.get(own.cut_from or 0)):
         before, old = complete.get(own.cut_from or 0), runs.get(own.cut_from or 0, {})
         newer = [number for number in complete if number not in drafts and complete[number].number > own.number]
         is_copy = before is not None and (before.number, before.step) == (own.number, own.step)
@@ -337,6 +337,12 @@ def _common(commits_by_rank: Sequence[Sequence[Kept]]) -> Kept | None:
 def _are_drafts(stores: Iterable[SeenStore]) -> bool:
     """Whether all commits are of stores that were divided again. Stores without a commit have no state."""
     return all(not seen.damage and all(kept.cut_from is not None for kept in seen.commits) for seen in stores)
+
+
+def _must_be_copied_again(own: Kept, before: Kept | None) -> bool:
+    """Return whether a run has written to the copy ``own`` without a step, so that only the stores ``before`` have the
+    step."""
+    return before is not None and before.is_resumable and not own.is_resumable
 
 
 def cut_anew(
@@ -470,7 +476,11 @@ def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> S
     """Open an old store at its commit ``key``, to read it."""
     store = Store.open([StorePath(path) for path in directories], model=None, engine=io)
     try:
-        store.view_commit(next(commit for commit in store.kept_commits if (commit.group_id, commit.number) == key))
+        kept = [commit for commit in store.kept_commits if (commit.group_id, commit.number) == key]
+        if not kept:
+            advice = "start again when no other run uses the store"
+            raise StorageError("another step was committed meanwhile in", path=directories[0], advice=advice)
+        store.view_commit(kept[0])
     except BaseException:
         store.close()
         raise

@@ -36,7 +36,7 @@ OLD = "old-store-of"
 LOST = "lost-store-of"
 """Begin of the name of a folder with what is left of stores of which a part is gone."""
 _LOST_FOLDER = re.compile(rf"{LOST}-\d+(-\d+)?")
-_ASIDE_FOLDER = re.compile(rf"({OLD}|{LOST})-\d+(-\d+)?")
+_OLD_FOLDER = re.compile(rf"{OLD}-\d+(-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,16 @@ def seen_stores(directories: Sequence[Sequence[str]], seen_by: int, own_num_rank
         for num_ranks, stores in stores_under(paths[0]).items():
             for rank, _ in stores if num_ranks != own_num_ranks else ():
                 folders = tuple(rank_folder(path, rank, num_ranks) for path in paths)
-                manifest = read_manifest(folders[0])
-                if manifest is None:  # a run has removed or moved it just now
-                    continue
+                store_id = created = fingerprint = damage = ""
                 commits: tuple[Kept, ...] = ()
-                damage = ""
                 try:
+                    manifest = read_manifest(folders[0])
+                    if manifest is None:  # a run has removed or moved it just now
+                        continue
+                    store_id, created, fingerprint = manifest.store_id, manifest.created, manifest.model.fingerprint
                     commits = tuple(Kept.of(commit, num_ranks) for commit in kept_commits(folders))
-                except StorageError as error:
+                except (StorageError, ForeignStoreError) as error:
                     damage = str(error)
-                store_id, created, fingerprint = manifest.store_id, manifest.created, manifest.model.fingerprint
                 yield SeenStore(seen_by, num_ranks, rank, folders, store_id, created, fingerprint, commits, damage)
 
 
@@ -200,12 +200,13 @@ def log_aside(folders: Sequence[str], num_ranks: int) -> None:
 
 
 def aside_of(directories: Sequence[str]) -> str:
-    """Return the folders beside these stores that the user may delete, with their bytes; "" if there are none."""
+    """Return the folders beside these stores that no run needs, with their bytes; "" if there are none. What is left of
+    lost stores is not among them: a run needs it if the missing part comes back."""
     folders = [
         os.path.join(directory, name)
         for directory in dict.fromkeys(map(shared_directory, directories))
         if os.path.isdir(directory)
-        for name in sorted(filter(_ASIDE_FOLDER.fullmatch, os.listdir(directory)))
+        for name in sorted(filter(_OLD_FOLDER.fullmatch, os.listdir(directory)))
     ]
     return _with_bytes(folders) if folders else ""
 

@@ -38,7 +38,11 @@ class StepOperation:
     def seconds(self, hardware: HardwareProfile) -> float:
         """Return the seconds of the operation, which are those of its FLOPs, or else of its bytes."""
         if self.flops:
-            return hardware.device.compute_s(self.flops, self.flops if "attention" in self.name else 0.0)
+            if "attention" not in self.name or hardware.device.attention_flops_per_s is None:
+                return hardware.device.compute_s(self.flops)
+            # The rate counts twice the forward's FLOPs for a backward, which has 5/2 of them.
+            flops = self.flops * 4 / 5 if "backward" in self.name else self.flops
+            return hardware.device.compute_s(flops, flops)
         return self.moved_bytes / (hardware.device.memory_bytes_per_s or DEVICE_MEMORY_BYTES_PER_S)
 
 

@@ -17,9 +17,10 @@ from short_runs import SHORT_RUN, StopsAfter
 from transformers import TrainingArguments
 
 import hf_lohan
+import hf_lohan.checkpoint.seen_stores as seen_module
 from hf_lohan.checkpoint.other_ranks import OtherRanks, cut_anew, find_other_ranks, set_left_over_aside
 from hf_lohan.checkpoint.resharding import reshard
-from hf_lohan.checkpoint.seen_stores import OLD, seen_stores, set_aside
+from hf_lohan.checkpoint.seen_stores import OLD, aside_of, seen_stores, set_aside
 from hf_lohan.files import CapacityError, CorruptionError, IoEngine, StoreInUseError, StorePath
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.models.export import described_model
@@ -498,6 +499,34 @@ def test_a_machine_that_comes_back_gets_the_later_step(run: Path, tmp_path: Path
     assert (found[0][0].state, found[0][0].step) == ("cuttable", 4)
     assert content_at(drives[1] / "lost-store-of-2" / "rank-1-of-2")[0] == left
     assert content_at(drives[1] / "rank-1-of-2")[1].facts["global_step"] == 4
+
+
+def test_a_damaged_store_of_another_number_does_not_stop_a_run(run: Path) -> None:
+    shutil.copytree(run / STORE, run / STORE / "rank-0-of-3", ignore=shutil.ignore_patterns("rank-*"))
+    (run / STORE / "rank-0-of-3" / "manifest.json").write_text("{")
+    found, _ = find(Links.alone(), [run / STORE])
+    assert found.state == "nothing"
+
+
+def test_a_copy_that_was_written_to_without_a_step_is_made_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run / STORE
+    cut(2, lambda rank: [store], sets_aside=False)
+    expected = contents(store, 2)
+    states = []
+    for is_torn in (False, True):
+        if is_torn:
+            monkeypatch.setattr(seen_module, "is_resumable", lambda commit: "cut_from" not in commit.facts)
+        (found, _), *_ = cut(2, lambda rank: [store], sets_aside=False)
+        states.append(found.state)
+    assert states == ["cut", "cuttable"]
+    assert contents(store, 2) == expected
+
+
+def test_the_user_is_not_told_to_delete_what_may_be_needed(tmp_path: Path) -> None:
+    for name in ("old-store-of-2", "lost-store-of-4", "other"):
+        (tmp_path / name).mkdir()
+    named = aside_of([str(tmp_path / "rank-0-of-1")])
+    assert "old-store-of-2" in named and "lost-store-of-4" not in named
 
 
 def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(

@@ -192,14 +192,9 @@ def test_spilled_sums_are_read_and_added_one_after_the_other() -> None:
         assert begins[later] >= ends[add]
 
 
-def test_a_sum_of_gradients_that_stays_in_ram_keeps_its_buffer_for_the_whole_step() -> None:
-    """Of three buffers, two have the sums of the first two layers from the first micro-batch on. In the second one, a
-    gradient waits for the only other buffer until the one before it is added."""
-    model = layers(4)
-    hardware = machine(link_bytes_per_s=1e9, ssd_read_bytes_per_s=200.0, ssd_write_bytes_per_s=1e9)
-    hardware = replace(hardware, cpu=replace(hardware.cpu, optimizer_params_per_s=100 * (12 / 28) / 3.0))
-    names = [layer.name for layer in model.layers]
-    pools = PoolPlan(
+def held_and_spilled(names: list[str]) -> PoolPlan:
+    """Three buffers of gradients. The sums of the first two layers stay in them, and the others are spilled."""
+    return PoolPlan(
         chunk_numel=100,
         num_staging_buffers=2,
         num_state_buffers=9,
@@ -212,6 +207,15 @@ def test_a_sum_of_gradients_that_stays_in_ram_keeps_its_buffer_for_the_whole_ste
         slot_bytes={SizeClass.LAYER: 200},
         num_slots={SizeClass.LAYER: 3},
     )
+
+
+def test_a_sum_of_gradients_that_stays_in_ram_keeps_its_buffer_for_the_whole_step() -> None:
+    """Of three buffers, two have the sums of the first two layers from the first micro-batch on. In the second one, a
+    gradient waits for the only other buffer until the one before it is added."""
+    model = layers(4)
+    hardware = machine(link_bytes_per_s=1e9, ssd_read_bytes_per_s=200.0, ssd_write_bytes_per_s=1e9)
+    hardware = replace(hardware, cpu=replace(hardware.cpu, optimizer_params_per_s=100 * (12 / 28) / 3.0))
+    pools = held_and_spilled([layer.name for layer in model.layers])
     setup = paper_setup(activations="recompute", num_micro_batches=2, spilled_gradient_bytes=400, pools=pools)
     for clip in ("defer", "speculate"):
         rules = rules_of(model, hardware, setup, clip=clip)
@@ -222,6 +226,17 @@ def test_a_sum_of_gradients_that_stays_in_ram_keeps_its_buffer_for_the_whole_ste
         adds = [n for n in numbers if graph.lanes[n] == "cpu"]
         assert len(copies) == 8 and len(adds) == 2
         assert begins[copies[5]] >= ends[adds[0]] and begins[copies[6]] >= ends[adds[1]]
+
+
+@pytest.mark.parametrize(("clip", "num_held"), [("none", 0), ("speculate", 0), ("defer", 2)])
+def test_each_gradient_gives_its_buffer_back(clip: str, num_held: int) -> None:
+    """Deferred updates of the last step come after it."""
+    model, hardware = layers(4), machine()
+    pools = held_and_spilled([layer.name for layer in model.layers])
+    setup = paper_setup(activations="recompute", num_micro_batches=3, spilled_gradient_bytes=400, pools=pools)
+    tasks = StepTasks(model, hardware, setup, rules_of(model, hardware, setup, clip=clip), 2)
+    assert tasks._num_arrived == 2 * 3 * 4
+    assert tasks._num_arrived - tasks._num_released == num_held
 
 
 def test_a_block_is_updated_by_its_chunks() -> None:

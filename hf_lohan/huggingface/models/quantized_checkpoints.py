@@ -180,7 +180,10 @@ def opened_tensors(path: Path) -> Iterator[Tensors]:
     if (path / _ONE_FILE).is_file():
         files = [_ONE_FILE]
     elif (path / _INDEX).is_file():
-        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        try:
+            files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path / _INDEX)!r} is damaged ({error!r}); download it again") from None
     else:
         raise ValueError(
             f"{str(path)!r} is a quantized checkpoint without {_ONE_FILE} or {_INDEX}, and is dequantized from "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_lohan.checkpoint.other_ranks import OtherRanks, set_left_over_aside, set_lost_aside
@@ -156,12 +157,15 @@ class RankTrainerMixin(_TrainerBase):
         output_dir, checkpoint = self.args.output_dir, found.last_checkpoint
         if asked or (checkpoint is not None and not os.path.isdir(checkpoint)):
             checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        number = 0 if checkpoint is None else int(os.path.basename(checkpoint).rpartition("-")[2])
-        cost = f"costs {times(max(found.step - number, 0), 'step')}"
+        cost = f"costs {times(max(found.step - _step_of(checkpoint), 0), 'step')}"
         if asked == LAST_STEP:
             raise ValueError(
                 f"step {found.step}, the last committed step, cannot be resumed, because {found.why_lost}; restore its "
-                + ("folder" if checkpoint is None else f"folder, or resume from {checkpoint}, which {cost}")
+                + (
+                    "folder"
+                    if checkpoint is None
+                    else f"folder, or pass resume_from_checkpoint=True to continue from {checkpoint}, which {cost}"
+                )
             )
         if asked and checkpoint is None:
             return asked  # upstream says that there is none
@@ -170,7 +174,7 @@ class RankTrainerMixin(_TrainerBase):
             self._links,
             f"the last committed step, {found.step}, is lost, because {found.why_lost}. The run continues from "
             f"{checkpoint or 'its beginning'}, which {cost}. What is left of the old stores is in the folders "
-            "lost-store-of-* of the ssd paths, which you may delete",
+            "lost-store-of-* of the ssd paths. A run can only use them if the missing part comes back",
         )
         return checkpoint
 
@@ -289,3 +293,12 @@ def _describe(point: ResumePoint) -> str:
     if point.folder is True:
         return "its last checkpoint"
     return f"the checkpoint {point.folder}" if point.folder else "the start"
+
+
+def _step_of(checkpoint: str | None) -> int:
+    """Return the step of a checkpoint, and 0 for None or a folder that does not say it."""
+    if checkpoint is None:
+        return 0
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"])
+    return 0

@@ -453,6 +453,8 @@ class StepTasks:
                 self._release(each_chunks, task)
         elif self._rules.clip != "speculate":
             self._release(each_chunks, task)
+            if work.holds_in_buffers and not is_first:  # the buffer of the sum, and that of the last gradient
+                self._release(each_chunks, graph.add(NO_LANE, 0.0, before, name="gradients"))
         elif not work.holds_in_buffers:  # the guess may be wrong, so the gradient is held
             self._release(each_chunks, written if work.spilled_gradient_bytes else task)
         elif not is_first:  # it was added to the one that is held
