@@ -8,13 +8,12 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
-from short_runs import SHORT_RUN, StopsAfter
-from transformers import TrainingArguments
+from short_runs import train_until
 
 import hf_lohan
 import hf_lohan.checkpoint.seen_stores as seen_module
@@ -29,7 +28,7 @@ from hf_lohan.store import Commit, Store, last_commit
 from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.store.rank_folders import rank_folder, stores_under
 from hf_lohan.store.store_folders import remove_store
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.stored_state import Content, content_of
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
@@ -42,24 +41,7 @@ def form_of(store: Store) -> Any:
     return described_model(store)[1]
 
 
-def trainer_of(folder: Path, last_step: int, **settings: Any) -> Any:
-    rows = tiny_batch(seed=3)["input_ids"].tolist() * 4
-    arguments = {**SHORT_RUN, "output_dir": str(folder), "use_cpu": True, "max_steps": 4, "save_strategy": "steps"}
-    return hf_lohan.Trainer(
-        settings.pop("model", None) or tiny_model("llama"),
-        TrainingArguments(**{**arguments, "save_steps": 2}),
-        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
-        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1, **settings},
-        callbacks=[StopsAfter(last_step)],
-    )
-
-
-def train(folder: Path, last_step: int, resume: str | bool | None = None, **settings: Any) -> list[dict[str, float]]:
-    """Train until `last_step` of 4, and return the log."""
-    trainer = trainer_of(folder, last_step, **settings)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.offload_engine.close()
-    return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+train = partial(train_until, save_steps=2)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
-from short_runs import StopsAfter
-from transformers import TrainingArguments
+from short_runs import train_until
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -18,43 +16,17 @@ from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import records_of_rank
 from hf_lohan.store import Store
-from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.stored_state import content_of
 
 STORE = Path("_lohan") / "store"
 NUM_STEPS = 4
 
 
-def train(folder: Path, last_step: int, resume: str | None = None) -> list[dict[str, float]]:
-    """Train until `last_step` of `NUM_STEPS` and return the log."""
-    rows = tiny_batch(seed=3)["input_ids"].tolist() * 4
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = hf_lohan.Trainer(
-        tiny_model("llama"),
-        arguments,
-        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
-        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1},
-        callbacks=[StopsAfter(last_step)],
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.offload_engine.close()
-    return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-
-
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of a run that was stopped after its second step."""
     folder = tmp_path_factory.mktemp("run")
-    train(folder, 2)
+    train_until(folder, 2)
     return folder
 
 
@@ -118,10 +90,10 @@ def test_a_store_is_cut_for_four_ranks_and_joined_again(run: Path, tmp_path: Pat
 
 
 def test_a_resharded_run_resumes_to_the_bit(run: Path, tmp_path: Path) -> None:
-    straight = train(tmp_path / "straight", NUM_STEPS)
+    straight = train_until(tmp_path / "straight", NUM_STEPS)
     assert lohan("reshard", run, "--ranks", 2, "--remove-old")[0] == 0
     assert lohan("reshard", run, "--ranks", 1, "--remove-old")[0] == 0
-    assert train(run, NUM_STEPS, resume="last_step") == straight
+    assert train_until(run, NUM_STEPS, resume="last_step") == straight
     assert content_at(run / STORE)[0] == content_at(tmp_path / "straight" / STORE)[0]
 
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,233 +11,35 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
-from engines import ONE_GENERATOR, open_engine, resolved
+from divided_experts import (
+    CHOICES,
+    FAMILIES,
+    NUM_STEPS,
+    SETTINGS,
+    Chosen,
+    Trained,
+    check_equal,
+    check_ranks,
+    half_to_one,
+    opened,
+    train_rank,
+    train_stock,
+)
+from engines import resolved
 from expert_models import expert_model
-from rank_processes import RankProcesses
-from torch import Tensor, nn
+from torch import nn
 
 from hf_lohan.config import ConfigError, OffloadConfig
-from hf_lohan.device import CpuDevice, Device
-from hf_lohan.engine import OffloadEngine
-from hf_lohan.experts import BalancedRows, Lending
-from hf_lohan.huggingface.attachment import (
-    compute_expert,
-    enable_checkpointing,
-    enable_recompute,
-    stream_experts,
-)
+from hf_lohan.device import CpuDevice
 from hf_lohan.model import find_experts
 from hf_lohan.model.experts import experts_as_stored
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.ranks import CallOfRank, Channel, ExpertCall, Links, Ranks, RowExchange
+from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange
 from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
-from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
-
-NUM_STEPS = 3
-LR = 1e-2
-SETTINGS: dict[str, Any] = {
-    "cpu_memory": "16MiB",
-    "gpu_memory": "1MiB",
-    "io_threads": 1,
-    "prefetch_blocks": 1,
-    "activations": "recompute",
-    "experts": "streamed",
-}
-MakeModel = Callable[[], Any]
-
-
-@dataclass
-class Trained:
-    """The results of a run."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    states: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    sent_bytes: int = 0
-    """Bytes that the rank sent on the channel of tokens while it trained."""
-    num_behind: int = 0
-    """Number of the rank's experts that were behind at the end."""
-    rows: BalancedRows | None = None
-    """Rows by rank, if ranks balance their rows."""
-
-
-def batch(step: int, rank: int, micro: int = 0) -> dict[str, Tensor]:
-    """Return a batch whose length depends on the rank."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    ids = torch.randint(5, VOCAB_SIZE, (2, 11 - 2 * rank), generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
-def train_stock(
-    make_model: MakeModel,
-    num_ranks: int,
-    *,
-    num_local: int = 8,
-    accumulation: int = 1,
-    norms: list[Tensor] | None = None,
-    max_norm: float = 0.0,
-    recompute: bool = False,
-) -> Trained:
-    """Train one process in memory with the batches of all ranks, and clip by ``norms``.
-
-    Other gradients than those of experts are summed over micro-batches first, then over the ranks of a node, and then
-    over nodes. For a single micro-batch and one node this is torch's order.
-    """
-    model = make_model()
-    if recompute:
-        enable_checkpointing(model)
-    experts = {id(parameter) for of in find_experts(model).values() for parameter in of.parameters.values()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
-    trained = Trained()
-    is_simple = accumulation == 1 and num_ranks <= num_local
-    for step in range(NUM_STEPS):
-        found: dict[tuple[int, int], list[Tensor]] = {}
-        for micro in range(accumulation):
-            for rank in range(num_ranks):
-                loss = model(**batch(step, rank, micro)).loss
-                (loss / accumulation / num_ranks).backward()
-                trained.losses.append(loss.detach())
-                if not is_simple:
-                    found[micro, rank] = [parameter.grad for parameter in model.parameters()]
-                    model.zero_grad()
-        if not is_simple:
-            for index, parameter in enumerate(model.parameters()):
-                of = {key: gradients[index] for key, gradients in found.items()}
-                if id(parameter) in experts:
-                    sums = [sum(of[micro, rank] for rank in range(num_ranks)) for micro in range(accumulation)]
-                else:
-                    of_ranks = [sum(of[micro, rank] for micro in range(accumulation)) for rank in range(num_ranks)]
-                    sums = [sum(of_ranks[first : first + num_local]) for first in range(0, num_ranks, num_local)]
-                parameter.grad = sum(sums)
-        if norms is not None:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norms[step])
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        trained.weights[name] = parameter.detach()
-        trained.states[name] = state["exp_avg"], state["exp_avg_sq"]
-        trained.counts[name] = int(state["step"])
-    return trained
-
-
-@contextmanager
-def opened(
-    links: Links,
-    folder: Path,
-    make_model: MakeModel,
-    *,
-    hold_gradients: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: Device | None = None,
-    recompute: bool = False,
-    **settings: Any,
-) -> Iterator[OffloadEngine]:
-    """Open the engine of one rank."""
-    with ONE_GENERATOR:
-        model = make_model()
-    config = resolved(folder / f"rank-{links.ranks.rank}", **{**SETTINGS, **settings})
-    layout = lay_out(model, config, working_dtype=dtype, hold_gradients=hold_gradients, ranks=links.ranks)
-    engine = open_engine(model, layout, config, device, links, compute_expert=compute_expert)
-    stream_experts(engine.experts)
-    if recompute:
-        enable_recompute(model, engine)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def train_rank(
-    links: Links,
-    folder: Path,
-    make_model: MakeModel,
-    *,
-    max_norm: float = 0.0,
-    accumulation: int = 1,
-    is_joint: bool = False,
-    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
-    **settings: Any,
-) -> Trained:
-    """Train one rank of several, or one process that accumulates the batches of all ranks."""
-    rank, trained = links.ranks.rank, Trained()
-    holds = max_norm > 0 or accumulation > 1
-    with opened(links, folder, make_model, hold_gradients=holds, **settings) as engine:
-        model = engine.model
-        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
-
-        def run_one(step: int, micro: int) -> None:
-            loss = model(**(batch(step, rank, micro) if links.ranks.others else batch(step, micro))).loss
-            trained.losses.append(loss.detach())
-            if not engine.defer_backward(loss / accumulation):
-                engine.announce_backward(is_final=micro == accumulation - 1)
-                (loss / accumulation).backward()
-
-        for step in range(NUM_STEPS):
-            before = links.sent_bytes[Channel.TOKENS]
-            calls = [partial(run_one, step, micro) for micro in range(accumulation)]
-            if is_joint:
-                engine.run_micro_batches(calls)
-            else:
-                for call in calls:
-                    call()
-            trained.sent_bytes += links.sent_bytes[Channel.TOKENS] - before
-            if max_norm:
-                trained.norms.append(engine.clip_grad_norm(max_norm))
-            optimizer.step()
-            optimizer.zero_grad()
-            after_step(engine, step)
-        trained.rows = engine.rows_by_rank()
-        access = engine.parameters
-        missed = engine.records.missed
-        trained.num_behind = sum(missed.is_block_behind(block) for block in engine.layout.blocks)
-        for name, parameter in model.named_parameters():
-            trained.weights[name] = access.read_parameter(name)
-            if parameter.requires_grad:
-                trained.states[name] = access.read_flat(name, "exp_avg"), access.read_flat(name, "exp_avg_sq")
-        for part in engine.parameter_slices:
-            assert trained.counts.setdefault(part.name, engine.step_counts[part]) == engine.step_counts[part]
-    return trained
-
-
-def check_equal(trained: list[Trained], stock: Trained) -> None:
-    for rank, ours in enumerate(trained):
-        assert sorted(map(float, ours.losses)) == sorted(map(float, stock.losses[rank :: len(trained)]))
-        assert ours.counts == stock.counts
-        for name, weight in stock.weights.items():
-            assert torch.equal(ours.weights[name], weight), name
-            for mine, of_stock in zip(ours.states[name], stock.states[name], strict=True):
-                assert torch.equal(mine, of_stock.flatten()), name
-
-
-def check_ranks(
-    num_ranks: int,
-    folder: Path,
-    make_model: MakeModel,
-    *,
-    num_local: int | None = None,
-    accumulation: int = 1,
-    recompute: bool = False,
-    **settings: Any,
-) -> list[Trained]:
-    """Train ranks, and check that they equal one process."""
-    stock = train_stock(
-        make_model, num_ranks, num_local=num_local or num_ranks, accumulation=accumulation, recompute=recompute
-    )
-    train = partial(train_rank, folder=folder, make_model=make_model, accumulation=accumulation, recompute=recompute)
-    trained = run_ranks(num_ranks, lambda links: train(links, **settings), num_local=num_local)
-    check_equal(trained, stock)
-    assert sum(ours.sent_bytes for ours in trained), "no row was sent"
-    return trained
-
-
-FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemoe"]
+from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 
 @pytest.mark.parametrize("family", slow_but(("mixtral", "gpt_oss"), FAMILIES))
@@ -317,133 +113,12 @@ def test_bfloat16_experts_train_as_in_one_offloaded_process(tmp_path: Path) -> N
         assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
 
 
-class Chosen:
-    """Makes models whose routers choose experts by a function of their choice and the number of experts."""
-
-    def __init__(self, family: str, choose: Callable[[Tensor, int], Tensor]) -> None:
-        self._family = family
-        self._choose = choose
-
-    def __call__(self) -> Any:
-        model = expert_model(self._family)
-        for module in model.modules():
-            if type(module).__name__.lower().endswith("topkrouter"):
-                module.register_forward_hook(self._chosen)
-        return model
-
-    def _chosen(self, router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        *others, index = output
-        return *others, self._choose(index, getattr(router, "num_experts", 0) or router.n_routed_experts)
-
-
-def half_to_one(index: Tensor, num: int) -> Tensor:
-    """Return choices of which half are of one expert, and the others of all experts in turn."""
-    turns = torch.arange(index.numel(), device=index.device).view(index.shape)
-    return torch.where(turns % 2 == 0, 1, turns // 2 % num)
-
-
-CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "all to one expert": lambda index, num: torch.full_like(index, num - 1),
-    "half of the experts": lambda index, num: index % (num // 2),
-    "none to one rank": lambda index, num: index % 1,
-}
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_experts_without_tokens_take_the_step(choice: str, lazy: bool, tmp_path: Path) -> None:
     make_model = Chosen("mixtral", CHOICES[choice])
     trained = check_ranks(2, tmp_path, make_model, recompute=True, lazy_experts=lazy)
     assert any(ours.num_behind for ours in trained) == lazy
-
-
-def check_balanced(trained: list[Trained]) -> BalancedRows:
-    """Check that ranks moved rows, and that all know the same numbers. Returns them."""
-    for ours in trained:
-        assert ours.rows is not None and ours.rows == trained[0].rows
-        assert ours.rows.most_computed < ours.rows.most_owned and sum(ours.rows.owned) == sum(ours.rows.computed)
-    assert trained[0].rows is not None
-    return trained[0].rows
-
-
-@pytest.mark.parametrize("family", slow_but(("mixtral",), FAMILIES))
-def test_ranks_of_a_node_share_the_rows_of_a_hot_expert(family: str, tmp_path: Path) -> None:
-    rows = check_balanced(check_ranks(4, tmp_path, Chosen(family, half_to_one), recompute=True, balance_experts=1))
-    mean = sum(rows.owned) / 4
-    assert rows.most_owned / mean > 2 and rows.most_computed / mean <= 1.25, rows
-
-
-def test_nodes_balance_their_rows_and_pass_them_on(tmp_path: Path) -> None:
-    make_model = Chosen("mixtral", half_to_one)
-    rows = check_balanced(check_ranks(4, tmp_path, make_model, num_local=2, recompute=True, balance_experts=1))
-    for node in (slice(0, 2), slice(2, 4)):
-        assert sum(rows.owned[node]) == sum(rows.computed[node])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_local", [2, 4])
-@pytest.mark.parametrize("least_rows", [1, 6])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_that_balance_rows_train_as_one_process(
-    family: str, least_rows: int, num_local: int, tmp_path: Path
-) -> None:
-    trained = check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, balance_experts=least_rows)
-    check_balanced(trained)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("lazy", [False, True])
-def test_balanced_rows_and_experts_without_tokens(choice: str, lazy: bool, tmp_path: Path) -> None:
-    make_model = Chosen("mixtral", CHOICES[choice])
-    settings: dict[str, Any] = {"balance_experts": 1, "lazy_experts": lazy}
-    trained = check_ranks(4, tmp_path, make_model, recompute=True, **settings)
-    check_balanced(trained)
-    assert any(ours.num_behind for ours in trained) == lazy
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_joint", [False, True])
-def test_balanced_rows_of_micro_batches(is_joint: bool, tmp_path: Path) -> None:
-    make_model = Chosen("mixtral", half_to_one)
-    settings: dict[str, Any] = {"balance_experts": 1, "accumulation": 2, "is_joint": is_joint}
-    check_ranks(4, tmp_path, make_model, recompute=True, **settings)
-
-
-@pytest.mark.slow
-def test_balanced_rows_are_computed_again_for_some_ranks(tmp_path: Path) -> None:
-    def train(links: Links) -> Trained:
-        recompute = links.ranks.rank > 0
-        return train_rank(links, tmp_path, Chosen("mixtral", half_to_one), recompute=recompute, balance_experts=1)
-
-    check_equal(run_ranks(4, train), train_stock(Chosen("mixtral", half_to_one), 4))
-
-
-@pytest.mark.slow
-def test_balanced_rows_in_bfloat16(tmp_path: Path) -> None:
-    make_model = Chosen("mixtral", half_to_one)
-    settings: dict[str, Any] = {"dtype": torch.bfloat16}
-    alone = train_rank(Links.alone(), tmp_path / "alone", make_model, accumulation=2, **settings)
-    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, make_model, balance_experts=1, **settings))
-    check_balanced(trained)
-    for ours in trained:
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
-
-
-@pytest.mark.slow
-def test_ranks_lend_frozen_experts(tmp_path: Path) -> None:
-    def make_model() -> Any:
-        model = Chosen("mixtral", half_to_one)()
-        for experts in find_experts(model).values():
-            experts.module.requires_grad_(False)
-        return model
-
-    without = run_ranks(4, lambda links: train_rank(links, tmp_path / "without", make_model))
-    trained = run_ranks(4, lambda links: train_rank(links, tmp_path, make_model, balance_experts=1))
-    check_balanced(trained)
-    for before, ours in zip(without, trained, strict=True):
-        assert all(map(torch.equal, before.losses, ours.losses))
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in before.weights.items())
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4])
@@ -527,103 +202,6 @@ def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_
         # With 8 choices of each token, a node gets about a quarter of what it would get if each choice had a row.
         assert between_nodes / undivided < 0.26
         assert (between_nodes + undivided) / (2 * undivided) < 0.64
-
-
-def error_of(function: Callable[[], object]) -> tuple[str, float]:
-    """Return the error of a rank, and the time at which it came. The error's traceback would keep threads alive."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic()
-    return "", 0.0
-
-
-@pytest.mark.parametrize("at_message", [3, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in range(7, 60, 4))])
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2)])
-def test_a_rank_that_dies_in_the_exchange_ends_the_others(
-    at_message: int, num_ranks: int, num_local: int, tmp_path: Path
-) -> None:
-    fault = Fault(1, "die", at_message, Channel.TOKENS)
-    balance = 1 if at_message % 2 == 0 else False
-    train = partial(train_rank, folder=tmp_path, make_model=Chosen("mixtral", half_to_one), balance_experts=balance)
-    ends = run_ranks(num_ranks, lambda links: error_of(partial(train, links)), faults=[fault], num_local=num_local)
-    for error, at_s in ends:
-        assert re.match(r"RankFailedError: rank \d (\(pid \d+, \S+\) )?", error), error
-        assert at_s - ends[fault.rank][1] < 5
-
-
-def test_a_rank_that_is_silent_is_named_with_the_experts() -> None:
-    def call(links: Links) -> None:
-        exchange = RowExchange(links)
-        links.barrier("all to listen")
-        if links.ranks.rank == 0:
-            exchange.next_call(ExpertCall(0, 0, 0), "the rows of layers.0.mlp.experts")
-        time.sleep(2.0)
-
-    errors = [str(outcome.error) for outcome in rank_outcomes(2, call, timeout_s=0.5)]
-    assert re.match(
-        r"rank 1 .*said nothing for 0.5 s while rank 0 waited for the rows of layers.0.mlp.experts", errors[0]
-    ), errors
-
-
-def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int, balances: bool) -> None:
-    """Kill rank 1 when it is about to return results, or to lend an expert, to give it back, or to give a gradient."""
-    calls = iter(range(at_call))
-
-    def killing(method: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            if links.ranks.rank == 1 and next(calls, None) is None:
-                report(time.monotonic())
-                os.kill(os.getpid(), signal.SIGKILL)
-            method(*args)
-
-        return call
-
-    for room, name in MAY_END_IN if balances else MAY_END_IN[:1]:
-        setattr(room, name, killing(getattr(room, name)))
-    train_rank(links, folder, Chosen("mixtral", half_to_one), balance_experts=1 if balances else False)
-
-
-MAY_END_IN = [(RowExchange, "send_results"), *((Lending, name) for name in ("lend", "give_back", "send_gradient"))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("balances", "at_call"), [(False, 0), (False, 7), (False, 20), *((True, at_call) for at_call in range(0, 60, 4))]
-)
-def test_the_kill_of_a_rank_in_the_exchange_ends_the_others(
-    fork_server: None, balances: bool, at_call: int, tmp_path: Path
-) -> None:
-    ranks = RankProcesses(3, partial(kills_itself, folder=tmp_path, at_call=at_call, balances=balances))
-    try:
-        killed_s = ranks.report_of(1)
-        ends = ranks.ends()
-    finally:
-        ranks.close()
-    assert ends[1] is None
-    for end in (ends[0], ends[2]):
-        assert end is not None
-        assert re.search(r"RankFailedError: rank 1 \(pid \d+, \S+\) ended", end.error), end.error
-        assert end.at_s - killed_s < 5
-
-
-def trains(links: Links, _report: Callable[[object], None], folder: Path) -> dict[str, bytes]:
-    """Return the weights of a rank that balances rows."""
-    trained = train_rank(links, folder, Chosen("mixtral", half_to_one), balance_experts=1)
-    assert trained.rows is not None and trained.rows.most_computed < trained.rows.most_owned
-    return {name: weight.numpy().tobytes() for name, weight in trained.weights.items()}
-
-
-@pytest.mark.slow
-def test_processes_that_balance_rows_train_as_one(fork_server: None, tmp_path: Path) -> None:
-    ranks = RankProcesses(4, partial(trains, folder=tmp_path))
-    try:
-        ends = ranks.ends()
-    finally:
-        ranks.close()
-    stock = train_stock(Chosen("mixtral", half_to_one), 4)
-    expected = {name: weight.numpy().tobytes() for name, weight in stock.weights.items()}
-    assert all(end is not None and not end.error and end.result == expected for end in ends), ends
 
 
 def test_ranks_in_different_calls_are_refused() -> None:
