@@ -165,7 +165,7 @@ class MemoryBlock:
 
 
 class CachingAllocator:
-    """Allocates as `torch.cuda`'s caching allocator does. Sizes of at most 1 MiB come from segments of 2 MiB, those
+    """Allocates as PyTorch's caching allocator for CUDA does. Sizes of at most 1 MiB come from segments of 2 MiB, those
     below 10 MiB from segments of 20 MiB, and larger ones have segments of their own, in which smaller ones may be
     allocated later. A free block is the best fit, and is split. Segments are kept.
 

@@ -448,17 +448,15 @@ class StepTasks:
         self._step_writes.append(written)
         if is_recalled:
             self._recalled.append(written if self._rules.clip == "speculate" and work.spilled_gradient_bytes else task)
-        elif is_deferred:
+        else:
+            is_guess = self._rules.clip == "speculate" and not is_deferred  # a wrong one needs the gradient again
             if work.holds_in_buffers:
-                self._release(each_chunks, task)
-        elif self._rules.clip != "speculate":
-            self._release(each_chunks, task)
-            if work.holds_in_buffers and not is_first:  # the buffer of the sum, and that of the last gradient
-                self._release(each_chunks, graph.add(NO_LANE, 0.0, before, name="gradients"))
-        elif not work.holds_in_buffers:  # the guess may be wrong, so the gradient is held
-            self._release(each_chunks, written if work.spilled_gradient_bytes else task)
-        elif not is_first:  # it was added to the one that is held
-            self._release(each_chunks, graph.add(NO_LANE, 0.0, before, name="gradients"))
+                if not (is_deferred or is_first):  # its sum is in the buffer of the first gradient
+                    self._release(each_chunks, graph.add(NO_LANE, 0.0, before, name="gradients"))
+                if not is_guess:
+                    self._release(each_chunks, task)
+            elif not is_deferred:
+                self._release(each_chunks, written if is_guess and work.spilled_gradient_bytes else task)
         in_ram = 0.0 if work.holds_in_buffers else work.gradient_bytes - work.spilled_gradient_bytes
         self._change("ram", task, True, -share * in_ram)
         self._updates[work.name].append((task, written))
