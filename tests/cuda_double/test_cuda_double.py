@@ -271,6 +271,23 @@ print(attempt(), attempt())
     assert not wrong
 
 
+@pytest.mark.parametrize("late", ["0", "1"], ids=["at_once", "late"])
+def test_kernels_compute_in_one_thread(program: Program, late: str) -> None:
+    """A stream's thread would take the program's number of threads when its first kernel happens to run."""
+    code = """
+rows = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
+def gradients(device):
+    norm, (input, gradient) = torch.nn.LayerNorm(64).to(device), rows.to(device)
+    norm(input).backward(gradient)  # adds rows in an order that the number of threads changes
+    return norm.weight.grad.cpu()
+alone = gradients("cpu")
+torch.set_num_threads(2)
+print(torch.equal(gradients("cuda"), alone), torch.get_num_threads(), torch.equal(gradients("cpu"), alone))
+"""
+    output, _ = program.run(code, CUDA_DOUBLE_ASYNC=late)
+    assert output.split() == ["True", "2", "False"]
+
+
 def test_several_devices(program: Program) -> None:
     code = """
 print(torch.cuda.device_count())

@@ -2,6 +2,7 @@
 // stream, so the numbers are those of the CPU. Queued work holds addresses, never tensors: memory that is reused too early is
 // overwritten, as on a GPU.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
@@ -13,6 +14,9 @@
 
 #include "../runtime/interface.h"
 #include "kernels.h"
+
+extern "C" void omp_set_num_threads(int);        // torch's OpenMP
+extern "C" int MKL_Set_Num_Threads_Local(int);   // torch's MKL; returns the number before, 0 for the number of all threads
 
 namespace cuda_double {
 namespace {
@@ -123,7 +127,20 @@ struct Call {
   const c10::FunctionSchema& schema() const { return op.schema(); }
 };
 
+// A kernel computes in one thread. The number of threads changes the order of some sums (such as the gradients of a norm's weight),
+// and a stream's thread would take the number that the program has set when its first kernel happens to run.
+struct InOneThread {
+  const int before = at::get_num_threads();  // initializes the thread, which would otherwise overwrite the number
+  const int before_in_mkl = MKL_Set_Num_Threads_Local(1);
+  InOneThread() { omp_set_num_threads(1); }
+  ~InOneThread() {
+    omp_set_num_threads(before);
+    MKL_Set_Num_Threads_Local(before_in_mkl);
+  }
+};
+
 void compute(const c10::OperatorHandle& op, const std::string& name, Stack& stack, const Draw& draw) {
+  InOneThread here;
   compute_with(draw, [&] {
     if (auto* special = special_operator(name)) (*special)(op, stack);
     else op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), &stack);
