@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from engines import resolved
 from torch import nn
 from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights
@@ -69,11 +71,13 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-RUNS = [(True, mode) for mode in MODES] + [pytest.param(False, "defer", marks=pytest.mark.slow), (False, "swap")]
+QUICK_RUNS = [(True, "defer"), (True, "speculate"), (True, "swap"), (True, "vertical"), (False, "swap")]
+RUNS = slow_but(QUICK_RUNS, itertools.product((True, False), MODES))
 
 
-@pytest.mark.parametrize(("is_paced", "mode"), RUNS)
-def test_numbers_equal_those_of_the_cpu(is_paced: bool, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_numbers_equal_those_of_the_cpu(run: tuple[bool, str], tmp_path: Path) -> None:
+    is_paced, mode = run
     outcomes = []
     for device in (CpuDevice(), make_device()):
         paced_by = device if isinstance(device, PacedDevice) else None

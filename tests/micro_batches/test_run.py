@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, train
 
 from hf_lohan.engine import EngineEvents
@@ -27,7 +28,7 @@ def count_loads(twins: Any, work: Callable[[], object]) -> int:
     return sum(engine._ring.num_loads(block) for block in engine.layout.blocks) - before
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("family", slow_but(["gpt2"], ["llama", "opt", "gpt2"]))
 def test_weights_are_loaded_as_often_as_for_one_micro_batch(family: str, make_twins: TwinsFactory) -> None:
     """GPT-2 has two blocks outside its layers that use the same slot one after the other."""
     model_factory = partial(tiny_model, family, num_layers=6)

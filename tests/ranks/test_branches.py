@@ -229,6 +229,7 @@ def num_lent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lent
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Path, num_lent: list[str]) -> None:
@@ -237,6 +238,7 @@ def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Pa
     assert bool(num_lent) == (name != "none"), "equal batches load everything together"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_accumulated_gradients_of_two_ranks(name: str, max_norm: float, tmp_path: Path) -> None:
@@ -245,6 +247,7 @@ def test_accumulated_gradients_of_two_ranks(name: str, max_norm: float, tmp_path
     check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, case, max_norm)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["alternating", "skipping"])
 def test_three_ranks_agree_and_are_close_to_one_process(name: str, max_norm: float, tmp_path: Path) -> None:
@@ -288,6 +291,7 @@ def test_activations_of_ranks_whose_batches_differ(
     check(stock, run_ranks(2, run))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("evaluating", [(0, 1), (1,)])
 @pytest.mark.parametrize("name", ["alternating", "skipping"])
 def test_ranks_may_evaluate_different_batches_between_steps(

@@ -74,7 +74,7 @@ def test_checkpointed_layers_train_as_one_process(activations: str, tmp_path: Pa
     check_ranks(2, tmp_path, partial(expert_model, "qwen3_moe"), recompute=True, activations=activations)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [pytest.param(3, 3, marks=pytest.mark.slow), (4, 2)])
 def test_ranks_that_kept_their_outputs_serve_a_recomputation(
     num_ranks: int, num_local: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +113,7 @@ def test_bfloat16_experts_train_as_in_one_offloaded_process(tmp_path: Path) -> N
         assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_experts_without_tokens_take_the_step(choice: str, lazy: bool, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> Non
     check_equal(trained, train_stock(make_model, 2))
 
 
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [pytest.param(2, 2, marks=pytest.mark.slow), (2, 1), (4, 2)])
 def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_path: Path) -> None:
     """A token's row goes once to each other rank of the node that owns an expert of it, and once to each other node,
     whose rank passes it on. Results come back for each choice."""

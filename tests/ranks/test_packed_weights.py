@@ -158,6 +158,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", FORMS, ids=["nf4", "plain nf4", "fp4", "int8"])
 def test_two_ranks_train_as_one_process(form: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -286,6 +287,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
 def test_packed_bytes_go_between_nodes(way: dict[str, str], dtype: torch.dtype, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_nothing_is_guessed_if_nothing_can_be_undone(make_twins: TwinsFactory) -
     assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pattern", [[True], [False], [True, False], [False, False, True]])
 @MAX_NORMS
 def test_the_way_of_clipping_may_change_between_steps(

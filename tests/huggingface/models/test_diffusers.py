@@ -96,6 +96,7 @@ def train(kind: str, accelerator: Any) -> tuple[Any, list[float]]:
     return model, losses
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("activations", ["auto", "swap"])
 def test_a_diffusion_transformer_trains_as_in_memory_and_is_saved(kind: str, activations: str, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_several_adapters_train_one_by_one_and_are_saved(tmp_path: Path) -> None
     engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules_to_save", "embeddings", "vera"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_streamed_base_gets_its_adapters_while_it_loads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
