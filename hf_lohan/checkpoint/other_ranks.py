@@ -8,59 +8,26 @@ there.
 
 from __future__ import annotations
 
-import base64
-import itertools
 import json
 import logging
-import operator
 import os
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
-from hf_lohan.checkpoint.resharding import (
-    COPY_BYTES,
-    check_records,
-    facts_of_all,
-    io_engine,
-    journal_of_rank,
-    pieces_of,
-    records_by_rank,
-    refuse_deferred_steps,
-)
 from hf_lohan.checkpoint.seen_stores import (
-    CUT_FROM,
-    CUT_STORES,
-    LOST,
-    OLD,
     Kept,
     SeenStore,
-    aside_of,
-    log_aside,
+    finish_moves,
     lost_commits,
     own_store,
     seen_stores,
-    set_aside,
 )
-from hf_lohan.device import mapped_empty
-from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath
-from hf_lohan.files.directories import make_directory, sync_directory
-from hf_lohan.files.lock import DirectoryLock
-from hf_lohan.model import StoredForm
-from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, one_rank_at_a_time
-from hf_lohan.store import ModelIdentity, RecordSpec, Store, kept_commits
-from hf_lohan.store.commits import ImmediateAgreement
-from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.ranks import Links
+from hf_lohan.store import kept_commits
 from hf_lohan.wording import times
 
 logger = logging.getLogger(__name__)
-
-_TOGETHER_BYTES = 256 << 20
-"""Bytes that one rank copies before all ranks meet again. A rank that waits longer would count as hung."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +62,9 @@ class _Report:
 class OtherRanks:
     """What is left of a run of another number of ranks."""
 
-    state: Literal["nothing", "cuttable", "cut", "lost"]
-    """With `cuttable` all stores of the ranks before are there. With `cut` they have been divided again for this run.
-    With `lost` a part of them is gone, so that only a checkpoint is left."""
+    state: Literal["nothing", "reshardable", "resharded", "lost"]
+    """With `reshardable` all stores of the ranks before are there. With `resharded` they have been divided again for
+    this run. With `lost` a part of them is gone, so that only a checkpoint is left."""
     directories: Sequence[Sequence[str]] = field(repr=False)
     """Each element is one list of the ssd paths, without a rank's folder."""
     num_ranks: int = 0
@@ -134,8 +101,10 @@ def find_other_ranks(
 ) -> OtherRanks:
     """Return what is left of a run with another number of ranks, which is the same on all ranks. ``directories`` are
     all lists of ssd paths at which a rank of this machine may have its store, and ``own_paths`` those of this rank's.
-    Changes nothing. Raises the errors of `kept_commits`, and ValueError if it is not clear which state continues."""
+    Finishes what a killed run has begun to set aside, and changes nothing else. Raises the errors of `finish_moves` and
+    `kept_commits`, and ValueError if it is not clear which state continues."""
     ranks = links.ranks
+    finish_moves(directories, links)
     own = own_store(own_paths, ranks.rank, ranks.num_ranks)
     others = tuple(seen_stores(directories, ranks.rank, ranks.num_ranks))
     report = _Report(own, others, tuple(lost_commits(directories)), launch_id)
@@ -144,7 +113,7 @@ def find_other_ranks(
     if any(seen.damage for of_rank in reports for seen in of_rank.others_seen):
         state = _common([of_rank.committed for of_rank in reports])
         for seen in (seen for seen in others if seen.damage):
-            if state is None or state.cut_from is not None:
+            if state is None or state.resharded_from is not None:
                 kept_commits(seen.directories)  # raises
             logger.warning("a store of %s is ignored: %s", times(seen.num_ranks, "rank"), seen.damage)
         links.barrier("the damaged stores to be read again")
@@ -175,14 +144,14 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
             if seen.num_ranks in numbers and seen.store_id == runs[seen.num_ranks][seen.rank].store_id
         )
 
-    if own is not None and own.cut_from is None:
+    if own is not None and own.resharded_from is None:
         older = tuple(n for n in drafts if max(store.newest for store in runs[n].values()) <= own.number)
         return OtherRanks(
             "nothing", directories, left_over=older, output_dir=own.output_dir, key=own.key, left_stores=seen_of(older)
         )
 
     def found(
-        state: Literal["cuttable", "cut", "lost"], number: int, commit: Kept, why_lost: str = "", **fields: Any
+        state: Literal["reshardable", "resharded", "lost"], number: int, commit: Kept, why_lost: str = "", **fields: Any
     ) -> OtherRanks:
         of_number = runs.get(number, {})
         stores = tuple(store for _, store in sorted(of_number.items()))
@@ -225,24 +194,25 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
         )
 
     where = directories[0][0]
-    if own is not None and not _must_be_copied_again(own, complete.get(own.cut_from or 0)):
-        before, old = complete.get(own.cut_from or 0), runs.get(own.cut_from or 0, {})
+    if own is not None and not _must_be_copied_again(own, complete.get(own.resharded_from or 0)):
+        before, old = complete.get(own.resharded_from or 0), runs.get(own.resharded_from or 0, {})
         newer = [number for number in complete if number not in drafts and complete[number].number > own.number]
         is_copy = before is not None and (before.number, before.step) == (own.number, own.step)
-        if not [n for n in newer if n != own.cut_from] and (is_copy or (before is None and _is_as_cut(own, old))):
-            return found("cut", own.cut_from or 0, own)
-        if newer != [own.cut_from] or not _is_same_run(own, old):
-            others = sorted({*newer, *([own.cut_from] if old and own.cut_from else [])})
+        is_copy = is_copy or (before is None and _is_as_resharded(own, old))
+        if is_copy and not [number for number in newer if number != own.resharded_from]:
+            return found("resharded", own.resharded_from or 0, own)
+        if newer != [own.resharded_from] or not _is_same_run(own, old):
+            others = sorted({*newer, *([own.resharded_from] if old and own.resharded_from else [])})
             raise ValueError(
                 f"{where} holds stores of several runs, and it is not clear which one continues: those of this run's "
-                f"{times(num_ranks, 'rank')} were divided from {times(own.cut_from or 0, 'rank')} at step {own.step}; "
-                f"{'; '.join(map(state_of, others))}. To continue from step {own.step}, move the folders of the others "
-                "to another place; to continue from another state, move the folders of this one, and bring back what "
-                "is missing"
+                f"{times(num_ranks, 'rank')} were divided from {times(own.resharded_from or 0, 'rank')} at step "
+                f"{own.step}; {'; '.join(map(state_of, others))}. To continue from step {own.step}, move the folders "
+                "of the others to another place; to continue from another state, move the folders of this one, and "
+                "bring back what is missing"
             )
     candidates = [number for number in complete if number not in drafts] or [*complete]
     every = [commit for report in reports for commit in report.committed]
-    half_own = [commit for commit in every if commit.is_resumable and commit.cut_from is None]
+    half_own = [commit for commit in every if commit.is_resumable and commit.resharded_from is None]
     own_stores = tuple(report.own_seen for report in reports if report.own_seen is not None and report.own_seen.commits)
     if len(candidates) > 1 or (candidates and half_own and not _is_later(complete, runs, candidates[0], own_stores)):
         numbers = sorted([*candidates, *([num_ranks] if half_own else [])])
@@ -257,9 +227,9 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
     for number in candidates:
         commit = complete[number]
         if commit.is_resumable:
-            is_draft_of = [all(kept.cut_from == number for kept in store.commits) for store in own_stores]
-            own_left = tuple(itertools.compress(own_stores, map(operator.not_, is_draft_of)))
-            return found("cuttable", number, commit, own_left=own_left)
+            copied = tuple((store.store_id, store.newest) for _, store in sorted(runs[number].items()))
+            own_left = tuple(store for store in own_stores if not _is_copy_of(store, number, copied))
+            return found("reshardable", number, commit, own_left=own_left)
         return found("lost", number, commit, "they have no whole step, as with durability: checkpoint")
     broken = [
         (commit.step, number, commit)
@@ -284,19 +254,24 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
     return OtherRanks("nothing", directories)
 
 
-def _is_as_cut(own: Kept, old: Mapping[int, SeenStore]) -> bool:
+def _is_as_resharded(own: Kept, old: Mapping[int, SeenStore]) -> bool:
     """Whether what is visible of the old stores is what was copied, and has no later commits."""
-    if not own.cut_stores:
+    if not own.resharded_stores:
         return all(seen.newest <= own.number for seen in old.values())
-    by_rank = dict(enumerate(own.cut_stores))
+    by_rank = dict(enumerate(own.resharded_stores))
     return all(
         by_rank.get(rank, ("", 0))[0] == seen.store_id and seen.newest <= by_rank[rank][1] for rank, seen in old.items()
     )
 
 
+def _is_copy_of(store: SeenStore, num_ranks: int, copied: tuple[tuple[str, int], ...]) -> bool:
+    """Whether a store has nothing but what was copied from these stores, as they are."""
+    return all(kept.resharded_from == num_ranks and kept.resharded_stores == copied for kept in store.commits)
+
+
 def _is_same_run(own: Kept, old: Mapping[int, SeenStore]) -> bool:
     """Whether these stores were copied, and may have gone on since."""
-    return [seen.store_id for _, seen in sorted(old.items())] == [store_id for store_id, _ in own.cut_stores]
+    return [seen.store_id for _, seen in sorted(old.items())] == [store_id for store_id, _ in own.resharded_stores]
 
 
 def _is_later(
@@ -336,244 +311,10 @@ def _common(commits_by_rank: Sequence[Sequence[Kept]]) -> Kept | None:
 
 def _are_drafts(stores: Iterable[SeenStore]) -> bool:
     """Whether all commits are of stores that were divided again. Stores without a commit have no state."""
-    return all(not seen.damage and all(kept.cut_from is not None for kept in seen.commits) for seen in stores)
+    return all(not seen.damage and all(kept.resharded_from is not None for kept in seen.commits) for seen in stores)
 
 
 def _must_be_copied_again(own: Kept, before: Kept | None) -> bool:
     """Return whether a run has written to the copy ``own`` without a step, so that only the stores ``before`` have the
     step."""
     return before is not None and before.is_resumable and not own.is_resumable
-
-
-def cut_anew(
-    found: OtherRanks,
-    own_paths: Sequence[str],
-    links: Links,
-    form_of: Callable[[Store], StoredForm],
-    launch_id: str | None,
-    capacities: Sequence[int | None] = (),
-) -> None:
-    """Copy the last step of the stores that were ``found`` to new stores of these ranks, in ``own_paths`` on each. The
-    old stores stay as they are. ``capacities`` are those of the paths; None is all free space.
-
-    A rank reads the old stores that it sees. Of the others it gets the records from a rank that sees them. Reads are
-    verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, and ValueError if this
-    version cannot cut the stores.
-    """
-    with ExitStack() as stack:
-        io = io_engine()
-        stack.callback(io.close)
-        old = _describe(found, links, io, form_of)
-        if found.own_left:
-            mine = [seen for seen in found.own_left if seen.seen_by == links.ranks.rank]
-            set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], LOST, links)
-        for path in own_paths:
-            make_directory(path)
-            sync_directory(os.path.dirname(os.path.abspath(path)))  # before an old store is moved
-        paths = [StorePath(*of_path) for of_path in zip(own_paths, capacities or [None] * len(own_paths), strict=True)]
-        new = old.shards[links.ranks.rank]
-        with one_rank_at_a_time(links, "the new stores"):  # they may share a drive
-            try:
-                store = Store.create(paths, new, model=old.model, engine=io, num_homes=old.num_homes)
-            except CapacityError as error:
-                raise CapacityError(error.shortfalls, may_delete=aside_of(own_paths)) from error
-            stack.push(store)
-        for writer in range(links.ranks.num_ranks):
-            _copy_shard(found, old, store, writer, links, io)
-        cut_stores = [(seen.store_id, seen.newest) for seen in found.stores]
-        facts = {**facts_of_all(old.facts), CUT_FROM: found.num_ranks, CUT_STORES: cut_stores}
-        facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
-        store.count_commits_from(found.key[1])
-        if len(old.shards) > 1:
-            store.agree_on_commits(ImmediateAgreement(found.key[0] or old.new_group_id))
-        journal = journal_of_rank(old.journals, links.ranks.rank, links.ranks.num_ranks)
-        store.commit(facts, journal, old.log, model_files=old.model_files)
-        links.barrier("the new stores to be committed")
-
-
-@dataclass(frozen=True)
-class _OldRun:
-    """What all ranks must know of the old stores."""
-
-    records: Sequence[tuple[RecordSpec, ...]]
-    """By old rank."""
-    facts: Sequence[Mapping[str, Any]]
-    journals: Sequence[Mapping[str, bytes]]
-    shards: Sequence[tuple[RecordSpec, ...]]
-    """The records of each rank of this run."""
-    model: ModelIdentity
-    num_homes: int
-    log: bytes
-    model_files: Mapping[str, bytes] | None
-    new_group_id: str
-
-
-def _describe(found: OtherRanks, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> _OldRun:
-    described = {}
-    for seen in found.stores:
-        if seen.seen_by == links.ranks.rank:
-            with _opened(seen.directories, found.key, io) as store:
-                described[seen.rank] = _description(store)
-                if seen.rank == 0:
-                    numbers = found.num_ranks, links.ranks.num_ranks
-                    described[0] |= _description_of_run(store, *(records_by_rank(form_of(store), n) for n in numbers))
-    packed = links.all_gather("what the old stores hold", json.dumps(described).encode())
-    by_rank = {int(rank): content for of_rank in packed for rank, content in json.loads(of_rank).items()}
-    first, every = by_rank[0], [by_rank[rank] for rank in range(found.num_ranks)]
-    records, journals = [_records(own["records"]) for own in every], [_decoded(own["journal"]) for own in every]
-    check_records([_records(shard) for shard in first["old_shards"]], records, [s.directories[0] for s in found.stores])
-    refuse_deferred_steps(journals, found.stores[0].directories[0])
-    return _OldRun(
-        records,
-        [content["facts"] for content in every],
-        journals,
-        [_records(shard) for shard in first["shards"]],
-        ModelIdentity(**first["model"]),
-        first["num_homes"],
-        base64.b64decode(first["log"]),
-        None if first["model_files"] is None else _decoded(first["model_files"]),
-        first["new_group_id"],
-    )
-
-
-def _description(store: Store) -> dict[str, Any]:
-    assert store.committed is not None
-    return {
-        "records": [asdict(record) for record in store.records],
-        "facts": dict(store.committed.facts),
-        "journal": _encoded(store.committed.journal),
-    }
-
-
-def _description_of_run(
-    store: Store, old_shards: Sequence[Sequence[RecordSpec]], shards: Sequence[Sequence[RecordSpec]]
-) -> dict[str, Any]:
-    files = store.model_files
-    return {
-        "old_shards": [[asdict(record) for record in shard] for shard in old_shards],
-        "shards": [[asdict(record) for record in shard] for shard in shards],
-        "model": store.model.to_json(),
-        "num_homes": store.num_homes,
-        "log": base64.b64encode(store.log).decode(),
-        "model_files": None if files is None else _encoded(files),
-        "new_group_id": uuid.uuid4().hex,
-    }
-
-
-def _records(shard: Sequence[Mapping[str, Any]]) -> tuple[RecordSpec, ...]:
-    return tuple(RecordSpec(**fields) for fields in shard)
-
-
-def _encoded(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: base64.b64encode(content).decode() for name, content in files.items()}
-
-
-def _decoded(files: Mapping[str, str]) -> dict[str, bytes]:
-    return {name: base64.b64decode(content) for name, content in files.items()}
-
-
-def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> Store:
-    """Open an old store at its commit ``key``, to read it."""
-    store = Store.open([StorePath(path) for path in directories], model=None, engine=io)
-    try:
-        kept = [commit for commit in store.kept_commits if (commit.group_id, commit.number) == key]
-        if not kept:
-            advice = "start again when no other run uses the store"
-            raise StorageError("another step was committed meanwhile in", path=directories[0], advice=advice)
-        store.view_commit(kept[0])
-    except BaseException:
-        store.close()
-        raise
-    return store
-
-
-def _copy_shard(found: OtherRanks, old: _OldRun, new: Store, writer: int, links: Links, io: IoEngine) -> None:
-    """Copy the new shard of rank ``writer``. ``new`` is this rank's own store."""
-    me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
-    reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in found.stores}
-    received = _Received(links, memory)
-    copied_bytes = 0
-    with ExitStack() as stack:
-        stores: dict[int, Store] = {}
-        for piece in pieces_of(old.shards[writer], old.records):
-            if piece.source is None:
-                raise StorageError(
-                    f"no element {piece.start} of {piece.kind} of {piece.block} is in",
-                    path=found.stores[0].directories[0],
-                    advice="resume from a checkpoint",
-                )
-            reader, content = reader_of[piece.source], piece.in_memory(memory)
-            copied_bytes += content.nbytes
-            if reader != writer or copied_bytes >= _TOGETHER_BYTES:
-                copied_bytes = 0
-                links.barrier("the stores to be divided again")  # the writer has written what it got before
-            if me == reader:
-                if piece.source not in stores:
-                    folders = found.visible[me, piece.source]
-                    stores[piece.source] = stack.enter_context(_opened(folders, found.key, io))
-                stores[piece.source].read(piece.block, piece.kind, piece.start, content).wait()
-                if me != writer:
-                    links.send(writer, Kind.STORE_PIECE, payload=content, channel=Channel.WEIGHTS)
-            elif me == writer:
-                received.wait_for(reader, content)
-            if me == writer:
-                new.write(piece.block, piece.kind, piece.start, content).wait()
-    links.barrier("a new store to be copied")
-
-
-class _Received:
-    """Receives pieces of other ranks' old stores into ``memory``."""
-
-    def __init__(self, links: Links, memory: Tensor) -> None:
-        self._links = links
-        self._memory = memory
-        self._num_bytes = 0
-        links.set_handler(Kind.STORE_PIECE, self._on_piece)
-
-    def wait_for(self, reader: int, content: Tensor) -> None:
-        """Wait until ``content``, the beginning of the memory, has come from rank ``reader``."""
-        what = "its piece of an old store"
-        self._links.wait_for(lambda: self._num_bytes == content.nbytes, what, peers=[reader])
-        self._num_bytes = 0
-
-    def _on_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        assert payload is not None
-        num_bytes = payload.num_bytes
-        payload.read_into(self._memory[:num_bytes])
-        with self._links.lock:
-            self._num_bytes = num_bytes
-            self._links.notify()
-
-
-def set_left_over_aside(found: OtherRanks, own_paths: Sequence[str], links: Links, *, is_open: bool) -> None:
-    """Set aside the stores of other numbers of ranks of which this run has a copy or a later step. All ranks have
-    committed their own stores before. ``is_open``: this process has opened its own store in ``own_paths``, and so holds
-    its locks. Raises `StoreInUseError` and `StorageError`."""
-    if not found.left_over:
-        return
-    with ExitStack() as locks:
-        for path in () if is_open else own_paths:
-            locks.callback(DirectoryLock(path).close)
-        own = own_store(own_paths, links.ranks.rank, links.ranks.num_ranks)
-        number = (
-            0 if own is None else max((kept.number for kept in own.commits if kept.key[1] == found.key[1]), default=0)
-        )
-        for of_rank in links.all_gather("its own new store", str(number).encode()):
-            if int(of_rank) != found.key[1]:
-                raise StorageError(
-                    f"a rank no longer has step {found.step} in the stores of", path=own_paths[0], advice="start again"
-                )
-        mine = [seen for seen in found.left_stores if seen.seen_by == links.ranks.rank]
-        log_aside(
-            set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], OLD, links), links.ranks.num_ranks
-        )
-
-
-def set_lost_aside(found: OtherRanks, links: Links) -> None:
-    """Rename what is left of stores of which a part is gone, so that this run can make its own. Raises
-    `StoreInUseError` and `StorageError`."""
-    number = found.num_ranks
-    folders = [
-        [rank_folder(path, rank, number) for path in paths] for paths in found.directories for rank in range(number)
-    ]
-    set_aside([(None, number, of_store) for of_store in folders], LOST, links)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.checkpoint.seen_stores import CUT_FROM, CUT_STORES
+from hf_lohan.checkpoint.seen_stores import RESHARDED_FROM, RESHARDED_STORES
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.files.directories import make_folders
@@ -174,7 +174,7 @@ def records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec, 
 def check_records(
     expected: Sequence[Sequence[RecordSpec]], found: Sequence[Sequence[RecordSpec]], folders: Sequence[str]
 ) -> None:
-    """Raise ValueError unless this version would cut the model into the same records as the stores have."""
+    """Raise ValueError unless this version would divide the model into the same records as the stores have."""
     for of_version, of_store, folder in zip(expected, found, folders, strict=True):
         if tuple(of_version) != tuple(of_store):
             raise ValueError(
@@ -230,7 +230,7 @@ class Piece:
 
 
 def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpec]]) -> Iterator[Piece]:
-    """Cut records into pieces of at most `COPY_BYTES`, each within one of the ``shards``."""
+    """Divide records into pieces of at most `COPY_BYTES`, each within one of the ``shards``."""
     by_name: dict[tuple[str, str], list[tuple[int, RecordSpec]]] = {}
     for number, shard in enumerate(shards):
         for part in shard:
@@ -255,7 +255,7 @@ def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpe
 
 def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit]) -> None:
     facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
-    for name in (CUT_FROM, CUT_STORES):  # a run would take the new stores for a draft
+    for name in (RESHARDED_FROM, RESHARDED_STORES):  # a run would take the new stores for a draft
         facts.pop(name, None)
     group_id = commits[0].group_id or uuid.uuid4().hex
     for rank, store in enumerate(new):

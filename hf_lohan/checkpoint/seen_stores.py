@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
 import os
 import re
+import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hf_lohan.checkpoint.resume_point import is_resumable
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.files.directories import make_directory, sync_directory
-from hf_lohan.files.durable_file import read_whole, replace_durably
+from hf_lohan.files.durable_file import read_whole, remove_durably, replace_durably
 from hf_lohan.files.lock import LOCK_NAME, DirectoryLock
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.store import Commit, kept_commits
 from hf_lohan.store.commits import read_commit
 from hf_lohan.store.manifest import MANIFEST_NAME, read_manifest
@@ -27,9 +29,10 @@ from hf_lohan.wording import exact_bytes, times
 
 logger = logging.getLogger(__name__)
 
-CUT_FROM = "cut_from"
-"""Name of a fact in the commit of a store that was divided again: the number of ranks before."""
-CUT_STORES = "cut_from_stores"
+RESHARDED_FROM = "cut_from"
+"""Name of a fact in the commit of a store that was divided again, as in the first version: the number of ranks
+before."""
+RESHARDED_STORES = "cut_from_stores"
 """Name of a fact beside it: for each old rank, the id of its store and the number of its newest commit."""
 OLD = "old-store-of"
 """Begin of the name of a folder with complete stores that a run has divided again."""
@@ -37,6 +40,9 @@ LOST = "lost-store-of"
 """Begin of the name of a folder with what is left of stores of which a part is gone."""
 _LOST_FOLDER = re.compile(rf"{LOST}-\d+(-\d+)?")
 _OLD_FOLDER = re.compile(rf"{OLD}-\d+(-\d+)?")
+_ASIDE_FOLDER = re.compile(rf"({OLD}|{LOST})-\d+(-\d+)?")
+_NOTE = re.compile(r"moving-(store|rank-\d+-of-\d+)\.json")
+"""Name of a file beside a store that is being set aside, until all stores of its move are."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,9 @@ class Kept:
     number: int
     step: int
     is_resumable: bool
-    cut_from: int | None
+    resharded_from: int | None
     """The number of ranks before, if the store was divided again and has no own step yet."""
-    cut_stores: tuple[tuple[str, int], ...]
+    resharded_stores: tuple[tuple[str, int], ...]
     launch_id: str | None
     last_checkpoint: str | None
     output_dir: str
@@ -57,14 +63,16 @@ class Kept:
     @classmethod
     def of(cls, commit: Commit, num_ranks: int) -> Kept:
         facts, step = commit.facts, commit.facts.get("global_step")
-        cut_from = facts.get(CUT_FROM)
+        resharded_from = facts.get(RESHARDED_FROM)
         return cls(
             commit.group_id,
             commit.number,
             step if type(step) is int else 0,
             is_resumable(commit),
-            None if cut_from == num_ranks else cut_from,  # as an older version of `lohan reshard` may copy it
-            tuple((str(store_id), int(number)) for store_id, number in facts.get(CUT_STORES, ())),
+            None
+            if resharded_from == num_ranks
+            else resharded_from,  # as an older version of `lohan reshard` may copy it
+            tuple((str(store_id), int(number)) for store_id, number in facts.get(RESHARDED_STORES, ())),
             facts.get("launch_id"),
             facts.get("last_checkpoint"),
             str(facts.get("output_dir")),
@@ -72,7 +80,12 @@ class Kept:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Kept:
-        return cls(**{**fields, "cut_stores": tuple((store_id, number) for store_id, number in fields["cut_stores"])})
+        return cls(
+            **{
+                **fields,
+                "resharded_stores": tuple((store_id, number) for store_id, number in fields["resharded_stores"]),
+            }
+        )
 
     @property
     def key(self) -> tuple[str, int]:
@@ -127,22 +140,28 @@ def own_store(folders: Sequence[str], rank: int, num_ranks: int) -> SeenStore | 
 
 
 def seen_stores(directories: Sequence[Sequence[str]], seen_by: int, own_num_ranks: int) -> Iterator[SeenStore]:
-    """Yield the stores of other numbers of ranks that a rank sees."""
+    """Yield the stores of other numbers of ranks of which a rank sees a part."""
     for paths in directories:
-        for num_ranks, stores in stores_under(paths[0]).items():
-            for rank, _ in stores if num_ranks != own_num_ranks else ():
-                folders = tuple(rank_folder(path, rank, num_ranks) for path in paths)
-                store_id = created = fingerprint = damage = ""
-                commits: tuple[Kept, ...] = ()
-                try:
-                    manifest = read_manifest(folders[0])
-                    if manifest is None:  # a run has removed or moved it just now
-                        continue
-                    store_id, created, fingerprint = manifest.store_id, manifest.created, manifest.model.fingerprint
-                    commits = tuple(Kept.of(commit, num_ranks) for commit in kept_commits(folders))
-                except (StorageError, ForeignStoreError) as error:
-                    damage = str(error)
-                yield SeenStore(seen_by, num_ranks, rank, folders, store_id, created, fingerprint, commits, damage)
+        parts = {
+            (num_ranks, rank)
+            for path in paths
+            for num_ranks, stores in stores_under(path).items()
+            for rank, _ in stores
+            if num_ranks != own_num_ranks
+        }
+        for num_ranks, rank in sorted(parts):
+            folders = tuple(rank_folder(path, rank, num_ranks) for path in paths)
+            store_id = created = fingerprint = damage = ""
+            commits: tuple[Kept, ...] = ()
+            try:
+                manifest = next(filter(None, map(read_manifest, folders)), None)
+                if manifest is None:  # a run has removed or moved it just now
+                    continue
+                store_id, created, fingerprint = manifest.store_id, manifest.created, manifest.model.fingerprint
+                commits = tuple(Kept.of(commit, num_ranks) for commit in kept_commits(folders))
+            except (StorageError, ForeignStoreError) as error:
+                damage = str(error)
+            yield SeenStore(seen_by, num_ranks, rank, folders, store_id, created, fingerprint, commits, damage)
 
 
 def lost_commits(directories: Sequence[Sequence[str]]) -> Iterator[Kept]:
@@ -160,12 +179,13 @@ def lost_commits(directories: Sequence[Sequence[str]]) -> Iterator[Kept]:
 
 
 def set_aside(stores: Sequence[tuple[SeenStore | None, int, Sequence[str]]], prefix: str, links: Links) -> list[str]:
-    """Move stores to folders ``<prefix>-<number of ranks>`` beside them, and return these. All ranks call this
-    together.
+    """Move stores to new folders ``<prefix>-<number of ranks>`` beside them, with a counter if some exist, and return
+    these. All ranks call this together.
 
     ``stores`` are those that this rank sees: the store as it was reported (None: there is no report), its number of
-    ranks, and its folders. All ranks hold the locks of all folders before the first one is moved. A reported store that
-    has changed meanwhile is left alone. Raises `StoreInUseError` and `StorageError`.
+    ranks, and its folders. All ranks hold the locks of all folders, and have noted what they move, before the first one
+    is moved, so that `finish_moves` can finish it. A reported store that has changed meanwhile is left alone. Raises
+    `StoreInUseError` and `StorageError`.
     """
     taken: set[str] = set()
     with ExitStack() as locks:
@@ -184,9 +204,155 @@ def set_aside(stores: Sequence[tuple[SeenStore | None, int, Sequence[str]]], pre
                     )
             for of_rank in links.all_gather("the old stores that each rank locks", json.dumps(locked).encode()):
                 taken |= {*json.loads(of_rank)}
-        targets = [_moved(folder, num_ranks, prefix) for num_ranks, folders in mine for folder in folders]
+        beside = {shared_directory(folder) for _, folders in mine for folder in folders}
+        proposal = [uuid.uuid4().hex, [name for folder in beside for name in _used_names(folder)]]
+        proposals = [
+            json.loads(of_rank)
+            for of_rank in links.all_gather("the folders beside the old stores", json.dumps(proposal).encode())
+        ]
+        used, move_id = {name for _, names in proposals for name in names}, str(proposals[0][0])
+        moves = [
+            _Move(os.path.join(shared_directory(folder), _unused(f"{prefix}-{num_ranks}", used)), folder, move_id)
+            for num_ranks, folders in mine
+            for folder in folders
+        ]
+        for move in moves:
+            move.note()
+        links.barrier("the moves of the old stores to be noted")
+        for move in moves:
+            move.finish()
         links.barrier("the old stores to be set aside")
-    return list(dict.fromkeys(targets))
+        for move in moves:
+            move.forget()
+    return list(dict.fromkeys(move.target for move in moves))
+
+
+def _used_names(directory: str) -> list[str]:
+    """Return the names of what is in the directory, without the empty folders that a killed run has left."""
+    return [
+        entry.name
+        for entry in os.scandir(directory)
+        if not entry.is_dir() or any(not name.endswith(".new") for name in os.listdir(entry.path))
+    ]
+
+
+def _unused(wanted: str, used: Set[str]) -> str:
+    return next(
+        name for number in itertools.count(1) if (name := wanted if number == 1 else f"{wanted}-{number}") not in used
+    )
+
+
+def finish_moves(directories: Sequence[Sequence[str]], links: Links) -> None:
+    """Finish what a killed run has begun to set aside below these directories, on all ssd paths, or drop it if no store
+    has been moved. All ranks call this together, first of all. Raises `StoreInUseError` and `StorageError`."""
+    paths = sorted({os.path.abspath(path) for of_store in directories for path in of_store})
+    begun = [(move.move_id, move.has_begun) for path in paths for move in _noted_moves(path)]
+    packed = links.all_gather("the moves that a killed run has begun", json.dumps(begun).encode())
+    every = [(str(move_id), has_begun) for of_rank in packed for move_id, has_begun in json.loads(of_rank)]
+    if not every:
+        return
+    has_begun = {move_id for move_id, has_begun in every if has_begun}  # notes are complete on all paths
+    with one_rank_at_a_time(links, "a move that a killed run has begun"):
+        for move in (move for path in paths for move in _noted_moves(path)):
+            if move.move_id in has_begun and move.is_unfinished:
+                lock = DirectoryLock(move.folder)
+                try:
+                    if move.is_unfinished:
+                        move.finish()
+                        logger.warning(
+                            "a run that was killed had begun to move the store in %s, and the rest of it is now in %s",
+                            move.folder,
+                            move.target,
+                        )
+                finally:
+                    lock.close()
+            move.forget()
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The move of one path's part of a store."""
+
+    target: str
+    """The folder in which a single rank's files, or the folder of one of several ranks, are afterwards."""
+    folder: str
+    move_id: str
+    """The same for all stores and paths that are moved together."""
+    digest: str | None = None
+    """Of the manifest, in a move that was noted before."""
+
+    @property
+    def _name(self) -> str:
+        """The folder's name in the target; "" for a single rank's files."""
+        return os.path.basename(self.folder) if shared_directory(self.folder) != self.folder else ""
+
+    @property
+    def _note(self) -> str:
+        return os.path.join(self.target, f"moving-{self._name or 'store'}.json")
+
+    def note(self) -> None:
+        """Note durably what will be moved."""
+        content = {"move": self.move_id, "manifest": _digest_of_manifest(self.folder)}
+        try:
+            make_directory(self.target)
+            sync_directory(os.path.dirname(self.target))
+        except OSError as error:
+            raise self._failure(error) from error
+        replace_durably(self._note, json.dumps(content).encode())
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the noted part is still, or partly, in its place. Its manifest is moved last."""
+        return bool(names_in(self.folder)) and _digest_of_manifest(self.folder) == self.digest
+
+    @property
+    def has_begun(self) -> bool:
+        return not self.is_unfinished or (not self._name and bool(names_in(self.target)))
+
+    def finish(self) -> None:
+        try:
+            if self._name:
+                os.rename(self.folder, os.path.join(self.target, self._name))
+            else:
+                for file in sorted(names_in(self.folder), key=lambda name: name == MANIFEST_NAME):
+                    if file == MANIFEST_NAME:
+                        sync_directory(self.target)
+                    os.rename(os.path.join(self.folder, file), os.path.join(self.target, file))
+            sync_directory(self.target)
+            sync_directory(os.path.dirname(self.target))
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def forget(self) -> None:
+        """Remove the note, and the target if it is empty."""
+        remove_durably(self._note)
+        with suppress(OSError):
+            os.rmdir(self.target)
+
+    def _failure(self, error: OSError) -> StorageError:
+        if isinstance(error, StorageError):
+            return error
+        advice = "check that its directory is writable"
+        return StorageError("cannot rename", path=self.folder, errno=error.errno, advice=advice)
+
+
+def _noted_moves(directory: str) -> Iterator[_Move]:
+    for name in sorted(filter(_ASIDE_FOLDER.fullmatch, os.listdir(directory) if os.path.isdir(directory) else [])):
+        target = os.path.join(directory, name)
+        for note in sorted(filter(_NOTE.fullmatch, os.listdir(target))):
+            with suppress(FileNotFoundError):  # another rank has just removed it
+                fields = json.loads(read_whole(os.path.join(target, note)))
+                match = _NOTE.fullmatch(note)
+                assert match is not None, "it was filtered"
+                folder = directory if match[1] == "store" else os.path.join(directory, match[1])
+                yield _Move(target, folder, str(fields["move"]), str(fields["manifest"]))
+
+
+def _digest_of_manifest(folder: str) -> str:
+    try:
+        return hashlib.sha256(read_whole(os.path.join(folder, MANIFEST_NAME))).hexdigest()
+    except FileNotFoundError:
+        return ""
 
 
 def log_aside(folders: Sequence[str], num_ranks: int) -> None:
@@ -237,59 +403,3 @@ def _identity(folder: str) -> str:
     except OSError:
         return ""
     return f"{os.path.realpath(folder)} {status.st_ino} {status.st_mtime_ns}"
-
-
-def _moved(folder: str, num_ranks: int, prefix: str) -> str:
-    """Move the files of a store to a folder of the same name below a new folder, durably, and return that."""
-    directory = shared_directory(folder)
-    name = "" if folder == directory else os.path.basename(folder)
-    target = _target(directory, name, f"{prefix}-{num_ranks}")
-    try:
-        make_directory(target)
-        if name:
-            os.rename(folder, os.path.join(target, name))
-        else:
-            _move_files(directory, target)
-        sync_directory(target)
-        sync_directory(directory)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        advice = "check that its directory is writable"
-        raise StorageError("cannot rename", path=folder, errno=error.errno, advice=advice) from error
-    return target
-
-
-def _move_files(directory: str, target: str) -> None:
-    """Move the files of a single rank's store. Its manifest is last, so a killed move leaves a store that is not taken
-    for one without state. The target gets a copy of the manifest first, so that the next run goes on with this move."""
-    names = [file for file in reversed(names_in(directory)) if file != MANIFEST_NAME]
-    source, copy = os.path.join(directory, MANIFEST_NAME), os.path.join(target, MANIFEST_NAME)
-    has_manifest = os.path.lexists(source)
-    if has_manifest:
-        replace_durably(copy, read_whole(source))
-    for file in names:
-        os.rename(os.path.join(directory, file), os.path.join(target, file))
-    sync_directory(target)
-    if has_manifest:
-        os.rename(source, copy)
-
-
-def _target(directory: str, name: str, wanted: str) -> str:
-    for number in itertools.count(1):
-        target = os.path.join(directory, wanted if number == 1 else f"{wanted}-{number}")
-        if not os.path.lexists(os.path.join(target, name) if name else target):
-            return target
-        if not name and _is_begun(directory, target):
-            return target
-    raise AssertionError("the numbers do not end")
-
-
-def _is_begun(directory: str, target: str) -> bool:
-    """Whether a killed run has moved a part of the store in ``directory`` to ``target``, or has only made that."""
-    if os.path.isdir(target) and not names_in(target):
-        return True
-    manifests = [read_manifest(folder) for folder in (directory, target) if os.path.isdir(folder)]
-    ids = {None if manifest is None else (manifest.store_id, manifest.path_index) for manifest in manifests}
-    both = {*names_in(directory)} & {*names_in(target)}
-    return len(manifests) == 2 and len(ids) == 1 and None not in ids and both == {MANIFEST_NAME}

@@ -42,6 +42,7 @@ from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_same_layers
 from hf_lohan.record import LoopRecord, record_folder
+from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 
 logger = logging.getLogger(__name__)
 
@@ -298,6 +299,10 @@ class Accelerator(OffloadAwareAccelerator):
             )
         if models_engine is not None:
             check_streamed(models_engine, bf16=self._computes_in_bfloat16, moment_dtype="float32")
+            refuse_other_ranks(
+                [shared_directory(path.path) for path in models_engine.tiers.store.paths],
+                models_engine.links.ranks.num_ranks,
+            )
         return models_engine or self._offload(model, rules)
 
     @property

@@ -179,11 +179,14 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: parameter.dtype for name, parameter in model.named_parameters()}
 
 
-def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
+def open_tiers_or_take_over(
+    layout: OffloadLayout, config: OffloadConfig, device: Device, *, is_beside_others: bool = False
+) -> Tiers:
     """Open the tiers and set up threads and memory. If an engine in this process (such as that of an earlier Trainer in
-    a notebook) has the store open for the same model, close it first."""
+    a notebook) has the store open for the same model, close it first. ``is_beside_others``: whether stores of another
+    number of ranks may be there, which this run may continue."""
     assert isinstance(config.cpu_threads, int)
-    check_layout(layout, config, links_to_other_ranks())
+    check_layout(layout, config, links_to_other_ranks(), is_beside_others=is_beside_others)
     if layout.model_blocks.experts and config.chunked_layers not in (False, "auto"):
         raise ValueError(
             f"chunked_layers: {config.chunked_layers} would load each expert again for every chunk, because experts "

@@ -5,6 +5,7 @@ The checks run before anything is written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -20,17 +21,22 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import GenerationMixin, TrainingArguments
 
-from hf_lohan.checkpoint.other_ranks import OtherRanks, cut_anew, find_other_ranks, set_lost_aside
+from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
+from hf_lohan.checkpoint.reshard_together import reshard_together, set_lost_aside, set_own_left_aside
+from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
 from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files.directories import make_directory
+from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
+from hf_lohan.store import Store
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
+from hf_lohan.store.store_folders import remove_store
 from hf_lohan.wording import times
 
 logger = logging.getLogger(__name__)
@@ -210,9 +216,12 @@ def other_ranks_of(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Li
     return find_other_ranks(directories, own_paths, links, launch_id())
 
 
-def cut_stores_anew(found: OtherRanks, own: Sequence[SsdPath], links: Links) -> None:
+def reshard_for_these_ranks(
+    found: OtherRanks, own: Sequence[SsdPath], links: Links, opened: Store | None = None
+) -> None:
     """Copy the last step of a run with another number of ranks to new stores of these ranks, in their ``own`` paths,
-    and log it. The old stores stay. All ranks call this together. Raises the errors of `cut_anew`."""
+    and log it. The old stores stay. ``opened`` is this rank's own store, if a model was streamed to it. All ranks call
+    this together. Raises the errors of `reshard_together`."""
     from hf_lohan.huggingface.models.export import described_model  # imports this module
 
     log_once(
@@ -222,21 +231,33 @@ def cut_stores_anew(found: OtherRanks, own: Sequence[SsdPath], links: Links) -> 
     )
     capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in own]
     paths = [ssd.path for ssd in own]
-    cut_anew(found, paths, links, lambda store: described_model(store)[1], launch_id(), capacities)
+    reshard_together(found, paths, links, lambda store: described_model(store)[1], launch_id(), capacities, opened)
 
 
-def prepare_stores(paths: Sequence[SsdPath], layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
-    """Cut the stores of another number of ranks anew before a model is streamed to the store, if they have the last
-    step of this model. The old stores stay until `train` resumes from that step. All ranks call this together."""
+def may_continue_other_ranks(
+    paths: Sequence[SsdPath], layout: OffloadLayout, config: OffloadConfig, links: Links
+) -> bool:
+    """Return whether there are stores of this model by another number of ranks, so that a model that is streamed from a
+    path gets an empty store beside them. `train` decides whether its run continues them. All ranks call this
+    together."""
     assert config.ssd != "auto"
     own_paths = [ssd.path for ssd in config.ssd]
     found = other_ranks_of(paths, own_paths, links)
     if found.fingerprint not in ("", layout.identity.fingerprint):
-        return
-    if found.state == "cuttable":
-        cut_stores_anew(found, config.ssd, links)
-    elif found.state == "lost" and found.is_of_launch:
+        return False
+    if found.state == "lost" and found.is_of_launch:
         set_lost_aside(found, links)
+        return False
+    if found.state == "reshardable":
+        set_own_left_aside(found, links)
+        own = own_store(own_paths, links.ranks.rank, links.ranks.num_ranks)
+        with contextlib.ExitStack() as locks:
+            if own is not None and own.commits:  # a copy of the stores that are there, which `train` makes again
+                for path in own_paths:
+                    locks.callback(DirectoryLock(path).close)
+                remove_store(own_paths)
+        links.barrier("the copies of the old stores to be removed")
+    return found.state in ("reshardable", "lost") and found.num_ranks != links.ranks.num_ranks
 
 
 def log_once(links: Links, sentence: str) -> None:
@@ -245,15 +266,15 @@ def log_once(links: Links, sentence: str) -> None:
         logger.warning(sentence)
 
 
-def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
-    """Raise ValueError if several ranks cannot train the model, or if the store is for another number of ranks. All
-    ranks call this together. Creates the directories in which each rank makes its own."""
+def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links, *, is_beside_others: bool = False) -> None:
+    """Raise ValueError if several ranks cannot train the model, or, unless ``is_beside_others``, if the store is for
+    another number of ranks. All ranks call this together. Creates the directories in which each rank makes its own."""
     num_ranks = links.ranks.num_ranks
     check_sequence_ranks(config.sequence_ranks, links.ranks)
     check_rules(layout.blocks, num_ranks, config.sequence_ranks)
     assert config.ssd != "auto"
-    for ssd in config.ssd:
-        refuse_other_ranks(shared_directory(ssd.path), num_ranks)
+    if not is_beside_others:
+        refuse_other_ranks([shared_directory(ssd.path) for ssd in config.ssd], num_ranks)
     if num_ranks > 1:
         for ssd in config.ssd:
             make_directory(shared_directory(ssd.path))

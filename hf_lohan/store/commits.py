@@ -217,16 +217,20 @@ class CommitSequence:
         self._is_agreed = True
         """Whether all ranks have the last commit, so that no rank returns to the commit before it."""
         self._is_read_only = False
+        self._group_id: str | None = None
+        """Replaces that of the agreement, if this store continues other stores."""
 
     def set_agreement(self, agreement: Agreement) -> None:
         """Commit together with other ranks from now on. The previous commit then stays until all ranks have the new
         one."""
         self._agreement, self._is_agreed = agreement, not agreement.keeps_previous
+        self._group_id = None
 
-    def count_from(self, number: int) -> None:
-        """Give the first commit this number."""
+    def count_from(self, number: int, group_id: str | None = None) -> None:
+        """Give the first commit this number, and the group of ranks ``group_id`` if it is given."""
         assert self.last is None and number > 0, "a commit already exists"
         self._none = replace(self._none, number=number - 1)
+        self._group_id = group_id
 
     def _wait_for_all(self) -> None:
         if not self._is_agreed:
@@ -317,7 +321,7 @@ class CommitSequence:
             zlib.crc32(log_lines, crc32),
             model_folder=last.model_folder,
             model_files=last.model_files,
-            group_id=self._agreement.group_id,
+            group_id=self._agreement.group_id if self._group_id is None else self._group_id,
             layout_id=last.layout_id,
         )
         if model_files is not None:

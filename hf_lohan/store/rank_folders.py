@@ -97,16 +97,20 @@ def _folders_under(directory: str) -> Iterator[tuple[int, int, str]]:
             yield int(match[1]), int(match[2]), os.path.join(directory, name)
 
 
-def refuse_other_ranks(directory: str, num_ranks: int) -> None:
-    """Raise `ForeignStoreError` if the directory has stores of another number of ranks, and none of this number."""
-    stores = stores_under(directory)
-    others = sorted(stores.keys() - {num_ranks})
-    if others and num_ranks not in stores:
-        raise ForeignStoreError(
-            f"{directory} holds the store of a run with {times(others[-1], 'rank')}, and this run has "
-            f'{times(num_ranks, "rank")}; continue from it with resume_from_checkpoint="last_step", convert it with '
-            "lohan reshard, choose another directory, or delete the store if its state is no longer needed"
-        )
+def refuse_other_ranks(directories: Sequence[str], num_ranks: int) -> None:
+    """Raise `ForeignStoreError` if the directories, one for each ssd path, have stores of another number of ranks, and
+    no commit of this number."""
+    found = [(directory, stores_under(directory)) for directory in directories]
+    own = [folder for _, stores in found for _, folder in stores.get(num_ranks, ())]
+    if any(os.path.exists(os.path.join(folder, COMMIT_NAME)) for folder in own):
+        return
+    for directory, stores in found:
+        if others := sorted(stores.keys() - {num_ranks}):
+            raise ForeignStoreError(
+                f"{directory} holds the store of a run with {times(others[-1], 'rank')}, and this run has "
+                f"{times(num_ranks, 'rank')}; continue from it with resume_from_checkpoint=True, convert it with lohan "
+                "reshard, choose another directory, or delete the store if its state is no longer needed"
+            )
 
 
 def refuse_other_parts(stores: Sequence[Store]) -> None:

@@ -243,9 +243,10 @@ class Store(RecordFiles):
         if self.num_homes > 1:
             self._commits.set_agreement(agreement)
 
-    def count_commits_from(self, number: int) -> None:
-        """Give the first commit the number ``number`` instead of 1, to continue the count of other stores."""
-        self._commits.count_from(number)
+    def count_commits_from(self, number: int, group_id: str | None = None) -> None:
+        """Give the first commit the number ``number`` instead of 1, to continue the count of other stores. With
+        ``group_id`` the commits get this group of ranks instead of that of the agreement."""
+        self._commits.count_from(number, group_id)
 
     def restore_commit(self, commit: Commit | None) -> None:
         """Return to ``commit``, one of `kept_commits`, and forget later ones. With None the store has no commit

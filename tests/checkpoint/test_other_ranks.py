@@ -1,5 +1,5 @@
-"""A run continues with another number of ranks. Its stores are divided as by `lohan reshard`, and a killed cut loses
-nothing."""
+"""A run continues with another number of ranks. Its stores are divided as by `lohan reshard`, and a run that is killed
+meanwhile loses nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from short_runs import train_until
 
 import hf_lohan
 import hf_lohan.checkpoint.seen_stores as seen_module
-from hf_lohan.checkpoint.other_ranks import OtherRanks, cut_anew, find_other_ranks, set_left_over_aside
+from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
+from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside
 from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.checkpoint.seen_stores import OLD, aside_of, seen_stores, set_aside
 from hf_lohan.files import CapacityError, CorruptionError, IoEngine, StoreInUseError, StorePath
@@ -63,14 +64,14 @@ def find(links: Links, sees: Sequence[Path], launch: str | None = None) -> tuple
     return find_other_ranks([[str(directory)] for directory in sees], own, links, launch), own
 
 
-def cut(num_ranks: int, sees: Sees, *, sets_aside: bool = True) -> list[Any]:
-    """Cut stores anew on ranks that are threads. Returns what each rank found, and its sent bytes."""
+def reshard_to(num_ranks: int, sees: Sees, *, sets_aside: bool = True) -> list[Any]:
+    """Reshard on ranks that are threads. Returns what each rank found, and its sent bytes."""
 
     def on_rank(links: Links) -> tuple[OtherRanks, int]:
         found, own = find(links, sees(links.ranks.rank))
-        assert found.state in ("cuttable", "cut"), found
-        if found.state == "cuttable":
-            cut_anew(found, own, links, form_of, None)
+        assert found.state in ("reshardable", "resharded"), found
+        if found.state == "reshardable":
+            reshard_together(found, own, links, form_of, None)
         if sets_aside:
             set_left_over_aside(found, own, links, is_open=False)
         return found, links.sent_bytes[Channel.WEIGHTS]
@@ -89,7 +90,7 @@ def content_at(folder: Path) -> tuple[Content, Commit]:
 
 
 def contents(directory: Path, num_ranks: int) -> list[tuple[Content, Any]]:
-    """Return the content of each rank's store, and what its commit says except where it was cut from."""
+    """Return the content of each rank's store, and what its commit says except where it was resharded from."""
     found = []
     for rank in range(num_ranks):
         content, commit = content_at(Path(rank_folder(str(directory), rank, num_ranks)))
@@ -105,12 +106,12 @@ def resharded(run: Path, copy: Path, num_ranks: int) -> list[tuple[Content, Any]
     return contents(copy / STORE, num_ranks)
 
 
-def test_stores_are_cut_as_reshard_does(run: Path, tmp_path: Path) -> None:
+def test_stores_are_divided_as_by_the_command(run: Path, tmp_path: Path) -> None:
     store = run / STORE
     first = contents(store, 1)
     for number, num_ranks in enumerate((2, 3, 1)):
         expected = resharded(run, tmp_path / f"by-hand-{number}", num_ranks)
-        found = cut(num_ranks, lambda rank: [store])
+        found = reshard_to(num_ranks, lambda rank: [store])
         assert {sent for _, sent in found} == {0}, "all ranks see all stores"
         assert contents(store, num_ranks) == expected
         assert [*stores_under(str(store))] == [num_ranks], "the old stores are gone"
@@ -122,19 +123,19 @@ def test_a_machine_gets_the_records_of_stores_that_it_does_not_see(run: Path, tm
     expected = resharded(run, tmp_path / "by-hand", 2)
     drives = [tmp_path / f"drive-{rank}" / "store" for rank in range(3)]
     shutil.copytree(run / STORE, drives[0])
-    found = cut(2, lambda rank: [drives[rank]])
+    found = reshard_to(2, lambda rank: [drives[rank]])
     assert [contents_of_rank(drives[rank], rank, 2) for rank in (0, 1)] == expected
     assert [sent for _, sent in found] == [sum(map(len, expected[1][0].values())), 0]
 
     expected = resharded(run, tmp_path / "three-by-hand", 3)
-    cut(3, lambda rank: [drives[rank]])
+    reshard_to(3, lambda rank: [drives[rank]])
     assert [contents_of_rank(drives[rank], rank, 3) for rank in range(3)] == expected
     assert [[*drive.glob("rank-*-of-*")] for drive in drives] == [
         [drive / f"rank-{rank}-of-3"] for rank, drive in enumerate(drives)
     ]
 
     # One machine with these three drives, which ssd names by {local_rank}.
-    cut(1, lambda rank: drives)
+    reshard_to(1, lambda rank: drives)
     assert contents(drives[0], 1) == contents(run / STORE, 1)
     assert not [folder for drive in drives for folder in drive.glob("rank-*-of-*")]
 
@@ -146,7 +147,7 @@ def test_two_machines_with_different_stores_in_one_folder_are_refused(run: Path,
     train(tmp_path / "other", 3)
     shutil.copytree(tmp_path / "other" / STORE, drives[1], dirs_exist_ok=True)
     with pytest.raises(ValueError, match="holds different stores on the machines of rank 0 and rank 1"):
-        cut(2, lambda rank: [drives[rank]])
+        reshard_to(2, lambda rank: [drives[rank]])
 
 
 def contents_of_rank(directory: Path, rank: int, num_ranks: int) -> tuple[Content, Any]:
@@ -192,28 +193,28 @@ def in_child(action: Callable[[], object], *, dies_at: int | None) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_killed_cut_loses_nothing(num_ranks: int, run: Path, tmp_path: Path) -> None:
+def test_a_killed_reshard_loses_nothing(num_ranks: int, run: Path, tmp_path: Path) -> None:
     """From three ranks to one, which removes folders, and to two."""
-    cut(3, lambda rank: [run / STORE])
+    reshard_to(3, lambda rank: [run / STORE])
     old = contents(run / STORE, 3)
     expected = resharded(run, tmp_path / "by-hand", num_ranks)
     shutil.copytree(run, tmp_path / "counted")
-    num_calls = in_child(lambda: cut(num_ranks, lambda rank: [tmp_path / "counted" / STORE]), dies_at=None)
+    num_calls = in_child(lambda: reshard_to(num_ranks, lambda rank: [tmp_path / "counted" / STORE]), dies_at=None)
     assert num_calls > 50
     states = set()
     calls = [*(num_calls * part // 4 for part in (1, 2, 3)), *(num_calls - left for left in (8, 5, 2))]
     for number, dies_at in enumerate(calls):
         store = tmp_path / f"killed-{number}" / STORE
         shutil.copytree(run, tmp_path / f"killed-{number}")
-        assert not in_child(lambda store=store: cut(num_ranks, lambda rank: [store]), dies_at=dies_at)
-        (found, _), *_ = cut(num_ranks, lambda rank, store=store: [store], sets_aside=False)
+        assert not in_child(lambda store=store: reshard_to(num_ranks, lambda rank: [store]), dies_at=dies_at)
+        (found, _), *_ = reshard_to(num_ranks, lambda rank, store=store: [store], sets_aside=False)
         states.add(found.state)
-        if found.state == "cuttable":
+        if found.state == "reshardable":
             assert contents(store, 3) == old
-        cut(num_ranks, lambda rank, store=store: [store])
+        reshard_to(num_ranks, lambda rank, store=store: [store])
         assert contents(store, num_ranks) == expected and contents(store / "old-store-of-3", 3) == old
         assert [*stores_under(str(store))] == [num_ranks] and (num_ranks == 1) == (not [*store.glob("rank-*")])
-    assert states == {"cuttable", "cut"}
+    assert states == {"reshardable", "resharded"}
 
 
 @pytest.mark.parametrize("num_calls", [5, 9, 11, 13])
@@ -221,12 +222,105 @@ def test_a_killed_move_of_a_single_ranks_store_loses_nothing(num_calls: int, run
     """It moves file by file. The next run goes on with the move."""
     store = run / STORE
     before = contents(store, 1)
-    cut(2, lambda rank: [store], sets_aside=False)
+    reshard_to(2, lambda rank: [store], sets_aside=False)
     assert not in_child(lambda: moved_by_two(store), dies_at=num_calls)
-    (found, _), *_ = cut(2, lambda rank: [store])
-    assert found.state == "cut"
+    (found, _), *_ = reshard_to(2, lambda rank: [store])
+    assert found.state == "resharded"
     assert [*stores_under(str(store))] == [2] and contents(store / "old-store-of-1", 1) == before
     assert not (store / "old-store-of-1-2").exists()
+
+
+@pytest.fixture(scope="module")
+def run_on_two_paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the two ssd paths of a run of one rank."""
+    folder = tmp_path_factory.mktemp("two-paths")
+    train(folder / "run", 3, ssd=[str(folder / "first"), str(folder / "second")])
+    return folder
+
+
+def find_on(paths: Sequence[Path], links: Links) -> tuple[OtherRanks, list[str]]:
+    own = [rank_folder(str(path), links.ranks.rank, links.ranks.num_ranks) for path in paths]
+    return find_other_ranks([[*map(str, paths)]], own, links, None), own
+
+
+def reshard_on(paths: Sequence[Path], num_ranks: int, *, sets_aside: bool = True) -> str:
+    """Reshard stores on several ssd paths, and return what was found."""
+
+    def on_rank(links: Links) -> str:
+        found, own = find_on(paths, links)
+        if found.state == "reshardable":
+            reshard_together(found, own, links, form_of, None)
+        if sets_aside:
+            set_left_over_aside(found, own, links, is_open=False)
+        return found.state
+
+    return run_ranks(num_ranks, on_rank)[0]
+
+
+def contents_on(paths: Sequence[Path], num_ranks: int) -> list[tuple[Content, int]]:
+    engine = IoEngine(2, 1 << 20, 1 << 22)
+    found = []
+    for rank in range(num_ranks):
+        parts = [StorePath(rank_folder(str(path), rank, num_ranks)) for path in paths]
+        with Store.open(parts, model=None, engine=engine) as store:
+            assert store.committed is not None
+            found.append((content_of(store), store.committed.number))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("old_ranks", "num_kills"), [(1, 9), (3, 7), *(pytest.param(n, 200, marks=pytest.mark.slow) for n in (1, 3))]
+)
+def test_a_killed_move_from_two_ssd_paths_is_finished(
+    old_ranks: int, num_kills: int, run_on_two_paths: Path, tmp_path: Path
+) -> None:
+    """It is killed at each call, or at some. Both numbers of ranks can continue, and each store is in one place."""
+
+    def copied(paths: Sequence[Path], name: str) -> list[Path]:
+        return [Path(shutil.copytree(path, tmp_path / name / path.name)) for path in paths]
+
+    drives = copied([run_on_two_paths / name for name in ("first", "second")], "old")
+    if old_ranks > 1:
+        reshard_on(drives, old_ranks)
+    old = contents_on(drives, old_ranks)
+    reshard_on(drives, 2, sets_aside=False)
+    new = contents_on(drives, 2)
+    counted = copied(drives, "counted")
+    num_calls = in_child(lambda: reshard_on(counted, 2), dies_at=None)
+    assert num_calls > 10
+    num_finished = 0
+    calls = [*range(num_calls, 0, -max(1, num_calls // num_kills))]
+    for dies_at in calls:
+        paths = copied(drives, "killed")
+        assert not in_child(lambda paths=paths: reshard_on(paths, 2), dies_at=dies_at)
+        paths_of_old = copied(paths, "old-number")
+        assert reshard_on(paths, 2) in ("resharded", "nothing")
+        asides = [sorted(path.glob(f"old-store-of-{old_ranks}*")) for path in paths]
+        assert [len(of_path) for of_path in asides] == [1, 1], "all parts are in one folder of the same name"
+        assert contents_on(paths, 2) == new and contents_on([folder for (folder,) in asides], old_ranks) == old
+        assert not [*tmp_path.glob("killed/*/old-store-of-*/moving-*")]
+
+        num_finished += (
+            reshard_on(paths_of_old, old_ranks) == "reshardable"
+        )  # the old stores were moved: the new ones count
+        assert contents_on(paths_of_old, old_ranks) == old
+        shutil.rmtree(tmp_path / "killed")
+        shutil.rmtree(tmp_path / "old-number")
+    assert 0 < num_finished < len(calls)
+
+
+def test_each_generation_of_old_stores_has_its_own_folder(run: Path) -> None:
+    """A part of the first one was deleted. It must not be mixed with the second one."""
+    store = run / STORE
+    reshard_to(3, lambda rank: [store])
+    reshard_to(2, lambda rank: [store])
+    shutil.rmtree(store / "old-store-of-3" / "rank-1-of-3")
+    reshard_to(3, lambda rank: [store])
+    second = contents(store, 3)
+    reshard_to(2, lambda rank: [store])
+    assert sorted(path.name for path in (store / "old-store-of-3").iterdir()) == ["rank-0-of-3", "rank-2-of-3"]
+    assert contents(store / "old-store-of-3-2", 3) == second
 
 
 def moved_by_two(store: Path) -> None:
@@ -239,7 +333,7 @@ def test_old_stores_are_set_aside_and_can_be_brought_back(run: Path, caplog: pyt
     before = contents(store, 1)
     for number in range(2):
         caplog.clear()
-        cut(2, lambda rank: [store])
+        reshard_to(2, lambda rank: [store])
         aside = store / ("old-store-of-1" if number == 0 else "old-store-of-1-2")
         assert f"{aside} (" in caplog.text and "you may delete these folders" in caplog.text
         assert contents(aside, 1) == before
@@ -255,7 +349,7 @@ def test_a_store_that_changed_since_the_report_is_left_alone(
     what: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = run / STORE
-    cut(2, lambda rank: [store], sets_aside=False)
+    reshard_to(2, lambda rank: [store], sets_aside=False)
     if what == "other store":
         train(tmp_path / "other", 3)
     else:
@@ -267,7 +361,7 @@ def test_a_store_that_changed_since_the_report_is_left_alone(
 
     def on_rank(links: Links) -> None:
         found, own = find(links, [store])
-        assert found.state == "cut"
+        assert found.state == "resharded"
         links.barrier("the report")
         if links.ranks.rank == 0:
             remove_store([str(store)])
@@ -284,7 +378,7 @@ def test_two_runs_with_different_numbers_of_ranks_do_not_set_each_others_stores_
     store = run / STORE
     before = contents(store, 1)
     for num_ranks in (2, 3):
-        cut(num_ranks, lambda rank: [store], sets_aside=False)
+        reshard_to(num_ranks, lambda rank: [store], sets_aside=False)
     names = sorted(path.name for path in store.iterdir())
 
     def on_rank(links: Links) -> None:
@@ -307,12 +401,12 @@ def test_two_runs_with_different_numbers_of_ranks_do_not_set_each_others_stores_
 
 
 @pytest.mark.parametrize("removes_old", [False, True])
-def test_a_cut_without_a_step_is_resharded_back(removes_old: bool, run: Path, tmp_path: Path) -> None:
+def test_a_reshard_without_a_step_is_undone_by_the_command(removes_old: bool, run: Path, tmp_path: Path) -> None:
     """Its commits say from how many ranks it was made, which must not be copied."""
     straight = train(tmp_path / "straight", 4)
     store = run / STORE
     before = contents(store, 1)
-    cut(2, lambda rank: [store])
+    reshard_to(2, lambda rank: [store])
     reshard([str(store)], 1, form_of=form_of, removes_old=removes_old)
     found, _ = find(Links.alone(), [store])
     assert (found.state, found.left_over) == ("nothing", () if removes_old else (2,))
@@ -321,10 +415,10 @@ def test_a_cut_without_a_step_is_resharded_back(removes_old: bool, run: Path, tm
     assert contents(store / "old-store-of-1", 1) == before
 
 
-def test_the_old_ranks_go_on_after_a_cut_that_was_not_finished(run: Path) -> None:
+def test_the_old_ranks_go_on_after_a_reshard_that_was_not_finished(run: Path) -> None:
     store = run / STORE
     before = contents(store, 1)
-    cut(2, lambda rank: [store], sets_aside=False)
+    reshard_to(2, lambda rank: [store], sets_aside=False)
     found, own = find(Links.alone(), [store])
     assert (found.state, found.left_over) == ("nothing", (2,))
     set_left_over_aside(found, own, Links.alone(), is_open=False)
@@ -339,7 +433,7 @@ def test_the_end_of_one_rank_ends_all_and_keeps_the_old_stores(run: Path) -> Non
         found, own = find(links, [store])
         if links.ranks.rank == 1:
             raise OSError("the second machine lost its power")
-        cut_anew(found, own, links, form_of, None)
+        reshard_together(found, own, links, form_of, None)
 
     first, second = rank_outcomes(2, on_rank)
     assert isinstance(second.error, OSError) and isinstance(first.error, RankFailedError)
@@ -350,7 +444,7 @@ def test_the_end_of_one_rank_ends_all_and_keeps_the_old_stores(run: Path) -> Non
 def test_a_damaged_record_is_named_and_nothing_is_removed(run: Path) -> None:
     """As with the same number of ranks, damage is an error: a checkpoint is not taken in silence."""
     store = run / STORE
-    cut(2, lambda rank: [store])
+    reshard_to(2, lambda rank: [store])
     commit = last_commit([str(store / "rank-1-of-2")])
     assert commit is not None
     file = store / "rank-1-of-2" / f"records-{int(commit.home[0])}.bin"
@@ -367,7 +461,7 @@ def test_a_damaged_record_is_named_and_nothing_is_removed(run: Path) -> None:
 
 def test_a_drive_without_room_is_named_and_nothing_is_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run / STORE
-    cut(2, lambda rank: [store])
+    reshard_to(2, lambda rank: [store])
     before = contents(store, 2)
     monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 1 << 16)
     with pytest.raises(CapacityError):
@@ -378,7 +472,7 @@ def test_a_drive_without_room_is_named_and_nothing_is_removed(run: Path, monkeyp
 @pytest.mark.parametrize("resume", [True, "last_step"])
 def test_a_run_resumes_from_the_stores_of_two_ranks(resume: str | bool, run: Path, tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", 4)
-    cut(2, lambda rank: [run / STORE])
+    reshard_to(2, lambda rank: [run / STORE])
     assert train(run, 4, resume=resume) == straight
     assert content_at(run / STORE)[0] == content_at(tmp_path / "straight" / STORE)[0]
     assert hf_lohan.last_step(run) == 4
@@ -391,16 +485,51 @@ def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> Non
     straight = train(tmp_path / "straight", 4, **path)
     train(tmp_path / "run", 3, **path)
     store = tmp_path / "run" / STORE
-    cut(2, lambda rank: [store])
+    reshard_to(2, lambda rank: [store])
     with pytest.raises(ValueError, match=r"have step 3 of 2 ranks, .* overwrite it; pass resume_from_checkpoint"):
         train(tmp_path / "run", 4, **path)
-    assert sorted(stores_under(str(store))) == [1, 2], "the new store is a draft"
+    assert last_commit([str(store)]) is None, "nothing is copied before a run resumes"
     assert train(tmp_path / "run", 4, resume="last_step", **path) == straight
     assert [*stores_under(str(store))] == [1]
 
 
+@pytest.mark.parametrize("resume", [None, True, "last_step"])
+def test_a_streamed_model_does_not_continue_another_run(resume: str | bool | None, tmp_path: Path) -> None:
+    """Both runs have the same model and ssd path."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    settings = {"model": str(tmp_path / "model"), "ssd": str(tmp_path / "drive")}
+    train(tmp_path / "first", 3, **settings)
+    reshard_to(2, lambda rank: [tmp_path / "drive"])
+    before = contents(tmp_path / "drive", 2)
+    with pytest.raises(
+        ValueError, match=rf"has steps of the run in {tmp_path}/first, which .* use the same output_dir"
+    ):
+        train(tmp_path / "second", 4, resume=resume, **settings)
+    assert contents(tmp_path / "drive", 2) == before and last_commit([str(tmp_path / "drive")]) is None
+    assert train(tmp_path / "first", 4, resume=True, **settings)[-1]["step"] == 4
+
+
+def test_a_streamed_model_continues_from_a_checkpoint_if_a_store_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is loaded before `train` says what to do."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    path = {"model": str(tmp_path / "model")}
+    straight = train(tmp_path / "straight", 4, **path)
+    train(tmp_path / "run", 3, **path)
+    store = tmp_path / "run" / STORE
+    reshard_to(2, lambda rank: [store])
+    shutil.rmtree(store / "rank-1-of-2")
+    with pytest.raises(ValueError, match=r"pass resume_from_checkpoint=True to continue from .*checkpoint-2"):
+        train(tmp_path / "run", 4, resume="last_step", **path)
+    with pytest.raises(ValueError, match=r"continue from it with resume_from_checkpoint=True"):
+        train(tmp_path / "run", 4, **path)
+    assert train(tmp_path / "run", 4, resume=True, **path) == straight
+    assert "The run continues from " in caplog.text and (store / "lost-store-of-2" / "rank-0-of-2").is_dir()
+
+
 def test_without_being_asked_a_run_does_not_touch_the_stores_of_other_ranks(run: Path) -> None:
-    cut(2, lambda rank: [run / STORE])
+    reshard_to(2, lambda rank: [run / STORE])
     before = contents(run / STORE, 2)
     with pytest.raises(ValueError, match=r"holds the store of a run with 2 ranks.* lohan reshard"):
         train(run, 4)
@@ -410,8 +539,8 @@ def test_without_being_asked_a_run_does_not_touch_the_stores_of_other_ranks(run:
 
 
 def test_a_draft_is_not_overwritten_by_a_run_that_does_not_resume(run: Path) -> None:
-    cut(2, lambda rank: [run / STORE])
-    cut(1, lambda rank: [run / STORE], sets_aside=False)
+    reshard_to(2, lambda rank: [run / STORE])
+    reshard_to(1, lambda rank: [run / STORE], sets_aside=False)
     before = contents(run / STORE, 2), contents(run / STORE, 1)
     with pytest.raises(ValueError, match=r"have step 3 of 2 ranks, and this run would overwrite it"):
         train(run, 4)
@@ -421,10 +550,10 @@ def test_a_draft_is_not_overwritten_by_a_run_that_does_not_resume(run: Path) -> 
 def test_a_draft_does_not_win_over_a_later_step_of_the_ranks_before(run: Path, tmp_path: Path) -> None:
     """Two ranks go on after their stores were copied, and then a folder is gone."""
     store = run / STORE
-    cut(2, lambda rank: [store])
-    cut(1, lambda rank: [store], sets_aside=False)
+    reshard_to(2, lambda rank: [store])
+    reshard_to(1, lambda rank: [store], sets_aside=False)
     goes_on(store, 2, 4)
-    assert find(Links.alone(), [store])[0].state == "cuttable", "both are there, and the later step counts"
+    assert find(Links.alone(), [store])[0].state == "reshardable", "both are there, and the later step counts"
     gone = Path(shutil.move(store / "rank-1-of-2", tmp_path / "gone"))
     with pytest.raises(ValueError, match=r"step 3; those of 2 ranks are incomplete \(the store of rank 1 is gone"):
         find(Links.alone(), [store])
@@ -454,14 +583,14 @@ def test_several_complete_runs_are_named_with_their_steps(run: Path) -> None:
     with pytest.raises(
         ValueError, match=r"1 rank are complete, with step 3; those of 2 ranks are complete, with step 4"
     ):
-        cut(3, lambda rank: [store])
+        reshard_to(3, lambda rank: [store])
 
 
 def test_stores_of_more_numbers_are_seen_together(run: Path) -> None:
     """The number that is copied has fewer ranks than another one."""
     store = run / STORE
-    cut(3, lambda rank: [store], sets_aside=False)
-    found = cut(2, lambda rank: [store])
+    reshard_to(3, lambda rank: [store], sets_aside=False)
+    found = reshard_to(2, lambda rank: [store])
     assert (found[0][0].num_ranks, sorted(found[0][0].left_over)) == (1, [1, 3])
     assert [*stores_under(str(store))] == [2]
 
@@ -470,15 +599,15 @@ def test_a_machine_that_comes_back_gets_the_later_step(run: Path, tmp_path: Path
     """Two machines have their own drives. One leaves, the other one goes on alone, and the first one comes back."""
     drives = [tmp_path / f"drive-{rank}" / "store" for rank in range(2)]
     shutil.copytree(run / STORE, drives[0])
-    cut(2, lambda rank: [drives[rank]])
+    reshard_to(2, lambda rank: [drives[rank]])
     for rank, drive in enumerate(drives):
         goes_on(drive, 2, 3, ranks=[rank])
     shutil.rmtree(drives[0])
     shutil.copytree(run / STORE, drives[0])
     goes_on(drives[0], 1, 4)
     left = contents_of_rank(drives[1], 1, 2)[0]
-    found = cut(2, lambda rank: [drives[rank]])
-    assert (found[0][0].state, found[0][0].step) == ("cuttable", 4)
+    found = reshard_to(2, lambda rank: [drives[rank]])
+    assert (found[0][0].state, found[0][0].step) == ("reshardable", 4)
     assert content_at(drives[1] / "lost-store-of-2" / "rank-1-of-2")[0] == left
     assert content_at(drives[1] / "rank-1-of-2")[1].facts["global_step"] == 4
 
@@ -492,15 +621,15 @@ def test_a_damaged_store_of_another_number_does_not_stop_a_run(run: Path) -> Non
 
 def test_a_copy_that_was_written_to_without_a_step_is_made_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run / STORE
-    cut(2, lambda rank: [store], sets_aside=False)
+    reshard_to(2, lambda rank: [store], sets_aside=False)
     expected = contents(store, 2)
     states = []
     for is_torn in (False, True):
         if is_torn:
             monkeypatch.setattr(seen_module, "is_resumable", lambda commit: "cut_from" not in commit.facts)
-        (found, _), *_ = cut(2, lambda rank: [store], sets_aside=False)
+        (found, _), *_ = reshard_to(2, lambda rank: [store], sets_aside=False)
         states.append(found.state)
-    assert states == ["cut", "cuttable"]
+    assert states == ["resharded", "reshardable"]
     assert contents(store, 2) == expected
 
 
@@ -516,7 +645,7 @@ def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(
 ) -> None:
     straight = train(tmp_path / "straight", 4)
     store = run / STORE
-    cut(2, lambda rank: [store])
+    reshard_to(2, lambda rank: [store])
     left = content_at(store / "rank-0-of-2")[0]
     shutil.rmtree(store / "rank-1-of-2")
     with pytest.raises(
@@ -538,7 +667,7 @@ def test_a_launch_continues_with_another_number_of_ranks(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
     shutil.rmtree(run)
     train(run, 3)
-    cut_of_launch(run, 2)
+    reshard_of_launch(run, 2)
     copy = Path(shutil.copytree(run / STORE, tmp_path / "copy"))
     assert train(run, 4) == straight
     assert "step 3 was committed by 2 ranks, and its stores are divided again for 1 rank" in caplog.text
@@ -556,14 +685,14 @@ def test_a_launch_continues_with_another_number_of_ranks(
         caplog.clear()
 
 
-def cut_of_launch(run: Path, num_ranks: int) -> None:
-    """Cut the stores for ranks of the launch that the environment names."""
+def reshard_of_launch(run: Path, num_ranks: int) -> None:
+    """Reshard the stores for ranks of the launch that the environment names."""
     from hf_lohan.huggingface.ranks import launch_id
 
     def on_rank(links: Links) -> None:
         found, own = find(links, [run / STORE], launch_id())
         assert found.is_of_launch
-        cut_anew(found, own, links, form_of, launch_id())
+        reshard_together(found, own, links, form_of, launch_id())
         set_left_over_aside(found, own, links, is_open=False)
 
     run_ranks(num_ranks, on_rank)

@@ -28,18 +28,22 @@ def test_another_number_of_ranks_is_refused(
     num_ranks: int, tmp_path: Path, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine
 ) -> None:
     directory = str(tmp_path / "store")
-    refuse_other_ranks(directory, num_ranks)  # no store exists yet
+    refuse_other_ranks([directory], num_ranks)  # no store exists yet
     for rank in range(num_ranks):
         make(rank_folder(directory, rank, num_ranks), records, model, engine)
-        refuse_other_ranks(directory, num_ranks)
+        refuse_other_ranks([directory], num_ranks)
     assert [rank for rank, _ in stores_under(directory)[num_ranks]] == list(range(num_ranks))
     stored_ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     with pytest.raises(
         ForeignStoreError, match=rf"of a run with {stored_ranks}, and this run has 4 ranks; .* lohan reshard"
     ):
-        refuse_other_ranks(directory, 4)
+        refuse_other_ranks([directory], 4)
     make(rank_folder(directory, 0, 4), records, model, engine)
-    refuse_other_ranks(directory, 4)
+    with pytest.raises(ForeignStoreError, match="resume_from_checkpoint=True"):  # its own store has no commit
+        refuse_other_ranks([directory], 4)
+    with Store.open([StorePath(rank_folder(directory, 0, 4))], model=model, engine=engine) as store:
+        store.commit()
+    refuse_other_ranks([directory], 4)
 
 
 def test_folders_without_a_store_are_ignored(tmp_path: Path) -> None:
@@ -47,7 +51,7 @@ def test_folders_without_a_store_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "rank-0-of-2-old").mkdir()
     (tmp_path / "records").touch()
     assert stores_under(str(tmp_path)) == {}
-    refuse_other_ranks(str(tmp_path), 3)
+    refuse_other_ranks([str(tmp_path)], 3)
 
 
 def test_a_store_in_the_folder_of_another_rank_is_refused(

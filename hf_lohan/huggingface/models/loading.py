@@ -54,7 +54,7 @@ from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
-from hf_lohan.huggingface.ranks import links_to_other_ranks, prepare_stores
+from hf_lohan.huggingface.ranks import links_to_other_ranks, may_continue_other_ranks
 from hf_lohan.model import experts_as_stored, kept_in_float32
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -291,9 +291,12 @@ def from_pretrained(
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())
     check_safetensors(checkpoint.folder)
-    if is_trained and given_paths != "auto":
-        prepare_stores(given_paths, layout, config, links_to_other_ranks())
-    tiers = open_tiers_or_take_over(layout, config, device)
+    is_beside_others = (
+        is_trained
+        and given_paths != "auto"
+        and may_continue_other_ranks(given_paths, layout, config, links_to_other_ranks())
+    )
+    tiers = open_tiers_or_take_over(layout, config, device, is_beside_others=is_beside_others)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
         if quantized is not None and bf16 and dtype == "auto":

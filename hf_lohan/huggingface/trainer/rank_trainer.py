@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,28 +15,30 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_lohan.checkpoint.other_ranks import OtherRanks, set_left_over_aside, set_lost_aside
+from hf_lohan.checkpoint.other_ranks import OtherRanks
+from hf_lohan.checkpoint.reshard_together import set_left_over_aside, set_lost_aside
 from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, point_of_attempt
 from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.files import StorageError
+from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.huggingface.models.saving import StoredModel
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import (
     check_batches,
-    cut_stores_anew,
     launch_id,
     links_to_other_ranks,
     log_once,
     num_restarts,
     other_ranks_of,
+    reshard_for_these_ranks,
     set_timeouts,
 )
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
 from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RowLinks
 from hf_lohan.report.run_data import STORE_FOLDER
+from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 from hf_lohan.wording import times
 
 if TYPE_CHECKING:
@@ -121,28 +123,48 @@ class RankTrainerMixin(_TrainerBase):
         found = other_ranks_of(self._given_ssd_paths(), own_paths, self._links)
         output_dir = self.args.output_dir
         if not found.is_of_run(output_dir, os.path.join(output_dir, STORE_FOLDER)):
+            self._refuse_stores_beside(own_paths, found.output_dir)
             return self._asked_after_restart(asked)
         is_last_step = asked is True or asked == LAST_STEP or (not asked and found.is_of_launch)
-        if not is_last_step and found.state in ("cut", "cuttable"):
+        if not is_last_step and found.state in ("resharded", "reshardable"):
             raise self._would_overwrite(found.step, found.num_ranks)
         if is_last_step and found.state == "lost":
             return self._asked_after_restart(self._checkpoint_after_loss(asked, found))
-        if is_last_step and found.state == "cuttable":
+        if is_last_step and found.state == "reshardable":
             capacities = rank_paths(self._given_ssd_paths(), self._links.ranks)
             is_given = [ssd.path for ssd in capacities] == [*own_paths]
-            cut_stores_anew(found, capacities if is_given else [*map(SsdPath, own_paths)], self._links)
+            opened = None if self.offload_engine is None else self.offload_engine.tiers.store
+            reshard_for_these_ranks(found, capacities if is_given else [*map(SsdPath, own_paths)], self._links, opened)
         if is_last_step or found.state == "nothing":
             self._left_over = found
         if is_last_step and found.state != "nothing":
             return asked or LAST_STEP
+        self._refuse_stores_beside(own_paths)
         return self._asked_after_restart(asked)
+
+    def _refuse_stores_beside(self, own_paths: Sequence[str], other_run: str = "") -> None:
+        """Raise `ForeignStoreError` if a model was streamed to an empty store beside those of another number of ranks,
+        which this run does not continue. ``other_run`` is the output folder of their run, if it is another one."""
+        if self.offload_engine is None:
+            return
+        directories = [*map(shared_directory, own_paths)]
+        try:
+            refuse_other_ranks(directories, self._links.ranks.num_ranks)
+        except ForeignStoreError as error:
+            if not other_run:
+                raise
+            raise ForeignStoreError(
+                f"{' and '.join(directories)} has steps of the run in {other_run}, which had another number of ranks, "
+                f"and this run's output_dir is {os.path.realpath(self.args.output_dir)}; use the same output_dir, or "
+                "give this run another ssd path"
+            ) from error
 
     def _refuse_draft(self) -> None:
         """Raise ValueError if this rank's store has only a step of another number of ranks, which a run that does not
         resume would overwrite."""
         with contextlib.suppress(StorageError):  # a damaged store is reported when it is opened
             own = own_store(self._wait_for_store_paths(), self._links.ranks.rank, self._links.ranks.num_ranks)
-            if own is not None and own.commits and (num_before := own.commits[0].cut_from) is not None:
+            if own is not None and own.commits and (num_before := own.commits[0].resharded_from) is not None:
                 raise self._would_overwrite(own.commits[0].step, num_before)
 
     def _would_overwrite(self, step: int, num_ranks: int) -> ValueError:

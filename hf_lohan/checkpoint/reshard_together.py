@@ -1,0 +1,317 @@
+"""Copies a run's last step to stores of another number of ranks, all ranks together, and sets its old stores aside.
+
+`resharding` does the same in one process, for `lohan reshard`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hf_lohan.checkpoint.other_ranks import OtherRanks
+from hf_lohan.checkpoint.resharding import (
+    COPY_BYTES,
+    check_records,
+    facts_of_all,
+    io_engine,
+    journal_of_rank,
+    pieces_of,
+    records_by_rank,
+    refuse_deferred_steps,
+)
+from hf_lohan.checkpoint.seen_stores import (
+    LOST,
+    OLD,
+    RESHARDED_FROM,
+    RESHARDED_STORES,
+    aside_of,
+    log_aside,
+    own_store,
+    set_aside,
+)
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StorePath
+from hf_lohan.files.directories import make_directory, sync_directory
+from hf_lohan.files.lock import DirectoryLock
+from hf_lohan.model import StoredForm
+from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, one_rank_at_a_time
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store.rank_folders import rank_folder
+
+logger = logging.getLogger(__name__)
+
+_TOGETHER_BYTES = 256 << 20
+"""Bytes that one rank copies before all ranks meet again. A rank that waits longer would count as hung."""
+
+
+def reshard_together(
+    found: OtherRanks,
+    own_paths: Sequence[str],
+    links: Links,
+    form_of: Callable[[Store], StoredForm],
+    launch_id: str | None,
+    capacities: Sequence[int | None] = (),
+    opened: Store | None = None,
+) -> None:
+    """Copy the last step of the stores that were ``found`` to new stores of these ranks, in ``own_paths`` on each. The
+    old stores stay as they are. ``capacities`` are those of the paths; None is all free space. ``opened`` is this
+    rank's own store, if it is open; it has no commit.
+
+    A rank reads the old stores that it sees. Of the others it gets the records from a rank that sees them. Reads are
+    verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, and ValueError if this
+    version cannot cut the stores.
+    """
+    with ExitStack() as stack:
+        io = io_engine()
+        stack.callback(io.close)
+        old = _describe(found, links, io, form_of)
+        new = old.shards[links.ranks.rank]
+        if opened is None:
+            set_own_left_aside(found, links)
+            for path in own_paths:
+                make_directory(path)
+                sync_directory(os.path.dirname(os.path.abspath(path)))  # before an old store is moved
+            all_free = [None] * len(own_paths)
+            paths = [StorePath(*of_path) for of_path in zip(own_paths, capacities or all_free, strict=True)]
+            with one_rank_at_a_time(links, "the new stores"):  # they may share a drive
+                try:
+                    store = Store.create(paths, new, model=old.model, engine=io, num_homes=old.num_homes)
+                except CapacityError as error:
+                    raise CapacityError(error.shortfalls, may_delete=aside_of(own_paths)) from error
+                stack.push(store)
+        else:
+            store = opened
+            _begin_anew(store, new, old)
+        for writer in range(links.ranks.num_ranks):
+            _copy_shard(found, old, store, writer, links, io)
+        resharded_stores = [(seen.store_id, seen.newest) for seen in found.stores]
+        facts = {**facts_of_all(old.facts), RESHARDED_FROM: found.num_ranks, RESHARDED_STORES: resharded_stores}
+        facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
+        store.count_commits_from(found.key[1], (found.key[0] or old.new_group_id) if len(old.shards) > 1 else "")
+        journal = journal_of_rank(old.journals, links.ranks.rank, links.ranks.num_ranks)
+        store.commit(facts, journal, old.log, model_files=old.model_files)
+        links.barrier("the new stores to be committed")
+
+
+def set_own_left_aside(found: OtherRanks, links: Links) -> None:
+    """Set aside what is left of stores of this number of ranks, in place of which new ones are made. All ranks call
+    this together."""
+    if found.own_left:
+        mine = [seen for seen in found.own_left if seen.seen_by == links.ranks.rank]
+        folders = set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], LOST, links)
+        if folders:
+            logger.warning("stores of this run of which a part is gone are set aside in %s", " and ".join(folders))
+
+
+def _begin_anew(opened: Store, records: Sequence[RecordSpec], old: _OldRun) -> None:
+    """Empty this rank's open store. Raises `ForeignStoreError` if it cannot get the old run's records."""
+    where = opened.paths[0].path
+    if opened.num_homes != old.num_homes:
+        raise ForeignStoreError(
+            f"the stores of the ranks before have durability {'step' if old.num_homes > 1 else 'checkpoint'!r}, and "
+            f"the new one in {where} has durability {opened.durability!r}; keep that setting"
+        )
+    if opened.model.fingerprint != old.model.fingerprint or opened.records != tuple(records):
+        raise ForeignStoreError(
+            f"{where} holds a store of another model than those of the ranks before; load the model with the settings "
+            "that it had then, or give this run another ssd path"
+        )
+    assert opened.committed is None, "it was made for this run"
+    opened.clear_records()
+
+
+@dataclass(frozen=True)
+class _OldRun:
+    """What all ranks must know of the old stores."""
+
+    records: Sequence[tuple[RecordSpec, ...]]
+    """By old rank."""
+    facts: Sequence[Mapping[str, Any]]
+    journals: Sequence[Mapping[str, bytes]]
+    shards: Sequence[tuple[RecordSpec, ...]]
+    """The records of each rank of this run."""
+    model: ModelIdentity
+    num_homes: int
+    log: bytes
+    model_files: Mapping[str, bytes] | None
+    new_group_id: str
+
+
+def _describe(found: OtherRanks, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> _OldRun:
+    described = {}
+    for seen in found.stores:
+        if seen.seen_by == links.ranks.rank:
+            with _opened(seen.directories, found.key, io) as store:
+                described[seen.rank] = _description(store)
+                if seen.rank == 0:
+                    numbers = found.num_ranks, links.ranks.num_ranks
+                    described[0] |= _description_of_run(store, *(records_by_rank(form_of(store), n) for n in numbers))
+    packed = links.all_gather("what the old stores hold", json.dumps(described).encode())
+    by_rank = {int(rank): content for of_rank in packed for rank, content in json.loads(of_rank).items()}
+    first, every = by_rank[0], [by_rank[rank] for rank in range(found.num_ranks)]
+    records, journals = [_records(own["records"]) for own in every], [_decoded(own["journal"]) for own in every]
+    check_records([_records(shard) for shard in first["old_shards"]], records, [s.directories[0] for s in found.stores])
+    refuse_deferred_steps(journals, found.stores[0].directories[0])
+    return _OldRun(
+        records,
+        [content["facts"] for content in every],
+        journals,
+        [_records(shard) for shard in first["shards"]],
+        ModelIdentity(**first["model"]),
+        first["num_homes"],
+        base64.b64decode(first["log"]),
+        None if first["model_files"] is None else _decoded(first["model_files"]),
+        first["new_group_id"],
+    )
+
+
+def _description(store: Store) -> dict[str, Any]:
+    assert store.committed is not None
+    return {
+        "records": [asdict(record) for record in store.records],
+        "facts": dict(store.committed.facts),
+        "journal": _encoded(store.committed.journal),
+    }
+
+
+def _description_of_run(
+    store: Store, old_shards: Sequence[Sequence[RecordSpec]], shards: Sequence[Sequence[RecordSpec]]
+) -> dict[str, Any]:
+    files = store.model_files
+    return {
+        "old_shards": [[asdict(record) for record in shard] for shard in old_shards],
+        "shards": [[asdict(record) for record in shard] for shard in shards],
+        "model": store.model.to_json(),
+        "num_homes": store.num_homes,
+        "log": base64.b64encode(store.log).decode(),
+        "model_files": None if files is None else _encoded(files),
+        "new_group_id": uuid.uuid4().hex,
+    }
+
+
+def _records(shard: Sequence[Mapping[str, Any]]) -> tuple[RecordSpec, ...]:
+    return tuple(RecordSpec(**fields) for fields in shard)
+
+
+def _encoded(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+
+
+def _decoded(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: base64.b64decode(content) for name, content in files.items()}
+
+
+def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> Store:
+    """Open an old store at its commit ``key``, to read it."""
+    store = Store.open([StorePath(path) for path in directories], model=None, engine=io)
+    try:
+        kept = [commit for commit in store.kept_commits if (commit.group_id, commit.number) == key]
+        if not kept:
+            advice = "start again when no other run uses the store"
+            raise StorageError("another step was committed meanwhile in", path=directories[0], advice=advice)
+        store.view_commit(kept[0])
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _copy_shard(found: OtherRanks, old: _OldRun, new: Store, writer: int, links: Links, io: IoEngine) -> None:
+    """Copy the new shard of rank ``writer``. ``new`` is this rank's own store."""
+    me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
+    reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in found.stores}
+    received = _Received(links, memory)
+    copied_bytes = 0
+    with ExitStack() as stack:
+        stores: dict[int, Store] = {}
+        for piece in pieces_of(old.shards[writer], old.records):
+            if piece.source is None:
+                raise StorageError(
+                    f"no element {piece.start} of {piece.kind} of {piece.block} is in",
+                    path=found.stores[0].directories[0],
+                    advice="resume from a checkpoint",
+                )
+            reader, content = reader_of[piece.source], piece.in_memory(memory)
+            copied_bytes += content.nbytes
+            if reader != writer or copied_bytes >= _TOGETHER_BYTES:
+                copied_bytes = 0
+                links.barrier("the stores to be divided again")  # the writer has written what it got before
+            if me == reader:
+                if piece.source not in stores:
+                    folders = found.visible[me, piece.source]
+                    stores[piece.source] = stack.enter_context(_opened(folders, found.key, io))
+                stores[piece.source].read(piece.block, piece.kind, piece.start, content).wait()
+                if me != writer:
+                    links.send(writer, Kind.STORE_PIECE, payload=content, channel=Channel.WEIGHTS)
+            elif me == writer:
+                received.wait_for(reader, content)
+            if me == writer:
+                new.write(piece.block, piece.kind, piece.start, content).wait()
+    links.barrier("a new store to be copied")
+
+
+class _Received:
+    """Receives pieces of other ranks' old stores into ``memory``."""
+
+    def __init__(self, links: Links, memory: Tensor) -> None:
+        self._links = links
+        self._memory = memory
+        self._num_bytes = 0
+        links.set_handler(Kind.STORE_PIECE, self._on_piece)
+
+    def wait_for(self, reader: int, content: Tensor) -> None:
+        """Wait until ``content``, the beginning of the memory, has come from rank ``reader``."""
+        what = "its piece of an old store"
+        self._links.wait_for(lambda: self._num_bytes == content.nbytes, what, peers=[reader])
+        self._num_bytes = 0
+
+    def _on_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        assert payload is not None
+        num_bytes = payload.num_bytes
+        payload.read_into(self._memory[:num_bytes])
+        with self._links.lock:
+            self._num_bytes = num_bytes
+            self._links.notify()
+
+
+def set_left_over_aside(found: OtherRanks, own_paths: Sequence[str], links: Links, *, is_open: bool) -> None:
+    """Set aside the stores of other numbers of ranks of which this run has a copy or a later step. All ranks have
+    committed their own stores before. ``is_open``: this process has opened its own store in ``own_paths``, and so holds
+    its locks. Raises `StoreInUseError` and `StorageError`."""
+    if not found.left_over:
+        return
+    with ExitStack() as locks:
+        for path in () if is_open else own_paths:
+            locks.callback(DirectoryLock(path).close)
+        own = own_store(own_paths, links.ranks.rank, links.ranks.num_ranks)
+        number = (
+            0 if own is None else max((kept.number for kept in own.commits if kept.key[1] == found.key[1]), default=0)
+        )
+        for of_rank in links.all_gather("its own new store", str(number).encode()):
+            if int(of_rank) != found.key[1]:
+                raise StorageError(
+                    f"a rank no longer has step {found.step} in the stores of", path=own_paths[0], advice="start again"
+                )
+        mine = [seen for seen in found.left_stores if seen.seen_by == links.ranks.rank]
+        log_aside(
+            set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], OLD, links), links.ranks.num_ranks
+        )
+
+
+def set_lost_aside(found: OtherRanks, links: Links) -> None:
+    """Rename what is left of stores of which a part is gone, so that this run can make its own. Raises
+    `StoreInUseError` and `StorageError`."""
+    number = found.num_ranks
+    folders = [
+        [rank_folder(path, rank, number) for path in paths] for paths in found.directories for rank in range(number)
+    ]
+    set_aside([(None, number, of_store) for of_store in folders], LOST, links)
