@@ -184,8 +184,8 @@ def _resumable(commit: Commit | None, paths: Sequence[str], folders: _RunFolders
         checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
         raise ValueError(
             f"the store in {where} keeps only one version of some records (of all with durability: checkpoint, of "
-            "frozen weights in any case), and a later write, such as that of another base, replaced those of the last "
-            f"commit, so this step is lost; resume from {checkpoint}, or train without resume_from_checkpoint"
+            "frozen weights in any case), and a later write, such as one in gathered_parameters, replaced those of the "
+            f"last commit, so this step is lost; resume from {checkpoint}, or train without resume_from_checkpoint"
         )
     if not _is_of_run(commit, paths, folders):
         raise ValueError(

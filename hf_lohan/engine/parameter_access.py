@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.device import Buffer, BufferPool
-from hf_lohan.files import Extent
+from hf_lohan.engine.commits import has_steps
+from hf_lohan.files import Extent, ForeignStoreError
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import decode_master_, encode_master_
 from hf_lohan.planner.quantization import LARGEST_BLOCK
@@ -69,10 +70,13 @@ class ParameterAccess:
         links: Links | None = None,
         *,
         packs: bool = False,
+        keeps_steps_in: str | None = None,
     ) -> None:
         """``store`` reads and writes records. It is an `UpToDateRecords` if some records may be some steps old.
-        ``packs``: packed weights are written, because a model is loaded. Without it a change of them is refused."""
+        ``packs``: packed weights are written, because a model is loaded. Without it a change of them is refused.
+        ``keeps_steps_in``: the store's folder, if writes may not change what its committed steps need."""
         self._packs = packs
+        self._keeps_steps_in = keeps_steps_in
         self._packers: dict[ParamSlice, WeightPacker] = {}
         self._store = store
         self._links = links or Links.alone()
@@ -85,6 +89,16 @@ class ParameterAccess:
                 self.parts.setdefault(part.name, []).append((block, part))
         for parts in self.parts.values():
             parts.sort(key=lambda located: located[1].first)
+
+    @classmethod
+    def to_load(
+        cls, store: Store, blocks: list[Block], pool: BufferPool, links: Links, *, keeps_steps: bool = True
+    ) -> ParameterAccess:
+        """Return an access that loads a model. Frozen weights have one version, so those of another base would destroy
+        the committed steps of an earlier run. With ``keeps_steps`` they are refused with `ForeignStoreError` at the
+        first difference, before it is written."""
+        folder = store.paths[0].path if keeps_steps and has_steps(store) else None
+        return cls(store, blocks, pool, links, packs=True, keeps_steps_in=folder)
 
     def state_kinds(self, name: str) -> tuple[str, ...]:
         """Return the record kinds of this parameter besides `param`."""
@@ -121,6 +135,11 @@ class ParameterAccess:
         last, numel = first + flat.numel(), self.parts[name][0][1].shape.numel()
         if first < 0 or last > numel:
             raise ValueError(f"{name} has {numel} elements, so elements {first} to {last} cannot be written")
+        with self._refusing_another_base(name):
+            self._write_parts(name, first, flat)
+
+    def _write_parts(self, name: str, first: int, flat: Tensor) -> None:
+        last = first + flat.numel()
         for block, part in self.parts[name]:
             begin, end = max(first, part.first), min(last, part.last)
             if begin < end and part.packed is not None:
@@ -175,7 +194,8 @@ class ParameterAccess:
             start, stop = (part.codes_start, part.codes_stop) if of_codes else (part.scales_start, part.scales_stop)
             low, high = max(first, before), min(first + content.numel(), before + stop - start)
             if low < high:
-                self._write_bytes(block, kind, start + low - before, content[low - first : high - first])
+                with self._refusing_another_base(name):
+                    self._write_bytes(block, kind, start + low - before, content[low - first : high - first])
             before += stop - start
 
     def _write_bytes(self, block: Block, kind: str, start: int, content: Tensor) -> None:
@@ -184,7 +204,25 @@ class ParameterAccess:
         low, high = max(start, first), min(start + content.numel(), last)
         if low < high:
             with self._buffers(1) as (bounce,):
-                self._store.write_unaligned(block.name, kind, low, content[low - start : high - start], bounce.bytes)
+                part = content[low - start : high - start]
+                self._store.write_unaligned(block.name, kind, low, part, bounce.bytes, may_tear=self._may_tear)
+
+    @property
+    def _may_tear(self) -> bool:
+        return self._keeps_steps_in is None
+
+    @contextmanager
+    def _refusing_another_base(self, name: str) -> Iterator[None]:
+        """In this context a refused write of a weight says whose steps would be lost."""
+        try:
+            yield
+        except ForeignStoreError as error:
+            raise ForeignStoreError(
+                f"{self._keeps_steps_in} holds the steps of a run over another base: its frozen weights differ from "
+                f"those of this model, first in {name}; load the base of that run to go on from there (and set the "
+                "seed before, if some of its weights are drawn), give this run another output_dir or ssd path, or "
+                "delete that store if its steps are no longer needed"
+            ) from error
 
     def _read_bytes(self, block: Block, kind: str, start: int, out: Tensor) -> None:
         """Fill ``out`` with bytes of packed weights, from byte ``start`` of the record on, each from its owner."""
@@ -238,12 +276,12 @@ class ParameterAccess:
         master = buffers[1].view(torch.float32, numel)
         master.copy_(piece)
         if not block.master.has_residual:
-            self._store.write_unaligned(block.name, "param", offset, master, bounce)
+            self._store.write_unaligned(block.name, "param", offset, master, bounce, may_tear=self._may_tear)
             return
         working = buffers[2].view(torch.bfloat16, numel)
         residual = buffers[2].view(torch.int16, numel, start_byte=2 * self._piece_numel)
         encode_master_(master, working, residual, scratch=bounce[: 4 * numel].view(torch.int32))
-        self._store.write_unaligned(block.name, "param", offset, working, bounce)
+        self._store.write_unaligned(block.name, "param", offset, working, bounce, may_tear=self._may_tear)
         if part.trainable:
             self._store.write_unaligned(block.name, "master_residual", offset, residual, bounce)
 
@@ -393,16 +431,15 @@ class ParameterAccess:
 
 
 def drain_model(blocks: list[Block], parameters: ParameterAccess) -> None:
-    """Write every parameter to the store and free its memory immediately.
+    """Write every parameter to the store, and then free their memory. After an error the model is unchanged.
 
     The parameters become empty tensors, which the engine replaces by placeholders.
     """
-    drained: set[str] = set()
-    for part in (part for block in blocks for part in block.slices):
-        if part.name not in drained:
-            drained.add(part.name)
-            parameters.write_parameter(part.name, part.parameter)
-            _free_parameter(part.parameter)
+    drained = {part.name: part.parameter for block in blocks for part in block.slices}
+    for name, parameter in drained.items():
+        parameters.write_parameter(name, parameter)
+    for parameter in drained.values():
+        _free_parameter(parameter)
 
 
 def _free_parameter(parameter: nn.Parameter) -> None:

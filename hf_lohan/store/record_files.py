@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from hf_lohan.device import Lane
-from hf_lohan.files import CorruptionError, Extent, IoEngine, IoRequest, StorageError
+from hf_lohan.files import CorruptionError, Extent, ForeignStoreError, IoEngine, IoRequest, StorageError
 from hf_lohan.files.data_file import DeviceSpan, MemorySpan, byte_tensor, sector_view
 from hf_lohan.files.io_engine import Content, PendingRequests
 from hf_lohan.store.home_files import HomeFiles
@@ -208,7 +208,16 @@ class RecordFiles:
         while in_progress:
             in_progress.popleft().wait()
 
-    def _write(self, block: str, kind: str, offset: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
+    def _write(
+        self,
+        block: str,
+        kind: str,
+        offset: int,
+        source: Tensor,
+        checksums: Checksums | None,
+        *,
+        may_tear: bool = True,
+    ) -> IoRequest:
         granules = self._granules_of(block, kind, offset, source)
         assert checksums is None or len(checksums) == granules.stop - granules.first, "each granule needs a checksum"
         view = self._view(byte_tensor(source))
@@ -217,6 +226,8 @@ class RecordFiles:
             checksums = self.checksums(block, kind, source) if checksums is None else checksums
             # Writing the same bytes again (such as reloaded frozen weights) does not tear the commit.
             tears = self.versions.tears(block, kind, granules.first, checksums)
+        if tears and not may_tear:
+            raise ForeignStoreError(f"{kind} of {block} differs from the last commit, which has its only version")
         self._before_write(tears)
         if tears:
             self.versions.mark_torn()
@@ -253,11 +264,14 @@ class RecordFiles:
             self._read(block, kind, first, staged).wait()
             out[low - offset : high - offset].copy_(staged[low - first : high - first])
 
-    def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
+    def write_unaligned(
+        self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor, *, may_tear: bool = True
+    ) -> None:
         """Write ``source`` [numel] through ``bounce``, from any address to any element. Blocks until done.
 
         Granules that are partly covered are read, changed and written, so nothing else may write to them. This is for
-        loading. The next read fills a copy in RAM.
+        loading. The next read fills a copy in RAM. Without ``may_tear`` this raises `ForeignStoreError` before it
+        changes a committed granule that has one home.
         """
         offset = self.layout.offset_in(block, kind, start_numel)
         granule_numel, copy = self.layout.record(block, kind).granule_numel, self.ram.copies.get((block, kind))
@@ -268,7 +282,7 @@ class RecordFiles:
                 self._read(block, kind, first + edge, staged[edge : edge + granule_numel]).wait()
             staged[low - first : high - first].copy_(source[low - offset : high - offset])
             try:
-                self._write(block, kind, first, staged, None).wait()
+                self._write(block, kind, first, staged, None, may_tear=may_tear).wait()
             finally:
                 if copy is not None:
                     copy.forget(first * source.element_size(), byte_tensor(staged))

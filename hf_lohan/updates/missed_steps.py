@@ -337,12 +337,14 @@ class UpToDateRecords:
         else:
             self._store.read_unaligned(block, kind, start_numel, out, bounce)
 
-    def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
+    def write_unaligned(
+        self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor, *, may_tear: bool = True
+    ) -> None:
         """See `RecordFiles.write_unaligned`. A block that is behind first catches up in the store, because its missed
         steps apply to the old values."""
         if self._is_behind(block):
             self._catch_up(self._block[block])
-        self._store.write_unaligned(block, kind, start_numel, source, bounce)
+        self._store.write_unaligned(block, kind, start_numel, source, bounce, may_tear=may_tear)
 
     def _is_behind(self, block: str) -> bool:
         return self.missed.is_block_behind(self._block[block])

@@ -147,7 +147,7 @@ def load_for_generation(
             if (Path(checkpoint.folder) / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
         else:
-            access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
+            access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
             names = {name: name for name, _ in skeleton.named_parameters()}
             model = stream_model(
                 checkpoint, model_class, model_config, wanted_dtype, access, names, quantized, encoded, packed=packed

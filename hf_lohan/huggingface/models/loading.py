@@ -298,7 +298,7 @@ def from_pretrained(
     )
     tiers = open_tiers_or_take_over(layout, config, device, is_beside_others=is_beside_others)
     try:
-        access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links, packs=True)
+        access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
         if quantized is not None and bf16 and dtype == "auto":
             loaded_dtype = torch.float32  # the masters are the products of codes and scales, before they are rounded
         model = stream_model(

@@ -1,8 +1,8 @@
 """Trainer over packed bases, in turn: `[lohan launch ...] packed_by_ranks.py <folder> <what> <kind> ...`.
 
 `what` is "alone": one process that accumulates the batches of all ranks. "whole": two ranks. "killed": rank 1 of two is
-killed in the middle. "rest": two ranks that resume from the last step. Each run saves its log, its adapters, the merged
-model and the size of the memory that ranks share to `<folder>/<what>/<kind>`.
+killed in the middle. "rest": two ranks that resume from the last step. "other": the same over another base. Each run
+saves its log, its adapters, the merged model and the size of the memory that ranks share to `<folder>/<what>/<kind>`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def bases(folder: Path) -> None:
 
     sizes = {"hidden_size": 128, "intermediate_size": 512}
     tiny_model("llama", **sizes).to(torch.bfloat16).save_pretrained(folder / NF4)
+    other = tiny_model("llama", **sizes).to(torch.bfloat16)
+    with torch.no_grad():
+        for layer in other.model.layers:  # each rank has a part
+            layer.mlp.down_proj.weight[:, 0] += 0.5
+    other.save_pretrained(folder / "other")
     tiny_model("llama", **sizes).save_pretrained(folder / "dense")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=config, device_map="cpu")
@@ -41,7 +46,7 @@ def bases(folder: Path) -> None:
 
 
 def train(folder: Path, what: str, kind: str) -> None:
-    run = folder / ("broken" if what in ("killed", "rest") else what) / f"run of {kind}"
+    run = folder / ("broken" if what in ("killed", "rest", "other") else what) / f"run of {kind}"
     args = TrainingArguments(
         str(run),
         max_steps=NUM_STEPS,
@@ -59,7 +64,7 @@ def train(folder: Path, what: str, kind: str) -> None:
     offload: dict[str, Any] = {**OFFLOAD, "quantize": "nf4" if kind == NF4 else "auto", "resident_records": "none"}
     torch.manual_seed(1)
     model = hf_lohan.from_pretrained(
-        folder / "bases" / kind,
+        folder / "bases" / ("other" if what == "other" else kind),
         {**offload, "ssd": str(run / "store"), "experts": "with_layer"},
         torch_device="cpu",
         peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),

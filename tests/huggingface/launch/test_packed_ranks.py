@@ -72,5 +72,6 @@ def test_two_processes_train_save_and_merge_as_one(folder: Path) -> None:
 def test_two_processes_resume_over_a_packed_base_after_one_was_killed(folder: Path) -> None:
     stderr = run_script(folder, "killed", [NF4], status=1)
     assert "RankFailedError: rank 1 (pid" in stderr
+    assert "holds the steps of a run over another base" in run_script(folder, "other", [NF4], status=1)
     run_script(folder, "rest", [NF4])
     assert_as_alone(folder / "rest" / NF4, folder / "alone" / NF4)
