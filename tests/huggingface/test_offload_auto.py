@@ -104,6 +104,22 @@ def test_a_run_that_does_not_fit_is_offloaded(free: Any, tmp_path: Path, capsys:
     assert trainer(tmp_path / "d", optim="adamw_torch")._offload_config is not None, "it is not fused"
 
 
+def test_a_run_that_does_not_fit_trains_as_the_stock_trainer(free: Any, tmp_path: Path) -> None:
+    stock = transformers.Trainer(
+        tiny_model("llama"), arguments(tmp_path / "stock"), train_dataset=Dataset.from_list(ROWS)
+    )
+    stock.train()
+    free(1 << 20)
+    ours = trainer(tmp_path / "ours")
+    ours.train()
+    assert losses(ours) == losses(stock)
+    weights = ours.offload_engine.parameters
+    for name, weight in stock.model.named_parameters():
+        assert torch.equal(weights.read_parameter(name), weight)
+    ours.offload_engine.close()
+    assert (tmp_path / "ours" / "_lohan" / "store").is_dir()
+
+
 def test_adapters_need_less_memory(free: Any, tmp_path: Path) -> None:
     from trl import SFTConfig
 

@@ -55,6 +55,28 @@ def test_codes_scales_and_decoded_weights_equal_bitsandbytes(form: Quantization,
         assert torch.equal(decoded, their_decoded)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.method}-{form.double}-{form.block}")
+@pytest.mark.parametrize("shape", [(20, 72), (7, 9), (50, 100), (3, 129), (300, 72)])
+def test_a_width_that_is_no_multiple_of_the_block_equals_bitsandbytes(
+    shape: tuple[int, int], form: Quantization
+) -> None:
+    """Blocks go on in the next row, and the last one is short. bitsandbytes packs the weight in its shape, and decodes
+    it as one row, because its AVX512 kernel mixes up the scales of rows that end within a block."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(shape).to(dtype)
+        codes, scales = packed_in_rows(weight, form, rows_at_once=3)
+        decoded = torch.empty_like(weight)
+        decode_(decoded.view(-1), codes, scales, form, weight.numel(), 0)
+        settings = {"blocksize": form.block, "compress_statistics": form.double, "quant_type": form.method}
+        theirs, _ = functional.quantize_4bit(weight, **settings)
+        assert torch.equal(codes, theirs.view(-1))
+        in_one_row, state = functional.quantize_4bit(weight.view(1, -1), **settings)
+        assert torch.equal(codes, in_one_row.view(-1))
+        assert torch.equal(decoded.view(1, -1), functional.dequantize_4bit(in_one_row, state))
+
+
 @pytest.mark.parametrize("form", FORMS[::2], ids=lambda form: f"{form.method}-{form.double}-{form.block}")
 def test_a_part_is_decoded_as_within_the_whole(form: Quantization) -> None:
     weight = weights(torch.float32)[2]
