@@ -130,9 +130,10 @@ class OffloadConfig:
 
     embedding: Embedding = AUTO
     """How the input embeddings are loaded to the device. "whole" loads the table. "rows" loads only the rows of a
-    batch's tokens, and only their gradients leave the device. It changes no number on a CPU; on a GPU, the norm for
-    clipping adds the table's gradient in another order. Embeddings that are tied to the head, and tables that are used
-    in another way, are loaded whole. "auto" is "whole"."""
+    batch's tokens, and only their gradients leave the device. Several ranks get rows from the ranks that own them, and
+    between machines only rows are sent, which `collectives` never rounds. It changes no number on a CPU; on a GPU, the
+    norm of one rank for clipping adds the table's gradient in another order. Embeddings that are tied to the head, and
+    tables that are used in another way, are loaded whole. "auto" is "whole"."""
 
     experts: Experts = AUTO
     """How the experts of a mixture are loaded to the device. "with_layer" loads all experts of a layer at once.

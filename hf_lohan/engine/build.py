@@ -66,6 +66,8 @@ from hf_lohan.weights import (
     LocalWeights,
     LockstepLoader,
     NodeShards,
+    OwnRows,
+    ShardedRows,
     SharedWeights,
     SlotRing,
 )
@@ -266,11 +268,24 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
     return LockstepLoader(ring, source, layout.common_blocks)
 
 
-def build_embedding_rows(layout: OffloadLayout, tiers: Tiers, updates: UpdateParts) -> EmbeddingRows | None:
-    """Return what loads rows of the table of embeddings; None if the table is loaded whole."""
-    if layout.model_blocks.table is None:
+def build_embedding_rows(
+    layout: OffloadLayout, tiers: Tiers, ring: SlotRing, updates: UpdateParts
+) -> EmbeddingRows | None:
+    """Return what loads rows of the table of embeddings; None if the table is loaded whole. Ranks make it before the
+    loaders' barrier, after which others may ask for rows."""
+    table, device, memory = layout.model_blocks.table, tiers.device, tiers.rank_memory
+    if table is None:
         return None
-    return EmbeddingRows(tiers.device, tiers.store, updates.pipeline, layout.plan.rows_buffer_bytes)
+
+    def buffer() -> Tensor:
+        return device.host_empty(layout.plan.rows_buffer_bytes)
+
+    own = OwnRows(table, layout.ranks.rank, tiers.store, updates.pipeline, buffer())
+    if memory is None:
+        return EmbeddingRows(device, own, None if device.memory_is_host else buffer())
+    assert memory.rows is not None and memory.own_rows is not None
+    lent = buffer() if layout.ranks.counterparts else None
+    return EmbeddingRows(device, ShardedRows(own, tiers.links, ring, memory.rows, lent), memory.own_rows)
 
 
 def _local_weights(

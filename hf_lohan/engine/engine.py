@@ -73,6 +73,7 @@ class OffloadEngine:
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
         self._optimizer: OffloadOptimizer | None = None
         self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, tiers.links)
+        self.embedding_rows = build_embedding_rows(layout, tiers, self._ring, updates)
         loaders = build_loaders(layout, tiers, config, self._ring, updates)
         self.expert_loader, self._prefetcher = loaders.experts, loaders.prefetcher
         self._expert_places = loaders.expert_places
@@ -86,7 +87,6 @@ class OffloadEngine:
         self.experts = build_streamed_experts(
             model, self._ring, loaders, layout, compute_expert, self._hooks.current_forward_pass
         )
-        self.embedding_rows = build_embedding_rows(layout, tiers, updates)
         self._reads = WeightReads(
             layout.blocks,
             parts,
@@ -313,6 +313,8 @@ class OffloadEngine:
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
         self._expert_places.close()
+        if self.embedding_rows is not None:
+            self.embedding_rows.close()
         self.activations.close()
         if self._leaves_whole_steps:
             self.commits.request(even_in_place=True)

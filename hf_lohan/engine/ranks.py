@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,7 @@ class LinkCodecs:
     made, and its error later."""
 
     def __init__(self, collectives: Collectives, links: Links) -> None:
-        """Make the codecs. All ranks call this together. Raises RanksDisagreeError if their settings differ."""
+        """Make the codecs, the same on all ranks."""
         self._links = links
         self._num_steps = 0
         self.weights: MeasuredCodec | None = None
@@ -63,9 +63,7 @@ class LinkCodecs:
         """Codec for weights on their way to the device."""
         self.gradients_within: MeasuredCodec | None = None
         ranks, within = links.ranks, collectives.within
-        if ranks.num_ranks > 1:
-            _check_equal_settings(collectives, links)
-        elif collectives != Collectives():
+        if ranks.num_ranks == 1 and collectives != Collectives():
             logger.info("collectives=%s has no effect, because there is one rank", collectives.to_setting())
             return
         if ranks.num_nodes == 1 and replace(collectives, within="exact") != Collectives():
@@ -144,14 +142,18 @@ class LinkCodecs:
         return {"sent_bytes": sent, "coded": coded}
 
 
-def _check_equal_settings(collectives: Collectives, links: Links) -> None:
-    mine = json.dumps(collectives.to_setting())
-    for rank, theirs in enumerate(links.all_gather("the setting collectives", mine.encode())):
-        if theirs.decode() != mine:
-            raise RanksDisagreeError(
-                f"rank {links.ranks.rank} has collectives={mine}, and rank {rank} has {theirs.decode()}; give all "
-                "ranks the same settings"
-            )
+def check_equal_settings(settings: Mapping[str, Any], links: Links) -> None:
+    """Raise RanksDisagreeError if a rank has another value of these settings. All ranks call this together."""
+    if not links.ranks.others:
+        return
+    answers = links.all_gather("the settings", json.dumps(settings).encode())
+    for rank, answer in enumerate(answers):
+        for name, theirs in json.loads(answer).items():
+            if theirs != settings[name]:
+                raise RanksDisagreeError(
+                    f"rank {links.ranks.rank} has {name}={json.dumps(settings[name])}, and rank {rank} has "
+                    f"{json.dumps(theirs)}; give all ranks the same settings"
+                )
 
 
 def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> None:
@@ -192,6 +194,11 @@ class RankMemory:
     """Memory through which blocks are sent to all ranks of this node."""
     experts: SharedRegion | None
     """Memory through which the ranks of this node lend each other experts. None if they lend none."""
+    rows: SharedRegion | None
+    """Memory for rows of embeddings on their way to the devices of all ranks of this node. None if the table is loaded
+    whole."""
+    own_rows: Tensor | None
+    """This rank's part of `rows`."""
 
 
 def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> RankMemory | None:
@@ -206,11 +213,17 @@ def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> Ran
     if layout.lent_expert_bytes:
         lent_bytes = ranks.num_local * lending_bytes(layout.lent_expert_bytes)
         experts = SharedRegion.create(links, lent_bytes, "experts", device)
+    rows = own_rows = None
+    if rows_bytes := layout.plan.rows_buffer_bytes:
+        rows = SharedRegion.create(links, ranks.num_local * rows_bytes, "rows of embeddings", device)
+        own_rows = rows.bytes.split(rows_bytes)[ranks.local_rank]
     return RankMemory(
         gradients=gradients,
         own_gradients=gradients.bytes.split(num_bytes)[ranks.local_rank],
         weights=weights,
         experts=experts,
+        rows=rows,
+        own_rows=own_rows,
     )
 
 

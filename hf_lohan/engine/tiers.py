@@ -9,7 +9,13 @@ from torch import Tensor
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import BufferPool, Device, HostStack
-from hf_lohan.engine.ranks import LinkCodecs, RankMemory, agree_on_commits, open_rank_memory
+from hf_lohan.engine.ranks import (
+    LinkCodecs,
+    RankMemory,
+    agree_on_commits,
+    check_equal_settings,
+    open_rank_memory,
+)
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.hardware.gpu_direct import DirectIo, open_direct_io
 from hf_lohan.planning import OffloadLayout
@@ -74,8 +80,11 @@ class Tiers:
 
 def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None) -> Tiers:
     """Allocate the memory and open or create the model's store, whose records are zeros until they are loaded. The last
-    commit of an earlier run stays until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
+    commit of an earlier run stays until the next commit. Raises CapacityError, StorageError or ForeignStoreError, and
+    RanksDisagreeError if ranks have other settings."""
     plan, links = layout.plan, links or Links.alone()
+    embedding = "whole" if layout.model_blocks.table is None else "rows"
+    check_equal_settings({"collectives": config.collectives.to_setting(), "embedding": embedding}, links)
     codecs = LinkCodecs(config.collectives, links)
     assert links.ranks == layout.ranks, "the layout is for other ranks"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"

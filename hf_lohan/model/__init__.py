@@ -25,6 +25,8 @@ from hf_lohan.model.discovery import (
     muon_for_matrices,
 )
 from hf_lohan.model.embedding_table import (
+    RowIds,
+    rows_between,
     rows_granule_bytes,
     table_of_rows,
     table_to_load_by_rows,
@@ -32,7 +34,14 @@ from hf_lohan.model.embedding_table import (
     with_rows,
 )
 from hf_lohan.model.experts import FusedExperts, experts_as_stored, find_experts
-from hf_lohan.model.stored_form import StoredForm, assign_shards, dtype_name, records_of_rank, stored_form
+from hf_lohan.model.stored_form import (
+    StoredForm,
+    assign_shards,
+    common_blocks,
+    dtype_name,
+    records_of_rank,
+    stored_form,
+)
 
 __all__ = [
     "PARAM_ALIGN_NUMEL",
@@ -43,10 +52,12 @@ __all__ = [
     "FusedExperts",
     "ModelBlocks",
     "ParamSlice",
+    "RowIds",
     "Rules",
     "StoredForm",
     "adamw_everywhere",
     "assign_shards",
+    "common_blocks",
     "discover_blocks",
     "dtype_name",
     "experts_as_stored",
@@ -58,6 +69,7 @@ __all__ = [
     "ranges",
     "records_of_rank",
     "round_up",
+    "rows_between",
     "rows_granule_bytes",
     "stored_form",
     "table_of_rows",

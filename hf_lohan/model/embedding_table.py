@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from hf_lohan.compat.torch_private import own_parameters
@@ -12,6 +14,8 @@ from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.planner import ModelProfile
 from hf_lohan.store import GRANULE_NUMEL
 
+RowIds = npt.NDArray[np.int64]
+"""Numbers of rows of a table, in order, each once."""
 _READS_TABLE = "TrainableTokens"
 """Part of the names of PEFT's classes that read an embedding's whole weight."""
 
@@ -62,6 +66,17 @@ def why_whole(model: nn.Module) -> str:
     """Return why a model's embeddings are loaded whole although `embedding: rows` is set."""
     found = table_of_rows(model)
     return "they are small and stay on the device" if isinstance(found, nn.Parameter) else found
+
+
+def rows_between(ids: RowIds, width: int, first: int, stop: int) -> tuple[slice, slice]:
+    """Return which of the rows have elements in [first, stop) of a table, and which these are of all elements of the
+    rows, if one row of ``width`` elements follows the other. The first and the last row may be partly there."""
+    begin, end = np.searchsorted(ids, [first // width, -(-stop // width)]).tolist()
+    if begin == end or first >= stop:
+        return slice(0, 0), slice(0, 0)
+    before = max(0, first - int(ids[begin]) * width)
+    behind = max(0, (int(ids[end - 1]) + 1) * width - stop)
+    return slice(begin, end), slice(begin * width + before, end * width - behind)
 
 
 def rows_granule_bytes(model_blocks: ModelBlocks) -> int:

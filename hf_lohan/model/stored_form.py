@@ -13,7 +13,7 @@ from torch import nn
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
 from hf_lohan.model.discovery import ModelBlocks, Rules, adamw_everywhere, discover_blocks
 from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
-from hf_lohan.planner import Quantization, owned_experts
+from hf_lohan.planner import Quantization, SizeClass, owned_experts
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
@@ -86,6 +86,12 @@ def assign_shards(model_blocks: ModelBlocks, num_ranks: int) -> None:
         for rank, owned in enumerate(owned_experts(len(experts), layer, num_ranks)):
             for block in experts[owned.start : owned.stop]:
                 block.give_to_rank(rank, num_ranks)
+
+
+def common_blocks(blocks: Sequence[Block]) -> list[Block]:
+    """Return the blocks that all ranks load together: all but experts that belong to one rank, and the table of which
+    only rows are loaded."""
+    return [block for block in blocks if block.owner is None and block.size_class is not SizeClass.ROWS]
 
 
 def records_of_rank(blocks: Sequence[Block], rank: int) -> tuple[RecordSpec, ...]:

@@ -93,6 +93,8 @@ class ExpertsProfile:
 class RowsProfile:
     """The rows that a micro-batch needs of a table."""
 
+    num_rows: int
+    """Rows of the table."""
     loaded_bytes: int
     """Bytes of these rows."""
     read_bytes: int
@@ -190,6 +192,7 @@ class BlockProfile:
         num_granules = math.ceil(self.param_bytes / granule_bytes)
         loaded_bytes = round(found / num_rows * self.param_bytes)
         rows = RowsProfile(
+            num_rows=num_rows,
             loaded_bytes=loaded_bytes,
             read_bytes=min(
                 self.param_bytes, max(loaded_bytes, round(expected_hits(num_granules, 1, found) * granule_bytes))

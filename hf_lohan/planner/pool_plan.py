@@ -155,6 +155,8 @@ class PoolRequest:
     """Whether the update of such a parameter multiplies matrices on the device."""
     rows_granule_bytes: int = 0
     """Bytes of the largest granule of a block of which only rows come to the device. 0 if there is none."""
+    num_rows_buffers: int = 1
+    """Number of host buffers for these rows."""
     lent_expert_bytes: int = 0
     """Bytes of the largest expert that ranks of a node lend each other. 0 if they lend none."""
 
@@ -165,9 +167,8 @@ class PoolRequest:
 
     @property
     def rows_bytes(self) -> int:
-        """RAM for rows. One buffer has the granules that are read, and another the rows that are copied to the
-        device."""
-        return (2 if self.stages_params else 1) * self.rows_buffer_bytes
+        """RAM for rows."""
+        return self.num_rows_buffers * self.rows_buffer_bytes
 
     @property
     def least_chunk_numel(self) -> int:

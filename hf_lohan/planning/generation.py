@@ -11,7 +11,14 @@ from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files import SECTOR_BYTES
-from hf_lohan.model import Block, find_experts, round_up, rows_granule_bytes, stored_form
+from hf_lohan.model import (
+    Block,
+    find_experts,
+    round_up,
+    rows_granule_bytes,
+    stored_form,
+    table_to_load_by_rows,
+)
 from hf_lohan.planner import (
     BudgetError,
     KeysAndValues,
@@ -58,7 +65,7 @@ def lay_out_generation(
         model,
         working_dtype,
         config.moment_dtype,
-        by_rows=shards.table_to_load_by_rows(model, config),
+        by_rows=table_to_load_by_rows(model, config),
         quantization=config.quantize,
     )
     form = make_form()
@@ -102,6 +109,7 @@ def lay_out_generation(
             stages_codes=config.quantize.packs,
             min_chunk_numel=_chunk_numel(blocks, cpu_memory_bytes),
             rows_granule_bytes=rows_granule_bytes(form.model_blocks),
+            num_rows_buffers=shards.num_rows_buffers(memory_is_host=memory_is_host),
         )
     )
     pools = replace(pools, num_slots=pools.num_slots | {SizeClass.EXPERT: slots.num_expert_slots})

@@ -21,6 +21,7 @@ from hf_lohan.model import (
     StoredForm,
     adamw_everywhere,
     assign_shards,
+    common_blocks,
     find_experts,
     muon_for_matrices,
     records_of_rank,
@@ -150,8 +151,7 @@ class OffloadLayout(StoredForm):
 
     @property
     def common_blocks(self) -> list[Block]:
-        """The blocks that all ranks load, which are all but experts that belong to one rank."""
-        return [block for block in self.blocks if block.owner is None]
+        return common_blocks(self.blocks)
 
     @cached_property
     def resident_records(self) -> tuple[RecordTraffic, ...]:
@@ -310,8 +310,10 @@ class WholeBlocks:
     ) -> tuple[Share, tuple[SsdPath, ...]]:
         return whole_machine(device), paths
 
-    def table_to_load_by_rows(self, model: nn.Module, config: OffloadConfig) -> nn.Parameter | None:
-        return table_to_load_by_rows(model, config)
+    def num_rows_buffers(self, *, memory_is_host: bool) -> int:
+        """Return the number of host buffers for rows of a table: one for what is read, and one for rows on their way to
+        the device."""
+        return 1 if memory_is_host else 2
 
     def cut(self, form: StoredForm) -> StoredForm:
         return form
@@ -352,13 +354,10 @@ class _Shards(WholeBlocks):
     def may_stream_experts(self, config: OffloadConfig) -> bool:
         return config.expert_parallel != "none"
 
-    def table_to_load_by_rows(self, model: nn.Module, config: OffloadConfig) -> nn.Parameter | None:
-        if config.embedding == "rows":
-            raise ValueError(
-                f"embedding: rows is set with {self._ranks.num_ranks} ranks, which load the table of embeddings whole; "
-                "set embedding to auto or whole"
-            )
-        return None
+    def num_rows_buffers(self, *, memory_is_host: bool) -> int:
+        """Return the number of host buffers as for a single rank. Ranks also need the second one on a host, and a third
+        one for rows that are sent to other nodes."""
+        return 2 if self._ranks.num_nodes == 1 else 3
 
     def cut(self, form: StoredForm) -> StoredForm:
         assign_shards(form.model_blocks, self._ranks.num_ranks)
@@ -369,11 +368,11 @@ class _Shards(WholeBlocks):
 
     def shared_weight_bytes(self, blocks: Sequence[Block], within: WithinCodec) -> int:
         return _SHARED_BLOCKS * max(
-            block.fetched_bytes + coded_bytes_within(block, within) for block in blocks if block.owner is None
+            block.fetched_bytes + coded_bytes_within(block, within) for block in common_blocks(blocks)
         )
 
     def lent_piece_bytes(self, blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
-        return lent_piece_bytes(self._ranks, [block for block in blocks if block.owner is None], cpu_memory_bytes)
+        return lent_piece_bytes(self._ranks, common_blocks(blocks), cpu_memory_bytes)
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
         return tuple(asked) if self._ranks.num_nodes > 1 else ways_within(asked)
@@ -450,7 +449,7 @@ def lay_out(
         working_dtype,
         config.moment_dtype,
         rules,
-        by_rows=shards.table_to_load_by_rows(model, config),
+        by_rows=table_to_load_by_rows(model, config),
         quantization=config.quantize,
     )
     form = make_form()
@@ -465,8 +464,7 @@ def lay_out(
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
     open_ways = shards.ways(config.collectives.open_ways())
-    common_blocks = [block for block in blocks if block.owner is None]
-    messages = min(message_bytes(common_blocks, ranks, way) for way in open_ways)
+    messages = min(message_bytes(common_blocks(blocks), ranks, way) for way in open_ways)
     piece_bytes = shards.lent_piece_bytes(blocks, config.cpu_memory)
     expert_bytes = lent_expert_bytes(config, ranks, blocks)
     exchange_bytes = shared_bytes // ranks.num_local + lent_bytes(ranks, piece_bytes) + lending_bytes(expert_bytes)
@@ -495,6 +493,7 @@ def lay_out(
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
         rows_granule_bytes=rows_granule_bytes(form.model_blocks),
+        num_rows_buffers=shards.num_rows_buffers(memory_is_host=memory_is_host),
         lent_expert_bytes=expert_bytes,
     )
     cpu_memory = request.cpu_memory_bytes

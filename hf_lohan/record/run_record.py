@@ -209,7 +209,8 @@ class RunRecord:
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
             **tiers.codecs.figures(),
-            **({"expert_rows": asdict(rows)} if (rows := engine.rows_by_rank()) is not None else {}),
+            **({"embedding_rows_bytes": rows.num_bytes} if (rows := engine.embedding_rows) is not None else {}),
+            **({"expert_rows": asdict(of_experts)} if (of_experts := engine.rows_by_rank()) is not None else {}),
         }
 
     def card_lines(self) -> list[str]:

@@ -124,10 +124,12 @@ class GradientArrivals:
         arrived = self._open.get(piece.chunk)
         if arrived is None:
             self._publish_held_before(piece.chunk)
-            codec = self._coded.codec if self._coded is not None and piece.chunk.block.owner is None else None
+            block = piece.chunk.block
+            is_coded = self._coded is not None and block.owner is None and block.size_class is not SizeClass.ROWS
+            codec = self._coded.codec if self._coded is not None and is_coded else None
             keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
-            with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
-                buffer = self._acquire_buffer(piece.chunk.block, half=keeps_dtype)
+            with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=block.name):
+                buffer = self._acquire_buffer(block, half=keeps_dtype)
             arrived = ArrivedChunk(piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype, codec=codec)
             self._open[piece.chunk] = arrived
         if rows is not None:

@@ -10,7 +10,8 @@ from functools import partial
 
 from hf_lohan.device import Buffer, BufferPool, Device
 from hf_lohan.model import Chunk
-from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, MeasuredCodec, SharedRegion
+from hf_lohan.planner import SizeClass
+from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, MeasuredCodec, SharedRegion, TableRows
 from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.gradients import ChunkGradient
@@ -71,6 +72,11 @@ class GradientReduction:
             completed=lambda complete: put(partial(self._apply_mean, complete)),
             release=_release_buffer,
             coded=self._coded,
+            rows={
+                key: _rows_of(chunk)
+                for key, chunk in enumerate(self._chunks)
+                if chunk.block.size_class is SizeClass.ROWS
+            },
         )
         this = weakref.ref(self)  # the links live longer
         self._links.add_failure_callback(lambda error: _note_failure(this(), error))
@@ -211,6 +217,13 @@ class GradientReduction:
 def _note_failure(reduction: GradientReduction | None, error: BaseException) -> None:
     if reduction is not None:
         reduction.note_failure(error)
+
+
+def _rows_of(chunk: Chunk) -> TableRows:
+    """Return the rows in a chunk of a table, which is alone in its block."""
+    (part,) = chunk.block.slices
+    width = part.shape[1]
+    return TableRows(width, (chunk.start - part.start) % width)
 
 
 def _release_buffer(buffer: object) -> None:

@@ -10,14 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_lohan.model import ChunkPiece
+from hf_lohan.model import ChunkPiece, RowIds, rows_between
 
 _ADDED_LANES = 64
 """A multiple of the number of partial sums in which a CPU adds the squares of a vector."""
 _SPREAD_NUMEL = 1 << 18
 """Elements of rows that are moved at a time."""
-
-_RowIds = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class RowsOfPiece:
     `spread` moves them to their places."""
 
     piece: ChunkPiece
-    ids: _RowIds
+    ids: RowIds
     """Numbers of the rows, in order. The first and the last may be partly in the piece."""
     width: int
 
@@ -72,19 +70,14 @@ class RowGradient:
         """``gradient``: a sparse tensor of the table's shape."""
         gradient = gradient.coalesce()
         self.values = gradient.values().contiguous().view(-1)
-        self._ids: _RowIds = gradient.indices()[0].cpu().numpy()
+        self._ids: RowIds = gradient.indices()[0].cpu().numpy()
         self._num_rows, self._width = gradient.shape
 
     def part(self, piece: ChunkPiece) -> tuple[Tensor, RowsOfPiece]:
         """Return the values of the rows in a piece, and their places."""
-        first, stop, width = piece.start_in_slice, piece.start_in_slice + piece.numel, self._width
-        begin, end = np.searchsorted(self._ids, [first // width, -(-stop // width)]).tolist()
-        rows = RowsOfPiece(piece, self._ids[begin:end], width)
-        if begin == end:
-            return self.values[:0], rows
-        before = max(0, first - int(self._ids[begin]) * width)
-        behind = max(0, (int(self._ids[end - 1]) + 1) * width - stop)
-        return self.values[begin * width + before : end * width - behind], rows
+        first = piece.start_in_slice
+        rows, elements = rows_between(self._ids, self._width, first, first + piece.numel)
+        return self.values[elements], RowsOfPiece(piece, self._ids[rows], self._width)
 
     def to_measure(self) -> Tensor:
         """Return a vector with the norm of the whole gradient. On a CPU it is the same to the bit, because the CPU adds

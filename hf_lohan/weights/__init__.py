@@ -8,7 +8,7 @@ and no gradients. `engine` tells it which blocks are needed, and `updates` which
 
 from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, WeightSource
 from hf_lohan.weights.blocks_in_use import BlocksInUse
-from hf_lohan.weights.embedding_rows import EmbeddingRows
+from hf_lohan.weights.embedding_rows import EmbeddingRows, OwnRows, ShardedRows
 from hf_lohan.weights.load_order import NextLoad, SlotLoad
 from hf_lohan.weights.lockstep_loader import JointSource, LockstepLoader
 from hf_lohan.weights.node_shards import NodeShards
@@ -32,9 +32,11 @@ __all__ = [
     "LockstepLoader",
     "NextLoad",
     "NodeShards",
+    "OwnRows",
     "PeerWeightCache",
     "RamPeerWeights",
     "RecordReader",
+    "ShardedRows",
     "SharedWeights",
     "Slot",
     "SlotLoad",

@@ -1,25 +1,33 @@
-"""Loads rows of a table of embeddings to the device. The table itself stays in the store."""
+"""Loads rows of a table of embeddings to the device. The table itself stays in the store.
+
+With several ranks each rank reads the rows of its own shard, and asks the owners of all others for theirs. On one node
+an owner writes them to memory that the ranks share, and to other nodes it sends them. A thread of the owner does this,
+which needs no computing thread: it waits for its drive, and for updates, which need only gradients that all ranks have
+published. So a wait for rows always ends, and no rank takes it for a sign that loads differ (`joint_order`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_lohan.device import Device, Event, Lane
-from hf_lohan.model import Block, ParamSlice
+from hf_lohan.files import StorageError
+from hf_lohan.model import Block, RowIds, rows_between
 from hf_lohan.planner.record_traffic import PARAM
+from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, RanksDisagreeError, SharedRegion
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import COMPUTE_WAITS
-
-_RowIds = npt.NDArray[np.int64]
+from hf_lohan.weights.joint_order import Changes, Lender, StaleError, stale_error
 
 
 class RowReader(Protocol):
@@ -38,19 +46,190 @@ class SettledUpdates(Protocol):
     def copy_new(self, block: Block, start: int, out: Tensor) -> list[tuple[int, int]] | None: ...
 
 
-class EmbeddingRows:
-    """Brings the rows of a batch's tokens to the device. A row comes from an update that is not written yet, from the
-    record's copy in RAM, or from the SSD, where only the granules that have needed rows are read. The computing thread
-    uses it."""
+class RowSource(Protocol):
+    """Reads rows of the table. The computing thread calls it."""
 
-    def __init__(self, device: Device, store: RowReader, updates: SettledUpdates, buffer_bytes: int) -> None:
-        """``buffer_bytes``: size of each host buffer (`PoolPlan.rows_buffer_bytes`)."""
-        self._device = device
+    def settle(self) -> None:
+        """Wait until no update of the table is outstanding."""
+
+    def fill(self, ids: RowIds, out: Tensor) -> None:
+        """Fill ``out`` [len(ids), width] in host memory."""
+
+    def close(self) -> None: ...
+
+
+class OwnRows:
+    """Reads rows of this process's store, or of its shard of the table. A row comes from an update that is not written
+    yet, from the record's copy in RAM, or from the SSD, where only the granules that have needed rows are read."""
+
+    def __init__(self, table: Block, rank: int, store: RowReader, updates: SettledUpdates, granules: Tensor) -> None:
+        """``granules``: page-aligned memory for those that are read, uint8."""
+        self.table = table
+        self.rank = rank
+        self._part = table.slices[0]
         self._store = store
         self._updates = updates
-        self._granules = device.host_empty(buffer_bytes)
-        self._landing = None if device.memory_is_host else device.host_empty(buffer_bytes)
-        """Rows on their way to the device."""
+        self._granules = granules.view(table.master.working_dtype)
+        self._reading = threading.Lock()
+
+    @property
+    def width(self) -> int:
+        return self._part.shape[1]
+
+    def elements_of(self, rank: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of the table that a rank has."""
+        start, stop = (min(edge, self._part.stop) for edge in self.table.rank_ranges[rank])
+        return start - self._part.start, stop - self._part.start
+
+    def settle(self) -> None:
+        self._updates.settle(self.table)
+
+    def fill(self, ids: RowIds, out: Tensor) -> None:
+        """Fill ``out`` with the elements of the rows that this rank has, one row after the other. Raises StaleError if
+        an update of them is outstanding, and the store's errors."""
+        first, last = self.elements_of(self.rank)
+        flat, place = out.view(-1), 0
+        missing: list[tuple[int, Tensor]] = []
+        for begin, end in _runs(ids):
+            start = max(int(ids[begin]) * self.width, first)
+            stop = min((int(ids[end - 1]) + 1) * self.width, last)
+            run, place = flat[place : place + stop - start], place + stop - start
+            start += self._part.start
+            rest = self._updates.copy_new(self.table, start, run)
+            if rest is None:
+                raise stale_error(self.rank, self.table)
+            for low, high in rest:
+                piece = run[low - start : high - start]
+                if not self._store.read_from_ram(self.table.name, PARAM, low, piece):
+                    missing.append((low, piece))
+        with self._reading:
+            batch = _GranuleBatch(self.table, self._store, self._granules)
+            for low, piece in missing:
+                batch.add(low, piece)
+            batch.read()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ShardedRows:
+    """Reads rows of a table of which each rank has a shard, and gives other ranks the rows of this rank's shard."""
+
+    def __init__(self, own: OwnRows, links: Links, changes: Changes, memory: SharedRegion, lent: Tensor | None) -> None:
+        """All ranks make this before any of them loads rows. ``memory``: the node's ranks share it, and `fill` gets a
+        part of it. ``lent``: memory for rows that are sent to other nodes; None if there are none."""
+        self._own = own
+        self._links = links
+        self._changes = changes
+        self._memory = memory
+        self._lent = lent
+        self._number = 0
+        """Number of the last request."""
+        self._missing: dict[int, Tensor] = {}
+        """By rank, where its rows go, until they have come. The links' lock guards this and the error."""
+        self._error: RanksDisagreeError | None = None
+        self._lender = Lender(links, changes, "lohan-lent-rows")
+        links.set_handler(Kind.ROWS_WANTED, self._on_wanted)
+        links.set_handler(Kind.ROWS, self._on_rows)
+
+    def settle(self) -> None:
+        self._own.settle()
+
+    def fill(self, ids: RowIds, out: Tensor) -> None:
+        """Fill ``out`` [len(ids), width], in the shared memory."""
+        own, flat = self._own, out.view(-1)
+        self._wait()  # an interrupt may have ended the last call
+        wanted = {
+            rank: rows_between(ids, own.width, *own.elements_of(rank)) for rank in range(self._links.ranks.num_ranks)
+        }
+        rows, elements = wanted.pop(own.rank)
+        with self._links.lock:
+            self._number, self._error = self._number + 1, None
+            self._missing = {rank: flat[of_rank] for rank, (_, of_rank) in wanted.items() if flat[of_rank].numel()}
+            places = dict(self._missing)
+        period = self._changes.num_changes
+        for rank, place in places.items():
+            offset = self._memory.offset_of(place)
+            assert offset is not None, "rows go to memory that the node's ranks do not share"
+            numbers = self._number, period, offset
+            self._links.send(rank, Kind.ROWS_WANTED, *numbers, payload=ids[wanted[rank][0]].tobytes())
+        try:
+            own.fill(ids[rows], flat[elements])
+        finally:
+            self._wait()  # others still write to the memory
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        what = f"its rows of {self._own.table.name}"
+        self._links.wait_for(lambda: not self._missing, what, peers=lambda: [*self._missing], is_noted=False)
+
+    def close(self) -> None:
+        """Ignore later messages."""
+        for kind in (Kind.ROWS_WANTED, Kind.ROWS):
+            self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
+        self._lender.close()
+
+    def _on_rows(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        number, has_failed = numbers
+        with self._links.lock:
+            place = self._missing.get(rank) if number == self._number else None
+        if place is None:
+            return
+        error = None
+        if payload is not None:
+            if has_failed:
+                error = RanksDisagreeError(payload.bytes().decode())
+            else:
+                payload.read_into(place)
+        with self._links.lock:
+            self._error = self._error or error
+            del self._missing[rank]
+            self._links.notify()
+
+    def _on_wanted(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        number, period, offset = numbers
+        assert payload is not None
+        ids = np.frombuffer(payload.bytes(), np.int64)
+        self._lender.submit(period, partial(self._lend, rank, number, period, offset, ids))
+
+    def _lend(self, rank: int, number: int, period: int, offset: int, ids: RowIds) -> None:
+        own, is_here = self._own, rank in self._links.ranks.on_this_node
+        _, elements = rows_between(ids, own.width, *own.elements_of(own.rank))
+        num_bytes = (elements.stop - elements.start) * own.table.master.working_dtype.itemsize
+        memory = self._memory.bytes[offset:] if is_here else self._lent
+        assert memory is not None, "a request comes from another node"
+        rows = memory[:num_bytes].view(own.table.master.working_dtype)
+        try:
+            self._fill_lent(ids, rows, period)
+        except (StorageError, StaleError) as error:
+            self._links.send(rank, Kind.ROWS, number, 1, payload=f"{error}".encode(), channel=Channel.TOKENS)
+            return
+        self._links.send(rank, Kind.ROWS, number, 0, payload=None if is_here else rows, channel=Channel.TOKENS)
+
+    def _fill_lent(self, ids: RowIds, rows: Tensor, period: int) -> None:
+        """Fill ``rows`` with the weights of a period. A read that fails is repeated once, because an update may have
+        written meanwhile."""
+        for is_last in (False, True):
+            try:
+                self.settle()
+                self._own.fill(ids, rows)
+                break
+            except StorageError:
+                if is_last:
+                    raise
+        if not self._changes.is_unchanged_since(self._own.table, period):
+            raise stale_error(self._own.rank, self._own.table)
+
+
+class EmbeddingRows:
+    """Brings the rows of a batch's tokens to the device. The computing thread uses it."""
+
+    def __init__(self, device: Device, source: RowSource, landing: Tensor | None) -> None:
+        """``landing``: host memory for rows on their way to the device; None if they need none."""
+        self._device = device
+        self._source = source
+        self._landing = landing
         self._copied: Event | None = None
         """The end of the last copy from `_landing`."""
         self.num_bytes = 0
@@ -61,15 +240,16 @@ class EmbeddingRows:
         table's shape; with None there is none. Raises IndexError for ids outside the table."""
         part = block.slices[0]
         needed, inverse = torch.unique(ids, return_inverse=True)
-        rows = self._load(block, part, needed.cpu().to(torch.int64).numpy())
+        rows = self.load(block, needed.cpu().to(torch.int64).numpy())
         if leaf is None:
             return F.embedding(inverse, rows)
         padding = padding_idx if padding_idx is None or padding_idx >= 0 else part.shape[0] + padding_idx
         output: Tensor = _Embedding.apply(leaf, rows, needed, inverse, padding)  # type: ignore[no-untyped-call]
         return output
 
-    def _load(self, block: Block, part: ParamSlice, ids: _RowIds) -> Tensor:
-        """Return rows [len(ids), width] on the device. ``ids`` are sorted and differ."""
+    def load(self, block: Block, ids: RowIds) -> Tensor:
+        """Return rows [len(ids), width] on the device. Raises IndexError for ids outside the table."""
+        part = block.slices[0]
         num_rows, width = part.shape
         if len(ids) and not 0 <= ids[0] <= ids[-1] < num_rows:
             raise IndexError(
@@ -79,46 +259,33 @@ class EmbeddingRows:
         device, dtype = self._device, block.master.working_dtype
         rows = torch.empty(len(ids), width, dtype=dtype, device=device.torch_device)
         with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name):
-            self._updates.settle(block)
+            self._source.settle()
             if self._landing is None:
-                self._fill(block, part, ids, rows)
+                self._source.fill(ids, rows)
             else:
                 device.wait(Lane.H2D, device.record(Lane.COMPUTE, rows))  # compute may still use this memory
-                self._copy(block, part, ids, rows, self._landing.view(dtype))
+                self._copy(ids, rows, self._landing.view(dtype))
         self.num_bytes += rows.nbytes
         return rows
 
-    def _copy(self, block: Block, part: ParamSlice, ids: _RowIds, rows: Tensor, landing: Tensor) -> None:
+    def _copy(self, ids: RowIds, rows: Tensor, landing: Tensor) -> None:
         """Copy rows to the device, as many at a time as the landing has room for."""
-        width = part.shape[1]
+        width = rows.shape[1]
         at_once = landing.numel() // width
         for first in range(0, len(ids), at_once):
             stop = min(first + at_once, len(ids))
             if self._copied is not None:
                 self._copied.synchronize()
             landed = landing[: (stop - first) * width].view(-1, width)
-            self._fill(block, part, ids[first:stop], landed)
+            self._source.fill(ids[first:stop], landed)
             self._device.copy(Lane.H2D, rows[first:stop], landed)
             self._copied = self._device.record(Lane.H2D)
         if self._copied is not None:
             self._device.wait(Lane.COMPUTE, self._copied)
 
-    def _fill(self, block: Block, part: ParamSlice, ids: _RowIds, out: Tensor) -> None:
-        """Fill ``out`` [len(ids), width] in host memory."""
-        width = part.shape[1]
-        missing: list[tuple[int, Tensor]] = []
-        for first, stop in _runs(ids):
-            start, flat = part.start + int(ids[first]) * width, out[first:stop].view(-1)
-            rest = self._updates.copy_new(block, start, flat)
-            assert rest is not None, f"{block} has outstanding updates"
-            for low, high in rest:
-                piece = flat[low - start : high - start]
-                if not self._store.read_from_ram(block.name, PARAM, low, piece):
-                    missing.append((low, piece))
-        batch = _GranuleBatch(block, self._store, self._granules.view(out.dtype))
-        for low, piece in missing:
-            batch.add(low, piece)
-        batch.read()
+    def close(self) -> None:
+        """Give no more rows to other ranks."""
+        self._source.close()
 
 
 class _GranuleBatch:
@@ -169,7 +336,7 @@ class _GranuleBatch:
         self._granules, self._parts = [], []
 
 
-def _runs(numbers: _RowIds) -> Iterator[tuple[int, int]]:
+def _runs(numbers: RowIds) -> Iterator[tuple[int, int]]:
     """Yield the [start, stop) indices of runs of consecutive numbers."""
     edges = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
     for start, stop in pairwise(edges):

@@ -33,6 +33,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -324,6 +325,63 @@ class StaleError(RanksDisagreeError):
     """A rank has changed a block whose earlier weights another rank wants."""
 
 
+class Lender:
+    """A thread that carries out requests of other ranks for weights, each when this rank has ended the steps before."""
+
+    def __init__(self, links: Links, changes: Changes, name: str) -> None:
+        """``name``: of the thread, which starts with the first request."""
+        self._links = links
+        self._changes = changes
+        self._name = name
+        self._requests: deque[tuple[int, Callable[[], None]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, period: int, lend: Callable[[], None]) -> None:
+        """Call ``lend`` on the thread when this rank has the weights of the period."""
+        with self._links.lock:
+            self._requests.append((period, lend))
+            if self._thread is None and not self._is_closed:
+                self._thread = start_thread(self._run, self._name, beside_kernels=False)
+            self._links.notify()
+
+    def close(self) -> None:
+        """End the thread, without the requests that wait."""
+        with self._links.lock:
+            self._is_closed = True
+            self._links.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._links.wait_for(lambda: self._is_closed or self._next(), "requests", peers=[])
+                with self._links.lock:
+                    request = self._next()
+                    if request is None:
+                        return
+                    self._requests.remove(request)
+                request[1]()
+        except Exception as error:
+            if not self._is_closed:
+                self._links.fail(error)
+
+    def _next(self) -> tuple[int, Callable[[], None]] | None:
+        """Return the first request for weights that this rank has already. The caller holds the lock."""
+        if self._is_closed:
+            return None
+        here = self._changes.num_changes
+        return next((request for request in self._requests if request[0] <= here), None)
+
+
+def stale_error(rank: int, block: Block) -> StaleError:
+    return StaleError(
+        f"rank {rank} has changed {block.name} while another rank needs its earlier weights; all ranks must take the "
+        "same steps; look for code that only some of them run between clip_grad_norm_() and step()"
+    )
+
+
 class LentShards:
     """Lends this rank's shards to other ranks, and borrows theirs, for one load at a time."""
 
@@ -356,12 +414,9 @@ class LentShards:
         self._piece_bytes = piece_bytes
         self._notify = notify
         self._load: _LentLoad | None = None
-        self._requests: deque[tuple[int, int, int, int]] = deque()
-        """(rank, number of its load, number of the block, turn)"""
-        self._lender: threading.Thread | None = None
+        self._lender = Lender(links, changes, "lohan-lent-shards")
         self._memory: dict[str, Tensor] = {}
         """By user, page-aligned memory for one piece, which is allocated at the first lent load."""
-        self._is_closed = False
         self.handlers: Mapping[Kind, Handler] = {
             Kind.SHARD_WANTED: self._on_request,
             Kind.SHARD: self._on_shard,
@@ -423,10 +478,8 @@ class LentShards:
 
     def close(self) -> None:
         with self._links.lock:
-            self._is_closed, self._load = True, None
-            self._links.notify()
-        if self._lender is not None:
-            self._lender.join()
+            self._load = None
+        self._lender.close()
 
     # Shards that arrive.
 
@@ -470,32 +523,8 @@ class LentShards:
     # Shards that others ask for.
 
     def _on_request(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
-        with self._links.lock:
-            self._requests.append((rank, *numbers))  # type: ignore[arg-type]
-            if self._lender is None and not self._is_closed:
-                self._lender = start_thread(self._lend_until_closed, "lohan-lent-shards", beside_kernels=False)
-            self._links.notify()
-
-    def _lend_until_closed(self) -> None:
-        try:
-            while True:
-                self._links.wait_for(lambda: self._is_closed or self._next_request(), "requests", peers=[])
-                with self._links.lock:
-                    request = self._next_request()
-                    if request is None:
-                        return
-                    self._requests.remove(request)
-                self._lend(*request)
-        except Exception as error:
-            if not self._is_closed:
-                self._links.fail(error)
-
-    def _next_request(self) -> tuple[int, int, int, int] | None:
-        """Return the first request for weights that this rank has already. The caller holds the lock."""
-        if self._is_closed:
-            return None
-        here = self._changes.num_changes
-        return next((request for request in self._requests if period_of(request[1]) <= here), None)
+        number, block_number, turn = numbers
+        self._lender.submit(period_of(number), partial(self._lend, rank, number, block_number, turn))
 
     def _lend(self, rank: int, number: int, block_number: int, turn: int) -> None:
         block = self._blocks[block_number]
@@ -505,7 +534,7 @@ class LentShards:
             try:
                 self._read(block, piece, content)
                 if not self._changes.is_unchanged_since(block, period_of(number)):
-                    raise self._stale(block)
+                    raise stale_error(self._rank, block)
             except (StorageError, StaleError) as error:
                 self._links.send(rank, *head, 1, payload=f"{error}".encode(), channel=Channel.WEIGHTS)
                 return
@@ -535,7 +564,7 @@ class LentShards:
                     self._new_weights.settle(block)
                     rest = self._new_weights.copy_new(block, piece.start, content)
                 if rest is None:
-                    raise self._stale(block)
+                    raise stale_error(self._rank, block)
                 reads = []
                 for low, high in rest:
                     view = content[low - piece.start : high - piece.start]
@@ -547,12 +576,6 @@ class LentShards:
                     raise
         if piece.kind == PARAM:
             self._parts.round_piece(block, content)
-
-    def _stale(self, block: Block) -> StaleError:
-        return StaleError(
-            f"rank {self._rank} has changed {block.name} while another rank needs its earlier weights; all ranks must "
-            "take the same steps; look for code that only some of them run between clip_grad_norm_() and step()"
-        )
 
     def _memory_for(self, piece: _ShardPiece, user: str) -> Tensor:
         """Return memory for the content of a piece, until the same user's next call."""

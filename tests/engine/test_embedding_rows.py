@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ConfigFactory, EngineFactory, Twins, TwinsFactory
+from engines import EngineFactory, Twins, TwinsFactory
 from torch import Tensor, nn
 
 from hf_lohan.device import CpuDevice, Lane
@@ -17,8 +17,6 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import CorruptionError
 from hf_lohan.model import table_of_rows
 from hf_lohan.planner import SizeClass
-from hf_lohan.planning import lay_out
-from hf_lohan.ranks import Ranks
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -198,7 +196,7 @@ class TrainableTokensWrapper(nn.Module):
         self.inner = inner
 
 
-def test_why_embeddings_are_whole(make_config: ConfigFactory) -> None:
+def test_why_embeddings_are_whole() -> None:
     assert isinstance(table_of_rows(tiny_model("llama")), nn.Parameter)
     assert table_of_rows(tiny_model("opt")) == ("lm_head.weight and model.decoder.embed_tokens.weight are one tensor")
     rare = tiny_model("llama")
@@ -209,11 +207,3 @@ def test_why_embeddings_are_whole(make_config: ConfigFactory) -> None:
     wrapped.get_input_embeddings = lambda: wrapped.model.embed_tokens.inner
     assert "PEFT" in str(table_of_rows(wrapped))
     assert table_of_rows(nn.Linear(2, 2)) == "the model has no table of input embeddings"
-    with pytest.raises(ValueError, match="embedding: rows is set with 2 ranks"):
-        lay_out(
-            tiny_model("llama"),
-            make_config(embedding="rows"),
-            working_dtype=None,
-            hold_gradients=True,
-            ranks=Ranks(0, 2, 0, 2),
-        )

@@ -78,6 +78,7 @@ class Run:
     port: int = 0
     """The port of the rendezvous."""
     net_timeout: int | str = "auto"
+    embedding: str = "auto"
 
 
 class Mishap(NamedTuple):
@@ -194,6 +195,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "chunked_layers": run.chunked_layers,
         "commit_every": run.commit_every,
         "net_timeout": run.net_timeout,
+        "embedding": run.embedding,
     }
     if run.family in ("mixtral", "qwen3_moe"):
         offload |= {"experts": "streamed", "lazy_experts": run.family == "qwen3_moe"}

@@ -36,11 +36,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     return RankRun(RUN, tmp_path_factory.mktemp("undisturbed")).finish()
 
 
-def test_a_killed_rank_ends_the_other_and_the_run_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("embedding", ["whole", pytest.param("rows", marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_other_and_the_run_resumes(embedding: str, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("undisturbed", "killed")]
     for folder in folders:
         folder.mkdir()
-    whole, run = (RankRun(SHORT, folder) for folder in folders)
+    whole, run = RankRun(SHORT, folders[0]), RankRun(replace(SHORT, embedding=embedding), folders[1])
     random = Random(0)
     for victim in (0, 1):
         print(run.befall("killed", victim, random))

@@ -22,10 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_lohan.planner import (
+    BlockProfile,
     Cluster,
     Collectives,
     HardwareProfile,
     ModelProfile,
+    SizeClass,
     StepPrediction,
     TrainingSetup,
     all_ways,
@@ -125,6 +127,39 @@ def test_the_bytes_of_each_source_of_weights_for_backward(
     assert sum(step.tier_bytes["ssd"].values()) == stored
     assert step.tier_bytes["cpu"].get("weights", 0) == (200 if ways.get("backward") == "ram" else 0)
     assert step.ranks is not None and step.ranks.sent_bytes_per_step == forward_net + backward_net
+
+
+@pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 2), (2, 1), (2, 2), (4, 2)])
+def test_nodes_send_the_rows_of_a_table_and_not_the_table(num_nodes: int, num_local: int) -> None:
+    """A node sends its rows to all ranks of other nodes that ask, and their owners the rows that its ranks used."""
+    num_rows, width = 1000, 8
+    table = BlockProfile(
+        name="table",
+        size_class=SizeClass.OUTER,
+        num_params=num_rows * width,
+        num_trainable_params=num_rows * width,
+        param_bytes=2 * num_rows * width,
+        flops=0.0,
+    )
+    by_rows = table.by_rows(num_rows, 400, MODEL.num_tokens)
+    without, rows, whole = (
+        predict(cluster_of(num_nodes, num_local), model=replace(MODEL, blocks=(*blocks, *MODEL.blocks)))
+        for blocks in ((), (by_rows,), (table,))
+    )
+    assert without.ranks is not None and rows.ranks is not None and whole.ranks is not None
+    more = {
+        name: size - without.ranks.bytes_by_collective[name] for name, size in rows.ranks.bytes_by_collective.items()
+    }
+    assert by_rows.rows is not None
+    elsewhere = (num_nodes - 1) / num_nodes
+    of_node = num_rows * (1 - (1 - 1 / num_rows) ** (num_local * MODEL.num_tokens))
+    assert more == {
+        "forward_weights": round(elsewhere * num_local * by_rows.rows.loaded_bytes),
+        "backward_weights": 0,
+        "gradients": pytest.approx(elsewhere * (of_node * width * 4 + num_rows / 8), abs=1),
+    }
+    assert (rows.ranks.sent_bytes_per_step < whole.ranks.sent_bytes_per_step) == (num_nodes > 1)
+    assert rows.ranks.link_bytes.d2h - without.ranks.link_bytes.d2h == by_rows.rows.loaded_bytes
 
 
 def test_the_network_can_be_the_bottleneck() -> None:

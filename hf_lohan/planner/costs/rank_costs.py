@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_lohan.planner.collectives import SUM_BYTES, CollectiveName
+from hf_lohan.planner.collectives import SUM_BYTES, Cluster, CollectiveName
 from hf_lohan.planner.costs.expert_costs import RowTraffic, most_loaded, row_traffic
 from hf_lohan.planner.costs.step_costs import (
     SHARED_CORES_EFFICIENCY,
@@ -25,7 +25,7 @@ from hf_lohan.planner.costs.step_costs import (
     experts_forward_s,
 )
 from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, expected_hits
 from hf_lohan.planner.offload_plan import ClipMode, LinkBytes, RankPrediction, TrainingSetup
 
 SOCKET_PASSES = 6
@@ -37,6 +37,18 @@ def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSe
     """Return the cost model for a single rank, or for one of several."""
     kind = RankStepCosts if setup.cluster.num_ranks > 1 else StepCosts
     return kind(model, hardware, setup)
+
+
+def _sent_of_table(table: BlockProfile, num_tokens: int, cluster: Cluster) -> tuple[int, int]:
+    """Return the bytes that a node sends of a table's rows in a forward, and of its gradient in a backward, if each
+    rank has ``num_tokens`` tokens. A node sends the rows that have a token on any of its ranks, summed, and a bit for
+    each row."""
+    assert table.rows is not None
+    elsewhere = 1 - 1 / cluster.num_nodes
+    num_rows = table.rows.num_rows
+    share = expected_hits(num_rows, 1, cluster.num_local * num_tokens) / num_rows
+    gradient_bytes = share * SUM_BYTES * table.num_trainable_params + num_rows / 8 * bool(table.num_trainable_params)
+    return round(elsewhere * cluster.num_local * table.loaded_bytes), round(elsewhere * gradient_bytes)
 
 
 class RankStepCosts(StepCosts):
@@ -59,19 +71,30 @@ class RankStepCosts(StepCosts):
         self._resident_param_bytes *= num_local
         self._resident_update_read_bytes = min(num_local * self._resident_update_read_bytes, self._update_read_bytes)
         self._spilled_gradient_bytes *= num_local
-        self._own_param_bytes = self._param_bytes / num_nodes
-        self._copied_bytes = cluster.copied_bytes(self._param_bytes)
+        tables = [block for block in model.blocks if block.rows is not None]
+        self._table_bytes = sum(block.read_bytes for block in tables)
+        """Of tables of which only rows are loaded, what a rank's micro-batch reads. Each rank asks the owners for its
+        own rows, and all other weights go to all ranks together."""
+        whole_bytes = self._param_bytes - self._table_bytes
+        self._own_param_bytes = whole_bytes / num_nodes + num_local * self._table_bytes
+        self._copied_bytes = cluster.copied_bytes(whole_bytes)
         self._num_summed_params = model.dense_trainable_params / num_nodes
-        num_plain = model.num_dense_params - model.decoded_numel
-        packed_bytes = self._param_bytes - num_plain * model.param_itemsize if model.decoded_numel else 0
-        self._sent_bytes = cluster.bytes_by_collective(
-            param_bytes=self._param_bytes,
+        num_plain = model.num_dense_params - model.decoded_numel - sum(block.num_params for block in tables)
+        packed_bytes = whole_bytes - num_plain * model.param_itemsize if model.decoded_numel else 0
+        self._sent_of_whole = cluster.bytes_by_collective(
+            param_bytes=whole_bytes,
             num_params=num_plain,
             packed_bytes=max(0, packed_bytes),
-            num_trainable_params=model.dense_trainable_params,
+            num_trainable_params=model.dense_trainable_params - sum(block.num_trainable_params for block in tables),
             gradient_itemsize=model.param_itemsize,
             is_summed=setup.num_together > 1,
         )
+        """Without rows of tables."""
+        self._sent_bytes = dict(self._sent_of_whole)
+        for table in tables:
+            loaded_bytes, gradient_bytes = _sent_of_table(table, model.num_tokens, cluster)
+            self._sent_bytes["forward_weights"] += loaded_bytes
+            self._sent_bytes["gradients"] += gradient_bytes
         self._rows = row_traffic(model, cluster.num_ranks)
         """Rows that leave a rank."""
         self._rows_to_nodes = row_traffic(model, cluster.num_ranks, num_local)
@@ -79,10 +102,12 @@ class RankStepCosts(StepCosts):
         self._least_moved_rows = setup.least_moved_rows
         self._wait_for_most_loaded()
         way, itemsize = cluster.collectives, model.param_itemsize
-        self._dense_gradient_bytes = model.dense_trainable_params * itemsize
-        self._saved_gradient_bytes = self._dense_gradient_bytes * (1 - way.gradient_fraction_within(itemsize))
+        self._dense_gradient_bytes = model.dense_gradient_bytes
+        coded_bytes = self._dense_gradient_bytes - sum(table.gradient_bytes(itemsize) for table in tables)
+        self._saved_gradient_bytes = coded_bytes * (1 - way.gradient_fraction_within(itemsize))
         """Bytes of gradients that a codec saves on a device's link, in each backward."""
-        # Blocks with packed weights are not coded.
+        self._copied_row_bytes = sum(table.loaded_bytes for table in tables) if self._is_copied else 0
+        # Blocks with packed weights, and rows, are not coded.
         self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(itemsize)
 
     def _backward_row_bytes(self, rows: RowTraffic, choice: Choice) -> Values:
@@ -137,7 +162,8 @@ class RankStepCosts(StepCosts):
 
     def _forward(self, choice: Choice) -> ResourceUse:
         load = super()._forward(choice)
-        load = replace(load, h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * self._copied_param_bytes)
+        coded_bytes = self._copied_param_bytes - self._copied_row_bytes
+        load = replace(load, h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * coded_bytes)
         copied_bytes = self._copied_bytes if self._cluster.collectives.backward == "ssd" else 0
         return self._passing_ram(
             replace(
@@ -165,11 +191,11 @@ class RankStepCosts(StepCosts):
         sum_bytes = SUM_BYTES * self._num_summed_params * sums
         sent = self._sent_bytes
         row_bytes = self._num_local * self._backward_row_bytes(self._rows_to_nodes, choice)
-        copied_bytes = max(0, self._copied_param_bytes - self._setup.turnaround_bytes)
+        coded_bytes = max(0, self._copied_param_bytes - self._setup.turnaround_bytes - self._copied_row_bytes)
         return self._passing_ram(
             replace(
                 load,
-                h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * copied_bytes,
+                h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * coded_bytes,
                 d2h_bytes=load.d2h_bytes - self._saved_gradient_bytes,
                 net_bytes=load.net_bytes + sent["backward_weights"] + sent["gradients"] + row_bytes,
                 host_bytes=load.host_bytes + self._num_local * self._gradient_bytes + sum_bytes,
@@ -206,8 +232,10 @@ class RankStepCosts(StepCosts):
             sent_bytes["backward_tokens"] = round((self._num_local * self._backward_row_bytes(rows, choice)).item())
         copied_bytes = 2 * self._copied_param_bytes - min(self._copied_param_bytes, self._setup.turnaround_bytes)
         exact = LinkBytes(h2d=count * copied_bytes, d2h=count * self._dense_gradient_bytes)
+        row_bytes = 2 * count * self._copied_row_bytes
         coded = LinkBytes(
-            h2d=round(self._weights_within * exact.h2d), d2h=exact.d2h - round(count * self._saved_gradient_bytes)
+            h2d=row_bytes + round(self._weights_within * (exact.h2d - row_bytes)),
+            d2h=exact.d2h - round(count * self._saved_gradient_bytes),
         )
         return RankPrediction(
             bytes_by_collective={name: count * size for name, size in sent_bytes.items()},
@@ -224,14 +252,15 @@ class RankStepCosts(StepCosts):
         if not row_bytes:
             return None
         model = self._model
+        tables = [block for block in model.blocks if block.rows is not None]
         of_all = self._cluster.bytes_by_collective(
-            param_bytes=model.param_bytes,
-            num_params=model.num_params,
-            num_trainable_params=model.num_trainable_params,
+            param_bytes=model.param_bytes - sum(block.param_bytes for block in tables),
+            num_params=model.num_params - sum(block.num_params for block in tables),
+            num_trainable_params=model.num_trainable_params - sum(block.num_trainable_params for block in tables),
             gradient_itemsize=model.param_itemsize,
             is_summed=self._setup.num_together > 1,
         )
-        more_bytes = sum(size - self._sent_bytes[name] for name, size in of_all.items())
+        more_bytes = sum(size - self._sent_of_whole[name] for name, size in of_all.items())
         return model.num_tokens * more_bytes / row_bytes
 
     def _hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> dict[str, float | None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_lohan.ranks.collectives.block_codec import GRADIENTS_WITHIN, BlockCodec
 from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
-from hf_lohan.ranks.collectives.node_sums import DTYPES, ChunkName, NodeSums
+from hf_lohan.ranks.collectives.node_sums import DTYPES, ChunkName, NodeSums, TableRows
 from hf_lohan.ranks.collectives.rank_order_sum import CodedValues, Gradient, numel_of, sum_gradients_
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
@@ -118,11 +118,13 @@ class GradientExchange:
         release: Callable[[object], object],
         abandoned: Callable[[int, int], object] = lambda step, rank: None,
         coded: MeasuredCodec | None = None,
+        rows: Mapping[int, TableRows] | None = None,
     ) -> None:
         """`owners`: the owner of each chunk by its key, equal on all ranks. `region`: shared memory with all gradients
         that another rank of this node sums. The callbacks run on any thread and must not wait. `completed` gets a chunk
         of this rank that all ranks have published. `release` gets a published buffer that may be used again.
-        `abandoned` gets a step and the rank that abandoned it. `coded`: the codec of sums between nodes."""
+        `abandoned` gets a step and the rank that abandoned it. `coded`: the codec of sums between nodes. ``rows``:
+        see `NodeSums`."""
         self.ranks = links.ranks
         self._links = links
         self._owners = dict(owners)
@@ -142,7 +144,7 @@ class GradientExchange:
         self._abandoned_steps: set[int] = set()
         self._complete: dict[int, set[int]] = defaultdict(set)
         """By step, the keys of this rank's complete chunks."""
-        self.sums = NodeSums(links, self._on_sum_sent, coded)
+        self.sums = NodeSums(links, self._on_sum_sent, coded, rows)
         links.set_handler(Kind.CHUNK, self._on_chunk)
         links.set_handler(Kind.NO_GRADIENT, self._on_no_gradient)
         links.set_handler(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop_step(numbers[0], peer))

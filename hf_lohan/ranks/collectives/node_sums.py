@@ -2,16 +2,19 @@
 
 The owner asks all nodes at once, and adds their sums in the order of nodes, piece by piece. A piece waits in its
 connection until the pieces of earlier nodes are added. This fixes the order for each element, and needs memory for one
-piece of each node. A piece may be quantized, and its head then names the codec. A node answers owners in the order of
+piece of each node. A piece may be quantized, and its head then names the codec. Of the gradient of a table of which
+only rows were used, the rows that are not zero are sent, which `pack_rows` marks. A node answers owners in the order of
 their requests. No deadlock is possible, because the first node's pieces wait for no other node, the second node's
 pieces wait only for the first node's, and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,14 +41,70 @@ ChunkName = tuple[int, int]
 """(step, key) of a chunk."""
 
 
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """The rows of a table in a chunk of its gradient."""
+
+    width: int
+    before: int
+    """Elements of the chunk's first row that are in an earlier chunk."""
+
+    def cut(self, start: int, numel: int) -> tuple[int, int, int]:
+        """Return, for the elements of the chunk from ``start`` on, the number of rows that have some of them, the
+        elements of the first of these rows that come earlier, and those of the last that come later."""
+        lead = (self.before + start) % self.width
+        num_rows = -(-(lead + numel) // self.width)
+        return num_rows, lead, num_rows * self.width - lead - numel
+
+    def message_bytes(self, start: int, numel: int, num_values: int, itemsize: int) -> int:
+        """Return the bytes of `pack_rows`: ``num_values`` elements, and a bit for each row."""
+        return num_values * itemsize + -(-self.cut(start, numel)[0] // 8)
+
+    def pack_rows(self, values: Tensor, start: int) -> Tensor:
+        """Return a message, uint8, with those rows of ``values`` [numel] whose bits are not all zero."""
+        num_rows, lead, rest = self.cut(start, values.numel())
+        table = values.new_zeros(num_rows, self.width)
+        table.view(-1)[lead : lead + values.numel()] = values
+        is_sent = table.view(_BITS[table.itemsize]).ne(0).any(1)
+        rows = table[is_sent].view(-1)
+        rows = rows[lead * bool(is_sent[0]) : rows.numel() - rest * bool(is_sent[-1])]
+        marks = torch.from_numpy(np.packbits(is_sent.numpy()))
+        return torch.cat([rows.view(torch.uint8), marks])
+
+    def unpack_rows(self, message: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the values [numel] of a message."""
+        num_rows, lead, rest = self.cut(start, numel)
+        num_marks = -(-num_rows // 8)
+        values, marks = message[: message.numel() - num_marks], message[message.numel() - num_marks :]
+        is_sent = torch.from_numpy(np.unpackbits(marks.numpy(), count=num_rows)).bool()
+        rows = torch.zeros(int(is_sent.sum()), self.width, dtype=dtype)
+        flat = rows.view(-1)
+        flat[lead * bool(is_sent[0]) : flat.numel() - rest * bool(is_sent[-1])] = values.view(dtype)
+        table = torch.zeros(num_rows, self.width, dtype=dtype)
+        table[is_sent] = rows
+        return table.view(-1)[lead : lead + numel]
+
+
+_BITS = {4: torch.int32, 2: torch.int16}
+"""By size, the type of integers in which values are compared, because -0.0 must be sent."""
+
+
 class NodeSums:
     """Sends the sums of this node, and adds the sums of other nodes."""
 
-    def __init__(self, links: Links, sent: Callable[[ChunkName], object], coded: MeasuredCodec | None = None) -> None:
-        """`sent` is called on the sending thread after a sum is sent. `coded`: the codec of sums."""
+    def __init__(
+        self,
+        links: Links,
+        sent: Callable[[ChunkName], object],
+        coded: MeasuredCodec | None = None,
+        rows: Mapping[int, TableRows] | None = None,
+    ) -> None:
+        """`sent` is called on the sending thread after a sum is sent. `coded`: the codec of sums. ``rows``: by its key,
+        the rows of each chunk of which only rows are sent, without a codec."""
         assert coded is None or coded.codec in _CODECS
         self._links = links
         self._coded = coded
+        self._rows = rows or {}
         self._sent = sent
         self._under_way: dict[ChunkName, _Sum] = {}
         self._thread: WorkThread | None = None
@@ -112,43 +171,51 @@ class NodeSums:
     def _send(self, name: ChunkName, values: list[Gradient], owner: int) -> None:
         """Send a sum. The receiver scales the gradient of a single rank, because it may have fewer bytes than the
         scaled gradient."""
-        numel = numel_of(values[0])
+        numel, rows = numel_of(values[0]), self._rows.get(name[1])
+        coded = None if rows is not None else self._coded
         scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(SUM_PIECE_NUMEL, numel))
-        message_bytes = 0 if self._coded is None else self._coded.codec.message_bytes(SUM_PIECE_NUMEL)
+        message_bytes = 0 if coded is None else coded.codec.message_bytes(SUM_PIECE_NUMEL)
         message = torch.empty(message_bytes, dtype=torch.uint8)
         for start in range(0, numel, SUM_PIECE_NUMEL):
             parts = [part_of_gradient(value, start, start + SUM_PIECE_NUMEL) for value in values]
             size = numel_of(parts[0])
-            payload, exact_bytes = self._payload_of(parts, scratch[:size], message)
-            form = len(DTYPES) + _CODECS.index(self._coded.codec) if self._coded else DTYPES.index(payload.dtype)
-            if self._coded is not None:
-                self._coded.count(exact_bytes, payload.nbytes)
+            payload, exact_bytes = self._payload_of(parts, scratch[:size], message, coded)
+            form = len(DTYPES) + _CODECS.index(coded.codec) if coded else DTYPES.index(payload.dtype)
+            if coded is not None:
+                coded.count(exact_bytes, payload.nbytes)
+            if rows is not None:
+                payload = rows.pack_rows(payload, start)
             numbers = (*name, start, size, form, len(parts))
             self._links.send(owner, Kind.PIECE, *numbers, payload=payload, channel=Channel.GRADIENTS)
         self._sent(name)
 
-    def _payload_of(self, parts: list[Gradient], scratch: Tensor, message: Tensor) -> tuple[Tensor, int]:
+    def _payload_of(
+        self, parts: list[Gradient], scratch: Tensor, message: Tensor, codec: MeasuredCodec | None
+    ) -> tuple[Tensor, int]:
         """Return the payload of the sum of the parts, and its bytes without a codec. ``scratch`` is for the sum of
         several parts, and ``message`` for a coded payload."""
         num_ranks, piece = self._links.ranks.num_ranks, parts[0]
         if len(parts) > 1:
             coded = [part for part in parts if isinstance(part, CodedValues)]
-            if self._coded is not None and len(coded) == len(parts):
-                payload = self._coded.encode_sum(coded, num_ranks, message)
+            if codec is not None and len(coded) == len(parts):
+                payload = codec.encode_sum(coded, num_ranks, message)
                 if payload is not None:
                     return payload, scratch.nbytes
             piece = sum_gradients_(scratch, parts, num_ranks)
         elif isinstance(piece, CodedValues):
             piece = piece.decoded()
-        return piece if self._coded is None else self._coded.encode(piece, message), piece.nbytes
+        return piece if codec is None else codec.encode(piece, message), piece.nbytes
 
     def _add_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """Add a received piece. This runs on the thread that receives from the piece's node."""
         step, key, start, numel, form, num_parts = numbers
         assert payload is not None
-        dtype = DTYPES[form] if form < len(DTYPES) else torch.uint8
+        rows = self._rows.get(key)
+        dtype = DTYPES[form] if form < len(DTYPES) and rows is None else torch.uint8
         piece = torch.empty(payload.num_bytes // dtype.itemsize, dtype=dtype)
         payload.read_into(piece)
+        if rows is not None:
+            piece = rows.unpack_rows(piece, start, numel, DTYPES[form])
         if form < len(DTYPES):
             widened = piece.to(torch.float32)
         else:

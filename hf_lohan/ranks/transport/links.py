@@ -320,12 +320,14 @@ class Links:
         peers: Collection[int] | Callable[[], Collection[int]] | None = None,
         *,
         before: str = "",
+        is_noted: bool = True,
     ) -> None:
         """Wait until `predicate` is true. It is called with `lock` held. `what` completes "rank 0 waited for ...".
         `peers`: the ranks that can still make it true; None for all. `before`: the tag of the next `all_gather` after
-        this wait. Raises RankFailedError or RankTimeoutError, and RanksDisagreeError if a rank is at another tag."""
+        this wait. ``is_noted``: whether `waits_since` tells of it. Raises RankFailedError or RankTimeoutError, and
+        RanksDisagreeError if a rank is at another tag."""
         began_s = time.monotonic()
-        with self.lock, self.note_waiting():
+        with self.lock, self.note_waiting() if is_noted else contextlib.nullcontext():
             while not predicate():
                 self._refuse_in_child()
                 awaited = self._peers if peers is None else peers() if callable(peers) else peers

@@ -30,7 +30,7 @@ class Channel(enum.IntEnum):
     WEIGHTS = 1
     GRADIENTS = 2
     TOKENS = 3
-    """Rows of tokens on their way to the ranks that own their experts, and back."""
+    """Rows of tokens on their way to the ranks that own their experts, and back. Rows of embeddings."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -77,6 +77,12 @@ class Kind(enum.IntEnum):
     SHARD = 27
     """A piece of a shard that a rank asked for. Numbers: its load, the block, the first element, and whether there is
     an error, which the payload then describes."""
+    ROWS_WANTED = 28
+    """A rank asks for rows of the table of embeddings. Numbers: the request, its period, and the offset of the rows in
+    the memory of the rank's node. Payload: the numbers of the rows."""
+    ROWS = 29
+    """The sender's part of the rows of a request, for another node, or the news that they are in the memory of the
+    node. Numbers: the request, and whether there is an error, which the payload then describes."""
     PREPARED = 30
     """A commit is durable on a rank."""
     STORE_PIECE = 31
