@@ -22,6 +22,7 @@ from hf_lohan.compat.torch_private import (
     tree_leaves,
     tree_map,
     version_of,
+    with_sums,
 )
 from hf_lohan.device import Device
 from hf_lohan.planner import INPUT, LayerPlacements, Placement
@@ -235,7 +236,7 @@ class _ForwardMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._frame.stored and _writes_arguments(func):
             self._frame.protect(_written_tensors(func, args, kwargs))
-        output = func(*args, **kwargs)
+        output = func(*with_sums(func, args), **kwargs)
         kind = anchor_name(func)
         if kind is not None:
             self._frame.store_output(f"{kind}#{self._counts[kind]}", func, output)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import _rendezvous_handlers
@@ -204,20 +205,33 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
     """Return the attention of the last tokens of a row over all earlier ones and themselves, without a mask.
 
-    Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size], with at least as many keys as queries. On
-    the CPU, which has no kernel for it, this joins the attention over earlier keys and the causal one.
+    Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size], with at least as many keys as queries.
+    Where no kernel does this, it joins the attention over earlier keys and the causal one.
     """
     num_earlier = key.shape[2] - query.shape[2]
     is_grouped = query.shape[1] != key.shape[1]
     if num_earlier == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
     if query.device.type != "cpu":
-        with _disable_current_modes():  # within a dispatch mode this subclass cannot be made
-            mask: Any = causal_lower_right(query.shape[2], key.shape[2])
-        lower: Tensor = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=is_grouped)
-        return lower
+        if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, is_grouped)):
+            with _disable_current_modes():  # within a dispatch mode this subclass cannot be made
+                mask = causal_lower_right(query.shape[2], key.shape[2])
+            # Called by its own function, because in a trace torch takes subclasses of Tensor for plain tensors.
+            sdpa, options = F.scaled_dot_product_attention, {"scale": scale, "enable_gqa": is_grouped}
+            lower: Tensor = mask.__torch_function__(sdpa, (), (query, key, value, mask), options)
+            return lower
+        if is_grouped:  # the other kernel needs a head of keys for each of queries
+            key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
     output: Tensor = _AttentionAfter.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
     return output
+
+
+def with_sums(operation: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a call with which an attention kernel returns the sums that its backward needs. Where
+    no gradient is recorded, as in the forward of a layer in chunks, torch has one kernel leave them out."""
+    if operation is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+        return (*args[:4], True, *args[5:])
+    return args
 
 
 class _AttentionAfter(torch.autograd.Function):
@@ -226,31 +240,46 @@ class _AttentionAfter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         num = key.shape[2] - query.shape[2]
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        own, own_sums = kernel(query, key[:, :, num:], value[:, :, num:], 0.0, True, scale=scale)
-        past, past_sums = kernel(query, key[:, :, :num], value[:, :, :num], 0.0, False, scale=scale)
-        sums = torch.logaddexp(own_sums, past_sums)
-        output: Tensor = (own.to(sums.dtype) * (own_sums - sums).exp().unsqueeze(-1)).add_(
-            past.to(sums.dtype) * (past_sums - sums).exp().unsqueeze(-1)
+
+        def attend(first: int, last: int, *, is_causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+            keys, values = key[:, :, first:last], value[:, :, first:last]
+            if query.device.type == "cpu":
+                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                output, sums, *others = kernel(query, keys, values, 0.0, is_causal, scale=scale)
+            else:
+                kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+                output, sums, *others = kernel(query, keys, values, None, True, 0.0, is_causal, scale=scale)
+            return output, sums, others
+
+        own, own_sums, others = attend(num, key.shape[2], is_causal=True)
+        past, past_sums, _ = attend(0, num, is_causal=False)
+        sums = torch.logaddexp(own_sums, past_sums)  # kernels may pad them with infinities
+        own_share, past_share = (
+            (of_part - sums)[:, :, : query.shape[2]].exp().unsqueeze(-1) for of_part in (own_sums, past_sums)
         )
+        output: Tensor = (own.to(sums.dtype) * own_share).add_(past.to(sums.dtype) * past_share)
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.save_for_backward(query, key, value, output, sums, *others)
         ctx.scale = scale
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, output, sums = ctx.saved_tensors
+        query, key, value, output, sums, *others = ctx.saved_tensors
         num = key.shape[2] - query.shape[2]
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-        def back(first: int, last: int, *, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            keys, values = key[:, :, first:last], value[:, :, first:last]
-            grads: tuple[Tensor, Tensor, Tensor] = kernel(
-                gradient, query, keys, values, output, sums, 0.0, is_causal, scale=ctx.scale
-            )
-            return grads
+        def back(first: int, last: int, *, is_causal: bool) -> tuple[Tensor, ...]:
+            inputs = gradient, query, key[:, :, first:last], value[:, :, first:last]
+            grads: tuple[Tensor, ...]
+            if query.device.type == "cpu":
+                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+                grads = kernel(*inputs, output, sums, 0.0, is_causal, scale=ctx.scale)
+            else:
+                kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+                needed = [True, True, True, False]
+                grads = kernel(*inputs, None, output, sums, *others, 0.0, needed, is_causal, scale=ctx.scale)
+            return grads[:3]
 
         of_key, of_value = torch.empty_like(key), torch.empty_like(value)
         past_query, of_key[:, :, :num], of_value[:, :, :num] = back(0, num, is_causal=False)

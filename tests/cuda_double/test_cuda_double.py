@@ -288,6 +288,26 @@ print(torch.equal(gradients("cuda"), alone), torch.get_num_threads(), torch.equa
     assert output.split() == ["True", "2", "False"]
 
 
+@pytest.mark.parametrize("late", ["0", "1"], ids=["at_once", "late"])
+def test_causal_flash_attention_has_the_last_query_see_the_last_key(program: Program, late: str) -> None:
+    code = """
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention as attention
+generator = torch.Generator().manual_seed(0)
+query, key, value, gradient = (torch.randn(2, 4, n, 16, generator=generator).bfloat16() for n in (5, 40, 40, 5))
+def found(device, mask):
+    leaves = [tensor.to(device, copy=True).requires_grad_() for tensor in (query, key, value)]
+    output = attention(*leaves, attn_mask=mask)
+    output.backward(gradient.to(device))
+    return [tensor.detach().cpu().float() for tensor in (output, *(leaf.grad for leaf in leaves))]
+expected = found("cpu", torch.ones(5, 40, dtype=torch.bool).tril(35))
+print(max(float((a - b).abs().max()) for a, b in zip(found("cuda", causal_lower_right(5, 40)), expected)))
+"""
+    output, wrong = program.run(code, CUDA_DOUBLE_ASYNC=late, **FINDS_RACES)
+    assert float(output) <= 2e-2
+    assert not wrong
+
+
 def test_several_devices(program: Program) -> None:
     code = """
 print(torch.cuda.device_count())

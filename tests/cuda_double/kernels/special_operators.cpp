@@ -52,6 +52,15 @@ struct Attention {  // one call, forward or backward
   std::optional<double> scale = arguments.optional_double("scale");
   std::optional<Tensor> bias = is_efficient ? arguments.optional_tensor("attn_bias") : std::nullopt;
 
+  Attention(Arguments given) : arguments(given) {
+    int64_t num_earlier = key.size(2) - query.size(2);
+    if (!is_causal || is_efficient || num_earlier == 0) return;
+    // With the flash kernel the last query sees the last key. The CPU's kernel has the first query see the first key.
+    is_causal = false;
+    bias = at::zeros({query.size(2), key.size(2)}, query.options());
+    bias->masked_fill_(at::ones_like(*bias, at::kBool).triu(1 + num_earlier), -INFINITY);
+  }
+
   // The CPU's kernel has no dropout and needs heads of one size.
   bool is_plain() const { return dropout == 0 && query.size(1) == key.size(1) && query.size(3) == value.size(3); }
 
@@ -78,7 +87,7 @@ struct Attention {  // one call, forward or backward
 };
 
 void attention(const c10::OperatorHandle& op, Stack& stack) {
-  Attention a{{op, stack}};
+  Attention a(Arguments(op, stack));
   Tensor out, log_sum_exp, seed = at::zeros({}, at::kLong), offset = at::zeros({}, at::kLong);
   if (a.is_plain()) {
     std::tie(out, log_sum_exp) = at::_scaled_dot_product_flash_attention_for_cpu(a.query, a.key, a.value, 0.0, a.is_causal, a.bias, a.scale);
@@ -104,7 +113,7 @@ void attention(const c10::OperatorHandle& op, Stack& stack) {
 }
 
 void attention_backward(const c10::OperatorHandle& op, Stack& stack) {
-  Attention a{{op, stack}};
+  Attention a(Arguments(op, stack));
   Tensor grad_out = a.arguments.tensor(a.is_efficient ? "grad_out_" : "grad_out"), out = a.arguments.tensor("out");
   Tensor log_sum_exp = a.arguments.tensor("logsumexp").slice(2, 0, a.query.size(2));
   Tensor grad_query, grad_key, grad_value;
