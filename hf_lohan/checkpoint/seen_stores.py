@@ -228,11 +228,13 @@ def set_aside(stores: Sequence[tuple[SeenStore | None, int, Sequence[str]]], pre
 
 
 def _used_names(directory: str) -> list[str]:
-    """Return the names of what is in the directory, without the empty folders that a killed run has left."""
+    """Return the names of what earlier runs have set aside there, without the empty folders that a killed run has left.
+    Other folders, such as a drive's `lost+found`, may be unreadable."""
     return [
         entry.name
         for entry in os.scandir(directory)
-        if not entry.is_dir() or any(not name.endswith(".new") for name in os.listdir(entry.path))
+        if _ASIDE_FOLDER.fullmatch(entry.name)
+        and (not entry.is_dir() or any(not name.endswith(".new") for name in os.listdir(entry.path)))
     ]
 
 

@@ -3,6 +3,7 @@ meanwhile loses nothing."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -398,6 +399,24 @@ def test_two_runs_with_different_numbers_of_ranks_do_not_set_each_others_stores_
         run_ranks(2, on_rank)
     own_lock.close()
     assert sorted(path.name for path in store.iterdir()) == names
+
+
+def test_old_stores_on_a_whole_drive_are_set_aside(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ssd path is where a drive is mounted, whose `lost+found` only root may read."""
+    store = run / STORE
+    before = contents(store, 1)
+    (store / "lost+found").mkdir()
+    listdir = os.listdir
+
+    def refusing(path: str = ".") -> list[str]:
+        if os.path.basename(path) == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    reshard_to(2, lambda rank: [store])
+    assert [*stores_under(str(store))] == [2]
+    assert contents(store / "old-store-of-1", 1) == before
 
 
 @pytest.mark.parametrize("removes_old", [False, True])
