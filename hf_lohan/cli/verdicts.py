@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hf_lohan.device import GpuLink, LinkKind
 from hf_lohan.hardware import MachineFacts, PathFacts
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.wording import count, format_bytes, gb_per_s
@@ -100,16 +101,25 @@ def _device(facts: MachineFacts) -> Iterator[Check]:
         advice = "train in float32, because without such units bfloat16 is emulated and slower"
         units = ", ".join(facts.bf16_units)
         yield _check("bfloat16 on the CPU", units or "no units for it", (not units, COULD_BE_BETTER, advice))
+        yield Check("links between GPUs", "none, because there is no GPU", GOOD)
         yield Check("pinned memory", "not needed", GOOD)
         yield Check("GPUDirect Storage", f"not needed ({problem})", GOOD)
         return
     yield Check("device", value, GOOD)
+    yield Check("links between GPUs", _links_between(facts.gpu_links), GOOD)
     advice = "raise the memlock limit (ulimit -l unlimited); copies run unpinned, at a fraction of the speed"
     pinned = "available" if facts.is_pinned else "refused"
     yield _check("pinned memory", pinned, (not facts.is_pinned, BAD, advice))
     # There is no advice, because a run can move everything through pinned memory.
     found = f"available ({facts.gpudirect_rates})" if facts.gpudirect_rates else "available"
     yield Check("GPUDirect Storage", f"not available ({problem}), and not needed" if problem else found, GOOD)
+
+
+def _links_between(links: Sequence[GpuLink]) -> str:
+    """Return the pairs of GPUs, numbered as in torch, by the kind of their links."""
+    pairs = {kind: [f"{link.first}-{link.second}" for link in links if link.kind is kind] for kind in LinkKind}
+    found = [f"{kind.value} ({', '.join(pairs[kind])})" for kind in LinkKind if pairs[kind]]
+    return "; ".join(found) or "none, because there is one GPU"
 
 
 def _threads(facts: MachineFacts) -> Check:

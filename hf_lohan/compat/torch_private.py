@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,10 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_adam_: Callable[..., None] = torch._fused_adam_
 adafactor: Callable[..., None] = _adafactor.adafactor
+_NO_TIMEOUT = timedelta(days=365)
+"""Timeout of our own groups. `DeviceTransport` decides itself when a rank is lost."""
+_MEETS_WITHIN = timedelta(minutes=5)
+_UNUSED_TAG = 1
 newton_schulz: Callable[..., Tensor] = _muon._zeropower_via_newtonschulz
 adjusted_muon_lr: Callable[..., float] = _muon._adjust_lr
 
@@ -60,6 +64,42 @@ def prefix_rendezvous(prefix: str) -> None:
             yield PrefixStore(prefix, store), rank, num_ranks
 
     _rendezvous_handlers["env"] = prefixed
+
+
+def nccl_group(meeting: str, rank: int, num_ranks: int, device: torch.device) -> Any:
+    """Make a process group of GPUs, beside torch's own groups. All its ranks call this together, and it waits for them.
+    ``meeting``: the prefix of its keys in the store of the default group."""
+    store = PrefixStore(meeting, default_process_group_store())
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    group = torch.distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
+    group.eager_connect_single_device(device)
+    group._set_default_timeout(_NO_TIMEOUT)
+    return group
+
+
+def gloo_group(meeting: str, rank: int, num_ranks: int, store: Any) -> Any:
+    """Make a process group of CPUs, as `nccl_group` does of GPUs. ``store`` connects them."""
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    group = gloo(PrefixStore(meeting, store), rank, num_ranks, _MEETS_WITHIN)
+    group._set_default_timeout(_NO_TIMEOUT)
+    return group
+
+
+def begin_sends(group: Any, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
+    """Begin to send tensors to ranks of a group, and to receive tensors from them, all at once. Returns the works. With
+    a CUDA group they follow the present stream."""
+    if group.supports_coalescing:
+        group._start_coalescing()
+    works = [group.send([tensor], peer, 0) for peer, tensor in sends]
+    works += [group.recv([tensor], peer, 0) for peer, tensor in receives]
+    return [group._end_coalescing()] if group.supports_coalescing else works
+
+
+def wake_gloo(group: Any, peer: int) -> None:
+    """End all operations of a gloo group with an error, now and later. gloo cannot cancel them, but an operation that
+    takes too long closes all connections of the group."""
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def set_collectives_timeout(timeout_s: float) -> None:

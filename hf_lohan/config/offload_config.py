@@ -44,6 +44,7 @@ ResidentRecords: TypeAlias = Literal["auto", "none"]
 Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
 ExpertParallel: TypeAlias = Literal["auto", "none", "node", "world"]
 ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
+Transport: TypeAlias = Literal["auto", "host", "nccl"]
 Embedding: TypeAlias = Literal["auto", "whole", "rows"]
 
 ALL_AUTO = "lohan"
@@ -233,6 +234,12 @@ class OffloadConfig:
     "int8" and "int4" round gradients to 8 or 4 bits, and both round weights to 8. The plan chooses the parts that the
     table leaves out, and never chooses one that rounds."""
 
+    transport: Transport = AUTO
+    """How the ranks of a machine get a block's weights to their GPUs. "host" copies the whole block from RAM to each
+    GPU. "nccl" copies each rank's shard to its GPU, and NCCL sends the shards from GPU to GPU. It needs GPUs that reach
+    each other's memory, and is refused where it cannot be used. It has not been run on GPUs yet, so "auto" is "host".
+    No number depends on it."""
+
     net_timeout: int | float | Literal["auto"] = AUTO
     """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, but at least
     120 seconds."""
@@ -404,7 +411,8 @@ _DECIDED_LATER = (
     *("device_memory", "gpu_direct"),
     *("resident_records", "optimizer", "save_dtype", "embedding", "experts", "expert_parallel", "balance_experts"),
     *("lazy_experts", "expert_cache", "activations", "solver"),
-    *("chunked_loss", "chunked_layers", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
+    *("chunked_loss", "chunked_layers", "durability", "commit_every", "clip", "vertical_micro_batches", "transport"),
+    "net_timeout",
 )
 
 SETTINGS = tuple(setting.name for setting in fields(OffloadConfig))
@@ -442,6 +450,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "max_skipped_steps": check_number,
     "cpu_threads": partial(check_count, most=_MAX_CPU_THREADS),
     "collectives": check_collectives,
+    "transport": partial(check_choice, allowed=get_args(Transport)),
     "net_timeout": check_seconds,
     "trace": check_flag,
     "hub_model_card": check_flag,

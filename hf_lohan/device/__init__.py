@@ -4,11 +4,12 @@ All higher rooms use only the interface, so tests on a CPU run the same engine a
 `torch.cuda`.
 """
 
-from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp
+from hf_lohan.device.base import COPY_LANES, Device, DeviceGroup, Event, Lane, MemoryPeak, Stamp
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.device_arena import DeviceArena
 from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
+from hf_lohan.device.gpu_links import GpuLink, LinkKind, links_between_gpus
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty, mapped_file
 from hf_lohan.device.host_stack import HostRead, HostStack, IntervalStack, TopPlace
 
@@ -19,11 +20,14 @@ __all__ = [
     "CpuDevice",
     "Device",
     "DeviceArena",
+    "DeviceGroup",
     "Event",
+    "GpuLink",
     "HostRead",
     "HostStack",
     "IntervalStack",
     "Lane",
+    "LinkKind",
     "MemoryPeak",
     "PoolAborted",
     "Stamp",
@@ -31,6 +35,7 @@ __all__ = [
     "available_host_memory_bytes",
     "default_torch_device",
     "device_for",
+    "links_between_gpus",
     "mapped_empty",
     "mapped_file",
     "num_gpus",

@@ -83,6 +83,20 @@ class MemoryPeak:
     """Bytes of tensors, and free bytes that torch's allocator keeps."""
 
 
+class DeviceGroup(ABC):
+    """Sends memory between the devices of several processes. One thread of each process enqueues all exchanges, in the
+    same order in all processes."""
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send tensors to members, and fill tensors with those that members send, all at once. A CUDA device enqueues
+        this on its present stream. Raises RuntimeError if another member has left."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End all exchanges, now and later. What they had to fill has no values. Any thread may call this."""
+
+
 class Device(ABC):
     """One compute device with its memory, host memory for copies, and lanes.
 
@@ -207,6 +221,20 @@ class Device(ABC):
         """Return the peaks since the process began or torch's counters were reset, or None if the device does not
         count. Does not wait."""
         return None
+
+    @property
+    def identity(self) -> str:
+        """What identifies the physical device on its machine."""
+        return str(self.torch_device)
+
+    def why_no_group(self, identities: Sequence[str]) -> str:
+        """Return why this device and those with these identities cannot send to each other; "" if they can."""
+        return f"this run computes on the {self.torch_device.type}, and only CUDA devices send to each other"
+
+    def open_group(self, meeting: str, member: int, num_members: int) -> DeviceGroup:
+        """Make a group with devices of other processes, which all call this together. ``meeting``: a name that is
+        new in the store of torch's default group, through which they find each other. Raises RuntimeError."""
+        raise RuntimeError(self.why_no_group([]))
 
     def give_back_unused(self) -> None:
         """Return the allocator's unused memory to the device. Waits for the device."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.compat.torch_private import allocator_settings, set_allocator_settings
-from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp
+from hf_lohan.compat.torch_private import allocator_settings, begin_sends, nccl_group, set_allocator_settings
+from hf_lohan.device.base import COPY_LANES, Device, DeviceGroup, Event, Lane, MemoryPeak, Stamp
+from hf_lohan.device.gpu_links import uuid_of, why_not_linked
 from hf_lohan.device.host_memory import mapped_empty, mapped_file
 from hf_lohan.timeline import Timeline
 
@@ -124,6 +125,18 @@ class HostPinning:
         with contextlib.suppress(Exception):  # the interpreter or CUDA may be shutting down
             if int(self._cudart.cudaHostUnregister(address)) != 0:
                 self._take_error()
+
+
+class _NcclGroup(DeviceGroup):
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        for work in begin_sends(self._group, sends, receives):
+            work.wait()  # the present stream waits, and not the host
+
+    def abort(self) -> None:
+        self._group.abort()
 
 
 class CudaDevice(Device):
@@ -238,6 +251,18 @@ class CudaDevice(Device):
     def memory_peak(self) -> MemoryPeak:
         device = self.torch_device
         return MemoryPeak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+
+    @property
+    def identity(self) -> str:
+        return uuid_of(self.torch_device.index)
+
+    def why_no_group(self, identities: Sequence[str]) -> str:
+        if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+            return "this torch was built without NCCL"
+        return why_not_linked(self.identity, identities)
+
+    def open_group(self, meeting: str, member: int, num_members: int) -> DeviceGroup:
+        return _NcclGroup(nccl_group(meeting, member, num_members, self.torch_device))
 
     def give_back_unused(self) -> None:
         with torch.cuda.device(self.torch_device):

@@ -264,8 +264,11 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
             version_of=ring.version_of,
         ),
         decoder=_decoder(tiers, layout.common_blocks, tiers.staging),
+        transport=tiers.transport,
     )
-    return LockstepLoader(ring, source, layout.common_blocks)
+    if tiers.transport is None:
+        return LockstepLoader(ring, source, layout.common_blocks)
+    return LockstepLoader(ring, source, layout.common_blocks, tiers.transport.close)
 
 
 def build_embedding_rows(

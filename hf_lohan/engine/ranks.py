@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_lohan.config import Collectives
+from hf_lohan.config import Collectives, OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval
 from hf_lohan.planning import OffloadLayout, StepShape, lending_bytes
@@ -24,8 +24,10 @@ from hf_lohan.ranks import (
     WEIGHTS_INT8,
     CodedTraffic,
     CommitAgreement,
+    DeviceTransport,
     Links,
     MeasuredCodec,
+    RankFailedError,
     RanksDisagreeError,
     SharedRegion,
     StepAgreement,
@@ -154,6 +156,63 @@ def check_equal_settings(settings: Mapping[str, Any], links: Links) -> None:
                     f"rank {links.ranks.rank} has {name}={json.dumps(settings[name])}, and rank {rank} has "
                     f"{json.dumps(theirs)}; give all ranks the same settings"
                 )
+
+
+def open_device_transport(
+    layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links
+) -> DeviceTransport | None:
+    """Connect the devices of a node's ranks, or return None if weights go through host memory. All ranks call this
+    together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
+    ranks = links.ranks
+    if ranks.num_ranks == 1:
+        if config.transport == "nccl":
+            raise ValueError(
+                "transport: 'nccl' sends weights between the GPUs of several ranks, and this is one process; set "
+                "transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
+            )
+        return None
+    identities = links.all_gather("the identities of devices", device.identity.encode())
+    on_this_node = [identities[rank].decode() for rank in ranks.on_this_node if rank != ranks.rank]
+    reason = _why_not_served(layout, config) or device.why_no_group(on_this_node)
+    if config.transport != "nccl":
+        if config.transport != "host" and not reason and ranks.rank == 0:
+            logger.info(
+                "transport: auto sends all weights through the machine's RAM; its GPUs reach each other, so try "
+                "transport: nccl, which has not been run on GPUs yet"
+            )
+        return None
+    reasons = links.all_gather("whether GPUs reach each other", reason.encode())
+    if first := next(filter(None, reasons), None):
+        raise ValueError(f"transport: 'nccl' cannot be used, because {first.decode()}; set transport to host or auto")
+    try:
+        transport = DeviceTransport.connect(links, device)
+    except RankFailedError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(f"NCCL does not connect the GPUs ({error}); set transport to host or auto") from error
+    if ranks.rank == 0:
+        logger.warning(
+            "transport: nccl sends weights from GPU to GPU, which has not been run on GPUs yet; gradients, and blocks "
+            "that not all ranks load, go through the machine's RAM"
+        )
+    return transport
+
+
+def _why_not_served(layout: OffloadLayout, config: OffloadConfig) -> str:
+    """Return the part of the run for which no weights go from device to device; "" if there is none."""
+    refused = {
+        f"collectives.within is {config.collectives.within!r}, which rounds weights between RAM and each GPU": (
+            config.collectives.within != "exact"
+        ),
+        "the experts of this model stream one by one (experts, expert_parallel)": bool(layout.model_blocks.experts),
+        "embedding: rows brings rows of the table through RAM": layout.model_blocks.table is not None,
+        "each rank decodes packed weights from RAM (quantize)": any(block.packed_slices for block in layout.blocks),
+        f"sequence_ranks: {config.sequence_ranks} sends keys and values through RAM": config.sequence_ranks > 1,
+        "the ranks are on several machines, and only those of one machine are connected by GPUs": (
+            layout.ranks.num_nodes > 1
+        ),
+    }
+    return next((reason for reason, applies in refused.items() if applies), "")
 
 
 def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> None:

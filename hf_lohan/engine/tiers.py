@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -14,12 +15,13 @@ from hf_lohan.engine.ranks import (
     RankMemory,
     agree_on_commits,
     check_equal_settings,
+    open_device_transport,
     open_rank_memory,
 )
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.hardware.gpu_direct import DirectIo, open_direct_io
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import Links, one_rank_at_a_time
+from hf_lohan.ranks import DeviceTransport, Links, one_rank_at_a_time
 from hf_lohan.store import RecordFiles, Store
 from hf_lohan.wording import format_bytes
 
@@ -48,6 +50,8 @@ class Tiers:
     """Codecs for data that is sent to other nodes."""
     rank_memory: RankMemory | None = None
     """None for a single rank."""
+    transport: DeviceTransport | None = None
+    """Sends weights between the devices of a node's ranks. None if they go through host memory."""
     direct: DirectIo | None = None
     """Moves device memory to and from the SSDs, past host memory. None if everything goes through host memory."""
 
@@ -72,6 +76,8 @@ class Tiers:
         return self.store.scratch_bytes
 
     def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
         self.store.close()
         self.io.close()
         if self.direct is not None:
@@ -84,20 +90,28 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
     RanksDisagreeError if ranks have other settings."""
     plan, links = layout.plan, links or Links.alone()
     embedding = "whole" if layout.model_blocks.table is None else "rows"
-    check_equal_settings({"collectives": config.collectives.to_setting(), "embedding": embedding}, links)
+    equal = {"collectives": config.collectives.to_setting(), "embedding": embedding, "transport": config.transport}
+    check_equal_settings(equal, links)
     codecs = LinkCodecs(config.collectives, links)
     assert links.ranks == layout.ranks, "the layout is for other ranks"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
-    direct = open_direct_io(config, device)  # before anything is written, because it may refuse
-    io = IoEngine(
-        num_threads=config.io_threads,
-        piece_bytes=config.io_piece_bytes,
-        max_inflight_bytes=max(plan.cpu_pool_bytes + plan.gpu_pool_bytes, config.io_piece_bytes),
-        timeline=device.timeline,
-        **({"backend": direct.backend} if direct is not None else {}),
-    )
-    paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
-    try:
+    # What may refuse comes before anything is written.
+    with contextlib.ExitStack() as cleanup:
+        transport = open_device_transport(layout, config, device, links)
+        if transport is not None:
+            cleanup.callback(transport.close)
+        direct = open_direct_io(config, device)
+        if direct is not None:
+            cleanup.callback(direct.backend.close_library)
+        io = IoEngine(
+            num_threads=config.io_threads,
+            piece_bytes=config.io_piece_bytes,
+            max_inflight_bytes=max(plan.cpu_pool_bytes + plan.gpu_pool_bytes, config.io_piece_bytes),
+            timeline=device.timeline,
+            **({"backend": direct.backend} if direct is not None else {}),
+        )
+        cleanup.callback(io.close)
+        paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
         with one_rank_at_a_time(links, "the store"):  # stores may share parent folders
             store = Store.open_or_create(
                 paths,
@@ -107,12 +121,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
                 durability=config.durability,
                 scratch=(*layout.spill_records(), *layout.decided().copy_records),
             )
-    except BaseException:
-        io.close()
-        if direct is not None:
-            direct.backend.close_library()
-        raise
-    try:
+        cleanup.callback(store.close)
         if direct is not None:
             store.use_device(direct.hasher)
         agree_on_commits(store, links)  # loaded weights may replace a commit later
@@ -143,14 +152,10 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             links,
             codecs,
             rank_memory,
+            transport,
             direct,
         )
-    except BaseException:
-        store.close()
-        io.close()
-        if direct is not None:
-            direct.backend.close_library()
-        raise
+        cleanup.pop_all()
     _log_tiers(layout, tiers)
     return tiers
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.device import Device, GpuLink, available_host_memory_bytes, links_between_gpus
 from hf_lohan.hardware.gpu_direct import why_not
 from hf_lohan.hardware.paths import text_of
 from hf_lohan.threads import usable_cpus
@@ -115,6 +115,8 @@ class MachineFacts:
     """Free memory of the device."""
     is_pinned: bool
     """Whether host memory for copies can be pinned. False on a CPU device, which makes no copies."""
+    gpu_links: tuple[GpuLink, ...] = ()
+    """The links of all pairs of GPUs."""
     gpudirect_problem: str
     """Why GPUDirect Storage cannot be used; "" if it can."""
     gpudirect_rates: str = ""
@@ -144,6 +146,7 @@ def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
         device_name=device_name(device),
         device_memory_bytes=device.total_memory_bytes(),
         is_pinned=_is_pinned(device),
+        gpu_links=tuple(links_between_gpus()),
         gpudirect_problem=problem,
         gpudirect_rates="; ".join(f"{trial.folder}: {trial}" for trial in trials if not problem),
         bf16_units=bf16_units(),

@@ -23,6 +23,7 @@ from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
 from hf_lohan.ranks.transport.connection import Handler
+from hf_lohan.ranks.transport.device_transport import DeviceTransport
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.links import Links, one_rank_at_a_time
 from hf_lohan.ranks.transport.messages import HEAD_BYTES, Channel, Kind, PayloadReader
@@ -46,6 +47,7 @@ __all__ = [
     "CodingError",
     "CommitAgreement",
     "CompleteGradient",
+    "DeviceTransport",
     "ExpertCall",
     "GradientExchange",
     "GradientPart",

@@ -91,11 +91,19 @@ class LockstepLoader(BlockLoader):
     its slot only when its copy is next. A common load is never cancelled, because other ranks would wait for it. An
     error ends the run on all ranks."""
 
-    def __init__(self, ring: SlotRing, source: JointSource, forward_order: Sequence[Block]) -> None:
+    def __init__(
+        self,
+        ring: SlotRing,
+        source: JointSource,
+        forward_order: Sequence[Block],
+        end_exchanges: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``end_exchanges`` wakes a load that waits for other ranks' devices, when no more are needed."""
         max_ahead = len(ring.slots[SizeClass.LAYER]) + _MORE_AHEAD
         schedule = LoadSchedule(forward_order, ring.num_slots, max_ahead=max_ahead)
         super().__init__(ring, schedule)
         self._source = source
+        self._end_exchanges = end_exchanges
         self._order = DeterministicLoadOrder(schedule, ring)
         self._ordered: deque[OrderedLoad] = deque()
         self._begun: deque[OrderedLoad] = deque()
@@ -110,6 +118,7 @@ class LockstepLoader(BlockLoader):
         with self._ring.lock:
             self._is_closed = True
         self._source.notify()
+        self._end_exchanges()
         super().close()
         self._source.close()
 

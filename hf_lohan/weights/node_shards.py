@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block, ranges
 from hf_lohan.planning import coded_numel, part_bytes
-from hf_lohan.ranks import BlockCodec, CodedTraffic, MeasuredCodec, PayloadReader, Ranks, StepDelta
+from hf_lohan.ranks import BlockCodec, CodedTraffic, DeviceTransport, MeasuredCodec, PayloadReader, Ranks, StepDelta
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
+from hf_lohan.weights.source import Decoder
 
 _PAGE_BYTES = 4096
 _CODED_PIECE_NUMEL = 256 * 1024
@@ -64,6 +67,74 @@ def has_part(block: Block, rank: int) -> bool:
 def part_of(block: Block, rank: int, entry: Tensor) -> Tensor:
     first, last = block.rank_ranges[rank]
     return entry[first:last]
+
+
+class DeviceCopies:
+    """Brings whole blocks from the memory that a node's ranks share to this rank's device. One thread calls `copy`."""
+
+    def __init__(
+        self,
+        device: Device,
+        ranks: Ranks,
+        parts: NodeShards,
+        decoder: Decoder | None,
+        blocks: Sequence[Block],
+        transport: DeviceTransport | None,
+    ) -> None:
+        """``transport``: brings the other ranks' shards from their devices, which get only their own shards from the
+        shared memory."""
+        self._device = device
+        self._ranks = ranks
+        self._within = parts.within
+        self._decoder = decoder
+        self._transport = transport
+        self._payload: Tensor | None = None
+        """Device memory for the payload of one block. Work of the H2D lane alone uses it."""
+        if parts.within is not None and not device.memory_is_host:
+            self._payload = device.empty(max(map(parts.coded_bytes, blocks)))
+
+    def copy(self, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None) -> Event:
+        """Enqueue the copy of a block to ``weights`` in the slot. ``entry`` and ``coded``: the block and its payload in
+        shared memory. Returns the event of its end. With a transport, all ranks of the node call this for the same
+        block, and it waits for them. Raises RankFailedError or RankTimeoutError."""
+        if block.packed_slices:
+            assert self._decoder is not None, f"{block} has packed weights"
+            self._decoder.load(block, weights, entry)
+        elif coded is not None:
+            self._copy_coded(coded, weights)
+        elif self._transport is not None:
+            return self._exchange(self._transport, block, weights, entry)
+        else:
+            self._device.copy(Lane.H2D, weights, entry)
+        return self._device.record(Lane.H2D)
+
+    def _exchange(self, transport: DeviceTransport, block: Block, weights: Tensor, entry: Tensor) -> Event:
+        """Copy this rank's shard to the slot, and fill the slot with those of other ranks. A slot without all of them
+        is never published, because this waits."""
+        ranges_by_rank = [block.rank_ranges[rank] for rank in self._ranks.on_this_node]
+        start, stop = ranges_by_rank[self._ranks.local_rank]
+        own = weights[start:stop]
+        with transport.watching(f"its shard of {block.name} on its device"):
+            if own.numel():
+                self._device.copy(Lane.H2D, own, entry[start:stop])
+            work = partial(transport.fill_from_all, weights, ranges_by_rank)
+            self._device.run(Lane.H2D, work, fills=weights, reads=(own,), name="gather")
+            ready = self._device.record(Lane.H2D)
+            ready.synchronize()
+        return ready
+
+    def _copy_coded(self, coded: Tensor, weights: Tensor) -> None:
+        """Copy the payload of a block to the device, and decode it there to ``weights``."""
+        within, payload = self._within, self._payload
+        assert within is not None
+        if payload is None:
+            payload = coded
+        else:
+            payload = payload[: coded.numel()]
+            self._device.copy(Lane.H2D, payload, coded)
+        work = partial(within.codec.decode, payload, weights)
+        self._device.run(Lane.H2D, work, fills=weights, reads=(payload,))
+        within.count(weights.nbytes, coded.numel())
 
 
 class NodeShards:

@@ -22,14 +22,14 @@ from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
 from hf_lohan.planner.record_traffic import PARAM
-from hf_lohan.ranks import Channel, CodedTraffic, Handler, Kind, Links, PayloadReader
+from hf_lohan.ranks import Channel, CodedTraffic, DeviceTransport, Handler, Kind, Links, PayloadReader
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError
 from hf_lohan.weights.joint_order import UNKNOWN_PLACE, Changes, JointOrder, LentShards, NewWeights, Standing
 from hf_lohan.weights.load_order import first_of_period, period_of
-from hf_lohan.weights.node_shards import NodeShards, SharedRegions
+from hf_lohan.weights.node_shards import DeviceCopies, NodeShards, SharedRegions
 from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import Decoder, RecordReader
 
@@ -97,6 +97,7 @@ class SharedWeights:
         lent_piece_bytes: int | None = None,
         parts: NodeShards | None = None,
         decoder: Decoder | None = None,
+        transport: DeviceTransport | None = None,
     ) -> None:
         """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
         ``new_weights`` and ``changes``: for loads that not all ranks have in common, see `LentShards`.
@@ -104,7 +105,7 @@ class SharedWeights:
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
         bytes of one read. ``lent_piece_bytes``: bytes of one lent piece, by default the same. ``parts``: the shards of
         other nodes, by default sent unrounded. ``decoder``: for blocks with packed weights, which each rank decodes on
-        the way from the shared memory to its device."""
+        the way from the shared memory to its device. ``transport``: see `DeviceCopies`."""
         self._parts = parts or NodeShards(links.ranks, blocks)
         largest = max(blocks, key=self._region_bytes)
         if memory.numel() < self._region_bytes(largest):
@@ -121,11 +122,7 @@ class SharedWeights:
         self._blocks = blocks
         self._number_of = {block: number for number, block in enumerate(blocks)}
         self._read_bytes = read_bytes
-        self._decoder = decoder
-        self._coded_on_device: Tensor | None = None
-        """Device memory for the payload of one block. Work of the H2D lane alone uses it."""
-        if self._parts.within is not None and not device.memory_is_host:
-            self._coded_on_device = device.empty(max(map(self._parts.coded_bytes, blocks)))
+        self._to_device = DeviceCopies(device, links.ranks, self._parts, decoder, blocks, transport)
         self._regions = SharedRegions(memory.numel())
         self._order = JointOrder(links, changes, self._begin_period, self.notify)
         self._lent = LentShards(
@@ -313,31 +310,11 @@ class SharedWeights:
         if free is not None:
             self._device.wait(Lane.H2D, free)
         load = self._loads[number]
-        if load.block.packed_slices:
-            assert self._decoder is not None, f"{load.block} has packed weights"
-            self._decoder.load(load.block, weights, load.entry)
-        elif load.coded is not None:
-            self._copy_coded(load.coded, weights)
-        else:
-            self._device.copy(Lane.H2D, weights, load.entry)
-        ready = self._device.record(Lane.H2D)
+        ready = self._to_device.copy(load.block, weights, load.entry, load.coded)
         with self._links.lock:
             del self._loads[number], self._filled[number]
         self._copier.submit(lambda: self._wait_for_copy(number, ready))
         return ready
-
-    def _copy_coded(self, coded: Tensor, weights: Tensor) -> None:
-        """Copy the payload of a block to the device, and decode it there to ``weights``."""
-        within, payload = self._parts.within, self._coded_on_device
-        assert within is not None
-        if payload is None:
-            payload = coded
-        else:
-            payload = payload[: coded.numel()]
-            self._device.copy(Lane.H2D, payload, coded)
-        work = partial(within.codec.decode, payload, weights)
-        self._device.run(Lane.H2D, work, fills=weights, reads=(payload,))
-        within.count(weights.nbytes, coded.numel())
 
     def wait(self) -> None:
         lent, first = self._lent.load, next(iter(self._loads.values()), None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks, rate_checks
+from hf_lohan.device import GpuLink, LinkKind
 from hf_lohan.hardware import MachineFacts, PathFacts
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 
@@ -31,6 +32,13 @@ MACHINE = MachineFacts(
     available_memory_bytes=120 * GIB,
     memory_limit_bytes=None,
     cpu_memory=72 * GIB,
+)
+
+LINKS = (
+    GpuLink(0, 1, LinkKind.NVLINK),
+    GpuLink(0, 2, LinkKind.PCIE),
+    GpuLink(1, 2, LinkKind.NONE),
+    GpuLink(2, 3, LinkKind.NVLINK),
 )
 
 PATH = PathFacts(
@@ -81,6 +89,9 @@ def test_good_facts_give_no_advice() -> None:
         ("bfloat16 on the CPU", {"device_type": "cpu", "bf16_units": ("amx_bf16",)}, GOOD, "amx_bf16"),
         ("pinned memory", {"is_pinned": False}, BAD, "memlock"),
         ("pinned memory", {"device_type": "cpu", "is_pinned": False}, GOOD, "not needed"),
+        ("links between GPUs", {}, GOOD, "none, because there is one GPU"),
+        ("links between GPUs", {"device_type": "cpu"}, GOOD, "none, because there is no GPU"),
+        ("links between GPUs", {"gpu_links": LINKS}, GOOD, "NVLink (0-1, 2-3); PCIe peer (0-2); none (1-2)"),
         ("GPUDirect Storage", {"gpudirect_problem": "kvikio is not installed"}, GOOD, "kvikio is not installed"),
         ("GPUDirect Storage", {"device_type": "cpu", "gpudirect_problem": "there is no GPU"}, GOOD, "there is no GPU"),
         ("CPU threads", {"cpu_threads": 1}, COULD_BE_BETTER, "cpu_threads to auto"),

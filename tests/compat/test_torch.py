@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,44 @@ def test_the_timeout_of_collectives_can_be_set(monkeypatch: pytest.MonkeyPatch) 
         assert backend.options._timeout.total_seconds() == 7.5, "the timeout of collectives did not change"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_members_of_a_group_send_to_each_other_until_they_are_woken() -> None:
+    store, ended = torch.distributed.HashStore(), []
+
+    def run(rank: int) -> None:
+        group = private.gloo_group("tested", rank, 2, store)
+        assert group.options._timeout.days >= 365, "operations of the group would time out"
+        ours, theirs = torch.full((1000,), rank), torch.empty(1000, dtype=torch.int64)
+        for work in private.begin_sends(group, [(1 - rank, ours)], [(1 - rank, theirs)]):
+            work.wait()
+        assert theirs.eq(1 - rank).all(), "the tensors did not arrive"
+        if rank == 0:
+            waker = threading.Timer(0.2, private.wake_gloo, [group, 1])
+            waker.start()
+            with pytest.raises(RuntimeError):
+                private.begin_sends(group, [], [(1, theirs)])[0].wait()
+            waker.join()
+        ended.append(rank)
+        if rank == 1:
+            while len(ended) < 2:
+                time.sleep(1e-3)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert sorted(ended) == [0, 1], "an operation of gloo cannot be woken any more"
+
+
+def test_groups_of_gpus_have_the_methods_that_we_call() -> None:
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("this torch was built without NCCL")
+    kind = torch.distributed.ProcessGroupNCCL
+    names = ("eager_connect_single_device", "_set_default_timeout", "supports_coalescing", "send", "recv", "abort")
+    for name in (*names, "_start_coalescing", "_end_coalescing", "Options"):
+        assert hasattr(kind, name), name
 
 
 def test_a_marked_optimizer_causes_no_scheduler_warning() -> None:

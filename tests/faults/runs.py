@@ -3,6 +3,7 @@ this module once, so that each process starts with all imports done."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -37,6 +38,7 @@ import hf_lohan
 import hf_lohan.huggingface  # nothing is left to import when a process starts
 from hf_lohan.compat.torch_private import FakeTensorMode
 from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()
@@ -79,6 +81,8 @@ class Run:
     """The port of the rendezvous."""
     net_timeout: int | str = "auto"
     embedding: str = "auto"
+    transport: Literal["auto", "nccl"] = "auto"
+    """With nccl, ranks on the CPU send weights by gloo in place of it."""
 
 
 class Mishap(NamedTuple):
@@ -128,6 +132,9 @@ def train(run: Run, mishap: Mishap, parent: Connection) -> None:
     parent.send(Report("started"))
     if mishap.event == "in_trace":
         signal_in_trace(mishap.signals)
+    between_cpus = contextlib.ExitStack()  # until the process ends
+    if run.transport == "nccl":
+        between_cpus.enter_context(gloo_between_cpus())
     try:
         trainer = make_trainer(run, TellsParent(mishap, parent))
         trainer.train(resume_from_checkpoint=where_from(run))
@@ -196,6 +203,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "commit_every": run.commit_every,
         "net_timeout": run.net_timeout,
         "embedding": run.embedding,
+        "transport": run.transport,
     }
     if run.family in ("mixtral", "qwen3_moe"):
         offload |= {"experts": "streamed", "lazy_experts": run.family == "qwen3_moe"}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from rank_runs import NET_TIMEOUT_S, Fault, RankRun
@@ -36,16 +37,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     return RankRun(RUN, tmp_path_factory.mktemp("undisturbed")).finish()
 
 
-@pytest.mark.parametrize("embedding", ["whole", pytest.param("rows", marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_other_and_the_run_resumes(embedding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"transport": "nccl"}, pytest.param({"embedding": "rows"}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_killed_rank_ends_the_other_and_the_run_resumes(settings: dict[str, Any], tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("undisturbed", "killed")]
     for folder in folders:
         folder.mkdir()
-    whole, run = RankRun(SHORT, folders[0]), RankRun(replace(SHORT, embedding=embedding), folders[1])
+    whole, run = RankRun(SHORT, folders[0]), RankRun(replace(SHORT, **settings), folders[1])
     random = Random(0)
     for victim in (0, 1):
         print(run.befall("killed", victim, random))
     run.check_against(whole.finish())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_while_weights_go_from_device_to_device(seed: int, undisturbed: list[Outcome], tmp_path: Path) -> None:
+    """The undisturbed run sends weights through host memory, and the bits are equal."""
+    random = Random(100 + seed)
+    run = RankRun(replace(RUN, net_timeout=NET_TIMEOUT_S, transport="nccl"), tmp_path)
+    for _ in range(FAULTS_A_RUN):
+        print(run.befall(random.choice(("killed", "killed", "hangs")), random.randrange(RUN.num_ranks), random))
+    run.check_against(undisturbed)
 
 
 @pytest.mark.slow

@@ -87,6 +87,8 @@ class Kind(enum.IntEnum):
     """A commit is durable on a rank."""
     STORE_PIECE = 31
     """A piece of a store of another number of ranks, which is divided again."""
+    EXCHANGE = 32
+    """A rank's device takes part in an exchange of its node's devices. Numbers: see `DeviceTransport`."""
     EXPERT_CALL = 40
     """A rank calls the experts of a layer. Numbers: the call. Payload: its numbers of rows, by expert of the
     receiver."""

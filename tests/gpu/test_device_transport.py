@@ -1,0 +1,125 @@
+"""GPUs that send weights to each other by NCCL. With one GPU, only the refusals and one rank's lane are tested."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.device import DeviceGroup, Lane, device_for, num_gpus
+from hf_lohan.ranks import DeviceTransport
+from hf_lohan.ranks.transport.messages import Kind
+from hf_lohan.testing.thread_ranks import run_ranks
+
+NUMEL = 1 << 20
+
+
+def test_a_gpu_has_an_identity_and_does_not_send_to_itself() -> None:
+    device = device_for("cuda:0")
+    assert device.identity == device_for("cuda:0").identity
+    reason = device.why_no_group([device.identity])
+    assert "without NCCL" in reason or reason == "several ranks compute on GPU 0, and NCCL needs a GPU for each"
+    assert device.why_no_group([]) in ("", "this torch was built without NCCL")
+
+
+class OwnMemory(DeviceGroup):
+    """A group whose other member is in this process, and has filled `theirs` on the device."""
+
+    def __init__(self, theirs: torch.Tensor) -> None:
+        self.theirs = theirs
+        self.sent = torch.zeros_like(theirs)
+
+    def exchange(self, sends: Any, receives: Any) -> None:
+        for _, sent in sends:
+            self.sent.copy_(sent, non_blocking=True)
+        for _, received in receives:
+            received.copy_(self.theirs, non_blocking=True)
+
+    def abort(self) -> None:
+        return
+
+
+def test_an_exchange_follows_the_copy_of_the_own_shard_and_precedes_compute() -> None:
+    """Work of the lane H2D is in order: the copy of the shard, and the exchange, which other work waits for."""
+    device = device_for("cuda:0")
+    host = device.host_empty(NUMEL).fill_(7)
+    slot = device.empty(2 * NUMEL)
+    theirs = torch.full((NUMEL,), 9, dtype=torch.uint8, device=device.torch_device)
+    device.wait(Lane.H2D, device.record(Lane.COMPUTE, theirs, slot))
+    group = OwnMemory(theirs)
+
+    def run(links: Any) -> None:
+        if links.ranks.rank == 0:
+            transport = DeviceTransport(links, group, 0)
+            with transport.watching("its shard of a test"):
+                device.copy(Lane.H2D, slot[:NUMEL], host)
+                parts = [(0, NUMEL), (NUMEL, 2 * NUMEL)]
+                device.run(Lane.H2D, lambda: transport.fill_from_all(slot, parts), fills=slot, reads=(slot[:NUMEL],))
+                ready = device.record(Lane.H2D)
+                ready.synchronize()
+            device.wait(Lane.COMPUTE, ready)
+            links.barrier("the end")
+            transport.close()
+        else:
+            links.set_handler(Kind.EXCHANGE, lambda *_: None)
+            links.barrier("the end")
+
+    run_ranks(2, run)
+    assert slot.cpu().tolist() == [7] * NUMEL + [9] * NUMEL
+    assert group.sent.cpu().tolist() == [7] * NUMEL
+
+
+def exchange(rank: int, num_ranks: int, port: int, connection: Connection) -> None:
+    """One rank, with a GPU of its own, which fills its slot three times."""
+    store = torch.distributed.TCPStore("127.0.0.1", port, num_ranks, rank == 0, timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)
+    device = device_for(f"cuda:{rank}")
+    group = device.open_group("lohan/test", rank, num_ranks)
+    edges = [member * NUMEL for member in range(num_ranks + 1)]
+    slot = device.empty(edges[-1])
+    own = slot[edges[rank] : edges[rank + 1]]
+    others = [member for member in range(num_ranks) if member != rank]
+    for number in range(3):
+        host = device.host_empty(NUMEL).fill_(10 * number + rank)
+        device.copy(Lane.H2D, own, host)
+        receives = [(member, slot[edges[member] : edges[member + 1]]) for member in others]
+        sends = [(member, own) for member in others]
+
+        def work(sends: Any = sends, receives: Any = receives) -> None:
+            group.exchange(sends, receives)
+
+        device.run(Lane.H2D, work, fills=slot, reads=(own,))
+        device.record(Lane.H2D).synchronize()
+        connection.send([int(slot[edge].item()) for edge in edges[:-1]])
+    group.abort()
+
+
+def test_gpus_of_several_processes_fill_each_other_s_slots() -> None:
+    num_ranks = min(4, num_gpus())
+    if num_ranks < 2:
+        pytest.skip(f"needs 2 GPUs that reach each other, and this machine has {num_ranks}")
+    devices = [device_for(f"cuda:{rank}") for rank in range(num_ranks)]
+    reason = devices[0].why_no_group([device.identity for device in devices[1:]])
+    if reason:
+        pytest.skip(reason)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(num_ranks)]
+    processes = [
+        context.Process(target=exchange, args=(rank, num_ranks, port, pipes[rank][1])) for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for ours, _ in pipes:
+        for number in range(3):
+            assert ours.poll(120)
+            assert ours.recv() == [10 * number + rank for rank in range(num_ranks)]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0

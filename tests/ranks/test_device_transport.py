@@ -1,0 +1,266 @@
+"""Ranks whose devices send weights to each other, over gloo between CPU devices. NCCL does the same between GPUs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import RANK_SETTINGS, resolved
+from test_training import NUM_STEPS, Trained, train_rank, train_stock
+from torch import Tensor
+
+from hf_lohan.device import CpuDevice
+from hf_lohan.engine import OffloadEngine, open_tiers
+from hf_lohan.engine.ranks import open_device_transport
+from hf_lohan.planning import lay_out
+from hf_lohan.ranks import DeviceTransport, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.gloo_devices import gloo_between_cpus
+from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+
+
+@pytest.fixture
+def over_gloo() -> Iterator[None]:
+    with gloo_between_cpus():
+        yield
+
+
+def fill(transport: DeviceTransport, rank: int, parts: list[tuple[int, int]]) -> Tensor:
+    whole = torch.full((parts[-1][1],), -1.0)
+    start, stop = parts[rank]
+    whole[start:stop] = torch.arange(start, stop, dtype=torch.float32)
+    with transport.watching("its shard of a test"):
+        transport.fill_from_all(whole, parts)
+    return whole
+
+
+@pytest.mark.parametrize("edges", [[0, 1000], [0, 7, 7], [0, 0, 5, 12], [0, 3, 4, 4, 100_000]])
+def test_every_device_gets_the_parts_of_all(edges: list[int], over_gloo: None) -> None:
+    num_ranks = len(edges) - 1
+    parts = list(pairwise(edges))
+
+    def run(links: Links) -> tuple[list[Tensor], int]:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        try:
+            found = [fill(transport, links.ranks.rank, parts) for _ in range(3)]
+            links.barrier("the end")
+            return found, transport.sent_bytes
+        finally:
+            transport.close()
+
+    expected = torch.arange(edges[-1], dtype=torch.float32)
+    for rank, (found, sent_bytes) in enumerate(run_ranks(num_ranks, run)):
+        assert all(torch.equal(whole, expected) for whole in found)
+        assert sent_bytes == 3 * 4 * (parts[rank][1] - parts[rank][0]) * (num_ranks - 1)
+
+
+def test_a_rank_that_closes_ends_the_exchange_of_another(over_gloo: None) -> None:
+    """A rank that has loaded all it needs closes, while another loads ahead."""
+
+    def run(links: Links) -> float:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        try:
+            fill(transport, links.ranks.rank, [(0, 8), (8, 16)])
+            began_s = time.monotonic()
+            if links.ranks.rank == 0:
+                with pytest.raises(RankFailedError, match=r"while (it|rank 0) waited for its shard of a test"):
+                    fill(transport, 0, [(0, 8), (8, 16)])
+            return time.monotonic() - began_s
+        finally:
+            transport.close()
+            links.barrier("the end")
+
+    assert max(run_ranks(2, run)) < 3.0
+
+
+def test_closing_ends_the_own_exchange(over_gloo: None) -> None:
+    ended: list[BaseException] = []
+
+    def run(links: Links) -> None:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        if links.ranks.rank == 0:
+
+            def wait() -> None:
+                try:
+                    fill(transport, 0, [(0, 8), (8, 16)])
+                except BaseException as error:
+                    ended.append(error)
+
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            while not transport._awaited:
+                time.sleep(1e-3)
+            transport.close()
+            waiting.join(5.0)
+            assert not waiting.is_alive()
+        links.barrier("the end")
+        transport.close()
+
+    run_ranks(2, run)
+    assert isinstance(ended[0], RankFailedError)
+
+
+@pytest.mark.parametrize("what", ["die", "hang"])
+def test_an_exchange_ends_with_the_name_of_a_rank_that_dies_or_hangs(what: Any, over_gloo: None) -> None:
+    timeout_s = 2.0
+
+    def run(links: Links) -> None:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        try:
+            if links.ranks.rank == 1:
+                while True:
+                    links.send_heartbeat()
+                    time.sleep(5e-3)
+            fill(transport, links.ranks.rank, [(0, 8), (8, 16), (16, 20)])
+        finally:
+            transport.close()
+
+    outcomes = rank_outcomes(3, run, faults=[Fault(1, what, 40)], timeout_s=timeout_s)
+    for rank in (0, 2):
+        error = outcomes[rank].error
+        assert isinstance(error, RankTimeoutError if what == "hang" else RankFailedError), error
+        assert "rank 1" in str(error), error
+        assert outcomes[rank].took_s < (timeout_s if what == "hang" else 0.0) + 3.0
+
+
+# The setting.
+
+
+def open_transport(links: Links, folder: Path, family: str = "llama", **settings: Any) -> DeviceTransport | None:
+    config = resolved(folder, cpu_memory="6MiB", gpu_memory="1MiB", **settings)
+    layout = lay_out(tiny_model(family), config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
+    return open_device_transport(layout, config, CpuDevice(), links)
+
+
+@pytest.mark.parametrize("transport", ["auto", "host"])
+def test_weights_of_cpu_devices_go_through_host_memory(
+    transport: str, tmp_path: Path, over_gloo: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert run_ranks(2, lambda links: open_transport(links, tmp_path, transport=transport)) == [None, None]
+    said = [record for record in caplog.records if "try transport: nccl" in record.message]
+    assert len(said) == (transport == "auto")
+
+
+def refusal(folder: Path, num_ranks: int = 2, num_local: int | None = None, **settings: Any) -> str:
+    """Return the error that all ranks raise."""
+    outcomes = rank_outcomes(
+        num_ranks, lambda links: open_transport(links, folder, transport="nccl", **settings), num_local=num_local
+    )
+    texts = {str(outcome.error) for outcome in outcomes}
+    assert len(texts) == 1 and all(isinstance(outcome.error, ValueError) for outcome in outcomes), texts
+    return texts.pop()
+
+
+def test_nccl_is_refused_on_cpu_devices(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == (
+        "transport: 'nccl' cannot be used, because this run computes on the cpu, and only CUDA devices send to each "
+        "other; set transport to host or auto"
+    )
+    within = refusal(tmp_path, collectives={"within": "int8"})
+    assert "within is 'int8', which rounds weights between RAM and each GPU" in within
+
+
+def test_nccl_is_refused_for_what_it_does_not_carry(tmp_path: Path, over_gloo: None) -> None:
+    assert "collectives.within is 'int4'" in refusal(tmp_path, collectives={"within": "int4"})
+    assert "experts of this model stream" in refusal(tmp_path, family="mixtral", experts="streamed")
+    assert "embedding: rows brings rows" in refusal(tmp_path, embedding="rows")
+    assert "sequence_ranks: 2 sends keys" in refusal(tmp_path, sequence_ranks=2)
+    assert "the ranks are on several machines" in refusal(tmp_path, num_local=1)
+    with pytest.raises(ValueError, match=r"transport: 'nccl' .* and this is one process"):
+        open_transport(Links.alone(), tmp_path, transport="nccl")
+
+
+def test_a_reason_of_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def why_no_group(device: CpuDevice, identities: list[str]) -> str:
+        return "GPU 3 cannot reach GPU 1" if threading.current_thread().name == "rank-1" else ""
+
+    monkeypatch.setattr(CpuDevice, "why_no_group", why_no_group)
+    assert "because GPU 3 cannot reach GPU 1;" in refusal(tmp_path)
+
+
+def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
+    def run(links: Links) -> None:
+        config = resolved(tmp_path, **RANK_SETTINGS, transport=("auto", "host")[links.ranks.rank])
+        model = tiny_model("llama")
+        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
+        open_tiers(layout, config, CpuDevice(), links)
+
+    for outcome in rank_outcomes(2, run):
+        assert isinstance(outcome.error, RanksDisagreeError)
+        assert "transport=" in str(outcome.error)
+
+
+# Training.
+
+
+def compare(ours: Trained, theirs: Trained) -> None:
+    assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+    assert all(map(torch.equal, ours.norms, theirs.norms))
+    assert all(map(torch.equal, ours.losses, theirs.losses))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
+def test_training_equals_that_through_host_memory(
+    family: str, clip: str, max_norm: float, num_ranks: int, tmp_path: Path, over_gloo: None
+) -> None:
+    """GPT-2 and OPT have tied heads. The losses, norms and weights have the same bits, and each rank's device sends its
+    shard of each loaded block to all others.
+    """
+    sent: dict[str, dict[int, int]] = {"host": {}, "nccl": {}}
+    of_transport: dict[str, list[Trained]] = {}
+    for transport in ("host", "nccl"):
+        (tmp_path / transport).mkdir()
+
+        def note(engine: OffloadEngine, _step: int, sent: dict[int, int] = sent[transport]) -> None:
+            if (devices := engine.tiers.transport) is not None:
+                sent[engine.links.ranks.rank] = devices.sent_bytes
+
+        def train(links: Links, transport: str = transport, note: Any = note) -> Trained:
+            folder = tmp_path / transport
+            return train_rank(links, folder, family, max_norm, clip=clip, transport=transport, after_step=note)
+
+        of_transport[transport] = run_ranks(num_ranks, train)
+    for ours, theirs in zip(of_transport["nccl"], of_transport["host"], strict=True):
+        compare(ours, theirs)
+    assert not sent["host"] and len(sent["nccl"]) == num_ranks
+    model_bytes = sum(4 * weight.numel() for weight in of_transport["nccl"][0].weights.values())
+    # Forward and backward load each layer in each step. Each rank gets the others' shards.
+    assert sum(sent["nccl"].values()) > NUM_STEPS * model_bytes * (num_ranks - 1)
+
+
+def test_micro_batches_in_bfloat16_equal_those_through_host_memory(tmp_path: Path, over_gloo: None) -> None:
+    def train(links: Links, transport: str) -> Trained:
+        folder = tmp_path / transport
+        return train_rank(links, folder, "llama", 0.5, 3, dtype=torch.bfloat16, transport=transport)
+
+    host, nccl = ([*run_ranks(2, lambda links, by=by: train(links, by))] for by in ("host", "nccl"))  # type: ignore[misc]
+    for ours, theirs in zip(nccl, host, strict=True):
+        compare(ours, theirs)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path, over_gloo: None) -> None:
+    stock = train_stock("llama", 2, 0.5)
+    devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]  # their threads outlive the ranks
+
+    def train(links: Links) -> Trained:
+        return train_rank(links, tmp_path, "llama", 0.5, device=devices[links.ranks.rank], transport="nccl")
+
+    for ours in run_ranks(2, train, delays_seed=seed):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+        assert all(map(torch.equal, ours.norms, stock.norms))
+    assert not sum(device.num_races for device in devices)
+    assert len(stock.norms) == NUM_STEPS
