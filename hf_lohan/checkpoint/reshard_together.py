@@ -118,7 +118,9 @@ def _begin_anew(opened: Store, records: Sequence[RecordSpec], old: _OldRun) -> N
     if opened.num_homes != old.num_homes:
         raise ForeignStoreError(
             f"the stores of the ranks before have durability {'step' if old.num_homes > 1 else 'checkpoint'!r}, and "
-            f"the new one in {where} has durability {opened.durability!r}; keep that setting"
+            f"the new one in {where}, which has no step, has durability {opened.durability!r}, by the setting or "
+            "because two versions did not fit beside the old stores; make room if it lacks, delete the new store, and "
+            "start again with the durability of before"
         )
     if opened.model.fingerprint != old.model.fingerprint or opened.records != tuple(records):
         raise ForeignStoreError(

@@ -4,6 +4,7 @@ meanwhile loses nothing."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
 from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside
 from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.checkpoint.seen_stores import OLD, aside_of, seen_stores, set_aside
-from hf_lohan.files import CapacityError, CorruptionError, IoEngine, StoreInUseError, StorePath
+from hf_lohan.files import CapacityError, CorruptionError, ForeignStoreError, IoEngine, StoreInUseError, StorePath
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.ranks import Channel, Links, RankFailedError
@@ -510,6 +511,23 @@ def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> Non
     assert last_commit([str(store)]) is None, "nothing is copied before a run resumes"
     assert train(tmp_path / "run", 4, resume="last_step", **path) == straight
     assert [*stores_under(str(store))] == [1]
+
+
+def test_a_new_store_without_room_for_two_versions_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is loaded before `train` finds the old stores, so the new one may have got one version."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    path = {"model": str(tmp_path / "model")}
+    straight = train(tmp_path / "straight", 4, **path)
+    train(tmp_path / "run", 3, **path)
+    store = tmp_path / "run" / STORE
+    reshard_to(2, lambda rank: [store])
+    monkeypatch.setattr("hf_lohan.store.store.fits", lambda *args: False)
+    with pytest.raises(ForeignStoreError, match=r"which has no step, .* did not fit .* delete the new store"):
+        train(tmp_path / "run", 4, resume="last_step", **path)
+    monkeypatch.undo()
+    gc.collect()  # closes the engine
+    remove_store([str(store)])
+    assert train(tmp_path / "run", 4, resume="last_step", **path) == straight
 
 
 @pytest.mark.parametrize("resume", [None, True, "last_step"])
