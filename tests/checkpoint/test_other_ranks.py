@@ -546,6 +546,17 @@ def test_a_streamed_model_does_not_continue_another_run(resume: str | bool | Non
     assert train(tmp_path / "first", 4, resume=True, **settings)[-1]["step"] == 4
 
 
+@pytest.mark.parametrize("resume", [True, "last_step"])
+def test_a_model_in_memory_does_not_continue_another_run(resume: str | bool, tmp_path: Path) -> None:
+    """Both runs have the same ssd path."""
+    train(tmp_path / "first", 3, ssd=str(tmp_path / "drive"))
+    reshard_to(2, lambda rank: [tmp_path / "drive"])
+    before = contents(tmp_path / "drive", 2)
+    with pytest.raises(ForeignStoreError, match=rf"has steps of the run in {tmp_path}/first, .* the same output_dir"):
+        train(tmp_path / "second", 4, resume=resume, ssd=str(tmp_path / "drive"))
+    assert contents(tmp_path / "drive", 2) == before
+
+
 def test_a_streamed_model_continues_from_a_checkpoint_if_a_store_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -145,8 +145,8 @@ class RankTrainerMixin(_TrainerBase):
     def _refuse_stores_beside(self, own_paths: Sequence[str], other_run: str = "") -> None:
         """Raise `ForeignStoreError` if a model was streamed to an empty store beside those of another number of ranks,
         which this run does not continue. ``other_run`` is the output folder of their run, if it is another one."""
-        if self.offload_engine is None:
-            return
+        if self.offload_engine is None and not other_run:
+            return  # they are refused when the store is opened
         directories = [*map(shared_directory, own_paths)]
         try:
             refuse_other_ranks(directories, self._links.ranks.num_ranks)
