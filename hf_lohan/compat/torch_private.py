@@ -325,3 +325,9 @@ class _AttentionAfter(torch.autograd.Function):
         past_query, of_key[:, :, :num], of_value[:, :, :num] = back(0, num, is_causal=False)
         of_query, of_key[:, :, num:], of_value[:, :, num:] = back(num, key.shape[2], is_causal=True)
         return past_query.add_(of_query), of_key, of_value, None
+
+
+def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a sparse tensor, which may have an index several times. Autograd forgets that a
+    gradient is coalesced, and torch sorts all of it to find out."""
+    return tensor._indices(), tensor._values()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hf_lohan.compat.torch_private import parts_of_sparse
 from hf_lohan.model import ChunkPiece, RowIds, rows_between
 
 _ADDED_LANES = 64
@@ -68,9 +69,12 @@ class RowGradient:
 
     def __init__(self, gradient: Tensor) -> None:
         """``gradient``: a sparse tensor of the table's shape."""
-        gradient = gradient.coalesce()
-        self.values = gradient.values().contiguous().view(-1)
-        self._ids: RowIds = gradient.indices()[0].cpu().numpy()
+        indices, values = parts_of_sparse(gradient)
+        self._ids: RowIds = indices[0].cpu().numpy()
+        if np.any(np.diff(self._ids) <= 0):  # the sum of several uses
+            gradient = gradient.coalesce()
+            self._ids, values = gradient.indices()[0].cpu().numpy(), gradient.values()
+        self.values = values.contiguous().view(-1)
         self._num_rows, self._width = gradient.shape
 
     def part(self, piece: ChunkPiece) -> tuple[Tensor, RowsOfPiece]:

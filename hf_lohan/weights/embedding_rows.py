@@ -239,11 +239,16 @@ class EmbeddingRows:
         """Return `F.embedding` of ``ids`` and the block's table. ``leaf`` gets the gradient, as a sparse tensor of the
         table's shape; with None there is none. Raises IndexError for ids outside the table."""
         part = block.slices[0]
-        needed, inverse = torch.unique(ids, return_inverse=True)
-        rows = self.load(block, needed.cpu().to(torch.int64).numpy())
+        needed, inverse = torch.unique(ids.cpu(), return_inverse=True)  # on the host, where the rows are read
+        needed = needed.to(torch.int64)
+        rows, inverse = self.load(block, needed.numpy()), inverse.to(ids.device)
         if leaf is None:
             return F.embedding(inverse, rows)
-        padding = padding_idx if padding_idx is None or padding_idx >= 0 else part.shape[0] + padding_idx
+        padding = -1
+        if padding_idx is not None:
+            # Without a row for padding, an index beyond all rows has torch take the same kernel as with one.
+            found = (needed == padding_idx % part.shape[0]).nonzero()
+            padding = int(found[0]) if len(found) else len(needed)
         output: Tensor = _Embedding.apply(leaf, rows, needed, inverse, padding)  # type: ignore[no-untyped-call]
         return output
 
@@ -348,22 +353,18 @@ class _Embedding(torch.autograd.Function):
     """`F.embedding` of rows, whose gradient is that of the table."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, rows: Tensor, ids: Tensor, inverse: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(ctx: Any, table: Tensor, rows: Tensor, ids: Tensor, inverse: Tensor, padding: int) -> Tensor:
+        """``ids``: numbers of the rows, on the host. ``padding``: the index of the row without a gradient."""
         ctx.save_for_backward(ids, inverse)
-        ctx.table_shape, ctx.padding_idx = table.shape, padding_idx
+        ctx.table_shape, ctx.padding_idx = table.shape, padding
         return F.embedding(inverse, rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ids, inverse = ctx.saved_tensors
-        num_rows, padding = len(ids), -1
-        if ctx.padding_idx is not None:
-            # Without a row for padding, an index beyond all rows has torch take the same kernel as with one.
-            found = (ids == ctx.padding_idx).nonzero()
-            padding = int(found[0]) if len(found) else num_rows
-        of_rows = torch.ops.aten.embedding_dense_backward(gradient, inverse, num_rows, padding, False)
+        of_rows = torch.ops.aten.embedding_dense_backward(gradient, inverse, len(ids), ctx.padding_idx, False)
         of_table = torch.sparse_coo_tensor(
-            ids.to(torch.int64)[None], of_rows, ctx.table_shape, is_coalesced=True, check_invariants=False
+            ids[None].to(gradient.device), of_rows, ctx.table_shape, is_coalesced=True, check_invariants=False
         )
         return of_table, None, None, None, None

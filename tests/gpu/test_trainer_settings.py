@@ -366,7 +366,8 @@ def test_a_run_resumes_after_a_killed_process(tmp_path: Path) -> None:
     assert_within(resumed, whole, Tolerances(), ON_A_GPU)
 
 
-def test_two_ranks_on_two_devices_equal_stock_with_accumulation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("embedding", ["whole", "rows"])
+def test_two_ranks_on_two_devices_equal_stock_with_accumulation(embedding: str, tmp_path: Path) -> None:
     double = find_double()
     if double is None and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
@@ -376,7 +377,7 @@ def test_two_ranks_on_two_devices_equal_stock_with_accumulation(tmp_path: Path) 
     alone = {"CUDA_VISIBLE_DEVICES": "0"} if double is None else {}
     run_python(script, tmp_path, "stock", environment=environment_with(**on_cuda, **alone))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    run_python(*launcher, script, tmp_path, "whole", environment=environment_with(**on_cuda, **two_devices))
+    run_python(*launcher, script, tmp_path, embedding, environment=environment_with(**on_cuda, **two_devices))
 
     def outcome(what: str) -> Outcome:
         rows = json.loads((tmp_path / what / "facts.json").read_text())["log"]
@@ -385,7 +386,7 @@ def test_two_ranks_on_two_devices_equal_stock_with_accumulation(tmp_path: Path) 
         return Outcome([row["loss"] for row in rows], [row["grad_norm"] for row in rows], weights)
 
     # The learning rate is ten times that of the other tests.
-    assert_within(outcome("whole"), outcome("stock"), Tolerances(), replace(ON_A_GPU, weight=1e-3))
+    assert_within(outcome(embedding), outcome("stock"), Tolerances(), replace(ON_A_GPU, weight=1e-3))
 
 
 @pytest.mark.slow

@@ -45,9 +45,13 @@ def cuts_small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "SMALL_NUMEL", 0)
 
 
-def small_model(**overrides: Any) -> Any:
+def small_model(family: str = "llama", **overrides: Any) -> Any:
     """Return a model with a table of four granules."""
-    return tiny_model("llama", vocab_size=1501, hidden_size=40, **overrides)
+    return tiny_model(family, vocab_size=1501, hidden_size=40, **overrides)
+
+
+def untied_gpt2() -> Any:
+    return small_model("gpt2", tie_word_embeddings=False)
 
 
 def random_batch(step: int, rank: int, micro: int) -> Batch:
@@ -280,6 +284,7 @@ def table_gradient_bytes(run: Run, layout: Any, rank: int, *, by_rows: bool) -> 
         pytest.param(Run(2, 1, max_norm=0.5, accumulation=2), id="two nodes"),
         pytest.param(Run(4, 2, max_norm=0.5, dtype=torch.bfloat16), id="bfloat16"),
         pytest.param(Run(settings={"schedule": "serial"}), id="serial"),
+        pytest.param(Run(2, 1, untied_gpt2), id="gpt2"),
         pytest.param(
             Run(2, 1, max_norm=0.5, settings={"resident_records": "auto", "cpu_memory": "16MiB"}), id="in RAM"
         ),
@@ -306,6 +311,25 @@ def test_clipped_ranks_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> None:
     run = Run(4, 2, max_norm=0.5, make_device=lambda: AsyncDevice(seed, max_delay_s=5e-4))
     assert_same(run.ranks(tmp_path / "rows", "rows", delays_seed=seed), run.ranks(tmp_path / "whole", "whole"))
+
+
+def test_tied_embeddings_stay_whole(tmp_path: Path) -> None:
+    run = Run(2, 1, lambda: small_model("opt"))
+    tied = run.ranks(tmp_path / "tied", "rows")
+    assert [of_rank.rows_bytes for of_rank in tied] == [None, None]
+    assert_stock(tied, run.stock())
+
+
+def test_rows_are_not_rounded(tmp_path: Path) -> None:
+    """Other gradients are, between the nodes and on the links of the devices."""
+    collectives = {"gradients": "int4", "within": "int8"}
+    exact = Run(2, 1, num_steps=1).ranks(tmp_path / "exact", "rows")
+    coded = Run(2, 1, num_steps=1, settings={"collectives": {"within": "exact", "gradients": "int4"}})
+    found = coded.ranks(tmp_path / "coded", "rows")
+    for of_rank in found:
+        assert same_bits(of_rank.tensors[WORDS], exact[0].tensors[WORDS])
+        assert not same_bits(of_rank.tensors["lm_head.weight"], exact[0].tensors["lm_head.weight"])
+    Run(2, 1, settings={"collectives": collectives}).ranks(tmp_path / "both", "rows")
 
 
 # Batches.

@@ -24,7 +24,7 @@ from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation, text_generation
 from hf_lohan.huggingface.ranks import generate_together
-from hf_lohan.planner import SizeClass
+from hf_lohan.planner import SizeClass, cuts
 from hf_lohan.planning import bytes_per_token, lay_out
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -379,7 +379,7 @@ def test_two_ranks_generate_the_tokens_of_one_process(checkpoint_of: Callable[[s
 # Several ranks.
 
 
-def generate_on_ranks(folder: Path, call: Callable[[Any, int], Any]) -> list[Any]:
+def generate_on_ranks(folder: Path, call: Callable[[Any, int], Any], embedding: str = "whole") -> list[Any]:
     """Return the outcomes of ``call(model, rank)`` on two ranks, which torch does not connect."""
     one_generator = threading.Lock()
 
@@ -387,7 +387,8 @@ def generate_on_ranks(folder: Path, call: Callable[[Any, int], Any]) -> list[Any
         rank = links.ranks.rank
         with one_generator:
             model = tiny_model("llama").eval()
-        config = resolved(folder / f"rank-{rank}", cpu_memory="6MiB", gpu_memory="1MiB", activations="recompute")
+        settings = {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "activations": "recompute", "embedding": embedding}
+        config = resolved(folder / f"rank-{rank}", **settings)
         layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
         engine = open_engine(model, layout, config, None, links)
         for _ in range(2):  # as for a model that is offloaded again
@@ -421,9 +422,13 @@ def generate(model: Any, rank: int) -> Tensor:
     return tokens
 
 
-def test_ranks_that_torch_does_not_connect_generate_sequences_of_different_lengths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("embedding", ["whole", "rows"])
+def test_ranks_that_torch_does_not_connect_generate_sequences_of_different_lengths(
+    embedding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuts, "SMALL_NUMEL", 0)  # each rank has a part of the table
     stock = tiny_model("llama").eval()
-    for rank, outcome in enumerate(generate_on_ranks(tmp_path, generate)):
+    for rank, outcome in enumerate(generate_on_ranks(tmp_path, generate, embedding)):
         assert outcome.error is None
         assert torch.equal(outcome.result, generate(stock, rank))
 

@@ -100,6 +100,16 @@ def test_two_ranks_equal_stock_accumulation(run: Run, folder: Path) -> None:
     assert len(ours) == 3 and ours == pytest.approx(theirs, rel=5e-3)
 
 
+def test_rows_of_embeddings_equal_stock(run: Run, folder: Path) -> None:
+    """Evaluation, saving and the summary, too."""
+    run("stock")
+    run("rows")
+    assert_as_stock(folder, "rows")
+    summary = folder / "by_rows" / "lohan" / "summary.json"
+    loaded_bytes = json.loads(summary.read_text())["embedding_rows_bytes"]
+    assert loaded_bytes > 0 and loaded_bytes % (64 * 4) == 0
+
+
 def test_a_step_has_one_exchange_for_its_decisions(run: Run, folder: Path) -> None:
     """Three other exchanges count the items of all batches, compare their lengths before the forward, and wait for
     logging."""

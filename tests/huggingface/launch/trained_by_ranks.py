@@ -28,6 +28,7 @@ OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "io_t
 _FOLDERS = {"stock": "stock", "alone": "alone", "fails": "failing", "asked": "asked", "last_step": "asked"} | {
     "killed": "killed",
     "after_kill": "killed",
+    "rows": "by_rows",
 }
 """The folder of checkpoints of each `what`, if it is not "run"."""
 
@@ -151,7 +152,8 @@ def main(folder: Path, what: str) -> None:
             "killed": [Signalled(signal.SIGKILL)],
             "fails": [Fails()],
         }.get(what, [])
-        trainer = hf_lohan.Trainer(model, args, **data, callbacks=callbacks, offload=OFFLOAD)
+        more = {"embedding": "rows"} if what == "rows" else {}
+        trainer = hf_lohan.Trainer(model, args, **data, callbacks=callbacks, offload=OFFLOAD | more)
     exchanged = Exchanged()
     trainer.add_callback(exchanged)
     checkpoint = str(folder / "run" / "checkpoint-4")
