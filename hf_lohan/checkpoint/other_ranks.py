@@ -79,6 +79,7 @@ class OtherRanks:
     left_over: tuple[int, ...] = ()
     """Numbers of ranks whose stores are copies, or are older than those of this run."""
     output_dir: str = ""
+    run_id: str | None = None
     fingerprint: str = ""
     key: tuple[str, int] = ("", 0)
     stores: tuple[SeenStore, ...] = field(default=(), repr=False)
@@ -167,6 +168,7 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
             commit.last_checkpoint,
             left_over,
             commit.output_dir,
+            commit.run_id,
             stores[0].fingerprint if stores else "",
             commit.key,
             stores,
@@ -212,7 +214,8 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
             )
     candidates = [number for number in complete if number not in drafts] or [*complete]
     every = [commit for report in reports for commit in report.committed]
-    half_own = [commit for commit in every if commit.is_resumable and commit.resharded_from is None]
+    resumable_own = [commit for commit in every if commit.is_resumable]
+    half_own = [commit for commit in resumable_own if commit.resharded_from is None]
     own_stores = tuple(report.own_seen for report in reports if report.own_seen is not None and report.own_seen.commits)
     if len(candidates) > 1 or (candidates and half_own and not _is_later(complete, runs, candidates[0], own_stores)):
         numbers = sorted([*candidates, *([num_ranks] if half_own else [])])
@@ -244,8 +247,8 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
         why = f"the store of rank {ranks} of {number} is gone" if missing else "their stores have no common step"
         return found("lost", number, commit, why)
     empty = [rank for rank, report in enumerate(reports) if not report.committed]
-    if half_own and empty and any(commit.launch_id in launches for commit in half_own):
-        commit = max(half_own, key=lambda kept: kept.step)
+    if resumable_own and empty:
+        commit = max(resumable_own, key=lambda kept: kept.step)
         return found("lost", num_ranks, commit, f"the store of rank {empty[0]} of {num_ranks} is gone")
     lost = [commit for report in reports for commit in report.lost if commit.launch_id in launches]
     if lost and not every:

@@ -21,9 +21,11 @@ from hf_lohan.checkpoint.other_ranks import OtherRanks
 from hf_lohan.checkpoint.resharding import (
     COPY_BYTES,
     check_records,
+    chunks_of_all,
     facts_of_all,
     io_engine,
     journal_of_rank,
+    keep_chunks,
     pieces_of,
     records_by_rank,
     refuse_deferred_steps,
@@ -43,6 +45,7 @@ from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageEr
 from hf_lohan.files.directories import make_directory, sync_directory
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.model import StoredForm
+from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder
@@ -97,6 +100,7 @@ def reshard_together(
         facts = {**facts_of_all(old.facts), RESHARDED_FROM: found.num_ranks, RESHARDED_STORES: resharded_stores}
         facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
         store.count_commits_from(found.key[1], (found.key[0] or old.new_group_id) if len(old.shards) > 1 else "")
+        keep_chunks(old.chunks, store.paths[0].path)
         journal = journal_of_rank(old.journals, links.ranks.rank, links.ranks.num_ranks)
         store.commit(facts, journal, old.log, model_files=old.model_files)
         links.barrier("the new stores to be committed")
@@ -145,6 +149,8 @@ class _OldRun:
     num_homes: int
     log: bytes
     model_files: Mapping[str, bytes] | None
+    chunks: bytes | None
+    """The file with the tokens of a chunk that the run has decided."""
     new_group_id: str
 
 
@@ -172,13 +178,16 @@ def _describe(found: OtherRanks, links: Links, io: IoEngine, form_of: Callable[[
         first["num_homes"],
         base64.b64decode(first["log"]),
         None if first["model_files"] is None else _decoded(first["model_files"]),
+        next((base64.b64decode(content["chunks"]) for content in every if content["chunks"] is not None), None),
         first["new_group_id"],
     )
 
 
 def _description(store: Store) -> dict[str, Any]:
     assert store.committed is not None
+    chunks = chunks_of_all([store.paths[0].path], store.committed.facts.get(RUN_ID))
     return {
+        "chunks": None if chunks is None else base64.b64encode(chunks).decode(),
         "records": [asdict(record) for record in store.records],
         "facts": dict(store.committed.facts),
         "journal": _encoded(store.committed.journal),

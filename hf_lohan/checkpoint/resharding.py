@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,9 @@ from hf_lohan.checkpoint.seen_stores import RESHARDED_FROM, RESHARDED_STORES
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.files.directories import make_folders
-from hf_lohan.files.durable_file import remove_folder
+from hf_lohan.files.durable_file import read_whole, remove_folder, replace_durably
 from hf_lohan.model import StoredForm, assign_shards, records_of_rank
+from hf_lohan.planning.run_plan import CHUNKS_NAME, RUN_ID
 from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
 from hf_lohan.store import Commit, RecordSpec, Store
 from hf_lohan.store.commits import ImmediateAgreement
@@ -258,13 +261,32 @@ def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit
     for name in (RESHARDED_FROM, RESHARDED_STORES):  # a run would take the new stores for a draft
         facts.pop(name, None)
     group_id = commits[0].group_id or uuid.uuid4().hex
+    chunks = chunks_of_all([store.paths[0].path for store in old], facts.get(RUN_ID))
     for rank, store in enumerate(new):
+        keep_chunks(chunks, store.paths[0].path)
         source = old[rank if rank < len(old) else 0]
         if len(new) > 1:
             store.agree_on_commits(ImmediateAgreement(group_id))
         store.count_commits_from(commits[0].number)
         journal = journal_of_rank(journals, rank, len(new))
         store.commit(facts, journal, source.log, model_files=source.model_files)
+
+
+def chunks_of_all(folders: Sequence[str], run_id: str | None) -> bytes | None:
+    """Return the file with the tokens of a chunk that the run has decided, from the first folders of its stores; None
+    if it has decided none."""
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            content = read_whole(os.path.join(folder, CHUNKS_NAME))
+            if json.loads(content).get(RUN_ID) == run_id:  # the file of another run says nothing about this one
+                return content
+    return None
+
+
+def keep_chunks(content: bytes | None, folder: str) -> None:
+    """Write the file of `chunks_of_all` to the first folder of a new store."""
+    if content is not None:
+        replace_durably(os.path.join(folder, CHUNKS_NAME), content)
 
 
 def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:

@@ -9,9 +9,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.files import StorageError, write_failure
 from hf_lohan.files.directories import make_folders
+from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Links, Ranks
 from hf_lohan.ranks.transport.agreements import newest_common_commit
 from hf_lohan.report.run_data import (
@@ -26,6 +29,8 @@ from hf_lohan.store import Commit, committed_log, kept_commits
 from hf_lohan.store.rank_folders import rank_folder, ranks_under, shared_directory
 
 LAST_STEP = "last_step"
+CHECKPOINT_FACTS_NAME = "run.json"
+"""Name of the file in a checkpoint's own folder with the facts of its run."""
 _TRAINER_STATE_NAME = "trainer_state.json"
 
 
@@ -72,13 +77,43 @@ class ResumePoint:
         return cls(_unpack(commit, log, folders.journal), commit)
 
 
-def point_of_attempt(launch_id: str, store_paths: Sequence[str], links: Links) -> str | None:
+def newest_checkpoint(named: str | None, run_id: str | None, output_dir: str) -> str | None:
+    """Return the newest checkpoint of a run, by the one that its last commit has ``named``. A checkpoint is complete
+    before the commit that names it is on disk, so a run that was killed in between has a newer one. ``run_id`` is the
+    run of the commit. Checkpoints of other runs in ``output_dir`` are not taken."""
+    newest, last = named, -1 if named is None else _step_in_name(named)
+    for folder in Path(output_dir).glob("checkpoint-*") if run_id is not None else ():
+        if _step_in_name(folder.name) > last and (folder / _TRAINER_STATE_NAME).is_file():
+            facts = facts_of_checkpoint(folder)
+            if facts.get(RUN_ID) == run_id:
+                newest, last = str(folder.absolute()), _step_in_name(folder.name)
+    return newest
+
+
+def facts_of_checkpoint(folder: str | Path) -> dict[str, Any]:
+    """Return the facts of the run that saved a checkpoint. Other programs and earlier versions save none."""
+    path = Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME)
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    assert isinstance(facts, dict)
+    return facts
+
+
+def _step_in_name(checkpoint: str) -> int:
+    """Return the step of a folder `checkpoint-N`; -1 for another name."""
+    match = re.search(r"checkpoint-(\d+)$", checkpoint)
+    return -1 if match is None else int(match[1])
+
+
+def point_of_attempt(launch_id: str, store_paths: Sequence[str], output_dir: str, links: Links) -> str | None:
     """Return what `train` resumes from after a failed attempt of the same launch: the last committed step, or the
-    checkpoint that its commit names. None if the attempt began no training, or had nothing to resume from. All ranks
+    newest checkpoint of its run. None if the attempt began no training, or had nothing to resume from. All ranks
     call this together."""
     last = _last_of_all(kept_commits(store_paths), links, may_have_none=True)
     facts = last.facts if last is not None else {}
-    point = LAST_STEP if last is not None and is_resumable(last) else facts.get("last_checkpoint")
+    if last is not None and is_resumable(last):
+        point: str | None = LAST_STEP
+    else:
+        point = newest_checkpoint(facts.get("last_checkpoint"), facts.get(RUN_ID), output_dir)
     # A machine that joined the launch later has its own launcher, but its store may be the one of a machine before.
     told = json.dumps([point, facts.get("launch_id") == launch_id])
     points = [json.loads(of_rank) for of_rank in links.all_gather("what the failed attempt left", told.encode())]

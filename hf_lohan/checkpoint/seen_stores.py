@@ -19,6 +19,7 @@ from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.files.directories import make_directory, sync_directory
 from hf_lohan.files.durable_file import read_whole, remove_durably, replace_durably
 from hf_lohan.files.lock import LOCK_NAME, DirectoryLock
+from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.store import Commit, kept_commits
 from hf_lohan.store.commits import read_commit
@@ -59,6 +60,8 @@ class Kept:
     launch_id: str | None
     last_checkpoint: str | None
     output_dir: str
+    run_id: str | None
+    """The same for runs that continue one another; None in commits of older versions."""
 
     @classmethod
     def of(cls, commit: Commit, num_ranks: int) -> Kept:
@@ -76,6 +79,7 @@ class Kept:
             facts.get("launch_id"),
             facts.get("last_checkpoint"),
             str(facts.get("output_dir")),
+            facts.get(RUN_ID),
         )
 
     @classmethod

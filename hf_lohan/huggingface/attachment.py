@@ -70,6 +70,7 @@ from hf_lohan.planning import (
     lay_out,
 )
 from hf_lohan.planning.layout import resolved_here
+from hf_lohan.planning.run_plan import CHUNKS_NAME
 from hf_lohan.ranks import RowLinks
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
@@ -79,9 +80,6 @@ logger = logging.getLogger(__name__)
 _ENGINE_ATTRIBUTE = "_lohan_engine"
 _PLAN_ATTRIBUTE = "_lohan_run_plan"
 _HEAD_ATTRIBUTE = "_lohan_chunked_head"
-_CHUNKS_NAME = "chunk_tokens.json"
-"""The file of a store with the tokens of a chunk that a run has decided. A run that continues from an earlier commit
-reads it."""
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
@@ -281,7 +279,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         memory = None
         if config.sequence_ranks > 1:
             memory = RowMemory(RowLinks.of(tiers.links, config.sequence_ranks), tiers.device)
-        file = os.path.join(tiers.store.paths[0].path, _CHUNKS_NAME)
+        file = os.path.join(tiers.store.paths[0].path, CHUNKS_NAME)
         plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, memory), file)
         engine.commits.add_facts(
             functools.partial(_chunk_facts, weakref.ref(plan), {}),

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = "chunk_tokens"
 """Name of a run's chunks in the facts of a commit."""
+CHUNKS_NAME = "chunk_tokens.json"
+"""The file of a store with the tokens of a chunk that a run has decided. A run that continues from an earlier commit
+reads it."""
 RUN_ID = "run_id"
 """Name of the run there. Runs that continue one another have the same."""
 NUM_STEPS_BEFORE = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import shutil
 import signal
@@ -20,12 +21,13 @@ from short_runs import train_until
 import hf_lohan
 import hf_lohan.checkpoint.seen_stores as seen_module
 from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
-from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside
+from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside, set_lost_aside
 from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.checkpoint.seen_stores import OLD, aside_of, seen_stores, set_aside
 from hf_lohan.files import CapacityError, CorruptionError, ForeignStoreError, IoEngine, StoreInUseError, StorePath
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.models.export import described_model
+from hf_lohan.planning.run_plan import CHUNK_TOKENS, RUN_ID
 from hf_lohan.ranks import Channel, Links, RankFailedError
 from hf_lohan.store import Commit, Store, last_commit
 from hf_lohan.store.commits import ImmediateAgreement
@@ -707,6 +709,84 @@ def test_a_missing_folder_costs_the_steps_since_the_last_checkpoint(
     assert hf_lohan.last_step(run) == 4
 
 
+def test_the_newest_checkpoint_of_the_run_is_taken(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint is complete before the commit that names it is on disk, and then a machine is lost. The folder also
+    has a later checkpoint of another run."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
+    shutil.rmtree(run)
+    train(run, 3)
+    killed = shutil.copytree(run / STORE, tmp_path / "killed")
+    train(run, 4, resume="last_step")
+    shutil.rmtree(run / STORE)
+    shutil.copytree(killed, run / STORE)
+    other = Path(shutil.copytree(run / "checkpoint-2", run / "checkpoint-9"))
+    facts = json.loads((other / "lohan" / "run.json").read_text())
+    (other / "lohan" / "run.json").write_text(json.dumps({**facts, "run_id": "another"}))
+    reshard_of_launch(run, 2)
+    shutil.rmtree(run / STORE / "rank-1-of-2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(run, 4)
+    assert f"The run continues from {run / 'checkpoint-4'}, which costs 0 steps" in caplog.text
+
+
+@pytest.mark.parametrize("by_command", [False, True])
+def test_the_decided_chunks_are_carried_over(by_command: bool, run: Path) -> None:
+    """A run has decided them after the commit from which it continues."""
+    store = run / STORE
+    commit = last_commit([str(store)])
+    assert commit is not None
+    decided = json.dumps({CHUNK_TOKENS: 16, RUN_ID: commit.facts[RUN_ID]})
+    (store / "chunk_tokens.json").write_text(decided)
+    if by_command:
+        reshard([str(store)], 2, form_of=form_of, removes_old=True)
+    else:
+        reshard_to(2, lambda rank: [store])
+    assert [(store / f"rank-{rank}-of-2" / "chunk_tokens.json").read_text() for rank in range(2)] == [decided] * 2
+    (store / "chunk_tokens.json").unlink()
+    reshard_to(1, lambda rank: [store])
+    assert (store / "chunk_tokens.json").read_text() == decided
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_leftover_of_the_same_number_is_set_aside(is_draft: bool, run: Path) -> None:
+    """A drive of one of two ranks is gone."""
+    store = run / STORE
+    reshard_to(2, lambda rank: [store])
+    if not is_draft:
+        goes_on(store, 2, 4)
+    shutil.rmtree(store / "rank-1-of-2")
+    left = content_at(store / "rank-0-of-2")
+
+    def on_rank(links: Links) -> tuple[str, int, int, str]:
+        found, _ = find(links, [store])
+        if found.state == "lost":
+            set_lost_aside(found, links)
+        return found.state, found.num_ranks, found.step, found.why_lost
+
+    step = 3 if is_draft else 4
+    assert run_ranks(2, on_rank) == [("lost", 2, step, "the store of rank 1 of 2 is gone")] * 2
+    kept = content_at(store / "lost-store-of-2" / "rank-0-of-2")
+    assert kept[0] == left[0] and kept[1].facts == left[1].facts
+
+
+def test_a_draft_of_an_earlier_state_is_set_aside(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of its two drives is gone, and the stores of the ranks before were restored from a backup."""
+    store = run / STORE
+    backup = shutil.copytree(store, tmp_path / "backup")
+    goes_on(store, 1, 4)
+    reshard_to(2, lambda rank: [store])
+    shutil.rmtree(store / "rank-1-of-2")
+    left = content_at(store / "rank-0-of-2")
+    shutil.copytree(backup, store, dirs_exist_ok=True)
+    reshard_to(2, lambda rank: [store])
+    aside = store / "lost-store-of-2" / "rank-0-of-2"
+    assert content_at(aside)[0] == left[0] and content_at(aside)[1].facts["global_step"] == 4
+    assert content_at(store / "rank-0-of-2")[1].facts["global_step"] == 3
+    assert f"of which a part is gone are set aside in {aside.parent}" in caplog.text
+
+
 def test_a_launch_continues_with_another_number_of_ranks(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -728,6 +808,7 @@ def test_a_launch_continues_with_another_number_of_ranks(
     for is_aside in (False, True):
         if is_aside:  # an attempt that was killed before its first commit leaves this
             remove_store([str(run / STORE)])
+        shutil.rmtree(run / "checkpoint-4")  # the attempt that is lost did not come so far
         assert train(run, 4) == straight
         assert "The run continues from " in caplog.text and "checkpoint-2, which costs 1 step" in caplog.text
         caplog.clear()

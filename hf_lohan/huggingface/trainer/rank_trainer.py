@@ -17,7 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_lohan.checkpoint.other_ranks import OtherRanks
 from hf_lohan.checkpoint.reshard_together import set_left_over_aside, set_lost_aside
-from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, point_of_attempt
+from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, newest_checkpoint, point_of_attempt
 from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
 from hf_lohan.engine import OffloadEngine
@@ -176,7 +176,8 @@ class RankTrainerMixin(_TrainerBase):
 
     def _checkpoint_after_loss(self, asked: str | bool | None, found: OtherRanks) -> str | bool | None:
         """Return the checkpoint to resume from, because a part of the stores is gone, and log what that costs."""
-        output_dir, checkpoint = self.args.output_dir, found.last_checkpoint
+        output_dir = self.args.output_dir
+        checkpoint = newest_checkpoint(found.last_checkpoint, found.run_id, output_dir)
         if asked or (checkpoint is not None and not os.path.isdir(checkpoint)):
             checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
         cost = f"costs {times(max(found.step - _step_of(checkpoint), 0), 'step')}"
@@ -214,7 +215,7 @@ class RankTrainerMixin(_TrainerBase):
         restarts = self._links.all_gather("the number of this attempt", str(num_restarts()).encode())
         if not any(map(int, restarts)):
             return asked
-        point = point_of_attempt(launch, self._wait_for_store_paths(), self._links)
+        point = point_of_attempt(launch, self._wait_for_store_paths(), self.args.output_dir, self._links)
         if self.args.should_log:
             found = (
                 "from its beginning, because this launch committed nothing that all ranks have"

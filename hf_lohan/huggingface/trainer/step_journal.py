@@ -29,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
 from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
-from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.checkpoint.resume_point import CHECKPOINT_FACTS_NAME, ResumePoint, facts_of_checkpoint
 from hf_lohan.compat.transformers_private import LOG_SUMS, log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
 from hf_lohan.files import StorageError
@@ -41,7 +41,6 @@ from hf_lohan.updates import MISSED_STEPS_NAME
 logger = logging.getLogger(__name__)
 
 _TRAINER_FACTS = "trainer"
-_FACTS_NAME = "run.json"
 _END = b"end"
 
 
@@ -139,7 +138,7 @@ class StepJournal(TrainerCallback):
             self._last_checkpoint = facts["last_checkpoint"]
             self._begins_log = False
         elif checkpoint is not None:
-            self._engine.commits.resume_facts(_read_facts(checkpoint))
+            self._engine.commits.resume_facts(facts_of_checkpoint(checkpoint))
             self._last_checkpoint = os.path.abspath(checkpoint)
             self._loaded = Path(checkpoint)
 
@@ -175,7 +174,7 @@ class StepJournal(TrainerCallback):
     def add_to_checkpoint(self, folder: str) -> None:
         """Write the random state at the begin of the epoch, and the facts of the run, to a checkpoint."""
         self._epoch.write(os.path.join(folder, FOLDER_NAME))
-        Path(folder, FOLDER_NAME, _FACTS_NAME).write_text(
+        Path(folder, FOLDER_NAME, CHECKPOINT_FACTS_NAME).write_text(
             json.dumps(self._engine.commits.run_facts()), encoding="utf-8"
         )
 
@@ -252,14 +251,6 @@ class StepJournal(TrainerCallback):
                 by_name.setdefault(type(callback).__name__, []).append(callback.state())
         callbacks = {name: states if len(states) > 1 else states[0] for name, states in by_name.items()}
         return dataclasses.replace(state, log_history=[], stateful_callbacks=callbacks)
-
-
-def _read_facts(checkpoint: str) -> dict[str, Any]:
-    """Return the facts of the run that saved a checkpoint. Other programs and earlier versions save none."""
-    path = Path(checkpoint, FOLDER_NAME, _FACTS_NAME)
-    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    assert isinstance(facts, dict)
-    return facts
 
 
 def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
