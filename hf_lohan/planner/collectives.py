@@ -203,6 +203,11 @@ class Cluster:
         """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own."""
         return param_bytes - param_bytes // self.num_nodes
 
+    def sent_gradient_itemsize(self, gradient_itemsize: int, *, is_summed: bool) -> int:
+        """Return the bytes of an element of a gradient between nodes. Sums are float32, and other gradients are sent as
+        they are."""
+        return SUM_BYTES if is_summed or self.num_local > 1 else gradient_itemsize
+
     def bytes_by_collective(
         self,
         *,
@@ -223,7 +228,7 @@ class Cluster:
         weight_bytes = way.weight_bytes(
             shard(param_bytes), shard(num_params), shard(num_trainable_params), shard(packed_bytes)
         )
-        itemsize = SUM_BYTES if is_summed or self.num_local > 1 else gradient_itemsize
+        itemsize = self.sent_gradient_itemsize(gradient_itemsize, is_summed=is_summed)
         return {
             "forward_weights": num_receivers * weight_bytes,
             "backward_weights": num_receivers * weight_bytes if way.backward == "world" else 0,

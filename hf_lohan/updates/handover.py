@@ -7,6 +7,7 @@ import enum
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
@@ -344,6 +345,9 @@ class WeightSlots(Protocol):
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """Forget the weights of these blocks on the device, because they differ from the store."""
+
+    def changing(self) -> AbstractContextManager[None]:
+        """A context that has a call of `end_step`, and in which a step may already have changed records."""
 
     def end_step(self, changed: Iterable[Block], change: WeightChange = WeightChange.STEP) -> None:
         """Forget the weights of the blocks that a step has changed. All ranks call this for the same steps."""

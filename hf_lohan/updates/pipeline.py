@@ -276,6 +276,8 @@ class RankGradientPipeline(GradientPipeline):
         """Whether all ranks know the norms of the step in progress, and apply it."""
         self._passed_elsewhere: set[Chunk] = set()
         """Chunks of other ranks' experts that the step's backwards passed. They take the step on their ranks."""
+        self._excluded: set[Chunk] = set()
+        """Chunks of which this rank has no gradient in the step. Other ranks may have updated them already."""
         super().__init__(setup, exchange)
         exchange.start(self._thread.submit, self._failure.record_error, self._worker.apply_unexpected)
 
@@ -308,8 +310,16 @@ class RankGradientPipeline(GradientPipeline):
         held = [chunk for chunk in chunks if chunk in self._announced]
         without = [chunk for chunk in chunks if chunk not in self._announced]
         if without:
+            self._excluded.update(without)
             self._thread.submit(partial(self._worker.exclude, without))
         return held
+
+    def has_begun_to_update(self, part: ParamSlice) -> bool:
+        """Return whether backward has updated a parameter, or may have on other ranks, in a step that is not
+        finished."""
+        pieces = (piece for chunk in self._excluded for piece in chunk.pieces if not self.holds_gradients)
+        is_excluded = any(piece.param_slice.parameter is part.parameter for piece in pieces)
+        return super().has_begun_to_update(part) or (is_excluded and part.parameter.requires_grad)
 
     def held_back(self, arrived: Set[Chunk]) -> list[Chunk]:
         return [chunk for chunk in self._announced - arrived if self._exchange.is_shared(chunk)]
@@ -346,6 +356,7 @@ class RankGradientPipeline(GradientPipeline):
     def _begin_next(self) -> None:
         super()._begin_next()
         self._passed_elsewhere.clear()
+        self._excluded.clear()
         self._exchange.end_step()
         self._is_agreed = False
 

@@ -231,16 +231,17 @@ class StepTransaction:
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
         self._pipeline.wait_for_norms()  # no gradient may still arrive when the step's norms are forgotten
-        if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
-            changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)
-            result = StepResult(changed, applied, self._clip_coefficient != 1.0)
-        else:
-            not_finite = self._pipeline.first_not_finite() or "all parameters together"
-            changed, _ = self._pipeline.abandon_step()
-            result = StepResult(changed, None, clipped=False, not_finite=not_finite)
-        self._begin_next()
-        self._has_taken_gradients = has_gradients
-        self._slots.end_step(result.changed)
+        with self._slots.changing():
+            if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
+                changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)
+                result = StepResult(changed, applied, self._clip_coefficient != 1.0)
+            else:
+                not_finite = self._pipeline.first_not_finite() or "all parameters together"
+                changed, _ = self._pipeline.abandon_step()
+                result = StepResult(changed, None, clipped=False, not_finite=not_finite)
+            self._begin_next()
+            self._has_taken_gradients = has_gradients
+            self._slots.end_step(result.changed)
         self._clip_history.note_step(result.applied, clipped=result.clipped)
         self._pipeline.set_speculation(self._clip_history.speculates)
         self.last = result

@@ -210,6 +210,7 @@ class ShardedRows:
     def _fill_lent(self, ids: RowIds, rows: Tensor, period: int) -> None:
         """Fill ``rows`` with the weights of a period. A read that fails is repeated once, because an update may have
         written meanwhile."""
+        self._refuse_stale(period)  # before the wait, because updates of the first step need a commit of all ranks
         for is_last in (False, True):
             try:
                 self.settle()
@@ -218,6 +219,9 @@ class ShardedRows:
             except StorageError:
                 if is_last:
                     raise
+        self._refuse_stale(period)
+
+    def _refuse_stale(self, period: int) -> None:
         if not self._changes.is_unchanged_since(self._own.table, period):
             raise stale_error(self._own.rank, self._own.table)
 

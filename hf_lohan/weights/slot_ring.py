@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +85,7 @@ class SlotRing(WeightSlots):
         """Number of times that a slot was emptied because the store had newer weights."""
         self.num_changes = 0
         """Number of calls of `end_step`."""
+        self._is_changing = False
         self._changed_at: dict[Block, int] = {}
         """By block, `num_changes` after its last change."""
         self._last_changes: deque[WeightChange] = deque(maxlen=_NUM_LAST_CHANGES)
@@ -218,6 +220,17 @@ class SlotRing(WeightSlots):
                     self._empty(slot)
             self.changed.notify_all()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """See `WeightSlots.changing`."""
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._is_changing = False
+                self.changed.notify_all()
+
     def end_step(self, changed: Iterable[Block], change: WeightChange = WeightChange.STEP) -> None:
         """Forget blocks that a step has changed, or that were written between steps. All ranks call this at the same
         points of their runs, so that `num_changes` tells which weights a load needs."""
@@ -231,8 +244,11 @@ class SlotRing(WeightSlots):
             callback()
 
     def is_unchanged_since(self, block: Block, num_changes: int) -> bool:
-        """Return whether the block has the weights that it had when `num_changes` had this value."""
-        return self._changed_at.get(block, 0) <= num_changes
+        """Return whether the block has the weights that it had when `num_changes` had this value. Waits for the end of
+        a step that is ending (`changing`)."""
+        with self.lock:
+            self.changed.wait_for(lambda: not self._is_changing)
+            return self._changed_at.get(block, 0) <= num_changes
 
     def change_before(self, num_changes: int) -> WeightChange | None:
         """Return the change that made `num_changes` this number; None if it was long ago, or there was none."""

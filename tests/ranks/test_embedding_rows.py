@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class Run:
     dtype: torch.dtype = torch.float32
     settings: Mapping[str, Any] = field(default_factory=dict)
     make_device: Callable[[], Device | None] = lambda: None
+    before_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None
     after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None
 
     def ranks(self, folder: Path, embedding: str, **options: Any) -> list[Trained]:
@@ -119,6 +121,7 @@ class Run:
                 self._run_step(engine, step, rank, found)
                 if self.max_norm:
                     found.norms.append(engine.clip_grad_norm(self.max_norm))
+                self.before_step(engine, step)
                 optimizer.step()
                 optimizer.zero_grad()
                 self.after_step(engine, step)
@@ -378,6 +381,61 @@ def test_one_rank_reads_rows_alone(tmp_path: Path) -> None:
 
 
 # Errors.
+
+
+def read_rows(engine: OffloadEngine) -> Tensor:
+    with torch.no_grad():
+        return torch.nn.functional.embedding(torch.arange(1501), engine.model.get_input_embeddings().weight)
+
+
+def test_rows_that_other_ranks_have_updated_are_refused(tmp_path: Path) -> None:
+    """A rank without a token also gets no weights of a step that has not ended."""
+    table = small_model().get_input_embeddings().weight.detach()
+
+    def batch(step: int, rank: int, micro: int) -> Batch:
+        found = random_batch(step, rank, micro)
+        if rank == 1:
+            found["inputs_embeds"] = table[found.pop("input_ids")]
+        return found
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if engine.links.ranks.rank == 1:
+            read_rows(engine)
+
+    with pytest.raises(RuntimeError, match="is needed again in a step whose updates run in backward"):
+        run_ranks(2, lambda links: Run(batch=batch, before_step=read).train_rank(links, tmp_path, "rows"))
+
+
+def test_rows_of_a_step_that_is_ending_are_refused(tmp_path: Path) -> None:
+    """A rank that has clipped and not stepped gets no rows of an owner that has updated them in its step."""
+    is_updated, is_read = threading.Event(), threading.Event()
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if step == 0:
+            return
+        if engine.links.ranks.rank == 0:
+            assert is_updated.wait(20)
+            try:
+                read_rows(engine)
+            finally:
+                is_read.set()
+            return
+        pipeline = engine._pipeline
+        finish = pipeline.finish_step
+
+        def finish_slowly(*args: Any) -> Any:
+            result = finish(*args)
+            pipeline.wait_for_updates()
+            is_updated.set()
+            is_read.wait(1.0)
+            return result
+
+        pipeline.finish_step = finish_slowly  # type: ignore[method-assign]
+
+    with pytest.raises(
+        RanksDisagreeError, match=r"rank 1 has changed model\.embed_tokens while another rank needs its"
+    ):
+        run_ranks(2, lambda links: Run(max_norm=0.5, before_step=read).train_rank(links, tmp_path, "rows"))
 
 
 def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:

@@ -39,15 +39,15 @@ def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSe
     return kind(model, hardware, setup)
 
 
-def _sent_of_table(table: BlockProfile, num_tokens: int, cluster: Cluster) -> tuple[int, int]:
+def _sent_of_table(table: BlockProfile, num_tokens: int, cluster: Cluster, gradient_itemsize: int) -> tuple[int, int]:
     """Return the bytes that a node sends of a table's rows in a forward, and of its gradient in a backward, if each
     rank has ``num_tokens`` tokens. A node sends the rows that have a token on any of its ranks, summed, and a bit for
     each row."""
     assert table.rows is not None
     elsewhere = 1 - 1 / cluster.num_nodes
-    num_rows = table.rows.num_rows
+    num_rows, num_params = table.rows.num_rows, table.num_trainable_params
     share = expected_hits(num_rows, 1, cluster.num_local * num_tokens) / num_rows
-    gradient_bytes = share * SUM_BYTES * table.num_trainable_params + num_rows / 8 * bool(table.num_trainable_params)
+    gradient_bytes = share * gradient_itemsize * num_params + num_rows / 8 * bool(num_params)
     return round(elsewhere * cluster.num_local * table.loaded_bytes), round(elsewhere * gradient_bytes)
 
 
@@ -91,8 +91,9 @@ class RankStepCosts(StepCosts):
         )
         """Without rows of tables."""
         self._sent_bytes = dict(self._sent_of_whole)
+        itemsize = cluster.sent_gradient_itemsize(model.param_itemsize, is_summed=setup.num_together > 1)
         for table in tables:
-            loaded_bytes, gradient_bytes = _sent_of_table(table, model.num_tokens, cluster)
+            loaded_bytes, gradient_bytes = _sent_of_table(table, model.num_tokens, cluster, itemsize)
             self._sent_bytes["forward_weights"] += loaded_bytes
             self._sent_bytes["gradients"] += gradient_bytes
         self._rows = row_traffic(model, cluster.num_ranks)
