@@ -29,6 +29,8 @@ _MAX_SHAPES = 6
 """Maximum number of shapes, because making the operands of each takes time."""
 _FIRST_TRIAL_TOKENS = 512
 """Tokens of a first trial of attention. Rows with fewer have fewer FLOP/s."""
+_FEWEST_TOKENS = 1024
+"""Later batches may be longer than the first. The rate of few tokens is that of starting the kernel."""
 _MOST_TOKENS = 4096
 """Longer rows have the same FLOP/s, and kernels that are not fused would need much memory."""
 _PATTERN_NUMEL = 1 << 16
@@ -154,9 +156,9 @@ def attention_flops_per_s(
     that of products does; its five products for two take longer, and so the rate is lower.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. If `shape` needs more, fewer heads or shorter rows
-    are measured, and rows of more than 4,096 tokens never.
+    are measured. Rows have at least 1,024 tokens, if these fit, and at most 4,096.
     """
-    shape = replace(shape, num_tokens=min(shape.num_tokens, _MOST_TOKENS))
+    shape = replace(shape, num_tokens=min(max(shape.num_tokens, _FEWEST_TOKENS), _MOST_TOKENS))
     # A GPU's attention advances the run's random numbers, also without dropout.
     devices = [] if device.torch_device.type == "cpu" else [device.torch_device]
     with torch.random.fork_rng(devices, device_type=device.torch_device.type):
