@@ -249,7 +249,8 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
     empty = [rank for rank, report in enumerate(reports) if not report.committed]
     if resumable_own and empty:
         commit = max(resumable_own, key=lambda kept: kept.step)
-        return found("lost", num_ranks, commit, f"the store of rank {empty[0]} of {num_ranks} is gone")
+        ranks = " and ".join(map(str, empty))
+        return found("lost", num_ranks, commit, f"the store of rank {ranks} of {num_ranks} is gone")
     lost = [commit for report in reports for commit in report.lost if commit.launch_id in launches]
     if lost and not every:
         commit = max(lost, key=lambda kept: kept.step)

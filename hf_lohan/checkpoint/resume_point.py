@@ -117,8 +117,11 @@ def point_of_attempt(launch_id: str, store_paths: Sequence[str], output_dir: str
     # A machine that joined the launch later has its own launcher, but its store may be the one of a machine before.
     told = json.dumps([point, facts.get("launch_id") == launch_id])
     points = [json.loads(of_rank) for of_rank in links.all_gather("what the failed attempt left", told.encode())]
-    is_of_launch = any(is_own for _, is_own in points)
-    return point if is_of_launch and all(other == points[0][0] for other, _ in points) else None
+    found: set[str | None] = {of_rank for of_rank, _ in points}
+    if not any(is_own for _, is_own in points) or None in found or (LAST_STEP in found and len(found) > 1):
+        return None
+    # A machine may not see the newest checkpoint yet, so all take the newest that every machine sees.
+    return min((of_rank for of_rank in found if of_rank is not None), key=_step_in_name)
 
 
 @dataclass(frozen=True)

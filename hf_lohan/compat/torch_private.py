@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import _rendezvous_handlers
@@ -246,7 +246,8 @@ def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float |
     """Return the attention of the last tokens of a row over all earlier ones and themselves, without a mask.
 
     Shapes are [rows, heads, queries, size] and [rows, key heads, keys, size], with at least as many keys as queries.
-    Where no kernel does this, it joins the attention over earlier keys and the causal one.
+    Where no kernel does this, it joins the attention over earlier keys and the causal one. A mask is made only on a
+    device whose fused kernels do not take these sizes or this dtype.
     """
     num_earlier = key.shape[2] - query.shape[2]
     is_grouped = query.shape[1] != key.shape[1]
@@ -260,16 +261,26 @@ def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float |
             sdpa, options = F.scaled_dot_product_attention, {"scale": scale, "enable_gqa": is_grouped}
             lower: Tensor = mask.__torch_function__(sdpa, (), (query, key, value, mask), options)
             return lower
-        if is_grouped:  # the other kernel needs a head of keys for each of queries
+        if is_grouped:  # the other kernels need a head of keys for each of queries
             key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+        if not can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)):
+            seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(num_earlier)
+            return F.scaled_dot_product_attention(query, key, value, seen, scale=scale)
     output: Tensor = _AttentionAfter.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
     return output
 
 
+_KERNELS_WITH_CHOSEN_SUMS = (
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+"""Attention kernels whose argument 4 says whether they return the sums of exponentials."""
+
+
 def with_sums(operation: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a call with which an attention kernel returns the sums that its backward needs. Where
-    no gradient is recorded, as in the forward of a layer in chunks, torch has one kernel leave them out."""
-    if operation is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+    no gradient is recorded, as in the forward of a layer in chunks, torch has some kernels leave them out."""
+    if operation in _KERNELS_WITH_CHOSEN_SUMS:
         return (*args[:4], True, *args[5:])
     return args
 

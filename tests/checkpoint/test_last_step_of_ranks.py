@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import hf_lohan
-from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
+from hf_lohan.checkpoint.resume_point import CHECKPOINT_FACTS_NAME, ResumePoint, point_of_attempt
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.ranks import CommitAgreement, Links
 from hf_lohan.report.run_data import FOLDER, SETTINGS_NAME, STORE_FOLDER
@@ -33,7 +34,7 @@ def store_of(run: Path, rank: int) -> str:
     return rank_folder(str(run / STORE_FOLDER), rank, 2)
 
 
-def commit(run: Path, num_commits: list[int], engine: IoEngine) -> None:
+def commit(run: Path, num_commits: list[int], engine: IoEngine, **own_facts: str) -> None:
     """Commit as two training ranks do. The first commit is the start of the run, each later commit a step. Each rank
     stops after its number of commits."""
     (run / FOLDER).mkdir(parents=True)
@@ -46,7 +47,7 @@ def commit(run: Path, num_commits: list[int], engine: IoEngine) -> None:
         with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability="step") as store:
             CommitAgreement(links).restore_common_commit(store)
             for number in range(num_commits[rank]):
-                facts = {"global_step": number, "is_resumable": number > 0, "durability": store.durability}
+                facts = {"global_step": number, "is_resumable": number > 0, "durability": store.durability, **own_facts}
                 journal = {"trainer_state.json": b"{}"} if number else {}
                 store.commit({**facts, "output_dir": str(run)}, journal, b'{"step": 1}\n' if number else b"")
             links.barrier("all have stopped")
@@ -91,3 +92,22 @@ def test_ranks_resume_from_their_newest_common_step(num_commits: list[int], tmp_
     for resume in (True, "last_step"):
         points = chosen(tmp_path / "run", resume)
         assert [point.commit.facts["global_step"] for point in points if point.commit] == [1, 1]
+
+
+def test_a_restarted_attempt_takes_the_newest_checkpoint_that_all_machines_see(
+    tmp_path: Path, engine: IoEngine
+) -> None:
+    """A shared folder may show a checkpoint to one machine some seconds later than to another."""
+    commit(tmp_path / "run", [1, 1], engine, launch_id="launch", run_id="run")
+    for rank, steps in enumerate([(4, 6), (4,)]):
+        for step in steps:
+            checkpoint = tmp_path / f"seen-by-{rank}" / f"checkpoint-{step}"
+            (checkpoint / FOLDER_NAME).mkdir(parents=True)
+            (checkpoint / "trainer_state.json").touch()
+            (checkpoint / FOLDER_NAME / CHECKPOINT_FACTS_NAME).write_text(json.dumps({"run_id": "run"}))
+
+    def choose(links: Links) -> str | None:
+        rank = links.ranks.rank
+        return point_of_attempt("launch", [store_of(tmp_path / "run", rank)], str(tmp_path / f"seen-by-{rank}"), links)
+
+    assert run_ranks(2, choose) == [str(tmp_path / "seen-by-1" / "checkpoint-4")] * 2

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from trainer_runs import Outcome, assert_same_bits, make_trainer, train
 
 import hf_lohan.device.cuda as cuda_device
+from hf_lohan.compat.torch_private import attention_after
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.testing.models import tiny_model
 
@@ -69,3 +71,24 @@ def test_chunks_equal_stock_up_to_the_order_of_sums(tmp_path: Path) -> None:
     for name, weight in stock.weights.items():
         assert torch.allclose(ours.weights[name], weight, rtol=0, atol=2e-5), name
     assert any(not torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items()), "not cut"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 8), (torch.float32, 6), (torch.float64, 8)])
+def test_attention_after_earlier_keys_takes_any_dtype_and_size(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fused kernels take neither float64 nor every size of heads. Then there is a mask."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, num, size, dtype=dtype) for heads, num in ((4, 5), (2, 12), (2, 12)))
+    mask = torch.ones(5, 12, dtype=torch.bool).tril(7)
+    sdpa, has_mask = F.scaled_dot_product_attention, []
+    expected = sdpa(query, key, value, mask, enable_gqa=True)
+
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        has_mask.append(len(args) > 3)
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    found = attention_after(query.cuda(), key.cuda(), value.cuda()).cpu()
+    assert has_mask == ([] if (dtype, size) == (torch.float32, 8) else [True])
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
