@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import time
 import traceback
@@ -85,6 +86,16 @@ class RankProcesses:
         for process in self.processes:
             process.join(HANGS_AFTER_S)
         return found
+
+    def assert_killed_and_named(self, rank: int) -> None:
+        """Check that a rank that reports before it is killed ends all others within 5 s by an error that names it."""
+        killed_s = self.report_of(rank)
+        ends = self.ends()
+        assert ends[rank] is None
+        for end in (*ends[:rank], *ends[rank + 1 :]):
+            assert end is not None
+            assert re.search(rf"RankFailedError: rank {rank} \(pid \d+, \S+\) ended", end.error), end.error
+            assert end.at_s - killed_s < 5
 
     def close(self) -> None:
         for process in self.processes:
