@@ -171,11 +171,13 @@ def open_device_transport(
                 "transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
             )
         return None
+    if config.transport == "host":
+        return None
     identities = links.all_gather("the identities of devices", device.identity.encode())
     on_this_node = [identities[rank].decode() for rank in ranks.on_this_node if rank != ranks.rank]
     reason = _why_not_served(layout, config) or device.why_no_group(on_this_node)
     if config.transport != "nccl":
-        if config.transport != "host" and not reason and ranks.rank == 0:
+        if not reason and ranks.rank == 0:
             logger.info(
                 "transport: auto sends all weights through the machine's RAM; its GPUs reach each other, so try "
                 "transport: nccl, which has not been run on GPUs yet"
