@@ -110,7 +110,7 @@ def test_closing_ends_the_own_exchange(over_gloo: None) -> None:
 
 @pytest.mark.parametrize("what", ["die", "hang"])
 def test_an_exchange_ends_with_the_name_of_a_rank_that_dies_or_hangs(what: Any, over_gloo: None) -> None:
-    timeout_s = 2.0
+    timeout_s = 2.0 if what == "hang" else 10.0  # on a busy machine a rank may be silent for 2 s
 
     def run(links: Links) -> None:
         transport = DeviceTransport.connect(links, CpuDevice())
