@@ -168,8 +168,13 @@ class FollowedPlan:
         is_short = self._has_longer_batches and HEADROOM * self._step_tokens < self._planned_tokens
         return StepsSoFar(self._clip_history.clip_rate, not is_short, self._routing())
 
+    def begin_evaluation(self) -> None:
+        """Begin a forward without gradients. Called before its loads begin, because only reads that come after the
+        allocation of copies fill them."""
+        self.memory.allocate_copies()
+
     def see_evaluation(self, shape: StepShape | None) -> None:
-        """Begin a forward without gradients."""
+        """Warn if a forward without gradients is longer than the planned batches."""
         num_tokens = shape.batch_size * shape.sequence_length if shape is not None else 0
         if self._must_fit and num_tokens > self._planned_tokens > 0 and not self._has_warned_of_evaluation:
             self._has_warned_of_evaluation = True
@@ -179,7 +184,6 @@ class FollowedPlan:
                 num_tokens,
                 self._planned_tokens,
             )
-        self.memory.allocate_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:
         if planned is not None:

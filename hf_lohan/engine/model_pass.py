@@ -214,6 +214,8 @@ class ModelPass:
         if is_training:
             self._parts.groups.follow_optimizer()
             self._parts.plan.begin_step()
+        else:
+            self._parts.plan.begin_evaluation()
         self._phase = PassPhase.FORWARD
         self._is_running, self._awaits_backward, self._changed = True, False, None
         self.clock.begin_pass()
