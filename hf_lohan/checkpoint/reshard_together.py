@@ -26,6 +26,7 @@ from hf_lohan.checkpoint.resharding import (
     io_engine,
     journal_of_rank,
     keep_chunks,
+    owners_in,
     pieces_of,
     records_by_rank,
     refuse_deferred_steps,
@@ -160,13 +161,19 @@ def _describe(found: OtherRanks, links: Links, io: IoEngine, form_of: Callable[[
         if seen.seen_by == links.ranks.rank:
             with _opened(seen.directories, found.key, io) as store:
                 described[seen.rank] = _description(store)
-                if seen.rank == 0:
-                    numbers = found.num_ranks, links.ranks.num_ranks
-                    described[0] |= _description_of_run(store, *(records_by_rank(form_of(store), n) for n in numbers))
     packed = links.all_gather("what the old stores hold", json.dumps(described).encode())
     by_rank = {int(rank): content for of_rank in packed for rank, content in json.loads(of_rank).items()}
-    first, every = by_rank[0], [by_rank[rank] for rank in range(found.num_ranks)]
+    every = [by_rank[rank] for rank in range(found.num_ranks)]
     records, journals = [_records(own["records"]) for own in every], [_decoded(own["journal"]) for own in every]
+    of_run = {}
+    first_store = found.stores[0]
+    if first_store.seen_by == links.ranks.rank:
+        with _opened(first_store.directories, found.key, io) as store:
+            form = form_of(store)
+            old_shards = records_by_rank(form, found.num_ranks, owners_in(form, records))
+            of_run = _description_of_run(store, old_shards, records_by_rank(form, links.ranks.num_ranks))
+    told = links.all_gather("how the new stores are divided", json.dumps(of_run).encode())
+    first = next(filter(None, map(json.loads, told)))
     check_records([_records(shard) for shard in first["old_shards"]], records, [s.directories[0] for s in found.stores])
     refuse_deferred_steps(journals, found.stores[0].directories[0])
     return _OldRun(

@@ -6,24 +6,35 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_lohan.checkpoint.seen_stores import RESHARDED_FROM, RESHARDED_STORES
+from hf_lohan.checkpoint.resume_point import store_paths_of
+from hf_lohan.checkpoint.seen_stores import (
+    NEW,
+    RESHARDED_FROM,
+    RESHARDED_STORES,
+    finish_moves,
+    own_store,
+    replace_stores,
+)
 from hf_lohan.device import mapped_empty
+from hf_lohan.experts import ROUTED_ROWS, RoutedRows
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.files.directories import make_folders
 from hf_lohan.files.durable_file import read_whole, remove_folder, replace_durably
-from hf_lohan.model import StoredForm, assign_shards, records_of_rank
+from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
+from hf_lohan.planner import balanced_experts, most_rows, owned_experts
 from hf_lohan.planning.run_plan import CHUNKS_NAME, RUN_ID
-from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
-from hf_lohan.store import Commit, RecordSpec, Store
+from hf_lohan.ranks import Links, RanksDisagreeError, newest_common_commit
+from hf_lohan.store import Commit, RecordSpec, Store, kept_commits
 from hf_lohan.store.commits import ImmediateAgreement
+from hf_lohan.store.manifest import read_manifest
 from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
 from hf_lohan.store.store_folders import remove_store
 from hf_lohan.updates import MISSED_STEPS_NAME
@@ -34,6 +45,19 @@ COPY_BYTES = 8 << 20
 _RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
 """Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
 _EPOCH_RANDOM_STATE = "epoch_rng_state"
+
+
+@dataclass(frozen=True)
+class BalancedOwners:
+    """Owners of experts by the rows that each expert had."""
+
+    owners: Mapping[str, int]
+    """The rank of each expert, by the name of its block."""
+    num_nodes: int
+    num_rows: int
+    most_before: float
+    """The rows of the most loaded rank of each layer over the mean of all ranks, with the owners of before."""
+    most_after: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +72,10 @@ class Resharded:
     old_files: str
     new_files: str
     """Files that the user may delete on each ssd path: `old_files` are the old stores, `new_files` the new ones."""
+    balanced: BalancedOwners | None = None
+    """The owners of experts, if they were balanced."""
+    set_aside: tuple[str, ...] = ()
+    """Folders to which old stores of the same number of ranks were moved."""
 
 
 def reshard(
@@ -56,18 +84,25 @@ def reshard(
     *,
     form_of: Callable[[Store], StoredForm],
     removes_old: bool = False,
+    balances: bool = False,
+    num_nodes: int | None = None,
     on_copied: Callable[[int, int], None] = lambda num_bytes, total_bytes: None,
 ) -> Resharded:
     """Copy the newest step that all ranks of a run have to new stores for ``num_ranks`` ranks, beside the old stores.
 
     ``paths`` are all ssd paths of the run's stores. ``form_of`` returns the form of the model that a store describes.
-    ``removes_old`` removes the old stores at the end. ``on_copied`` is called with the bytes of each copied piece and
-    the bytes of all pieces. A run refuses the new stores until all of them are committed. Raises ValueError if there is
-    no step to copy or if the new stores already exist, and the errors of `Store`.
+    ``removes_old`` removes the old stores at the end. ``balances`` gives experts to ranks by the rows that the run has
+    counted (`balanced_owners`, which describes ``num_nodes``). Then the number of ranks may be the same: the new stores
+    take the places of the old ones, which are set aside. ``on_copied`` is called with the bytes of each copied piece
+    and the bytes of all pieces. A run refuses the new stores until all of them are committed. Raises ValueError if
+    there is no step to copy, if the new stores already exist or if nothing can be balanced, and the errors of `Store`.
     """
     if num_ranks < 1:
         raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
-    num_before = _num_ranks_before(paths, num_ranks)
+    finish_moves([paths], Links.alone())
+    num_before = _num_ranks_before(paths, num_ranks, balances=balances)
+    replaces = num_before == num_ranks
+    new_paths = [os.path.join(path, f"{NEW}-{num_ranks}") for path in paths] if replaces else paths
     io = io_engine()
     try:
         with ExitStack() as stack:
@@ -78,32 +113,137 @@ def reshard(
             commits = _commits_to_copy(old)
             refuse_deferred_steps([commit.journal for commit in commits], paths[0])
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
-            folders = [store.paths[0].path for store in old]
-            check_records(records_by_rank(form, num_before), [store.records for store in old], folders)
-            records = records_by_rank(form, num_ranks)
-            new = [stack.enter_context(_new_store(paths, rank, records, old[0], io)) for rank in range(num_ranks)]
+            old_directories = [[path.path for path in store.paths] for store in old]
+            found = [store.records for store in old]
+            owners = owners_in(form, found)
+            check_records(records_by_rank(form, num_before, owners), found, [own[0] for own in old_directories])
+            balanced = None
+            if balances:
+                facts = [commit.facts for commit in commits]
+                own = owners if replaces else None
+                balanced = balanced_owners(form, facts, num_ranks, num_nodes, own, paths[0])
+                if balanced.owners == own:
+                    raise ValueError(
+                        f"the experts in {paths[0]} already belong to the ranks to which --balance would give them"
+                    )
+            records = records_by_rank(form, num_ranks, None if balanced is None else balanced.owners)
+            for path in new_paths if replaces else ():
+                remove_folder(path)  # of a reshard that was killed before its stores were moved
+            new = [stack.enter_context(_new_store(new_paths, rank, records, old[0], io)) for rank in range(num_ranks)]
             total_bytes = sum(record.num_bytes for store in new for record in store.records)
             for store in new:
                 for num_bytes in copy_records(old, store):
                     on_copied(num_bytes, total_bytes)
             _commit(old, new, commits)
+            new_directories = [[path.path for path in store.paths] for store in new]
             resharded = Resharded(
                 commit_number=commits[0].number,
                 global_step=commits[0].facts.get("global_step"),
                 num_ranks_before=num_before,
-                folders=tuple(store.paths[0].path for store in new),
+                folders=tuple(rank_folder(paths[0], rank, num_ranks) for rank in range(num_ranks)),
                 old_files=files_of(paths[0], num_before),
-                new_files=files_of(paths[0], num_ranks),
+                new_files=files_of(new_paths[0], num_ranks),
+                balanced=balanced,
             )
-            old_directories = [[path.path for path in store.paths] for store in old]
-            for directories in old_directories if removes_old else ():
+            for directories in old_directories if removes_old and not replaces else ():
                 remove_store(directories)
-        if removes_old and num_before > 1:
+        if replaces:
+            seen = [own_store(directories, rank, num_ranks) for rank, directories in enumerate(old_directories)]
+            pairs = [(store, own) for store, own in zip(seen, new_directories, strict=True) if store is not None]
+            resharded = replace(resharded, set_aside=tuple(replace_stores(pairs)))
+            for folder in resharded.set_aside if removes_old else ():
+                remove_folder(folder)
+        elif removes_old and num_before > 1:
             for directory in (directory for directories in old_directories for directory in directories):
                 remove_folder(directory)
         return resharded
     finally:
         io.close()
+
+
+@dataclass(frozen=True)
+class RunRouting:
+    """What the stores of a run say of its experts."""
+
+    rows: RoutedRows | None
+    """The rows that each expert had; None if none are counted."""
+    blocks_by_rank: Sequence[Set[str]]
+    """The names of the blocks that the store of each rank has."""
+
+
+def routing_of(run: str) -> RunRouting:
+    """Return the routing of a run, by its output folder or its ssd path. This takes no lock, so the run may continue
+    meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
+    paths = store_paths_of(run)
+    num_ranks = ranks_under(paths[0])
+    stores = [[rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks)]
+    kept = [kept_commits(directories)[:1] for directories in stores]
+    rows = RoutedRows.of_all([commits[0].facts if commits else {} for commits in kept])
+    manifests = [read_manifest(directories[0]) for directories in stores]
+    return RunRouting(rows, [{part.block for part in found.layout.records} if found else set() for found in manifests])
+
+
+def owners_in(form: StoredForm, records: Sequence[Sequence[RecordSpec]]) -> dict[str, int] | None:
+    """Return the rank of each expert by the records of each rank's store. None for the default owners, or if the stores
+    do not have each expert once."""
+    names = [{record.block for record in of_rank} for of_rank in records]
+    experts = [block.name for blocks in form.model_blocks.experts.values() for block in blocks]
+    return owners_by_name(names, experts) if len(records) > 1 else None
+
+
+def balanced_owners(
+    form: StoredForm,
+    facts: Sequence[Mapping[str, Any]],
+    num_ranks: int,
+    num_nodes: int | None,
+    owners: Mapping[str, int] | None,
+    where: str,
+) -> BalancedOwners:
+    """Give the experts of a model to ranks, so that these have about equally many of the rows that a run has counted.
+
+    ``facts`` are those of the commits of the run's ranks. ``num_nodes`` is the number of nodes of the ranks, by default
+    that of the run, or one if that does not divide the ranks. ``owners`` are the owners of
+    before, by default `owned_experts`. ``where`` is for errors. Raises ValueError if there is nothing to balance.
+    """
+    if num_ranks == 1:
+        raise ValueError("a single rank owns all experts, so there is nothing to balance; leave out --balance")
+    layers = {blocks[0].name.rpartition(".")[0]: blocks for blocks in form.model_blocks.experts.values()}
+    if not layers:
+        raise ValueError(
+            f"the model in {where} has no experts that belong to one rank each (it is dense, or ran with experts: "
+            "with_layer), so there is nothing to balance; leave out --balance"
+        )
+    routed = RoutedRows.of_all(facts)
+    counts = [routed.layers.get(name, ()) if routed is not None else () for name in layers]
+    are_whole = [len(of) for of in counts] == [len(blocks) for blocks in layers.values()]
+    num_rows = sum(map(sum, counts))
+    if routed is None or not are_whole or not num_rows:
+        raise ValueError(
+            f"the last step in {where} has no counted rows of experts, by which --balance divides them; train a step "
+            "with this version of hf_lohan first"
+        )
+    if num_nodes is None:
+        num_nodes = routed.num_nodes if num_ranks % routed.num_nodes == 0 else 1
+    if num_nodes < 1 or num_ranks % num_nodes:
+        raise ValueError(f"{num_ranks} ranks on {num_nodes} nodes; give each node equally many ranks")
+    divided = balanced_experts(counts, num_ranks, num_ranks // num_nodes)
+    new = {
+        blocks[expert].name: rank
+        for blocks, of_layer in zip(layers.values(), divided, strict=True)
+        for rank, experts in enumerate(of_layer)
+        for expert in experts
+    }
+    before: list[Sequence[Sequence[int]]] = [
+        [[e for e, block in enumerate(blocks) if owners[block.name] == rank] for rank in range(num_ranks)]
+        if owners is not None
+        else owned_experts(len(blocks), layer, num_ranks)
+        for layer, blocks in enumerate(layers.values())
+    ]
+    most_before, most_after = (
+        num_ranks * sum(most_rows(of, owned) for of, owned in zip(counts, way, strict=True)) / num_rows
+        for way in (before, divided)
+    )
+    return BalancedOwners(new, num_nodes, num_rows, most_before, most_after)
 
 
 def io_engine() -> IoEngine:
@@ -120,12 +260,12 @@ def refuse_deferred_steps(journals: Sequence[Mapping[str, bytes]], directory: st
         )
 
 
-def _num_ranks_before(paths: Sequence[str], num_ranks: int) -> int:
-    """Return the number of ranks whose stores exist."""
+def _num_ranks_before(paths: Sequence[str], num_ranks: int, *, balances: bool) -> int:
+    """Return the number of ranks whose stores exist. With ``balances`` it may be ``num_ranks``."""
     stores = stores_under(paths[0])
     if not stores:
         raise ValueError(f"{paths[0]} has neither a store nor stores of ranks; give the ssd paths of the run")
-    if num_ranks in stores:
+    if num_ranks in stores and not (balances and len(stores) == 1):
         folders = ", ".join(folder for _, folder in stores[num_ranks])
         lacks = why_incomplete(num_ranks, stores[num_ranks])
         if lacks and len(stores) > 1:
@@ -166,11 +306,13 @@ def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
     return newest
 
 
-def records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec, ...]]:
-    """Return the records of each of ``num_ranks`` ranks."""
+def records_by_rank(
+    form: StoredForm, num_ranks: int, owners: Mapping[str, int] | None = None
+) -> list[tuple[RecordSpec, ...]]:
+    """Return the records of each of ``num_ranks`` ranks. ``owners``: the rank of each expert (`assign_shards`)."""
     if num_ranks == 1:
         return [form.records]
-    assign_shards(form.model_blocks, num_ranks)
+    assign_shards(form.model_blocks, num_ranks, owners)
     return [records_of_rank(form.model_blocks.blocks, rank) for rank in range(num_ranks)]
 
 
@@ -308,12 +450,15 @@ def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_rank
 
 def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return rank 0's facts, with each parameter's number of updates from the rank that owns the parameter, and with
-    the means of Trainer's sums since the last log, because Trainer logs the mean over ranks."""
+    the means of Trainer's sums since the last log, because Trainer logs the mean over ranks, and with the rows of
+    experts of all ranks, which count for rank 0."""
     num_updates: dict[str, int] = {}
     for facts_of_rank in facts:
         for name, count in facts_of_rank.get("num_updates", {}).items():
             num_updates[name] = max(num_updates.get(name, 0), int(count))
     joined = {**facts[0], **({"num_updates": num_updates} if num_updates else {})}
+    if (routed := RoutedRows.of_all(facts)) is not None:
+        joined[ROUTED_ROWS] = routed.to_fact()
     sums = [facts_of_rank["trainer"] for facts_of_rank in facts if "trainer" in facts_of_rank]
     if len(sums) == len(facts):
         joined["trainer"] = {name: _mean([of_rank[name] for of_rank in sums]) for name in sums[0]}

@@ -37,6 +37,8 @@ RESHARDED_STORES = "cut_from_stores"
 """Name of a fact beside it: for each old rank, the id of its store and the number of its newest commit."""
 OLD = "old-store-of"
 """Begin of the name of a folder with complete stores that a run has divided again."""
+NEW = "new-store-of"
+"""Begin of the name of a folder with new stores, until they take the places of others of the same number of ranks."""
 LOST = "lost-store-of"
 """Begin of the name of a folder with what is left of stores of which a part is gone."""
 _LOST_FOLDER = re.compile(rf"{LOST}-\d+(-\d+)?")
@@ -231,6 +233,38 @@ def set_aside(stores: Sequence[tuple[SeenStore | None, int, Sequence[str]]], pre
     return list(dict.fromkeys(move.target for move in moves))
 
 
+def replace_stores(stores: Sequence[tuple[SeenStore, Sequence[str]]]) -> list[str]:
+    """Move stores to new folders ``old-store-of-<number of ranks>`` beside them, as `set_aside` does, and move the
+    folders of new stores into their places. Returns the folders of the old stores.
+
+    ``stores`` are pairs of an old store and its successor's folders, one for each ssd path. If this process is killed,
+    all old stores are in place, or `finish_moves` puts all new ones there. Raises `StoreInUseError`, and `StorageError`
+    if an old store has changed.
+    """
+    move_id = uuid.uuid4().hex
+    with ExitStack() as locks:
+        for seen, successors in stores:
+            for folder in (*seen.directories, *successors):
+                locks.callback(DirectoryLock(folder).close)
+            if not seen.is_unchanged():
+                advice = "start again when no other run uses the store"
+                raise StorageError("another step was committed meanwhile in", path=seen.directories[0], advice=advice)
+        pairs = [pair for seen, new in stores for pair in zip(seen.directories, new, strict=True)]
+        beside = {shared_directory(folder) for folder, _ in pairs}
+        name = _unused(f"{OLD}-{len(stores)}", {name for folder in beside for name in _used_names(folder)})
+        moves = [
+            _Move(os.path.join(shared_directory(folder), name), folder, move_id, _digest_of_manifest(folder), new)
+            for folder, new in pairs
+        ]
+        for move in moves:
+            move.note()
+        for move in moves:
+            move.finish()
+        for move in moves:
+            move.forget()
+    return list(dict.fromkeys(move.target for move in moves))
+
+
 def _used_names(directory: str) -> list[str]:
     """Return the names of what earlier runs have set aside there, without the empty folders that a killed run has left.
     Other folders, such as a drive's `lost+found`, may be unreadable."""
@@ -261,7 +295,8 @@ def finish_moves(directories: Sequence[Sequence[str]], links: Links) -> None:
     with one_rank_at_a_time(links, "a move that a killed run has begun"):
         for move in (move for path in paths for move in _noted_moves(path)):
             if move.move_id in has_begun and move.is_unfinished:
-                lock = DirectoryLock(move.folder)
+                # Without the old store, its successor is still to be moved.
+                lock = DirectoryLock(move.folder if os.path.isdir(move.folder) else move.successor)
                 try:
                     if move.is_unfinished:
                         move.finish()
@@ -286,6 +321,8 @@ class _Move:
     """The same for all stores and paths that are moved together."""
     digest: str | None = None
     """Of the manifest, in a move that was noted before."""
+    successor: str = ""
+    """The folder of a new store that takes the place of a rank's folder."""
 
     @property
     def _name(self) -> str:
@@ -298,7 +335,11 @@ class _Move:
 
     def note(self) -> None:
         """Note durably what will be moved."""
-        content = {"move": self.move_id, "manifest": _digest_of_manifest(self.folder)}
+        content = {
+            "move": self.move_id,
+            "manifest": _digest_of_manifest(self.folder),
+            "new": os.path.basename(os.path.dirname(self.successor)),
+        }
         try:
             make_directory(self.target)
             sync_directory(os.path.dirname(self.target))
@@ -308,23 +349,30 @@ class _Move:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the noted part is still, or partly, in its place. Its manifest is moved last."""
+        """Whether the noted part is still, or partly, in its place, or its successor is not. Its manifest is moved
+        last."""
+        return self._is_in_place or os.path.isdir(self.successor)
+
+    @property
+    def _is_in_place(self) -> bool:
         return bool(names_in(self.folder)) and _digest_of_manifest(self.folder) == self.digest
 
     @property
     def has_begun(self) -> bool:
-        return not self.is_unfinished or (not self._name and bool(names_in(self.target)))
+        return not self._is_in_place or (not self._name and bool(names_in(self.target)))
 
     def finish(self) -> None:
         try:
-            if self._name:
+            if self._name and (self._is_in_place or self.digest is None):
                 os.rename(self.folder, os.path.join(self.target, self._name))
-            else:
+            elif not self._name:
                 for file in sorted(names_in(self.folder), key=lambda name: name == MANIFEST_NAME):
                     if file == MANIFEST_NAME:
                         sync_directory(self.target)
                     os.rename(os.path.join(self.folder, file), os.path.join(self.target, file))
-            sync_directory(self.target)
+            sync_directory(self.target)  # of a store and its successor never both are in one place
+            if os.path.isdir(self.successor):
+                os.rename(self.successor, self.folder)
             sync_directory(os.path.dirname(self.target))
         except OSError as error:
             raise self._failure(error) from error
@@ -332,8 +380,9 @@ class _Move:
     def forget(self) -> None:
         """Remove the note, and the target if it is empty."""
         remove_durably(self._note)
-        with suppress(OSError):
-            os.rmdir(self.target)
+        for folder in (self.target, os.path.dirname(self.successor)):
+            with suppress(OSError):
+                os.rmdir(folder)
 
     def _failure(self, error: OSError) -> StorageError:
         if isinstance(error, StorageError):
@@ -351,7 +400,9 @@ def _noted_moves(directory: str) -> Iterator[_Move]:
                 match = _NOTE.fullmatch(note)
                 assert match is not None, "it was filtered"
                 folder = directory if match[1] == "store" else os.path.join(directory, match[1])
-                yield _Move(target, folder, str(fields["move"]), str(fields["manifest"]))
+                new = fields.get("new")
+                successor = os.path.join(directory, str(new), match[1]) if new else ""
+                yield _Move(target, folder, str(fields["move"]), str(fields["manifest"]), successor)
 
 
 def _digest_of_manifest(folder: str) -> str:

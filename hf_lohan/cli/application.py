@@ -70,6 +70,10 @@ _ExpertParallel = Annotated[
         metavar="W", help="Whether ranks divide a mixture's experts: auto, none, node or world. Default: as --offload."
     ),
 ]
+_Routing = Annotated[
+    str | None,
+    typer.Option(metavar="RUN", help="A run by whose routing of experts to plan. Default: the run that saved MODEL."),
+]
 _SequenceRanks = Annotated[
     int | None,
     typer.Option(metavar="N", help="Devices of a machine that compute each row together. Default: as --offload."),
@@ -232,6 +236,7 @@ def plan(
     link: _Link = None,
     collectives: _Collectives = None,
     expert_parallel: _ExpertParallel = None,
+    routing: _Routing = None,
     sequence_ranks: _SequenceRanks = None,
     paper: _Paper = False,
     revision: _Revision = None,
@@ -273,6 +278,7 @@ def plan(
             link=link,
             collectives=collectives,
             expert_parallel=expert_parallel,
+            routing=routing,
             sequence_ranks=sequence_ranks,
             paper=paper,
             revision=revision,
@@ -298,6 +304,7 @@ def estimate(
     link: _Link = None,
     collectives: _Collectives = None,
     expert_parallel: _ExpertParallel = None,
+    routing: _Routing = None,
     paper: _Paper = False,
     revision: _Revision = None,
     trust_remote_code: _TrustRemoteCode = False,
@@ -321,6 +328,7 @@ def estimate(
             link=link,
             collectives=collectives,
             expert_parallel=expert_parallel,
+            routing=routing,
             paper=paper,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -488,14 +496,20 @@ def reshard_command(
     stores: Annotated[
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all its ssd paths.")
     ],
-    ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of the run that continues.")],
+    ranks: Annotated[
+        int, typer.Option("--ranks", "--num_processes", metavar="N", help="Ranks of the run that continues.")
+    ],
     remove_old: Annotated[bool, typer.Option("--remove-old", help="Remove the old stores afterwards.")] = False,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Give experts to ranks by the rows they had; N may stay the same.")
+    ] = False,
+    nodes: Annotated[int | None, typer.Option(metavar="Y", help="With --balance: nodes of the N ranks.")] = None,
 ) -> None:
     """Copy the last step of a run into new stores for another number of ranks. The old stores stay."""
     with one_line_errors():
         from hf_lohan.cli.stores import reshard_stores
 
-        reshard_stores(stores, ranks, removes_old=remove_old)
+        reshard_stores(stores, ranks, removes_old=remove_old, balances=balance, num_nodes=nodes)
 
 
 @app.command()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hf_lohan.planner import Cluster, Collectives, HardwareProfile, OffloadPlan, all_ways
+from hf_lohan.planner import (
+    Cluster,
+    Collectives,
+    HardwareProfile,
+    ModelProfile,
+    OffloadPlan,
+    all_ways,
+    balanced_experts,
+)
 from hf_lohan.planner.collectives import COLLECTIVE_VALUES
+from hf_lohan.planner.costs.expert_costs import most_loaded
 from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
@@ -147,3 +157,40 @@ def sent_in_a_line(plan: OffloadPlan) -> str:
         f"{format_bytes(plan.prediction.ranks.sent_bytes_per_step)} from each node: weights {_FORMS[ways.forward]}, "
         f"backward's from {_SOURCES[ways.backward]}, gradients {_FORMS[ways.gradients]}"
     )
+
+
+def rows_of_experts(plan: OffloadPlan, profile: ModelProfile) -> Iterator[str]:
+    """Yield lines that say what the rows of tokens cost if each expert belongs to one of several ranks, and how evenly
+    ranks share the rows by a measured routing."""
+    ranks = plan.prediction.ranks
+    if ranks is not None and ranks.rows_equal_weights_at_tokens is not None:
+        yield (
+            f"Up to {count(ranks.rows_equal_weights_at_tokens)} tokens in a rank's micro-batch, the rows of tokens are "
+            "fewer bytes between nodes than the experts' weights and gradients would be."
+        )
+    loads = loads_of_ranks(plan, profile)
+    if loads is not None:
+        yield (
+            f"By the rows that the run has counted, the most loaded rank has {loads['now']:.2f} times the mean rows of "
+            f"experts, for which each layer waits. With lohan reshard --balance it would have {loads['balanced']:.2f} "
+            "times."
+        )
+
+
+def loads_of_ranks(plan: OffloadPlan, profile: ModelProfile) -> dict[str, float] | None:
+    """Return the rows of the most loaded rank over the mean, as the mean over layers: "now", and "balanced" by `lohan
+    reshard --balance`. None if ranks divide no experts, or no routing is known."""
+    cluster = plan.cluster
+    layers = [experts for experts in profile.experts if experts.chances]
+    if not divides_experts(plan) or not layers:
+        return None
+    divided = balanced_experts([experts.chances for experts in layers], cluster.num_ranks, cluster.num_local)
+    owners = [{expert: rank for rank, own in enumerate(way) for expert in own} for way in divided]
+    balanced = [
+        replace(experts, owners=tuple(of[expert] for expert in range(experts.num_experts)))
+        for experts, of in zip(layers, owners, strict=True)
+    ]
+    return {
+        name: statistics.fmean(most_loaded(experts, layer, cluster.num_ranks) for layer, experts in enumerate(of))
+        for name, of in (("now", layers), ("balanced", balanced))
+    }

@@ -29,6 +29,7 @@ from hf_lohan.cli.plan_ranks import (
     nodes_send,
     of_each_rank,
     rounded_within,
+    rows_of_experts,
     sent_in_a_line,
     sent_rows,
     tried_rows,
@@ -506,12 +507,7 @@ def _experts(planned: PlannedRun) -> Iterable[str]:
 
 def _other_experts(planned: PlannedRun) -> Iterable[str]:
     """Yield sentences that compare divided and undivided experts of several ranks."""
-    ranks = planned.plan.prediction.ranks
-    if ranks is not None and ranks.rows_equal_weights_at_tokens is not None:
-        yield (
-            f"Up to {count(ranks.rows_equal_weights_at_tokens)} tokens in a rank's micro-batch, the rows of tokens are "
-            "fewer bytes between nodes than the experts' weights and gradients would be."
-        )
+    yield from rows_of_experts(planned.plan, planned.profile)
     other = with_other_experts(planned)
     if other is None:
         return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
+from hf_lohan.checkpoint.resharding import RunRouting, routing_of
 from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
@@ -23,7 +25,8 @@ from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, r
 from hf_lohan.huggingface.models.weightless_model import planning_dtype, weightless_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.ranks import check_sequence_ranks
-from hf_lohan.planner import BudgetError, HardwareProfile, Quantization
+from hf_lohan.model import find_experts, owners_by_name
+from hf_lohan.planner import BudgetError, HardwareProfile, Quantization, SizeClass
 from hf_lohan.planner.fitting import device_limit_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
@@ -44,6 +47,7 @@ from hf_lohan.planning import (
 from hf_lohan.planning.shared_rows import tokens_of_rank
 from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
+from hf_lohan.report.run_data import SETTINGS_NAME, STORE_FOLDER, output_folder
 from hf_lohan.threads import usable_cpus
 
 _DEFAULT_SSD_PATH = "_lohan/store"
@@ -82,6 +86,9 @@ class PlanRequest:
     """How ranks exchange weights and gradients. None is the setting of the configuration."""
     expert_parallel: str | None = None
     """Whether ranks divide experts. None is the setting of the configuration."""
+    routing: str | None = None
+    """Output folder of a run by whose routing of experts, and with whose owners, to plan. With None it is the run in
+    whose output folder the model is, if there is one."""
     sequence_ranks: int | None = None
     """How many ranks share each row. None is the setting of the configuration."""
     paper: bool = False
@@ -202,6 +209,11 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         num_micro_batches=1 if micro_batches.run_together else request.num_micro_batches,
         num_together=request.num_micro_batches if micro_batches.run_together else 1,
     )
+    experts = find_experts(model)
+    run = request.routing or (run_of_checkpoint(request.model) if experts else None)
+    routed = None if run is None else routing_of(run)
+    names = [f"{name}.{number}" for name, of in experts.items() for number in range(of.num_experts)]
+    is_same = routed is not None and len(routed.blocks_by_rank) == ranks.num_ranks
     layout = lay_out(
         model,
         config,
@@ -210,7 +222,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         sums_gradients=micro_batches.sums_gradients,
         memory_is_host=memory_is_host,
         ranks=ranks,
+        owners=owners_by_name(routed.blocks_by_rank, names) if routed is not None and is_same else None,
     )
+    routing = None if routed is None or run is None else _routing(routed, layout, run, is_asked=request.routing == run)
     planned = plan_step(
         model,
         layout,
@@ -221,6 +235,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ),
         fused_attention=not memory_is_host,
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
+        routing=routing,
         ways=ways,
         chunks=None if layout.model_blocks.experts else _cuttable(model, layout),
         # Changes of a run are compared by the sum of lanes.
@@ -235,6 +250,35 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         config=config,
         in_turn_because=in_turn_because,
     )
+
+
+def run_of_checkpoint(model: str) -> str | None:
+    """Return the output folder of the run that saved a model, if the model is in it. A store must be there."""
+    for folder in (Path(model), Path(model).parent) if Path(model).is_dir() else ():
+        if output_folder(folder, SETTINGS_NAME) is not None and (folder / STORE_FOLDER).is_dir():
+            return str(folder)
+    return None
+
+
+def _routing(routed: RunRouting, layout: OffloadLayout, run: str, *, is_asked: bool) -> dict[str, Sequence[int]]:
+    """Return the rows of each expert that a run counted, by layer. Experts that are loaded with their layers have no
+    rows. Raises ValueError if the run ``is_asked`` for and has counted no rows of such experts."""
+    layers = {block.name for block in layout.blocks if block.size_class is SizeClass.LAYER}
+    found: dict[str, Sequence[int]] = {}
+    for name, counts in (routed.rows.layers if routed.rows is not None else {}).items():
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if layer is not None and any(counts):
+            found[layer] = counts
+    own = {blocks[0].name.rpartition(".")[0]: len(blocks) for blocks in layout.model_blocks.experts.values()}
+    counted = {} if routed.rows is None else {name: len(of) for name, of in routed.rows.layers.items() if any(of)}
+    if found and counted.items() <= own.items():
+        return found
+    if is_asked and own:
+        raise ValueError(
+            f"the run in {run} has counted no rows of the experts of this model; give --routing the output folder of a "
+            "run that streams the same experts, after its first committed step, or leave it out"
+        )
+    return {}
 
 
 def longest_row_of(planned: PlannedRun) -> LongestRow:

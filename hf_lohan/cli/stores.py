@@ -30,8 +30,13 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-def reshard_stores(stores: Sequence[str], num_ranks: int, *, removes_old: bool) -> None:
-    """Copy the last step of a run for another number of ranks, and print the new folders. Raises as `reshard` does."""
+def reshard_stores(
+    stores: Sequence[str], num_ranks: int, *, removes_old: bool, balances: bool = False, num_nodes: int | None = None
+) -> None:
+    """Copy the last step of a run for another number of ranks, or with ``balances`` with other owners of experts, and
+    print the new folders. Raises as `reshard` does, and ValueError for ``num_nodes`` without ``balances``."""
+    if num_nodes is not None and not balances:
+        raise ValueError("--nodes says how --balance divides experts; leave it out, or add --balance")
     from hf_lohan.huggingface.models.export import described_model  # imports transformers
 
     with _progress(Console(stderr=True)) as progress:
@@ -41,12 +46,23 @@ def reshard_stores(stores: Sequence[str], num_ranks: int, *, removes_old: bool) 
             num_ranks,
             form_of=lambda store: described_model(store)[1],
             removes_old=removes_old,
+            balances=balances,
+            num_nodes=num_nodes,
             on_copied=lambda num_bytes, total_bytes: progress.update(task, total=total_bytes, advance=num_bytes),
         )
     step = resharded.global_step
     what = f"commit {resharded.commit_number}" if step is None else f"step {step}"
     text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"
-    if not removes_old:
+    if (balanced := resharded.balanced) is not None:
+        _print(
+            Console(),
+            f"by {balanced.num_rows:,} rows of experts, the most loaded rank of each layer has "
+            f"{balanced.most_after:.2f} times the mean of {times(num_ranks, 'rank')} on "
+            f"{times(balanced.num_nodes, 'node')}; it had {balanced.most_before:.2f} times before",
+        )
+    if resharded.set_aside and not removes_old:
+        text += f"; the old stores are set aside in {' and '.join(resharded.set_aside)}; you may delete these folders"
+    elif not removes_old:
         text += (
             "; the old stores stay. last_step cannot be resumed while both exist: on each ssd path, delete "
             f"{resharded.old_files} to continue with {times(num_ranks, 'rank')} (--remove-old does this), or "

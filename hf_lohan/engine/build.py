@@ -37,7 +37,7 @@ from hf_lohan.experts import (
     find_routers,
     make_policy,
 )
-from hf_lohan.model import Block, Chunk, ParamSlice
+from hf_lohan.model import Block, Chunk, ParamSlice, experts_by_rank
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planning import OffloadLayout
@@ -233,11 +233,12 @@ def _expert_places(layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -
     if tiers.rank_memory is None or not layout.model_blocks.experts:
         return AllHere()
     exchange, memory = RowExchange(tiers.links), tiers.rank_memory.experts
+    owned = [experts_by_rank(of, layout.ranks.num_ranks) for of in layout.model_blocks.experts.values()]
     if memory is None:
-        return OneOwnerEach(tiers.links, exchange, tiers.device)
+        return OneOwnerEach(tiers.links, exchange, tiers.device, owned)
     lending = Lending(tiers.links, memory.bytes, tiers.device)
     assert isinstance(config.balance_experts, int)
-    return OneOwnerEach(tiers.links, exchange, tiers.device, lending, least_rows=config.balance_experts)
+    return OneOwnerEach(tiers.links, exchange, tiers.device, owned, lending, least_rows=config.balance_experts)
 
 
 def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline: GradientPipeline) -> BlockLoader:

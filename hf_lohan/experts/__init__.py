@@ -20,10 +20,11 @@ from hf_lohan.experts.expert_loader import ExpertLoader, LayerAndExpertLoaders
 from hf_lohan.experts.expert_ranks import AllHere, BalancedRows, ExpertPlaces, OneOwnerEach
 from hf_lohan.experts.lent_experts import Lending
 from hf_lohan.experts.next_router import NextRouter, find_routers
-from hf_lohan.experts.routing import HostNumbers
+from hf_lohan.experts.routing import ROUTED_ROWS, HostNumbers, RoutedRows
 from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts, run_experts
 
 __all__ = [
+    "ROUTED_ROWS",
     "AllHere",
     "BalancedRows",
     "ComputeExpert",
@@ -36,6 +37,7 @@ __all__ = [
     "Lending",
     "NextRouter",
     "OneOwnerEach",
+    "RoutedRows",
     "StreamedExperts",
     "find_routers",
     "make_policy",

@@ -10,7 +10,9 @@ from dataclasses import replace
 from hf_lohan.device import Event, Lane
 from hf_lohan.experts.expert_schedule import Call, ExpertSchedule
 from hf_lohan.experts.next_expert import ExpertFigures, NextExpert
+from hf_lohan.experts.routing import RoutedRows
 from hf_lohan.model import Block
+from hf_lohan.ranks import Ranks
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.weights import BlockLoader, LocalLoader, Slot, SlotRing, WeightSource
 
@@ -46,6 +48,7 @@ class ExpertLoader(LocalLoader):
         """Loaded blocks that the running call has not used yet, in the order of arrival."""
         self._lane_name = ""
         self._num_tokens = [[0] * len(experts) for experts in layers]
+        self._rows_before: RoutedRows | None = None
         self._start()
 
     @property
@@ -91,6 +94,17 @@ class ExpertLoader(LocalLoader):
     def routing(self) -> list[tuple[Block, list[int]]]:
         """Return each layer's first expert, and the number of tokens of each expert so far."""
         return [(first, list(of)) for first, of in zip(self._first_experts, self._num_tokens, strict=True)]
+
+    def routed_rows(self, ranks: Ranks) -> RoutedRows:
+        """Return the rows of each expert in the forwards of the run, and of the run that it continues."""
+        counts = {first.name.rpartition(".")[0]: list(of) for first, of in self.routing()}
+        before = self._rows_before.layers if self._rows_before is not None else {}
+        return RoutedRows(ranks.rank, ranks.num_nodes, before).plus(counts)
+
+    def continue_rows(self, before: RoutedRows | None) -> None:
+        """Count on from the rows of the commit from which the run continues. Steps after it are dropped."""
+        self._num_tokens = [[0] * len(of) for of in self._num_tokens]
+        self._rows_before = before
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """Predict the layer's experts (`ExpertSchedule.hint`). A wrong prediction causes only needless loads."""

@@ -25,7 +25,7 @@ from hf_lohan.device import Device
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.experts.lent_experts import Lending, LentExpert
 from hf_lohan.experts.routing import Routing
-from hf_lohan.planner import owned_experts, shared_segments
+from hf_lohan.planner import shared_segments
 from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RanksDisagreeError, RowExchange
 
 _IS_OF_TOKEN = (True, False, True)
@@ -102,8 +102,8 @@ class BalancedRows:
 class ExpertPlaces(Protocol):
     """Knows which process computes which expert."""
 
-    def own(self, layer: int, num_experts: int) -> range:
-        """Return the numbers of the experts that this process computes."""
+    def own(self, layer: int, num_experts: int) -> Sequence[int]:
+        """Return the numbers of the experts that this process computes, ascending."""
 
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         """Run one call. Returns the results, each [n, ...] in the order of the rows. None if it is not needed, or if
@@ -134,7 +134,7 @@ class AllHere:
     is_one = True
     lending = None
 
-    def own(self, layer: int, num_experts: int) -> range:
+    def own(self, layer: int, num_experts: int) -> Sequence[int]:
         return range(num_experts)
 
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
@@ -164,7 +164,7 @@ class _Served:
 class _Division:
     """Which rank computes which groups of a call."""
 
-    def __init__(self, owned: Sequence[range], shared: Mapping[tuple[int, int], int] | None = None) -> None:
+    def __init__(self, owned: Sequence[Sequence[int]], shared: Mapping[tuple[int, int], int] | None = None) -> None:
         """``owned``: the experts of each rank. ``shared``: the groups that other ranks compute, by expert and rank."""
         self.owned = owned
         self._shared = shared or {}
@@ -203,21 +203,25 @@ class OneOwnerEach:
         links: Links,
         exchange: RowExchange,
         device: Device,
+        owned: Sequence[Sequence[Sequence[int]]],
         lending: Lending | None = None,
         *,
         least_rows: int = 1,
     ) -> None:
-        """With ``lending``, the ranks of a node balance their rows, by groups of at least ``least_rows`` rows."""
+        """``owned`` [layers][ranks]: the numbers of the experts of each rank, ascending. With ``lending``, the ranks of
+        a node balance their rows, by groups of at least ``least_rows`` rows."""
         self._ranks = links.ranks
         self._exchange = exchange
         self._device = device
+        self._owned = owned
+        self._are_ranges = all(isinstance(own, range) for of_layer in owned for own in of_layer)
         self._scale = 1.0 / links.ranks.num_ranks
         self.lending = lending
         self._least_rows = least_rows
         self._rows = BalancedRows([0] * links.ranks.num_ranks, [0] * links.ranks.num_ranks)
 
-    def own(self, layer: int, num_experts: int) -> range:
-        return owned_experts(num_experts, layer, self._ranks.num_ranks)[self._ranks.rank]
+    def own(self, layer: int, num_experts: int) -> Sequence[int]:
+        return self._owned[layer][self._ranks.rank]
 
     def add_gradient(self, total: Tensor | None, gradient: Tensor) -> Tensor:
         # Multiply and add in two operations, as `sum_in_rank_order_` does.
@@ -234,7 +238,7 @@ class OneOwnerEach:
 
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         call, own_rank = ExpertCall(rows.layer, _CALLS.index(rows.kind), rows.forward), self._ranks.rank
-        division = _Division(owned_experts(len(rows.routed.counts), rows.layer, self._ranks.num_ranks))
+        division = _Division(self._owned[rows.layer])
         self._announce(call, rows, division)
         if self.lending is None:
             self._send(rows, division)
@@ -262,7 +266,7 @@ class OneOwnerEach:
                 return self._results(rows, division, parts[own_rank])
 
     def _divide(
-        self, owned: Sequence[range], ranks: Sequence[int], rows: CallRows | None
+        self, owned: Sequence[Sequence[int]], ranks: Sequence[int], rows: CallRows | None
     ) -> tuple[_Division, list[LentExpert]]:
         """Return which rank computes which groups of the call that runs now, equal on all ranks, and the experts that
         this rank lends or borrows. ``ranks``: the other ranks with rows. ``rows``: those of this rank, if it has
@@ -291,9 +295,9 @@ class OneOwnerEach:
         ranks, routed = self._ranks, rows.routed
         for rank in ranks.others:
             own = division.owned[rank]
-            counts = routed.counts[own.start : own.stop] if self.lending is None else routed.counts
+            counts = [routed.counts[expert] for expert in own] if self.lending is None else routed.counts
             of_node = [division.owned[other] for other in ranks.of_rank(rank).on_this_node]
-            is_chosen = any(routed.ends[of.start] < routed.ends[of.stop] for of in of_node)
+            is_chosen = any(routed.counts[expert] for of_rank in of_node for expert in of_rank)
             has_node_rows = rank in self._passing and is_chosen
             flags = _bits(rows.needs) | has_node_rows * _HAS_NODE_ROWS
             self._exchange.send_call(rank, CallOfRank(call, flags, tuple(counts)))
@@ -379,7 +383,7 @@ class OneOwnerEach:
         """Return the results of this rank's rows, in their order."""
         found: list[list[Tensor]] = [[] for _ in rows.needs]
         order = []
-        for rank in sorted(range(self._ranks.num_ranks), key=lambda rank: division.owned[rank].start):
+        for rank in sorted(range(self._ranks.num_ranks), key=lambda rank: [*division.owned[rank][:1]]):
             choices = _choices_of(rows.routed, division.experts(self._ranks.rank, rank))
             order.append(choices)
             for index, is_needed in enumerate(rows.needs):
@@ -391,8 +395,8 @@ class OneOwnerEach:
                     taken = self._exchange.take_results(rank, len(choices), f"the results of {rows.name}")
                     found[index].append(self._to_device(taken))
         joined = [torch.cat(parts) if parts else None for parts in found]
-        if self.lending is None:
-            return joined  # owners have ranges of experts
+        if self.lending is None and self._are_ranges:
+            return joined
         places = self._to_device(torch.cat(order))
         return [part if part is None else torch.empty_like(part).index_copy_(0, places, part) for part in joined]
 

@@ -2,13 +2,16 @@
 
 The host needs these counts from the device, and waits for them at most once per call. They are requested as early as
 possible, and all other work of the call is enqueued before the wait.
+
+Commits have the counts of a run's forwards (`RoutedRows`), by which `lohan reshard --balance` divides experts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ from hf_lohan.device import Device, Event
 
 _LEAST_BYTES = 4096
 """Size of a page, which is the least that can be pinned."""
+
+ROUTED_ROWS = "routed_rows"
+"""Name of the fact of a commit with the rows of each expert."""
 
 
 class HostNumbers:
@@ -145,3 +151,51 @@ def ends_by_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
 
 def _counts(ends: Sequence[int]) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise([0, *ends])] if ends else []
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """The rows of each expert in a run's forwards so far, those of earlier parts of the run included."""
+
+    rank: int
+    """The rank whose rows these are. Facts of other ranks, such as those of a checkpoint, do not count for a rank."""
+    num_nodes: int
+    """Number of nodes of the run."""
+    layers: Mapping[str, Sequence[int]]
+    """The number of rows of each expert, by the name of the module of experts."""
+
+    def to_fact(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_rank(cls, facts: Mapping[str, Any], rank: int) -> RoutedRows | None:
+        """Return the rows of a rank by the facts of its commit. None if a commit of an older version, or of a run that
+        streams no experts, has none."""
+        found = facts.get(ROUTED_ROWS)
+        return cls(**found) if found is not None and found["rank"] == rank else None
+
+    @classmethod
+    def of_all(cls, facts: Sequence[Mapping[str, Any]]) -> RoutedRows | None:
+        """Return the rows of all ranks, as those of rank 0. ``facts`` are those of the ranks' commits. None if no rank
+        has any."""
+        found = [rows for rank, of_rank in enumerate(facts) if (rows := cls.of_rank(of_rank, rank)) is not None]
+        if not found:
+            return None
+        layers = dict(found[0].layers)
+        for rows in found[1:]:
+            layers = {name: _sums(counts, rows.layers[name]) for name, counts in layers.items()}
+        return cls(0, found[0].num_nodes, layers)
+
+    def plus(self, more: Mapping[str, Sequence[int]]) -> RoutedRows:
+        """Return these rows and those of ``more``, by layer. A layer with another number of experts has those of
+        ``more``."""
+        before = {name: self.layers.get(name, ()) for name in more}
+        layers = {
+            name: _sums(before[name], counts) if len(before[name]) == len(counts) else list(counts)
+            for name, counts in more.items()
+        }
+        return RoutedRows(self.rank, self.num_nodes, layers)
+
+
+def _sums(counts: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [count + other for count, other in zip(counts, others, strict=True)]

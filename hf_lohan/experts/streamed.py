@@ -68,8 +68,9 @@ class StreamedExperts:
         self._blocks = list(blocks)
         self._number = {block: expert for expert, block in enumerate(blocks)}
         self._parts = parts
-        self._own = parts.places.own(layer, len(self._blocks))
-        """The numbers of the experts that this process computes. The loader counts from the first."""
+        own = parts.places.own(layer, len(self._blocks))
+        self._number_at_loader = {expert: number for number, expert in enumerate(own)}
+        """The loader counts the experts that this process computes."""
         self._name = blocks[0].name.rpartition(".")[0]
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
         """An input that makes autograd record the operation even if rows and routing weights need no gradient."""
@@ -144,7 +145,7 @@ class StreamedExperts:
         num_rows = sum(len(group.given[0]) for expert in alone for group in groups[expert])
         num_rows += sum(expert.num_rows for expert in lent if expert.is_own)
         own_lent = [expert.expert for expert in lent if expert.is_own]
-        numbers = [expert - self._own.start for expert in (*own_lent, *alone)]
+        numbers = [self._number_at_loader[expert] for expert in (*own_lent, *alone)]
         loader.route(self._layer, numbers, num_rows=num_rows, call=call)
         if self._hints is not None:
             loader.hint(self._layer + 1, self._hints)

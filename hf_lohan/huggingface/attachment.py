@@ -44,7 +44,7 @@ from hf_lohan.engine import (
     open_tiers,
     wait_until_closed,
 )
-from hf_lohan.experts import StreamedExperts, run_experts
+from hf_lohan.experts import ROUTED_ROWS, RoutedRows, StreamedExperts, run_experts
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.attention import run_layers_in_chunks
@@ -60,7 +60,7 @@ from hf_lohan.huggingface.ranks import (
     links_to_other_ranks,
 )
 from hf_lohan.huggingface.sequences import check_model_of_rows
-from hf_lohan.model import Rules, experts_as_stored, why_whole
+from hf_lohan.model import Rules, experts_as_stored, owners_as_stored, why_whole
 from hf_lohan.planning import (
     OffloadLayout,
     PlannedStep,
@@ -162,6 +162,7 @@ def offload_model(
         memory_is_host=device.memory_is_host,
         rules=rules,
         ranks=links_to_other_ranks().ranks,
+        owners=owners_as_stored(model, config, links_to_other_ranks()),
     )
     layout = replace(layout, saved_dtypes=dtypes_to_save(layout, config.save_dtype, dtypes_of(model)))
     check_equal_weights(model.named_parameters(), links_to_other_ranks())
@@ -285,6 +286,11 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
             functools.partial(_chunk_facts, weakref.ref(plan), {}),
             functools.partial(_resume_plan, weakref.ref(plan), weakref.ref(engine)),
         )
+    else:
+        engine.commits.add_facts(
+            functools.partial(_rows_facts, weakref.ref(engine), {}),
+            functools.partial(_continue_rows, weakref.ref(engine)),
+        )
     computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(
@@ -310,6 +316,18 @@ def _chunk_facts(plan: weakref.ref[RunPlan], last: dict[str, Any]) -> dict[str, 
     if (planned := plan()) is not None:
         last.update(planned.facts)
     return dict(last)
+
+
+def _rows_facts(engine: weakref.ref[OffloadEngine], last: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows that each expert had, for a commit. ``last``: see `_chunk_facts`."""
+    if (attached := engine()) is not None and attached.expert_loader is not None:
+        last[ROUTED_ROWS] = attached.expert_loader.routed_rows(attached.layout.ranks).to_fact()
+    return dict(last)
+
+
+def _continue_rows(engine: weakref.ref[OffloadEngine], facts: Mapping[str, Any]) -> None:
+    if (attached := engine()) is not None and attached.expert_loader is not None:
+        attached.expert_loader.continue_rows(RoutedRows.of_rank(facts, attached.layout.ranks.rank))
 
 
 def _resume_plan(plan: weakref.ref[RunPlan], engine: weakref.ref[OffloadEngine], facts: Any) -> None:

@@ -33,12 +33,20 @@ from hf_lohan.model.embedding_table import (
     why_whole,
     with_rows,
 )
-from hf_lohan.model.experts import FusedExperts, experts_as_stored, find_experts
+from hf_lohan.model.experts import (
+    FusedExperts,
+    experts_as_stored,
+    find_experts,
+    owners_as_stored,
+    owners_by_name,
+)
 from hf_lohan.model.stored_form import (
     StoredForm,
     assign_shards,
     common_blocks,
     dtype_name,
+    experts_by_rank,
+    owners_of,
     records_of_rank,
     stored_form,
 )
@@ -61,11 +69,15 @@ __all__ = [
     "discover_blocks",
     "dtype_name",
     "experts_as_stored",
+    "experts_by_rank",
     "find_experts",
     "hidden_matrices",
     "kept_in_float32",
     "lay_out_block",
     "muon_for_matrices",
+    "owners_as_stored",
+    "owners_by_name",
+    "owners_of",
     "ranges",
     "records_of_rank",
     "round_up",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -99,6 +101,33 @@ def experts_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> 
         )
     logger.info("experts %s, as in the store in %s", _LOADED[stored], directory)
     return replace(config, experts=stored)
+
+
+def owners_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> dict[str, int] | None:
+    """Return the rank of each streamed expert by the stores at the ranks' paths, by the name of the expert's block. The
+    keys are equal on all ranks, which call this together. None if the stores are not there, or do not have each expert
+    once: then the default owners apply, with which no such store can be opened."""
+    if config.ssd == "auto":
+        return None
+    manifest = read_manifest(config.ssd[0].path)
+    is_own = manifest is not None and _is_of(manifest.model, model)
+    blocks = {record.block for record in manifest.layout.records} if manifest is not None and is_own else set()
+    found = {name: of.num_experts for name, of in find_experts(model).items()}
+    own = {name: [number for number in range(num) if f"{name}.{number}" in blocks] for name, num in found.items()}
+    told = links.all_gather("the experts in each rank's store", json.dumps(own).encode())
+    by_rank = [
+        [f"{name}.{number}" for name, numbers in json.loads(of_rank).items() for number in numbers] for of_rank in told
+    ]
+    return owners_by_name(by_rank, (f"{name}.{number}" for name, num in found.items() for number in range(num)))
+
+
+def owners_by_name(by_rank: Iterable[Iterable[str]], experts: Iterable[str]) -> dict[str, int] | None:
+    """Return the rank of each of these ``experts`` by the names of blocks that the store of each rank has. None unless
+    each expert is in the store of one rank."""
+    wanted = set(experts)
+    pairs = [(name, rank) for rank, names in enumerate(by_rank) for name in names if name in wanted]
+    owners = dict(pairs)
+    return owners if len(pairs) == len(owners) == len(wanted) > 0 else None
 
 
 def _is_of(identity: ModelIdentity, model: nn.Module) -> bool:

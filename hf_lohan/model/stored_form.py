@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +77,32 @@ def stored_form(
     return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records, moment_dtype))
 
 
-def assign_shards(model_blocks: ModelBlocks, num_ranks: int) -> None:
+def assign_shards(model_blocks: ModelBlocks, num_ranks: int, owners: Mapping[str, int] | None = None) -> None:
     """Assign a shard of each block to each rank. Experts that are separate blocks are not cut. Each belongs to one
-    rank (`owned_experts`)."""
+    rank, by its block's name in ``owners``, or by default as in `owned_experts`."""
     for block in model_blocks.blocks:
         block.cut_for_ranks(num_ranks)
     for layer, experts in enumerate(model_blocks.experts.values()):
         for rank, owned in enumerate(owned_experts(len(experts), layer, num_ranks)):
             for block in experts[owned.start : owned.stop]:
-                block.give_to_rank(rank, num_ranks)
+                block.give_to_rank(owners[block.name] if owners else rank, num_ranks)
+
+
+def owners_of(model_blocks: ModelBlocks) -> dict[str, int]:
+    """Return the rank of each expert that belongs to one rank, by its block's name."""
+    return {block.name: block.owner for block in model_blocks.blocks if block.owner is not None}
+
+
+def experts_by_rank(experts: Sequence[Block], num_ranks: int) -> list[Sequence[int]]:
+    """Return the numbers of the experts of a layer that each rank owns, ascending."""
+    owned = [[number for number, block in enumerate(experts) if block.owner == rank] for rank in range(num_ranks)]
+    return [_as_range(numbers) for numbers in owned]
+
+
+def _as_range(numbers: list[int]) -> Sequence[int]:
+    """Return numbers that follow each other as a range, whose rows are a slice."""
+    between = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+    return between if len(between) == len(numbers) else numbers
 
 
 def common_blocks(blocks: Sequence[Block]) -> list[Block]:

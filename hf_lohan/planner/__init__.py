@@ -7,7 +7,15 @@ and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways
-from hf_lohan.planner.cuts import cut_for_ranks, cut_units, owned_experts, shared_segments, units_between
+from hf_lohan.planner.cuts import (
+    balanced_experts,
+    cut_for_ranks,
+    cut_units,
+    most_rows,
+    owned_experts,
+    shared_segments,
+    units_between,
+)
 from hf_lohan.planner.fitting import fits_without_offloading, stock_training_fit
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
 from hf_lohan.planner.hardware_profile import (
@@ -105,6 +113,7 @@ __all__ = [
     "TrainingSetup",
     "TriedWay",
     "all_ways",
+    "balanced_experts",
     "choose_resident_records",
     "choose_solver",
     "cut_for_ranks",
@@ -113,6 +122,7 @@ __all__ = [
     "fastest_way",
     "fits_without_offloading",
     "forecast",
+    "most_rows",
     "one_more_ssd",
     "owned_experts",
     "plan_offload",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 _EVEN_PARTS = 16
 """Ranks have about equally many rows if the most loaded one has at most 1 + 1 / `_EVEN_PARTS` of the mean."""
@@ -107,6 +107,53 @@ def owned_experts(num_experts: int, layer: int, num_ranks: int) -> list[range]:
     edges = [-(-part * num_experts // num_ranks) for part in range(num_ranks + 1)]
     ranges = [range(first, last) for first, last in pairwise(edges)]
     return [ranges[(rank - layer) % num_ranks] for rank in range(num_ranks)]
+
+
+def balanced_experts(counts: Sequence[Sequence[float]], num_ranks: int, num_local: int) -> list[list[list[int]]]:
+    """Return, for each layer and rank, the experts that the rank owns so that ranks have about equally many rows.
+
+    ``counts`` [layers][experts]: the rows of each expert. Experts go to nodes of ``num_local`` ranks first, and within
+    a node to its ranks, the expert with the most rows first, to the receiver with the fewest rows. Receivers have
+    equally many experts of a layer, within one. A layer whose ranges (`owned_experts`) are as even keeps them.
+    """
+    nodes = [range(first, first + num_local) for first in range(0, num_ranks, num_local)]
+    divided: list[list[list[int]]] = []
+    for layer, of_layer in enumerate(counts):
+        ranges = [list(own) for own in owned_experts(len(of_layer), layer, num_ranks)]
+        own: list[list[int]] = [[] for _ in range(num_ranks)]
+        turn = layer % len(nodes)  # what does not divide evenly goes to another node and rank in each layer
+        in_turn = nodes[turn:] + nodes[:turn]
+        of_nodes = _longest_first(of_layer, range(len(of_layer)), len(nodes))
+        for node, experts in zip(in_turn, of_nodes, strict=True):
+            ranks = [node[(layer + index) % num_local] for index in range(num_local)]
+            for rank, of_rank in zip(ranks, _longest_first(of_layer, experts, num_local), strict=True):
+                own[rank] = sorted(of_rank)
+        ways = [
+            (most_rows(of_layer, way), most_rows(of_layer, [[*chain(*way[of.start : of.stop])] for of in nodes]), way)
+            for way in (ranges, own)
+        ]
+        divided.append(min(ways, key=lambda way: way[:2])[2])
+    return divided
+
+
+def _longest_first(counts: Sequence[float], experts: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Divide experts into parts of equal size, within one, that have about equally many rows."""
+    least, num_larger = divmod(len(experts), num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    rows = [0.0] * num_parts
+    for expert in sorted(experts, key=lambda expert: (-counts[expert], expert)):
+        may_grow = num_larger > 0
+        open_parts = [part for part in range(num_parts) if len(parts[part]) < least + may_grow]
+        part = min(open_parts, key=lambda part: (rows[part], part))
+        num_larger -= len(parts[part]) == least
+        parts[part].append(expert)
+        rows[part] += counts[expert]
+    return parts
+
+
+def most_rows(counts: Sequence[float], owned: Sequence[Sequence[int]]) -> float:
+    """Return the rows of the rank that has the most in a layer. ``owned``: the experts of each rank."""
+    return max(sum(counts[expert] for expert in own) for own in owned)
 
 
 def shared_segments(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hf_lohan.planner.cuts import owned_experts
 from hf_lohan.planner.pool_plan import SizeClass
 
 
@@ -43,6 +44,8 @@ class ExpertsProfile:
     """Bytes that autograd saves for the experts' operations, if the experts are not streamed."""
     chances: tuple[float, ...] = ()
     """The measured share of tokens that choose each expert. If empty, all experts are equally likely."""
+    owners: tuple[int, ...] = ()
+    """The rank that owns each expert. If empty, ranks own ranges (`owned_experts`)."""
 
     def hits(self, num_micro_batches: int = 1) -> float:
         """Return the expected number of experts that at least one token of the micro-batches chooses."""
@@ -62,6 +65,12 @@ class ExpertsProfile:
             return 1 - math.prod(1 - self.chances[expert] for expert in experts)
         others = math.comb(self.num_experts - len(experts), self.num_chosen)
         return 1 - others / math.comb(self.num_experts, self.num_chosen)
+
+    def owned(self, layer: int, num_ranks: int) -> list[Sequence[int]]:
+        """Return the experts of each rank, ascending. ``layer``: the index among the layers with experts."""
+        if not self.owners:
+            return [*owned_experts(self.num_experts, layer, num_ranks)]
+        return [[e for e, owner in enumerate(self.owners) if owner == rank] for rank in range(num_ranks)]
 
     @property
     def hit_bytes(self) -> float:

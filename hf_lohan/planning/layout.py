@@ -315,7 +315,7 @@ class WholeBlocks:
         the device."""
         return 1 if memory_is_host else 2
 
-    def cut(self, form: StoredForm) -> StoredForm:
+    def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
         return form
 
     def may_stream_experts(self, config: OffloadConfig) -> bool:
@@ -359,8 +359,8 @@ class _Shards(WholeBlocks):
         one for rows that are sent to other nodes."""
         return 2 if self._ranks.num_nodes == 1 else 3
 
-    def cut(self, form: StoredForm) -> StoredForm:
-        assign_shards(form.model_blocks, self._ranks.num_ranks)
+    def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
+        assign_shards(form.model_blocks, self._ranks.num_ranks, owners if form.model_blocks.experts else None)
         return replace(form, records=records_of_rank(form.model_blocks.blocks, self._ranks.rank))
 
     def shape(self, block: Block) -> BlockShape:
@@ -432,11 +432,12 @@ def lay_out(
     memory_is_host: bool = False,
     rules: Rules | None = None,
     ranks: Ranks = SINGLE_RANK,
+    owners: Mapping[str, int] | None = None,
 ) -> OffloadLayout:
     """Lay out `model` (real or on meta) for training. `config` must be resolved. `working_dtype`, `rules`: see
     `discover_blocks`. The configuration chooses the default rules. `sums_gradients`: a step may sum a parameter's
     gradients of several backwards. `memory_is_host`: see `Device`. `ranks`: each rank has a shard of every block's
-    records. Raises DiscoveryError or BudgetError, and ValueError for a working dtype that cannot be trained."""
+    records. `owners`: see `assign_shards`. Raises DiscoveryError, BudgetError, ValueError for untrainable dtypes."""
     if config.solver == "migration" and ranks.num_ranks > 1:
         raise ValueError(
             f"solver: 'migration' plans the lanes of one rank, and this run has {ranks.num_ranks}; set solver to auto"
@@ -455,7 +456,7 @@ def lay_out(
     form = make_form()
     if streams_experts(model, form, config, ranks):
         form = make_form(streams_experts=True)
-    form = shards.cut(form)
+    form = shards.cut(form, owners)
     blocks = form.model_blocks.blocks
     sums_gradients = sums_gradients or shards.gradients_are_summed
     trained = [block.master for block in blocks if block.state_numel] or [form.master]

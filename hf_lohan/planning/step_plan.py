@@ -15,7 +15,7 @@ from torch import nn
 from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.config import AUTO, OffloadConfig, interval_s
-from hf_lohan.model import ModelBlocks, discover_blocks, with_rows
+from hf_lohan.model import ModelBlocks, discover_blocks, owners_of, with_rows
 from hf_lohan.model.block import ParamSlice
 from hf_lohan.planner import (
     INPUT,
@@ -43,6 +43,7 @@ from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.shared_rows import with_keys_of_other_ranks
 from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
+from hf_lohan.planning.tracing.profile import with_owners
 from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.threads import ThreadSettings, uninterrupted
 
@@ -237,7 +238,7 @@ def _plan_shape(
             profile = made_again(profile)
         if config.sequence_ranks > 1:
             profile = with_keys_of_other_ranks(profile, model, config.sequence_ranks)
-        profile = with_rows(profile, layout.model_blocks)
+        profile = with_owners(with_rows(profile, layout.model_blocks), layout.model_blocks)
         return _together(profile.routed(routing), shape.num_together)
 
     def planned(
@@ -303,6 +304,7 @@ def _plan_shape(
                 memory_is_host=hardware.device.shares_cpu,
                 rules=layout.rules,
                 ranks=layout.ranks,
+                owners=owners_of(layout.model_blocks) or None,
             )
         except BudgetError:
             return None

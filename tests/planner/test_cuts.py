@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.planner import BlockShape, SizeClass, cut_for_ranks, cut_units, shared_segments, units_between
+from hf_lohan.planner import (
+    BlockShape,
+    SizeClass,
+    balanced_experts,
+    cut_for_ranks,
+    cut_units,
+    most_rows,
+    owned_experts,
+    shared_segments,
+    units_between,
+)
 
 GRANULE = 16 * 1024
 numels = st.integers(1, 400)
@@ -175,3 +186,31 @@ def test_rows_even_out_within_nodes_as_far_as_one_more_move_can(
         ]
         is_even = 16 * loads[most] * num_local <= 17 * sum(loads.values())
         assert is_even or not any(max(1, least_rows) <= number < gap for number in left)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2), (4, 1), (6, 3)])
+@pytest.mark.parametrize("num_experts", [3, 8, 13, 64])
+def test_balanced_experts_are_divided_whole_and_evenly(num_ranks: int, num_local: int, num_experts: int) -> None:
+    random = Random(num_experts)
+    counts = [[int(1000 * random.paretovariate(1.2)) for _ in range(num_experts)] for _ in range(7)]
+    nodes = [range(first, first + num_local) for first in range(0, num_ranks, num_local)]
+    for layer, owned in enumerate(balanced_experts(counts, num_ranks, num_local)):
+        assert sorted(expert for own in owned for expert in own) == [*range(num_experts)]
+        assert all([*own] == sorted(own) for own in owned)
+        of_nodes = [sum(len(owned[rank]) for rank in node) for node in nodes]
+        assert max(map(len, owned)) - min(map(len, owned)) <= 1 and max(of_nodes) - min(of_nodes) <= 1
+        assert most_rows(counts[layer], owned) <= most_rows(counts[layer], owned_experts(num_experts, layer, num_ranks))
+
+
+def test_the_experts_with_the_most_rows_go_to_different_nodes_and_then_to_different_ranks() -> None:
+    (owned,) = balanced_experts([[8, 7, 6, 5, 4, 3, 2, 1]], 4, 2)
+    of_nodes = [{*owned[0], *owned[1]}, {*owned[2], *owned[3]}]
+    assert of_nodes == [{0, 3, 4, 7}, {1, 2, 5, 6}] and owned == [[0, 7], [3, 4], [1, 6], [2, 5]]
+    assert most_rows([8, 7, 6, 5, 4, 3, 2, 1], owned) == 9
+
+
+def test_even_rows_keep_their_ranges_and_layers_take_turns() -> None:
+    even = balanced_experts([[1] * 8] * 4, 4, 2)
+    assert even == [[[*own] for own in owned_experts(8, layer, 4)] for layer in range(4)]
+    of_three = balanced_experts([[5, 1, 1]] * 4, 4, 2)
+    assert len({next(rank for rank, own in enumerate(owned) if not own) for owned in of_three}) > 1

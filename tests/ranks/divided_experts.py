@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,13 +130,16 @@ def opened(
     dtype: torch.dtype = torch.float32,
     device: Device | None = None,
     recompute: bool = False,
+    owners: Mapping[str, int] | None = None,
     **settings: Any,
 ) -> Iterator[OffloadEngine]:
-    """Open the engine of one rank."""
+    """Open the engine of one rank. ``owners``: the rank of each expert, by its block's name."""
     with ONE_GENERATOR:
         model = make_model()
     config = resolved(folder / f"rank-{links.ranks.rank}", **{**SETTINGS, **settings})
-    layout = lay_out(model, config, working_dtype=dtype, hold_gradients=hold_gradients, ranks=links.ranks)
+    layout = lay_out(
+        model, config, working_dtype=dtype, hold_gradients=hold_gradients, ranks=links.ranks, owners=owners
+    )
     engine = open_engine(model, layout, config, device, links, compute_expert=compute_expert)
     stream_experts(engine.experts)
     if recompute:
@@ -228,6 +231,16 @@ def check_ranks(
     check_equal(trained, stock)
     assert sum(ours.sent_bytes for ours in trained), "no row was sent"
     return trained
+
+
+def scattered_owners(make_model: MakeModel, num_ranks: int) -> dict[str, int]:
+    """Return owners by which no rank has a range of experts, and the last rank has all of the first layer."""
+    found = find_experts(make_model()).items()
+    return {
+        f"{name}.{expert}": (3 * expert + layer) % num_ranks if layer else num_ranks - 1
+        for layer, (name, of) in enumerate(found)
+        for expert in range(of.num_experts)
+    }
 
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemoe"]

@@ -22,6 +22,7 @@ from divided_experts import (
     check_ranks,
     half_to_one,
     opened,
+    scattered_owners,
     train_rank,
     train_stock,
 )
@@ -53,6 +54,22 @@ def test_two_ranks_train_as_one_process(family: str, parallel: str, tmp_path: Pa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks_train_as_one_process(family: str, num_local: int, tmp_path: Path) -> None:
     check_ranks(4, tmp_path, partial(expert_model, family), num_local=num_local, expert_parallel="world")
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("balance", [False, 1])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (2, 1), (4, 2)])
+def test_any_rank_may_own_an_expert(num_ranks: int, num_local: int, balance: int, tmp_path: Path) -> None:
+    make_model = Chosen("mixtral", half_to_one)
+    check_ranks(
+        num_ranks,
+        tmp_path,
+        make_model,
+        num_local=num_local,
+        recompute=True,
+        owners=scattered_owners(make_model, num_ranks),
+        balance_experts=balance,
+    )
 
 
 @pytest.mark.parametrize("is_joint", [False, True])

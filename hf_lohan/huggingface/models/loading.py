@@ -55,7 +55,7 @@ from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import links_to_other_ranks, may_continue_other_ranks
-from hf_lohan.model import experts_as_stored, kept_in_float32
+from hf_lohan.model import experts_as_stored, kept_in_float32, owners_as_stored
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import return_freed_memory
@@ -285,6 +285,7 @@ def from_pretrained(
         memory_is_host=device.memory_is_host,
         rules=None if optimizer is None else make_optimizer_choice(optimizer).rules,
         ranks=links_to_other_ranks().ranks,
+        owners=owners_as_stored(skeleton, config, links_to_other_ranks()),
     )
     layout = lay_out_for_this(skeleton)
     # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from hf_lohan.planner.cuts import owned_experts, shared_segments
+from hf_lohan.planner.cuts import shared_segments
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ExpertsProfile, ModelProfile
 from hf_lohan.planner.offload_plan import ExpertPrediction, TrainingSetup
@@ -151,9 +151,9 @@ def row_traffic(model: ModelProfile, num_ranks: int, num_local: int | None = Non
         if not experts.num_tokens:
             continue
         row_bytes = block.input_bytes / experts.num_tokens
-        ranges = owned_experts(experts.num_experts, number, num_ranks)
+        owned = experts.owned(number, num_ranks)
         receivers = [
-            list(chain.from_iterable(ranges[first : first + at_once])) for first in range(0, num_ranks, at_once)
+            list(chain.from_iterable(owned[first : first + at_once])) for first in range(0, num_ranks, at_once)
         ]
         share = 1 - at_once / num_ranks  # the mean over all senders of what goes to other receivers
         reached = math.fsum(map(experts.chance_to_reach, receivers))
@@ -170,7 +170,7 @@ def most_loaded(
     for this rank. ``layer``: the index among the layers with experts. With ``least_rows`` the ranks of nodes of
     ``num_local`` ranks balance their rows, by segments of at least this many rows."""
     chances = experts.chances or (experts.num_chosen / experts.num_experts,) * experts.num_experts
-    owned = owned_experts(len(chances), layer, num_ranks)
+    owned = experts.owned(layer, num_ranks)
     loads = [num_ranks * math.fsum(chances[expert] for expert in own) for own in owned]
     if least_rows:
         rows = [round(experts.num_tokens * chance) for chance in chances]

@@ -221,3 +221,18 @@ def _experts_profile(
         num_tokens=traced.experts.num_tokens if traced.experts else 0,
         inner_bytes=traced.experts.inner_bytes if traced.experts else 0,
     )
+
+
+def with_owners(profile: ModelProfile, blocks: ModelBlocks) -> ModelProfile:
+    """Return the profile with the ranks that own the experts of each layer. Traces are kept without them."""
+    owners = {
+        of[0].name: tuple(block.owner for block in of if block.owner is not None) for of in blocks.experts.values()
+    }
+
+    def owned(block: BlockProfile) -> BlockProfile:
+        if block.experts is None:
+            return block
+        of_layer = next((of for name, of in owners.items() if name.startswith(f"{block.name}.")), ())
+        return replace(block, experts=replace(block.experts, owners=of_layer))
+
+    return replace(profile, blocks=tuple(map(owned, profile.blocks)))
