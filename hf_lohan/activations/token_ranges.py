@@ -148,6 +148,13 @@ class ChunkKeys:
         self._only_keys = False
         self.num_updates = 0
 
+    @property
+    def of_a_token(self) -> tuple[int, int]:
+        """The elements that a token has in all keys and values, and the bytes of an element. (0, 0) before the first
+        chunk."""
+        numel = sum(tensor.shape[1] * tensor.shape[3] for tensor in self._tensors)
+        return numel, max((tensor.itemsize for tensor in self._tensors), default=0)
+
     @contextlib.contextmanager
     def at(self, tokens: TokenRange, first_key: int, *, only_keys: bool = False) -> Iterator[None]:
         """Run a chunk in this context, which sees the keys from ``first_key`` on. ``only_keys``: end its forward as

@@ -356,7 +356,7 @@ def _length(planned: PlannedRun) -> Iterable[str]:
     if planned.config.sequence_ranks > 1:
         yield (
             f"{planned.config.sequence_ranks} ranks share each row of {row_tokens(planned)} tokens (sequence_ranks). "
-            "The plan counts the attention to all keys of a row, and holds them on each device with their gradients."
+            "The plan counts the attention to all keys of a row, which are in RAM (shared keys) and on each GPU."
         )
     positions = positions_exceeded(planned)
     if positions is not None:

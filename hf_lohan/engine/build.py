@@ -377,6 +377,7 @@ def build_plan(
         _routing_of(loaders.experts, layers.values()),
         longest_of_ranks=partial(longest_on_any_rank, tiers.links),
         must_fit=config.device_memory != AUTO,
+        covers_all=tiers.row_memory is not None,
     )
     return plan, activations
 

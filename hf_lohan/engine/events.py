@@ -66,10 +66,11 @@ class FollowedPlan:
         *,
         longest_of_ranks: Callable[[StepShape | None], StepShape | None] = lambda shape: shape,
         must_fit: bool = False,
+        covers_all: bool = False,
     ) -> None:
         """``longest_of_ranks`` returns, for the shape of this rank's batch, one that covers the batches of all ranks,
-        so that all ranks plan the same steps. ``must_fit``: `device_memory` has a size, so that each batch needs a plan
-        that covers it."""
+        so that all ranks plan the same steps. ``covers_all``: each batch needs a plan that covers it. ``must_fit``: it
+        does, because `device_memory` has a size."""
         self._events = events
         self.memory = planned_memory
         self._pipeline = pipeline
@@ -79,6 +80,7 @@ class FollowedPlan:
         self._routing = routing
         self._longest_of_ranks = longest_of_ranks
         self._must_fit = must_fit
+        self._covers_all = covers_all or must_fit
         self._is_first_forward = True
         """Whether the next training forward is the first of a step."""
         self._needs_plan = True
@@ -156,11 +158,11 @@ class FollowedPlan:
         self._planned_length = shape.sequence_length
 
     def _note_length(self, shape: StepShape) -> None:
-        """Ask for another plan if a batch is much longer than the planned one, or any longer if each must fit."""
+        """Ask for another plan if a batch is much longer than the planned one, or any longer if plans cover each."""
         num_tokens = shape.batch_size * shape.sequence_length
         self._step_tokens = max(self._step_tokens, num_tokens)
-        is_longer = num_tokens > (1 if self._must_fit else HEADROOM) * self._planned_tokens
-        is_longer |= self._must_fit and shape.sequence_length > self._planned_length
+        is_longer = num_tokens > (1 if self._covers_all else HEADROOM) * self._planned_tokens
+        is_longer |= self._covers_all and shape.sequence_length > self._planned_length
         if is_longer and self.memory.has_plan and not self._needs_plan:
             self._needs_plan = self._has_longer_batches = True
 

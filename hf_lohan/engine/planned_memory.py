@@ -86,12 +86,27 @@ class PlannedMemory:
         if not self._has_copies:
             self.layout = planned.layout
             self.allocate_copies()
+        self._make_room_for_keys(planned.layout)
         self.sizes = planned.activation_bytes
         self._num_chunks = max((layer.num_chunks for layer in planned.profile.layers), default=1)
         if self._mode in ("auto", "swap"):
             plan = planned.plan
             self._activations.set_windows(fetch_ahead=plan.fetch_ahead, layers_leaving=plan.layers_leaving)
             self.set_placements(plan.activations)
+
+    def _make_room_for_keys(self, layout: OffloadLayout) -> None:
+        """Leave RAM to the keys of longer rows that ranks share. No activation is swapped, because a forward begins."""
+        if (rows := self._tiers.row_memory) is None:
+            return
+        rows.expect(layout.shared_key_bytes * rows.links.ranks.num_ranks)
+        if layout.shared_key_bytes <= self.layout.shared_key_bytes:
+            return
+        self.layout, ram = layout, self._tiers.shared_ram
+        if self._staging is not None and self._staging.buffer_bytes > layout.activation_staging_bytes:
+            self._leave_ssd()
+            self._staging = None
+        if ram.num_bytes > layout.activation_ram_bytes:
+            ram.reallocate(layout.activation_ram_bytes)
 
     def allocate_copies(self) -> None:
         """Allocate the memory for copies of records, unless this was done. Called with the plan, or at the first use of
@@ -185,9 +200,7 @@ class PlannedMemory:
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:
-            if self._spill_files is not None:  # for shorter batches
-                self._activations.swapper.leave_ssd()
-                self._spill_files.close()
+            self._leave_ssd()  # that is for shorter batches
             self._spill_files = files = self._tiers.store.scratch([record], _SPILL_NAME)
         except CapacityError as error:
             self._do_without_ssd(f"there is no room to swap activations to the SSD: {error}")
@@ -202,6 +215,12 @@ class PlannedMemory:
         if hasher is not None:
             files.use_device(hasher)
         self._activations.swapper.use_ssd(files, self._staging, numel, hasher)
+
+    def _leave_ssd(self) -> None:
+        if self._spill_files is not None:
+            self._activations.swapper.leave_ssd()
+            self._spill_files.close()
+            self._spill_files = None
 
     def _do_without_ssd(self, reason: str) -> None:
         if self._must_fit:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import BufferPool, Device, HostStack
 from hf_lohan.engine.ranks import (
@@ -21,7 +22,7 @@ from hf_lohan.engine.ranks import (
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.hardware.gpu_direct import DirectIo, open_direct_io
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import DeviceTransport, Links, one_rank_at_a_time
+from hf_lohan.ranks import DeviceTransport, Links, RowLinks, one_rank_at_a_time
 from hf_lohan.store import RecordFiles, Store
 from hf_lohan.wording import format_bytes
 
@@ -54,6 +55,8 @@ class Tiers:
     """Sends weights between the devices of a node's ranks. None if they go through host memory."""
     direct: DirectIo | None = None
     """Moves device memory to and from the SSDs, past host memory. None if everything goes through host memory."""
+    row_memory: RowMemory | None = None
+    """Memory of the ranks that share rows (`sequence_ranks`). None if a rank has whole rows."""
 
     @property
     def pools(self) -> tuple[BufferPool, ...]:
@@ -154,6 +157,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             rank_memory,
             transport,
             direct,
+            RowMemory(RowLinks.of(links, config.sequence_ranks), device) if config.sequence_ranks > 1 else None,
         )
         cleanup.pop_all()
     _log_tiers(layout, tiers)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.activations import ChunkedHead, chunked_head_of, has_foreign_forward
-from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
@@ -71,7 +70,6 @@ from hf_lohan.planning import (
 )
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.planning.run_plan import CHUNKS_NAME
-from hf_lohan.ranks import RowLinks
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
 
@@ -277,11 +275,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     if not layout.model_blocks.experts:
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
-        memory = None
-        if config.sequence_ranks > 1:
-            memory = RowMemory(RowLinks.of(tiers.links, config.sequence_ranks), tiers.device)
         file = os.path.join(tiers.store.paths[0].path, CHUNKS_NAME)
-        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, memory), file)
+        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, tiers.row_memory), file)
         engine.commits.add_facts(
             functools.partial(_chunk_facts, weakref.ref(plan), {}),
             functools.partial(_resume_plan, weakref.ref(plan), weakref.ref(engine)),

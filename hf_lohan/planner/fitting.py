@@ -139,7 +139,10 @@ def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: Training
     """Return the room of RAM and drives."""
     ssd_bytes = ssd_limit_bytes(hardware, setup) - record_bytes(model, setup)
     return Room(
-        cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes - ram_copy_bytes(model, setup),
+        cpu_bytes=setup.cpu_memory_bytes
+        - setup.cpu_fixed_bytes
+        - setup.shared_key_bytes
+        - ram_copy_bytes(model, setup),
         ssd_bytes=ssd_bytes // setup.cluster.num_local - setup.spilled_gradient_bytes,
     )
 
@@ -174,7 +177,29 @@ def explain_refusal(
             f"all weights in each node; set cpu_memory to at least {_shown(setup.cpu_fixed_bytes + copy_bytes)}, or "
             "set backward of collectives to ssd or auto"
         )
+    if setup.shared_key_bytes:
+        copies_bytes = sum(record.num_bytes for record in setup.resident_records)
+        needed_bytes = setup.cpu_fixed_bytes + copy_bytes + copies_bytes + setup.shared_key_bytes
+        if needed_bytes > setup.cpu_memory_bytes:
+            return _refuse_shared_keys(model, setup, copies_bytes, needed_bytes)
     return _refuse_ssd(model, hardware, setup, least_swapped_bytes)
+
+
+def _refuse_shared_keys(model: ModelProfile, setup: TrainingSetup, copies_bytes: int, needed_bytes: int) -> str:
+    beside, advice = "", cpu_memory_advice(needed_bytes)
+    if needed_bytes - copies_bytes <= setup.cpu_memory_bytes:
+        beside = f" and {_shown(copies_bytes)} for the copies of records that the run already has"
+        advice = "let the longest rows come first, or set resident_records to none"
+    return (
+        f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small for the keys, values and their "
+        f"gradients of {model.batch_size} x {model.sequence_length * setup.sequence_ranks} tokens that "
+        f"{setup.sequence_ranks} ranks share (sequence_ranks), which take {_shown(setup.shared_key_bytes)} of each "
+        f"rank, beside {_shown(setup.cpu_fixed_bytes)} for the buffers{beside}; use shorter rows, or {advice}"
+    )
+
+
+def cpu_memory_advice(num_bytes: int) -> str:
+    return f"set cpu_memory to at least {num_bytes}"
 
 
 def _refuse_device(

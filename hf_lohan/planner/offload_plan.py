@@ -79,6 +79,10 @@ class TrainingSetup:
     """Bytes of the slots (`PoolPlan.gpu_pool_bytes`)."""
     cpu_fixed_bytes: int = 0
     """Bytes of the buffer pools (`PoolPlan.cpu_pool_bytes`)."""
+    sequence_ranks: int = 1
+    """Ranks that share each row. Profiles count the tokens of one of them."""
+    shared_key_bytes: int = 0
+    """Bytes of a rank's part of the RAM in which these ranks have keys, values and sums of their gradients."""
     ssd_capacity_bytes: int | None = None
     """Limit for bytes on the SSDs. None is their capacity."""
     activation_cpu_bytes: int | None = None
@@ -379,6 +383,11 @@ class OffloadPlan:
     @property
     def fits(self) -> bool:
         return self.refusal is None
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes of a rank's RAM that the plan uses."""
+        return sum(self.prediction.tier_bytes["cpu"].values()) // self.cluster.num_local
 
     def check(self) -> None:
         """Raise BudgetError if the plan does not fit."""

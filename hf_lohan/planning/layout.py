@@ -72,8 +72,7 @@ _RAM_SHARES_WITH_GRADIENTS = (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
 _LOGITS_SHARE = 16
 """Logits are computed in chunks if they take more than 1 / `_LOGITS_SHARE` of `gpu_memory` in float32."""
 _SMALL_LOGITS_BYTES = 64 << 20
-"""Logits of at most this size are never computed in chunks, which would change the order of a sum and save little
-memory."""
+"""Logits of at most this size are never computed in chunks, which would change sums and save little memory."""
 _WHOLE_LAYERS_SHARE = 2
 """Experts are loaded with their layers if two layers, and the gradients of all experts of one layer, take at most 1 /
 `_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
@@ -117,6 +116,8 @@ class OffloadLayout(StoredForm):
     """Bytes of host memory of a node that passes blocks to all its ranks."""
     lent_piece_bytes: int = 0
     """Bytes of one piece of a shard that a rank lends or borrows, if ranks load different blocks."""
+    shared_key_bytes: int = 0
+    """Bytes of a rank's part of the RAM for keys of shared rows (`with_shared_keys`)."""
     lent_expert_bytes: int = 0
     """Bytes of a place for an expert that ranks of a node lend each other; 0 if they lend none."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
@@ -166,8 +167,7 @@ class OffloadLayout(StoredForm):
     def exchange_bytes(self) -> int:
         """Bytes of RAM of each rank for blocks on their way, what is lent, payloads and its part of the copy."""
         shared_bytes = self.shared_weight_bytes // self.ranks.num_local + lent_bytes(self.ranks, self.lent_piece_bytes)
-        shared_bytes += lending_bytes(self.lent_expert_bytes)
-        return shared_bytes + self.weight_message_bytes + self.copy_cpu_bytes
+        return shared_bytes + lending_bytes(self.lent_expert_bytes) + self.weight_message_bytes + self.copy_cpu_bytes
 
     def with_collectives(self, way: Collectives) -> OffloadLayout:
         """Return this layout with this way to exchange weights and gradients. The RAM for it is taken from copies of

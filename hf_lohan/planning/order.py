@@ -1,9 +1,12 @@
-"""Decides the order of a step's micro-batches, and whether a model's numbers depend on this order."""
+"""Decides the order of a step's micro-batches, and whether a model's numbers depend on this order.
+
+A plan counts micro-batches that run together as one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +14,7 @@ from torch import nn
 from hf_lohan.compat.torch_private import has_gradient_hook
 from hf_lohan.config import OffloadConfig
 from hf_lohan.model.discovery import find_layers
+from hf_lohan.planner import BlockProfile, ModelProfile, SizeClass
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = ("drop", "jitter")
@@ -126,3 +130,41 @@ def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from _numbers(value)
         elif isinstance(value, int | float):
             yield name, float(value)
+
+
+def profile_together(one: ModelProfile, number: int) -> ModelProfile:
+    """Return the profile of ``number`` micro-batches that share the weights. FLOPs, moved bytes and activations of
+    layers count all of them. One computes while the inputs of the others wait between two layers. A head keeps the
+    activations of one at a time."""
+    if number == 1:
+        return one
+    waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)
+
+    def together(block: BlockProfile) -> BlockProfile:
+        is_layer = block.size_class is SizeClass.LAYER
+        of_each = (
+            "flops",
+            "input_bytes",
+            "moved_bytes",
+            "repeated_flops",
+            "repeated_bytes",
+            *(("saved_bytes",) if is_layer else ()),
+        )
+        return replace(
+            block,
+            **{name: number * getattr(block, name) for name in of_each},
+            working_bytes=waiting_bytes + block.working_bytes if block.working_bytes else 0,
+            operations=tuple(
+                replace(operation, flops=number * operation.flops, output_bytes=number * operation.output_bytes)
+                for operation in block.operations
+            ),
+            experts=block.experts and replace(block.experts, num_tokens=number * block.experts.num_tokens),
+            rows=block.rows
+            and replace(
+                block.rows,
+                loaded_bytes=number * block.rows.loaded_bytes,
+                read_bytes=number * block.rows.read_bytes,
+            ),
+        )
+
+    return replace(one, batch_size=number * one.batch_size, blocks=tuple(together(block) for block in one.blocks))

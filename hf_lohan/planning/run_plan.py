@@ -179,7 +179,8 @@ class RunPlan:
         """Plan a step with batches of this shape. All ranks call this together, while no other work makes the hardware
         look slow. The hardware is measured only for the first plan. After an error the run continues without a plan.
         ``layout``: the memory that the run has taken so far. ``may_run_together``: see `plan_step`. Raises BudgetError
-        on all ranks if `device_memory` has a size, and the step of a rank does not fit or cannot be planned."""
+        on all ranks if a step needs a plan, and that of a rank does not fit or cannot be planned. It needs one if
+        `device_memory` has a size, or for the RAM of ranks that share rows."""
         self._layout = layout or self._layout
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
         may_choose = self._layout.collectives is None and len(self._layout.open_ways) > 1
@@ -189,11 +190,9 @@ class RunPlan:
             planned = self._try_to_plan(shape, may_run_together, ways)
         if may_choose:
             planned = self._with_common_way(planned, shape, may_run_together)
-        if self._config.device_memory != AUTO:
-            self._refuse_what_does_not_fit(planned)
+        self._refuse_what_does_not_fit(planned)
         planned = self._with_common_chunks(planned, shape, may_run_together)
-        if self._config.device_memory != AUTO:
-            self._refuse_what_does_not_fit(planned)
+        self._refuse_what_does_not_fit(planned)
         if planned is None:
             return None
         self.now = planned
@@ -214,12 +213,26 @@ class RunPlan:
         return self.now
 
     def _refuse_what_does_not_fit(self, planned: PlannedStep | None) -> None:
-        own = self._failure if planned is None else planned.plan.refusal
+        if self._needs_plan is None:
+            return
+        own: str | None = self._failure
+        if planned is not None:
+            is_refused = self._config.device_memory != AUTO or planned.lacks_ram
+            own = planned.plan.refusal if is_refused else None
         problems = [text.decode() for text in self._links.all_gather("whether the step fits", (own or "").encode())]
         for rank, problem in enumerate(problems):
             if problem:
                 where = f"on rank {rank}, " if len(problems) > 1 else ""
                 raise BudgetError(f"{where}{problem}")
+
+    @property
+    def _needs_plan(self) -> str | None:
+        """Why a step needs a plan, and how to do without. None if it does not."""
+        if self._config.device_memory != AUTO:
+            return "device_memory has a size, but this step cannot be planned: {}; set it to auto"
+        if self._config.sequence_ranks > 1:
+            return "sequence_ranks shares RAM by the plan, but this step cannot be planned: {}; leave it out"
+        return None
 
     def _ways_that_fit_all_ranks(self) -> list[Collectives] | None:
         """Return the ways to exchange weights and gradients for which every rank has the RAM; None if all ranks have
@@ -292,7 +305,7 @@ class RunPlan:
                     chunk_tokens=self.chunk_tokens,
                 )
         except Exception as error:  # the model may not be traceable, or a drive not measurable
-            self._failure = f"device_memory has a size, but this step cannot be planned: {error}; set it to auto"
+            self._failure = (self._needs_plan or "{}").format(error)
             what = "this run has no plan, and recomputes its activations"
             logger.warning("%s: %s", what if now is None else "the plan stays, because the new batch has none", error)
             return None

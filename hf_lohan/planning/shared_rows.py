@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
+from hf_lohan.activations.layer_runs import row_memory_bytes
 from hf_lohan.activations.token_ranges import RowPieces
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planning.layout import OffloadLayout
 
 
 def tokens_of_rank(sequence_length: int, sequence_ranks: int) -> int:
@@ -19,24 +20,55 @@ def tokens_of_rank(sequence_length: int, sequence_ranks: int) -> int:
 
 
 def key_numel(config: Any) -> int:
-    """Return the elements of a token's keys and values in one layer. For models that expand compressed keys it is the
-    expanded ones, which are what ranks share."""
+    """Return the elements of a token's keys and values in one layer by a model's config, or 0 if it does not say it. A
+    trace in chunks knows better (`TracedModel.keys`), but not all layers can be traced, such as mixtures in float32."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    num_heads = int(text.num_attention_heads)
-    expanded = [getattr(text, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    if all(isinstance(size, int) for size in expanded):
-        return num_heads * sum(int(size) for size in expanded if size is not None)
-    head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // num_heads
-    return 2 * int(getattr(text, "num_key_value_heads", None) or num_heads) * int(head_dim)
+    try:
+        num_heads = int(text.num_attention_heads)
+        head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // num_heads
+        return 2 * int(getattr(text, "num_key_value_heads", None) or num_heads) * int(head_dim)
+    except (AttributeError, TypeError):  # it has no such sizes, or those of its layers differ
+        return 0
 
 
-def with_keys_of_other_ranks(profile: ModelProfile, model: nn.Module, sequence_ranks: int) -> ModelProfile:
+def shared_key_bytes(
+    profile: ModelProfile, keys: tuple[int, int], sequence_ranks: int, chunk_tokens: int | None = None
+) -> int:
+    """Return a rank's part of the RAM in which the ranks of a row have keys, values and sums of their gradients
+    (`RowMemory`). It is enough for all batches with at most the tokens, and at most the length, of those of
+    ``profile``, which counts the rank's own tokens. With ``chunk_tokens``, more tokens than a chunk are in RAM only if
+    they are of one row. ``keys``: a token's elements in the keys and values of a layer, and the bytes of an element."""
+    num_tokens = profile.batch_size * profile.sequence_length
+    at_once = num_tokens if chunk_tokens is None else max(profile.sequence_length, min(num_tokens, chunk_tokens))
+    key_numel, itemsize = keys
+    return -(-row_memory_bytes(sequence_ranks * at_once * key_numel, itemsize, sequence_ranks) // sequence_ranks)
+
+
+def with_shared_keys(layout: OffloadLayout, num_bytes: int) -> OffloadLayout:
+    """Return the layout with at least this RAM for keys of shared rows. It is taken from copies of records first, and
+    then from activations, but not from copies that a run has made. If both have too little, the plan of the layout does
+    not fit."""
+    more_bytes = max(0, num_bytes - layout.shared_key_bytes)
+    free_bytes = layout.record_bytes - (layout.resident_bytes if layout.is_split else 0)
+    of_records = min(more_bytes, free_bytes)
+    return replace(
+        layout,
+        shared_key_bytes=layout.shared_key_bytes + more_bytes,
+        record_bytes=layout.record_bytes - of_records,
+        activation_bytes=max(0, layout.activation_bytes - (more_bytes - of_records)),
+    )
+
+
+def with_keys_of_other_ranks(
+    profile: ModelProfile, keys: tuple[int, int], sequence_ranks: int, *, in_ram: bool = False
+) -> ModelProfile:
     """Return the profile of a rank whose queries see keys of all ranks. ``profile`` counts the rank's own tokens. A
-    layer then holds the keys and values of whole rows and their float32 sums, and a query sees ``sequence_ranks`` times
-    as many keys. Attention in a window is overestimated, because it does not grow with the row."""
+    layer then holds the keys and values of whole rows and their float32 sums, unless it uses those ``in_ram``, and a
+    query sees ``sequence_ranks`` times as many keys. Attention in a window is overestimated, because it does not grow
+    with the row. ``keys``: see `shared_key_bytes`."""
     tokens = profile.batch_size * profile.sequence_length * sequence_ranks
-    numel = tokens * key_numel(getattr(model, "config", None))
-    held_bytes = numel * (profile.param_itemsize + torch.float32.itemsize)
+    key_numel, itemsize = keys
+    held_bytes = 0 if in_ram else tokens * key_numel * (itemsize + torch.float32.itemsize)
 
     def of_rank(block: BlockProfile) -> BlockProfile:
         if block.size_class is not SizeClass.LAYER or not block.flops:

@@ -20,7 +20,6 @@ from hf_lohan.model.block import ParamSlice
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
-    BlockProfile,
     BudgetError,
     Cluster,
     Collectives,
@@ -36,11 +35,12 @@ from hf_lohan.planner import (
     plan_offload,
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
-from hf_lohan.planner.fitting import device_memory_advice, room_to_hold_bytes
+from hf_lohan.planner.fitting import cpu_memory_advice, device_memory_advice, room_to_hold_bytes
 from hf_lohan.planner.lifetimes import StepLifetimes, Weight, step_lifetimes
 from hf_lohan.planning.chunk_choice import ChunkChoice, made_again
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
-from hf_lohan.planning.shared_rows import with_keys_of_other_ranks
+from hf_lohan.planning.order import profile_together
+from hf_lohan.planning.shared_rows import key_numel, shared_key_bytes, with_keys_of_other_ranks, with_shared_keys
 from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.profile import with_owners
@@ -80,6 +80,11 @@ class PlannedStep:
     hardware: HardwareProfile
     setup: TrainingSetup
     plan: OffloadPlan
+
+    @property
+    def lacks_ram(self) -> bool:
+        """Whether a step has no room in `cpu_memory` for what must be there."""
+        return self.plan.cpu_bytes > self.setup.cpu_memory_bytes
 
     @property
     def activation_bytes(self) -> dict[str, dict[str, int]]:
@@ -177,6 +182,8 @@ def _by_best_solver(planned: PlannedStep, simulates: Literal["all", "own", "none
     return replace(planned, plan=best)
 
 
+_FEW_TOKENS = 4
+"""Every batch of ranks that share rows has at least this number of tokens in a row."""
 WORTH_RUNNING_TOGETHER = 1.05
 """Micro-batches run together if one after the other takes at least this number of times longer."""
 TURN_S = 3e-4
@@ -211,11 +218,16 @@ def _plan_shape(
     """Plan a step whose micro-batches run in the order of ``shape``. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
 
-    def trace(chunked_loss: ChunkedLoss | None, chunk_tokens: int | None = None) -> TracedModel:
+    def trace(
+        chunked_loss: ChunkedLoss | None,
+        chunk_tokens: int | None = None,
+        batch_size: int = shape.batch_size,
+        sequence_length: int = shape.sequence_length,
+    ) -> TracedModel:
         return trace_blocks(
             model,
-            batch_size=shape.batch_size,
-            sequence_length=shape.sequence_length,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
             device=device,
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
@@ -231,19 +243,33 @@ def _plan_shape(
             device_bytes = min(device_bytes, config.device_memory)
         in_memory = fits_without_offloading(trace(None).profile, device_bytes)
 
+    keys = (0, 0)
+    if config.sequence_ranks > 1 and chunks is not None:  # a few tokens show what each has
+        few = trace(chunked_loss, _FEW_TOKENS // 2, batch_size=1, sequence_length=_FEW_TOKENS)
+        keys = few.keys if any(few.keys) else (key_numel(getattr(model, "config", None)), few.profile.param_itemsize)
+
     @functools.cache
     def profile_of(chunk_tokens: int | None) -> ModelProfile:
         profile = trace(chunked_loss, chunk_tokens).profile
         if config.activations == "keep":
             profile = made_again(profile)
         if config.sequence_ranks > 1:
-            profile = with_keys_of_other_ranks(profile, model, config.sequence_ranks)
+            in_ram = hardware.device.shares_cpu  # the device uses the keys where the ranks share them
+            profile = with_keys_of_other_ranks(profile, keys, config.sequence_ranks, in_ram=in_ram)
         profile = with_owners(with_rows(profile, layout.model_blocks), layout.model_blocks)
-        return _together(profile.routed(routing), shape.num_together)
+        return profile_together(profile.routed(routing), shape.num_together)
 
     def planned(
-        profile: ModelProfile, layout: OffloadLayout, config: OffloadConfig, durability: Durability
+        profile: ModelProfile,
+        layout: OffloadLayout,
+        config: OffloadConfig,
+        durability: Durability,
+        chunk_tokens: int | None,
     ) -> PlannedStep:
+        if config.sequence_ranks > 1:
+            keys_bytes = shared_key_bytes(profile, keys, config.sequence_ranks, chunk_tokens)
+            layout = with_shared_keys(layout, keys_bytes)
+
         def plan_split(split: OffloadLayout) -> PlannedStep:
             setup = training_setup(config, split, shape, durability)
             plan = plan_offload(profile, hardware, setup)
@@ -265,9 +291,9 @@ def _plan_shape(
     @functools.cache
     def planned_in(chunk_tokens: int | None) -> PlannedStep:
         profile = profile_of(chunk_tokens)
-        found = planned(profile, layout, config, asked)
+        found = planned(profile, layout, config, asked, chunk_tokens)
         if not found.plan.fits and durability is None and config.durability == "auto":
-            one_version = planned(profile, layout, config, "checkpoint")
+            one_version = planned(profile, layout, config, "checkpoint", chunk_tokens)
             found = one_version if one_version.plan.fits else found
         is_cut = any(layer.num_chunks > 1 for layer in profile.layers)
         return replace(found, plan=replace(found.plan, chunk_tokens=chunk_tokens if is_cut else None))
@@ -308,17 +334,24 @@ def _plan_shape(
             )
         except BudgetError:
             return None
-        return planned(found.profile, other_layout, other, asked).plan
+        return planned(found.profile, other_layout, other, asked, chunk_tokens).plan
 
     refusal = found.plan.refusal
     if refusal is not None and advice is not None:
         refusal = f"{refusal}, or {advice}"
     if refusal is not None and config.device_memory != AUTO and found.plan.least_device_bytes > config.device_memory:
-        least_bytes = _least_device_memory(config, planned_with, found.plan.least_device_bytes)
+        least_bytes = _least_bytes(
+            found.plan, lambda size: planned_with(config.with_device_memory(size)), lambda plan: plan.least_device_bytes
+        )
         refusal = refusal.replace(
             device_memory_advice(found.plan.least_device_bytes), device_memory_advice(least_bytes)
         )
-    if refusal is not None and config.prefetch_blocks != 1:
+    if refusal is not None and found.lacks_ram and config.sequence_ranks > 1:
+        least_bytes = _least_bytes(
+            found.plan, lambda size: planned_with(replace(config, cpu_memory=size)), lambda plan: plan.cpu_bytes
+        )
+        refusal = refusal.replace(cpu_memory_advice(found.plan.cpu_bytes), cpu_memory_advice(least_bytes))
+    if refusal is not None and config.prefetch_blocks != 1 and not found.lacks_ram:
         with_fewer_slots = planned_with(replace(config, prefetch_blocks=1))
         if with_fewer_slots is not None and with_fewer_slots.fits:
             refusal = f"{refusal}, or set prefetch_blocks to 1"
@@ -327,19 +360,22 @@ def _plan_shape(
     return replace(found, plan=replace(found.plan, refusal=refusal))
 
 
-_MOST_SIZES_TRIED = 4
+_MOST_SIZES_TRIED = 8
 
 
-def _least_device_memory(
-    config: OffloadConfig, planned_with: Callable[[OffloadConfig], OffloadPlan | None], least_bytes: int
+def _least_bytes(
+    plan: OffloadPlan,
+    planned_with: Callable[[int], OffloadPlan | None],
+    needed_bytes: Callable[[OffloadPlan], int],
 ) -> int:
-    """Return a `device_memory` that is enough. With more memory a run has more slots, so `least_bytes`, which is enough
-    with the present slots, may not be."""
+    """Return a budget that is enough. With more memory a run has more slots or larger buffers, so what is enough with
+    those of ``plan`` may not be."""
+    least_bytes = needed_bytes(plan)
     for _ in range(_MOST_SIZES_TRIED):
-        larger = planned_with(config.with_device_memory(least_bytes))
-        if larger is None or larger.least_device_bytes <= least_bytes:
+        larger = planned_with(least_bytes)
+        if larger is None or needed_bytes(larger) <= least_bytes:
             break
-        least_bytes = larger.least_device_bytes
+        least_bytes = needed_bytes(larger)
     return least_bytes
 
 
@@ -361,44 +397,6 @@ def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
         for planned, step in zip(found, steps, strict=True)
         if step.step_s <= fast_s and step.ssd_write_bytes_per_step <= few_bytes
     )
-
-
-def _together(one: ModelProfile, number: int) -> ModelProfile:
-    """Return the profile of ``number`` micro-batches that share the weights. FLOPs, moved bytes and activations of
-    layers count all of them. One computes while the inputs of the others wait between two layers. A head keeps the
-    activations of one at a time."""
-    if number == 1:
-        return one
-    waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)
-
-    def together(block: BlockProfile) -> BlockProfile:
-        is_layer = block.size_class is SizeClass.LAYER
-        of_each = (
-            "flops",
-            "input_bytes",
-            "moved_bytes",
-            "repeated_flops",
-            "repeated_bytes",
-            *(("saved_bytes",) if is_layer else ()),
-        )
-        return replace(
-            block,
-            **{name: number * getattr(block, name) for name in of_each},
-            working_bytes=waiting_bytes + block.working_bytes if block.working_bytes else 0,
-            operations=tuple(
-                replace(operation, flops=number * operation.flops, output_bytes=number * operation.output_bytes)
-                for operation in block.operations
-            ),
-            experts=block.experts and replace(block.experts, num_tokens=number * block.experts.num_tokens),
-            rows=block.rows
-            and replace(
-                block.rows,
-                loaded_bytes=number * block.rows.loaded_bytes,
-                read_bytes=number * block.rows.read_bytes,
-            ),
-        )
-
-    return replace(one, batch_size=number * one.batch_size, blocks=tuple(together(block) for block in one.blocks))
 
 
 def lifetimes_of_step(
@@ -492,6 +490,8 @@ def training_setup(
         pools=pools,
         gpu_fixed_bytes=pools.gpu_pool_bytes,
         cpu_fixed_bytes=pools.cpu_pool_bytes + layout.exchange_bytes - layout.copy_cpu_bytes,
+        sequence_ranks=config.sequence_ranks,
+        shared_key_bytes=layout.shared_key_bytes,
         ssd_capacity_bytes=sum(known) if len(known) == len(capacities) else None,
         activation_cpu_bytes=layout.activation_ram_bytes,
         records=layout.records_of_a_step,

@@ -208,6 +208,7 @@ class RunRecord:
             **device_memory(engine, self._plan),
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
+            **({"peak_shared_key_bytes": keys.peak_bytes} if (keys := tiers.row_memory) is not None else {}),
             **tiers.codecs.figures(),
             **({"embedding_rows_bytes": rows.num_bytes} if (rows := engine.embedding_rows) is not None else {}),
             **({"expert_rows": asdict(of_experts)} if (of_experts := engine.rows_by_rank()) is not None else {}),

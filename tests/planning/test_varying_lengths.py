@@ -1,5 +1,5 @@
 """A batch that is much longer than the planned one gets a plan, and memory for its activations, before its forward. One
-that needs more than `device_memory` ends the run before its forward.
+that needs more than `device_memory`, or whose shared keys need more than `cpu_memory`, ends the run before its forward.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import pytest
 import torch
 from engines import ONE_GENERATOR
 
+from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.huggingface.attachment import enable_recompute
+from hf_lohan.huggingface.attention import run_layers_in_chunks
+from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, HardwareProfile
 from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out
@@ -49,6 +52,9 @@ class Run:
     memory: list[tuple[int, int, int]] = field(default_factory=list)
     """After each step the RAM for activations, the bytes on the SSD since the start, and the swapped bytes since the
     start."""
+    keys: list[tuple[int, int, int]] = field(default_factory=list)
+    """After each step of ranks that share rows, the planned bytes of RAM for keys, the largest number of bytes so far,
+    and all bytes of RAM of this rank."""
     planned: list[StepShape] = field(default_factory=list)
     """Shapes of the batches for which a plan was asked."""
     num_measured: int = 0
@@ -65,6 +71,7 @@ def run_lengths(
     folder: Path,
     links: Links | None = None,
     *,
+    batch_size: int = 2,
     after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
     **settings: Any,
 ) -> Run:
@@ -101,6 +108,9 @@ def run_lengths(
     )
     engine = OffloadEngine(model, layout, tiers, config, events)
     enable_recompute(model, engine)
+    if tiers.row_memory is not None:
+        layers = {layer: name for name, layer in model.named_modules() if layer in layout.model_blocks.layers}
+        plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, tiers.row_memory))
     try:
         optimizer = OffloadAdamW(model.parameters(), engine=engine)
         for seed, step in enumerate(steps):
@@ -108,7 +118,8 @@ def run_lengths(
                 engine.announce_backward(is_final=number == len(step) - 1)
                 begun.clear()
                 try:
-                    loss = model(**tiny_batch(seed=seed + 100 * number, sequence_length=length)).loss
+                    batch = tiny_batch(seed=seed + 100 * number, batch_size=batch_size, sequence_length=length)
+                    loss = loss_of(model, batch, tiers.row_memory)
                 except BudgetError as error:
                     run.error, run.num_begun = str(error), len(begun)
                     run.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
@@ -120,11 +131,35 @@ def run_lengths(
             after_step(engine, seed)
             swapper = engine.activations.swapper
             run.memory.append((tiers.shared_ram.num_bytes, swapper.spilled_bytes, swapper.swapped_bytes))
+            if tiers.row_memory is not None and plan.plan is not None:
+                keys_bytes = tiers.row_memory.peak_bytes
+                planned_bytes = plan.plan.prediction.tier_bytes["cpu"]["shared_keys"]
+                run.keys.append((planned_bytes, keys_bytes, taken_bytes(engine) + keys_bytes // links.ranks.num_ranks))
         engine.wait_for_updates()
         run.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
         return run
     finally:
         engine.close()
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor], memory: RowMemory | None) -> torch.Tensor:
+    """Return the loss of a batch, or of this rank's part of it."""
+    if memory is None:
+        return model(**batch).loss  # type: ignore[no-any-return]
+    ranks = memory.links.ranks
+    own = cut_rows(batch, ranks.rank, ranks.num_ranks)
+    rows = own.pop(ROWS)
+    with sharing_rows(model, rows, own["shift_labels"]):
+        num_items = batch["labels"][:, 1:].numel()
+        return model(**own, num_items_in_batch=num_items).loss  # type: ignore[no-any-return]
+
+
+def taken_bytes(engine: OffloadEngine) -> int:
+    """Return the RAM that a rank has allocated, without that for keys."""
+    layout, staging = engine.planned_memory.layout, engine.planned_memory._staging
+    fixed_bytes = layout.plan.cpu_pool_bytes + layout.exchange_bytes + layout.resident_bytes
+    staging_bytes = staging.num_buffers * staging.buffer_bytes if staging is not None else 0
+    return fixed_bytes + staging_bytes + engine.tiers.shared_ram.num_bytes
 
 
 def test_a_longer_batch_is_planned_for(tmp_path: Path) -> None:
@@ -297,3 +332,84 @@ def test_a_step_that_cannot_be_planned_is_refused_with_a_device_memory(
     run = run_lengths([SHORT], tmp_path, device_memory=device_memory)
     assert ("this step cannot be planned: no trace; set it to auto" in run.error) == (device_memory != "auto")
     assert len(run.losses) == (device_memory == "auto")
+
+
+# The keys of rows that ranks share.
+
+
+def run_shared(lengths: Sequence[int], folder: Path, num_ranks: int = 2, **settings: Any) -> list[Run]:
+    """Return the runs of ranks that share all rows."""
+    asked = {"sequence_ranks": num_ranks, "cpu_memory": "8MiB", **settings}
+    return run_ranks(num_ranks, lambda links: run_lengths(lengths, folder, links, **asked))
+
+
+def keys_bytes(num_tokens: int, num_ranks: int) -> int:
+    """Return the bytes of two layers of keys and values of the tiny Llama, and of float32 sums on each rank."""
+    config = tiny_model("llama").config
+    numel = num_tokens * 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    return 2 * 4 * numel + num_ranks * 4 * numel
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_planned_ram_has_the_keys_of_shared_rows(num_ranks: int, tmp_path: Path) -> None:
+    lengths = [24, 120, 24, 126]
+    for run in run_shared(lengths, tmp_path, num_ranks):
+        # Whole rows of two batches, whose lengths the pieces of all ranks divide.
+        assert [own_shape.sequence_length * num_ranks for own_shape in run.planned] == [24, 120, 126]
+        longest = (24, 120, 120, 126)
+        for (planned_bytes, peak_bytes, _), length in zip(run.keys, longest, strict=True):
+            assert planned_bytes == peak_bytes == keys_bytes(2 * length, num_ranks)
+
+
+def test_a_row_that_ranks_cannot_halve_is_planned_with_a_token_more(tmp_path: Path) -> None:
+    ((planned_bytes, peak_bytes, _),) = run_shared([61], tmp_path)[0].keys
+    assert (planned_bytes, peak_bytes) == (keys_bytes(2 * 62, 2), keys_bytes(2 * 61, 2))
+
+
+@pytest.mark.parametrize(("length", "at_once"), [(120, 120), (40, 64), (16, 64)])
+def test_only_rows_that_chunks_see_together_have_keys_in_ram(length: int, at_once: int, tmp_path: Path) -> None:
+    """Batches have 4 rows. Chunks have 32 tokens, so that 64 tokens of whole rows may be in RAM together."""
+    ((planned_bytes, peak_bytes, _),) = run_shared([length], tmp_path, batch_size=4, chunked_layers=32)[0].keys
+    assert planned_bytes == keys_bytes(at_once, 2)
+    assert peak_bytes == keys_bytes(at_once if length != 40 else 40, 2)
+
+
+def test_keys_of_longer_rows_take_the_ram_of_activations(tmp_path: Path) -> None:
+    """Copies of records stay, activations go on to the SSD, and no number changes."""
+    lengths, settings = [SHORT, 4 * LONG, 4 * LONG, SHORT], {"cpu_memory": 4_000_000, "durability": "checkpoint"}
+    runs = run_shared(lengths, tmp_path / "shared", **settings)
+    roomy = run_shared(lengths, tmp_path / "roomy")
+    for run, other in zip(runs, roomy, strict=True):
+        assert run.losses == other.losses and len(run.losses) == 4
+        assert all(torch.equal(weight, other.weights[name]) for name, weight in run.weights.items())
+        now, first = run.plan.now, run.plan.first
+        assert now is not None and first is not None
+        assert now.layout.shared_key_bytes == keys_bytes(2 * 4 * LONG, 2) // 2
+        assert now.layout.activation_bytes < first.layout.activation_bytes
+        assert now.layout.resident_records == first.layout.resident_records != ()
+        assert all(in_all <= settings["cpu_memory"] for _, _, in_all in run.keys)
+        assert run.memory[0][1] == 0 < run.memory[1][1]
+
+
+def test_copies_that_a_run_has_made_stay_although_longer_rows_need_their_ram(tmp_path: Path) -> None:
+    settings = {"cpu_memory": 5_000_000, "durability": "checkpoint"}
+    for run in run_shared([SHORT, 4 * LONG], tmp_path / "short_first", **settings):
+        assert run.num_begun == 0 and len(run.losses) == 1
+        assert re.search(r"and \d+ bytes for the copies of records that the run already has", run.error), run.error
+        assert run.error.endswith("let the longest rows come first, or set resident_records to none")
+    for advised in ({"resident_records": "none"}, {}):
+        lengths = [SHORT, 4 * LONG] if advised else [4 * LONG, SHORT]
+        for run in run_shared(lengths, tmp_path / f"advised{len(advised)}", **settings, **advised):
+            assert run.error == "" and len(run.losses) == 2
+
+
+def test_keys_that_do_not_fit_cpu_memory_are_refused_before_their_forward(tmp_path: Path) -> None:
+    for run in run_shared([SHORT, 100 * LONG], tmp_path / "refused", cpu_memory="4MiB"):
+        assert run.num_begun == 0 and len(run.losses) == 1
+        assert f"gradients of 2 x {100 * LONG} tokens that 2 ranks share (sequence_ranks)" in run.error
+        assert f"which take {keys_bytes(2 * 100 * LONG, 2) // 2} bytes" in run.error
+    advised = re.search(r"use shorter rows, or set cpu_memory to at least (\d+)", run.error)
+    assert advised is not None
+    for num_bytes, fits in ((int(advised[1]), True), (int(advised[1]) - 4096, False)):
+        found = run_shared([100 * LONG], tmp_path / f"{fits}", cpu_memory=num_bytes)
+        assert [run.error == "" for run in found] == [fits, fits]

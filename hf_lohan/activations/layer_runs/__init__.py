@@ -4,6 +4,6 @@
 """
 
 from hf_lohan.activations.layer_runs.layer_run import LayerRun
-from hf_lohan.activations.layer_runs.shared_rows import RowMemory, RowsOfRanks, SharedRun
+from hf_lohan.activations.layer_runs.shared_rows import RowMemory, RowsOfRanks, SharedRun, row_memory_bytes
 
-__all__ = ["LayerRun", "RowMemory", "RowsOfRanks", "SharedRun"]
+__all__ = ["LayerRun", "RowMemory", "RowsOfRanks", "SharedRun", "row_memory_bytes"]

@@ -8,6 +8,7 @@ its own tokens in the order of ranks, and runs them back through the layer's key
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,9 @@ from hf_lohan.activations.layer_runs.layer_run import CutLayer, LayerInputs, Lay
 from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, RowPieces, TokenRange
 from hf_lohan.device import Device
 from hf_lohan.ranks import RowLinks
+from hf_lohan.wording import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _NUM_KEY_PLACES = 2
 """Places for keys and values, which are used in turn: a rank may write those of the next layer while another still
@@ -43,18 +47,31 @@ class RowsOfRanks:
         return SharedRun(layer, inputs, groups, self, has_frames=has_frames)
 
 
+def row_memory_bytes(numel: int, itemsize: int, num_ranks: int) -> int:
+    """Return the bytes of memory that the ranks of one row share, for keys and values of ``numel`` elements together,
+    of ``itemsize`` bytes each."""
+    return _NUM_KEY_PLACES * _aligned(numel * itemsize) + num_ranks * _aligned(numel * torch.float32.itemsize)
+
+
 class RowMemory:
     """Memory that the ranks of one row share. It has two places for keys and values, and sums of gradients of each
     rank. It grows when a layer needs more."""
 
     def __init__(self, links: RowLinks, device: Device) -> None:
         self.links = links
+        self.peak_bytes = 0
+        """Largest size so far, of all ranks together."""
+        self._planned_bytes: int | None = None
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._place_bytes = self._sum_bytes = 0
         """Size of a place, and of a rank's sums. They never shrink, because a rank may still read from a place of an
         earlier layer, which would begin elsewhere."""
         self._place = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Note the size that the plan counts. A larger one is only logged."""
+        self._planned_bytes = num_bytes
 
     def take(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Return keys and values of these shapes in the next place, and the float32 sums of each rank. All ranks of
@@ -65,8 +82,7 @@ class RowMemory:
         if place_bytes > self._place_bytes or sum_bytes > self._sum_bytes:
             self._place_bytes = max(place_bytes, self._place_bytes)
             self._sum_bytes = max(sum_bytes, self._sum_bytes)
-            num_bytes = _NUM_KEY_PLACES * self._place_bytes + num_ranks * self._sum_bytes
-            self._bytes = self.links.share_memory(num_bytes, "keys and values", self._device)
+            self._allocate(_NUM_KEY_PLACES * self._place_bytes + num_ranks * self._sum_bytes)
         first_sum = _NUM_KEY_PLACES * self._place_bytes
         start, self._place = self._place * self._place_bytes, (self._place + 1) % _NUM_KEY_PLACES
 
@@ -77,6 +93,20 @@ class RowMemory:
 
         sums = [split(first_sum + rank * self._sum_bytes, torch.float32) for rank in range(num_ranks)]
         return split(start, dtype), sums
+
+    def _allocate(self, num_bytes: int) -> None:
+        # The plan counts one piece of memory, so all ranks give up the smaller one first.
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.links.barrier("the end of the smaller memory for keys and values")
+        self._bytes = self.links.share_memory(num_bytes, "keys and values", self._device)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+        if self._planned_bytes is not None and num_bytes > self._planned_bytes:
+            logger.warning(
+                "ranks that share rows take %s for keys, values and their gradients, and the plan counts %s, because "
+                "this model has larger keys than its config says",
+                format_bytes(num_bytes),
+                format_bytes(self._planned_bytes),
+            )
 
 
 def _aligned(num_bytes: int) -> int:

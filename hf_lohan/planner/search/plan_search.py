@@ -295,6 +295,7 @@ class _Search:
             "activations": in_ram,
             "gradients": max(0, gradients_in_ram - in_ram),  # gradients for which activations leave no room
             **({"weights": copy_bytes} if copy_bytes else {}),
+            **({"shared_keys": setup.shared_key_bytes} if setup.shared_key_bytes else {}),
         }
         return {
             "gpu": {

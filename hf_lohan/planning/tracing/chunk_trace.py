@@ -26,6 +26,8 @@ class LayersOnPaper:
     chunk_tokens: int
     reasons: list[str] = field(default_factory=list)
     """Why layers were traced whole; each completes "because each ..."."""
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    """Elements of a token's keys and values in traced layers, and the bytes of an element."""
 
     def tokens_of_norms(self) -> int | None:
         """Return the tokens of a chunk of norms behind the layers, or None if the layers run whole."""
@@ -47,7 +49,7 @@ class LayersOnPaper:
         def run(of_groups: Sequence[Sequence[TokenRange]]) -> LayerRun:
             return LayerRun(chunked, inputs, of_groups)
 
-        return lambda operations: _trace(operations, run, inputs, hidden, groups)
+        return lambda operations: _trace(operations, run, inputs, hidden, groups, self.keys)
 
 
 def _trace(
@@ -56,8 +58,9 @@ def _trace(
     inputs: LayerInputs,
     hidden: Tensor,
     groups: Sequence[Sequence[TokenRange]],
+    keys: list[tuple[int, int]],
 ) -> Any:
-    """Trace a layer's chunks for `OperationTrace.target`, and return its output."""
+    """Trace a layer's chunks for `OperationTrace.target`, and return its output. Adds to ``keys``."""
     trace, length = operations.target, hidden.shape[1]
     single = run([])
 
@@ -66,6 +69,8 @@ def _trace(
         cache = ChunkKeys(length) if tokens.stop - tokens.start < length else None
         with torch.no_grad():
             single.call(hidden[tokens.index], tokens, cache, only_keys=only_keys)
+        if cache is not None:
+            keys.append(cache.of_a_token)
         return operations.target
 
     try:

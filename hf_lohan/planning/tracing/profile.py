@@ -34,6 +34,9 @@ class TracedModel:
     """The fused attention with the most FLOPs; None without any."""
     whole_because: str | None = None
     """Why a layer that may run in chunks was traced whole; completes "because each ..."."""
+    keys: tuple[int, int] = (0, 0)
+    """The most elements of a token in the keys and values of a layer, and the bytes of an element. Known only of layers
+    that were traced in chunks of a row."""
 
 
 def trace_model(
@@ -108,6 +111,7 @@ def trace_model(
         matrix_shapes=_matrix_shapes(trace),
         attention=_largest_attention(trace),
         whole_because=reasons[0] if reasons else None,
+        keys=max(on_paper.keys, default=(0, 0)) if on_paper is not None else (0, 0),
     )
 
 

@@ -64,6 +64,19 @@ def test_ranks_equal_one_process(folder: Path, case: str) -> None:
     assert sum(int((change > 2e-5).sum()) for change in changes) <= 1
 
 
+@pytest.mark.parametrize(("case", "num_tokens"), [("plain", 510), ("packed", 2 * 510), ("seven_heads", 3 * 170)])
+def test_the_summary_has_the_planned_memory_of_shared_keys(folder: Path, case: str, num_tokens: int) -> None:
+    """Ranks have at most 255 or 170 tokens of rows of 509, so that a token more is planned."""
+    num_ranks = 3 if case == "seven_heads" else 2
+    files = folder / f"run-{case}-{num_ranks}" / "lohan"
+    plan, summary = (json.loads((files / f"{name}.json").read_text()) for name in ("plan", "summary"))
+    key_numel = 2 * 7 * 8 if case == "seven_heads" else 2 * 2 * 16
+    token_bytes = (2 * 4 + num_ranks * 4) * key_numel
+    assert plan["tier_bytes"]["cpu"]["shared_keys"] == num_tokens * token_bytes
+    num_rows = num_tokens // 510
+    assert summary["peak_shared_key_bytes"] == num_rows * 509 * token_bytes
+
+
 def test_evaluation_has_whole_rows(folder: Path) -> None:
     ours, theirs = (logged(folder, case, "eval_loss") for case in ("padded-2", "padded-1"))
     # Stock weights the losses of batches differently with several ranks.
