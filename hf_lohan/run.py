@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_target(options.target, is_module=options.module)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    from hf_lohan.huggingface.launch import join_other_ranks, offload_by_default
+    from hf_lohan.huggingface.launch import join_other_ranks
+    from hf_lohan.huggingface.unmodified_scripts import offload_by_default
 
     join_other_ranks()
     sys.argv = [options.target, *options.arguments]

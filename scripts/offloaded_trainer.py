@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_lohan.huggingface.launch import offload_by_default
+from hf_lohan.huggingface.unmodified_scripts import offload_by_default
 from hf_lohan.model import DiscoveryError
 from hf_lohan.model.discovery import find_layers
 

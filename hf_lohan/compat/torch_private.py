@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -256,6 +255,8 @@ def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float |
     if query.device.type != "cpu":
         if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, is_grouped)):
             with _disable_current_modes():  # within a dispatch mode this subclass cannot be made
+                from torch.nn.attention.bias import causal_lower_right  # imports torch.compile's machinery
+
                 mask = causal_lower_right(query.shape[2], key.shape[2])
             # Called by its own function, because in a trace torch takes subclasses of Tensor for plain tensors.
             sdpa, options = F.scaled_dot_product_attention, {"scale": scale, "enable_gqa": is_grouped}

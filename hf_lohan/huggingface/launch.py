@@ -1,27 +1,17 @@
-"""Offloads unmodified scripts. Replaces their Trainer and Accelerator by offloading ones, and runs accelerate's
-launcher."""
+"""Starts scripts and the command `lohan` in several processes, by accelerate's launcher (`lohan launch`)."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import logging
 import os
 import secrets
 import subprocess
-import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
-import accelerate
-import yaml
 from accelerate.utils import patch_environment
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from transformers import trainer as stock_module
 
 from hf_lohan.compat.accelerate_private import (
     default_config_file,
@@ -31,134 +21,9 @@ from hf_lohan.compat.accelerate_private import (
 )
 from hf_lohan.config import ALL_AUTO, OFFLOAD_VARIABLE, OffloadConfig, offload_of_environment
 from hf_lohan.device import num_gpus
-from hf_lohan.huggingface.accelerator import Accelerator
-from hf_lohan.huggingface.attachment import launched_with, num_offloaded
-from hf_lohan.huggingface.guards import check_precision
-from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
-from hf_lohan.huggingface.trainer.trl_models import initialize_before
 from hf_lohan.ranks.transport.rendezvous import SECRET_VARIABLE
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import times
-
-logger = logging.getLogger(__name__)
-
-_OUR_MODULES = ("hf_lohan.huggingface",)
-_TRAINER_MODULES = ("transformers", "transformers.trainer")
-_ACCELERATOR_MODULES = ("accelerate", "accelerate.accelerator")
-_LAUNCHER_MODULE = "accelerate.commands.launch"
-
-
-@contextlib.contextmanager
-def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
-    """In this context, `transformers.Trainer`, `accelerate.Accelerator` and all derived classes offload with these
-    settings. So do scripts that accelerate's launcher starts (as `trl sft` does). At the end, logs a warning if nothing
-    was offloaded and no error was raised.
-
-    Classes that are defined or imported in the context keep their offloading base. Other classes get their old base
-    back. `offload=` of a Trainer (None is the stock Trainer) and `lohan_plugin=` of an Accelerator have priority.
-    Trainer's own accelerator does not change.
-
-    Args: offload: anything that `OffloadConfig.load` takes. Raises ConfigError for invalid settings, before anything is
-        changed.
-    """
-    config = OffloadConfig.load(offload)
-    num_before = num_offloaded()
-    launcher = _OffloadingLauncher(config)
-    stock = stock_module.Trainer
-    offloading = _offloading_class(stock, config)
-    with launched_with(config), contextlib.ExitStack() as undo:
-        for name in (*_TRAINER_MODULES, *_OUR_MODULES):
-            _replace(undo, importlib.import_module(name), "Trainer", offloading)
-        accelerator = _offloading_accelerator(config)
-        for name in (*_ACCELERATOR_MODULES, *_OUR_MODULES):
-            _replace(undo, importlib.import_module(name), "Accelerator", accelerator)
-        for name in _OUR_MODULES:
-            _replace(undo, importlib.import_module(name), "OffloadTrainerMixin", _AlreadyMixedIn)
-        _replace(undo, importlib.import_module(_LAUNCHER_MODULE), "launch_command", launcher)
-        for derived in stock.__subclasses__():
-            if not issubclass(derived, OffloadTrainerMixin):
-                bases = tuple(offloading if base is stock else base for base in derived.__bases__)
-                # A derived class may already have the mixin, in an order that contradicts these bases.
-                with contextlib.suppress(TypeError):
-                    _replace(undo, derived, "__bases__", bases)
-        system_exit: SystemExit | None = None
-        try:
-            yield
-        except SystemExit as error:  # installed programs end with `sys.exit(main())`
-            system_exit = error
-        has_succeeded = system_exit is None or system_exit.code in (None, 0)
-        if has_succeeded and num_offloaded() == num_before and not launcher.has_launched:
-            logger.warning(
-                "nothing was offloaded, because no model was trained by transformers.Trainer or prepared by "
-                "accelerate.Accelerator; other training loops must use hf_lohan.Accelerator"
-            )
-        if system_exit is not None:
-            raise system_exit
-
-
-class _AlreadyMixedIn:
-    """Stands in for `OffloadTrainerMixin` if a base already has it, because Python cannot order a base that occurs
-    twice."""
-
-
-def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
-    class OffloadingTrainer(Trainer):
-        default_offload: ClassVar[OffloadConfig] = config
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-
-        def __init_subclass__(cls, **kwargs: Any) -> None:
-            super().__init_subclass__(**kwargs)
-            if cls.__module__.partition(".")[0] == "trl":
-                initialize_before(cls)
-
-    # Scripts inspect the arguments of `Trainer.__init__` to distinguish versions of transformers.
-    functools.update_wrapper(OffloadingTrainer.__init__, stock.__init__)
-    OffloadingTrainer.__name__ = OffloadingTrainer.__qualname__ = stock.__name__
-    OffloadingTrainer.__doc__ = stock.__doc__
-    return OffloadingTrainer
-
-
-def _offloading_accelerator(config: OffloadConfig) -> type[Accelerator]:
-    class OffloadingAccelerator(Accelerator):
-        default_offload: ClassVar[OffloadConfig] = config
-
-    stock = accelerate.Accelerator
-    functools.update_wrapper(OffloadingAccelerator.__init__, stock.__init__)
-    OffloadingAccelerator.__name__ = OffloadingAccelerator.__qualname__ = stock.__name__
-    OffloadingAccelerator.__doc__ = stock.__doc__
-    return OffloadingAccelerator
-
-
-class _OffloadingLauncher:
-    """Replaces accelerate's `launch_command` for programs that start a script with it, such as TRL's."""
-
-    def __init__(self, config: OffloadConfig) -> None:
-        self._config = config
-        self.has_launched = False
-        """Whether a script was started. The started script itself warns if nothing was offloaded."""
-
-    def __call__(self, options: Namespace) -> None:
-        """Run the script offloaded, in the number of processes that `lohan launch` would start. Raises ValueError for
-        options that do not allow it."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(
-                f"several processes run this program, and each would start {options.training_script}; start the "
-                "program as one process, and pass --num_processes to the program itself"
-            )
-        self.has_launched = True
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "lohan.yaml"
-            file.write_text(yaml.safe_dump(self._config.to_dict()), encoding="utf-8")
-            _run_through_us(options, ["--offload", str(file)])
-            with patch_environment(**_complete_options(options)):
-                launch_command(options)
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
 
 
 def launch_script(arguments: Sequence[str]) -> int:
@@ -166,11 +31,8 @@ def launch_script(arguments: Sequence[str]) -> int:
     Returns the script's exit status. Raises ValueError, before anything is started, for unsupported options. For
     unknown options argparse exits with status 2."""
     options = _parser().parse_args(arguments)
-    _run_offloaded(options)
-    variables = _complete_options(options)
     try:
-        with patch_environment(**variables):
-            launch_command(options)
+        launch_offloaded(options, _offload_options(options))
     except subprocess.CalledProcessError as error:  # the script has printed its own error
         return _shell_status(error.returncode)
     except ChildFailedError as error:
@@ -218,8 +80,8 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _run_offloaded(options: Namespace) -> None:
-    """Run the script through `hf_lohan.run`. Raises ValueError if the options do not allow it."""
+def _offload_options(options: Namespace) -> list[str]:
+    """Return the options for `hf_lohan.run`. Raises ValueError if there is no such script or no such configuration."""
     if not options.module and not Path(options.training_script).is_file():
         raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
     options.offload = options.offload or offload_of_environment(may_fit=False) or ALL_AUTO
@@ -227,10 +89,12 @@ def _run_offloaded(options: Namespace) -> None:
     is_default = options.offload == "lohan"
     offload = "lohan" if is_default else os.path.abspath(os.path.expanduser(options.offload))
     trace = ["--trace"] if options.trace else []
-    _run_through_us(options, ["--offload", offload, *trace])
+    return ["--offload", offload, *trace]
 
 
-def _run_through_us(options: Namespace, our_options: Sequence[str]) -> None:
+def launch_offloaded(options: Namespace, our_options: Sequence[str]) -> None:
+    """Run the script of these options of accelerate's launcher through `hf_lohan.run`, with ``our_options``. Raises
+    ValueError, before anything is started, if the options do not allow it, and the launcher's errors."""
     if options.no_python:
         raise ValueError(
             "--no_python starts a program that is not Python, and only Python can be offloaded; leave it out"
@@ -238,6 +102,8 @@ def _run_through_us(options: Namespace, our_options: Sequence[str]) -> None:
     target = ["-m", options.training_script] if options.module else [options.training_script]
     options.training_script_args = [*our_options, *target, *options.training_script_args]
     options.training_script, options.module = "hf_lohan.run", True
+    with patch_environment(**_complete_options(options)):
+        launch_command(options)
 
 
 def _complete_options(options: Namespace) -> dict[str, str]:
@@ -255,6 +121,8 @@ def _complete_options(options: Namespace) -> dict[str, str]:
             if getattr(options, name) is None:
                 setattr(options, name, value)
     if (precision := options.mixed_precision or getattr(defaults, "mixed_precision", None)) == "fp8":
+        from hf_lohan.huggingface.guards import check_precision  # imports transformers
+
         check_precision(precision)  # before accelerate asks for a package
     num_processes = options.num_processes or getattr(defaults, "num_processes", 1)
     num_machines = options.num_machines or getattr(defaults, "num_machines", 1) or 1

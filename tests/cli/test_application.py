@@ -147,8 +147,15 @@ def test_launch_help_shows_accelerates_options() -> None:
     assert "--num_processes" in result.stdout
 
 
-def test_importing_the_command_is_light() -> None:
-    code = "import sys, hf_lohan.cli; print({'torch', 'transformers', 'accelerate', 'yaml'} & set(sys.modules))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("hf_lohan.cli", {"torch", "transformers", "accelerate", "yaml"}),
+        ("hf_lohan.huggingface.launch", {"transformers", "peft", "datasets", "torch._dynamo", "hf_lohan.engine"}),
+    ],
+)
+def test_importing_the_command_is_light(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print({heavy} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
 

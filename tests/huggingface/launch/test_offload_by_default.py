@@ -16,7 +16,7 @@ from accelerate.commands import launch as accelerate_launch
 import hf_lohan
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.huggingface import engine_of, launch
-from hf_lohan.huggingface.launch import offload_by_default
+from hf_lohan.huggingface.unmodified_scripts import offload_by_default
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
