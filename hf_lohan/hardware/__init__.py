@@ -1,7 +1,7 @@
 """Measures drives, links, device, CPU and this process's memory, and examines the machine and its paths."""
 
 from hf_lohan.hardware.machine import AnonymousMemoryPeak, MachineFacts, anonymous_memory_bytes, examine_machine
-from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware
+from hf_lohan.hardware.measurement import MeasuringEffort, measure_computing, measure_hardware
 from hf_lohan.hardware.paths import PathFacts, examine_path
 from hf_lohan.hardware.profiles import cached_hardware, has_cached_hardware, read_hardware, write_hardware
 from hf_lohan.hardware.rates import AttentionShape, MatrixShape
@@ -18,6 +18,7 @@ __all__ = [
     "examine_machine",
     "examine_path",
     "has_cached_hardware",
+    "measure_computing",
     "measure_hardware",
     "read_hardware",
     "write_hardware",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from hf_lohan.hardware.rates import (
     measure_links,
 )
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
-from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
+from hf_lohan.planner import COMPUTING_RATES, CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.store import DATA_NAMES
 from hf_lohan.threads import set_compute_threads
 
@@ -93,17 +94,7 @@ def measure_hardware(
             budget_s=0.35 * budget_s,
         )
         links = measure_links(device, copy_bytes=effort.copy_bytes, budget_s=0.1 * budget_s)
-        flops_per_s = matmul_flops_per_s(
-            device, matrix_shapes, dtype, budget_s=0.25 * budget_s, max_bytes=effort.product_bytes
-        )
-        attended_flops_per_s = None
-        if attention is not None:
-            attended_flops_per_s = attention_flops_per_s(
-                device, attention, dtype, budget_s=0.05 * budget_s, max_bytes=effort.product_bytes
-            )
-        largest_numel = max(shape.num_rows * max(shape.inner, shape.num_columns) for shape in matrix_shapes)
-        added_numel = min(largest_numel, effort.activation_bytes // dtype.itemsize)
-        memory_bytes_per_s = elementwise_bytes_per_s(device, added_numel, dtype, budget_s=0.05 * budget_s)
+        computing = _computing_rates(device, matrix_shapes, dtype, attention, effort)
         hashed_bytes_per_s = checksum_bytes_per_s(num_threads=config.cpu_threads, budget_s=0.03 * budget_s)
         params_per_s = optimizer_params_per_s(
             device,
@@ -115,10 +106,8 @@ def measure_hardware(
     device.give_back_unused()  # a run allocates other sizes
     return HardwareProfile(
         device=DeviceProfile(
-            flops_per_s=_rounded(flops_per_s),
+            **computing,
             memory_bytes=device_memory_bytes,
-            attention_flops_per_s=None if attended_flops_per_s is None else _rounded(attended_flops_per_s),
-            memory_bytes_per_s=_rounded(memory_bytes_per_s),
             shares_cpu=device.shares_cores,
             grows_segments=device.grows_segments,
             name=device_name(device),
@@ -144,6 +133,47 @@ def measure_hardware(
         ssd_together_write_bytes_per_s=_rounded(together.write_bytes_per_s),
         ssd_mixed_bytes_per_s=_rounded(together.mixed_bytes_per_s),
     )
+
+
+def measure_computing(
+    profile: HardwareProfile,
+    config: OffloadConfig,
+    device: Device,
+    *,
+    matrix_shapes: Sequence[MatrixShape],
+    dtype: torch.dtype,
+    attention: AttentionShape | None = None,
+    effort: MeasuringEffort | None = None,
+) -> HardwareProfile:
+    """Return the profile with the rates at which the device computes products, attention and elementwise operations of
+    these shapes, with the threads that torch has. Other arguments are those of `measure_hardware`. Takes a third of
+    `effort.budget_s`. Raises ValueError for no shapes."""
+    effort = (effort or MeasuringEffort()).within(config)
+    computing = _computing_rates(device, matrix_shapes, dtype, attention, effort)
+    device.give_back_unused()
+    return replace(profile, device=replace(profile.device, **computing))
+
+
+def _computing_rates(
+    device: Device,
+    matrix_shapes: Sequence[MatrixShape],
+    dtype: torch.dtype,
+    attention: AttentionShape | None,
+    effort: MeasuringEffort,
+) -> dict[str, Any]:
+    """Measure the rates of a `DeviceProfile` that are named in `COMPUTING_RATES`."""
+    budget_s, most_bytes = effort.budget_s, effort.product_bytes
+    flops_per_s = matmul_flops_per_s(device, matrix_shapes, dtype, budget_s=0.25 * budget_s, max_bytes=most_bytes)
+    attended_flops_per_s = None
+    if attention is not None:
+        attended_flops_per_s = attention_flops_per_s(
+            device, attention, dtype, budget_s=0.05 * budget_s, max_bytes=most_bytes
+        )
+    largest_numel = max(shape.num_rows * max(shape.inner, shape.num_columns) for shape in matrix_shapes)
+    added_numel = min(largest_numel, effort.activation_bytes // dtype.itemsize)
+    memory_bytes_per_s = elementwise_bytes_per_s(device, added_numel, dtype, budget_s=0.05 * budget_s)
+    rates = flops_per_s, attended_flops_per_s, memory_bytes_per_s
+    return {name: None if rate is None else _rounded(rate) for name, rate in zip(COMPUTING_RATES, rates, strict=True)}
 
 
 def _rounded(rate: float) -> float:

@@ -19,6 +19,7 @@ from hf_lohan.planner.cuts import (
 from hf_lohan.planner.fitting import fits_without_offloading, stock_training_fit
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
 from hf_lohan.planner.hardware_profile import (
+    COMPUTING_RATES,
     CpuProfile,
     DeviceProfile,
     HardwareProfile,
@@ -69,6 +70,7 @@ from hf_lohan.planner.search.solvers import choose_solver
 from hf_lohan.planner.simulation.simulated_step import MemoryCurve, SimulatedStep, simulate_step
 
 __all__ = [
+    "COMPUTING_RATES",
     "FETCH_AHEAD",
     "INPUT",
     "LAYERS_LEAVING",

@@ -40,6 +40,10 @@ class DeviceProfile:
         return (flops - attention_flops) / self.flops_per_s + attention_flops / self.attention_flops_per_s
 
 
+COMPUTING_RATES = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
+"""Fields of `DeviceProfile` that depend on the shapes of a batch."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SsdProfile:
     """One drive, or one path. A drive is simplex, which means that reading and writing share its time."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from hf_lohan.planner import HardwareProfile, forecast, with_changed
+from hf_lohan.planner import COMPUTING_RATES, HardwareProfile, forecast, with_changed
 from hf_lohan.planner.costs.step_costs import ssd_s
 from hf_lohan.planning.step_plan import PlannedStep
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE, Timeline
@@ -113,6 +113,32 @@ def _as_seen(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
     return seen
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredComputing:
+    """Rates of computing as they were measured, before steps corrected them."""
+
+    num_tokens: int
+    """Tokens of the batch whose shapes were measured."""
+    hardware: HardwareProfile
+
+    def of_now(self, hardware: HardwareProfile) -> HardwareProfile:
+        """Return ``hardware`` with these rates. On shared cores steps correct the optimizer by the same factor, so it
+        has its measured rate too."""
+        device, cpu = self.hardware.device, hardware.cpu
+        rates = {name: getattr(device, name) for name in COMPUTING_RATES}
+        if device.shares_cpu:
+            cpu = replace(cpu, optimizer_params_per_s=self.hardware.cpu.optimizer_params_per_s)
+        return replace(hardware, device=replace(hardware.device, **rates), cpu=cpu)
+
+
+def fixed_s(planned: PlannedStep, hardware: HardwareProfile) -> float:
+    """Return the seconds by which a micro-batch takes longer than its work on ``hardware``. Starting kernels, hooks and
+    Python take this time in a batch of any length."""
+    expected = forecast(planned.profile, hardware, planned.setup, planned.plan)
+    num_runs = planned.shape.num_micro_batches * planned.shape.num_together
+    return max(0.0, planned.plan.prediction.step_s - expected.step_s) / num_runs
+
+
 def _is_off(factor: float) -> bool:
     return abs(factor - 1) >= GOOD_ENOUGH
 
@@ -144,8 +170,7 @@ def drives_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
 
 def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
     """Return the hardware with a device that is slower by ``factor``, or faster if it is below 1."""
-    rates = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
-    return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *rates))
+    return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *COMPUTING_RATES))
 
 
 def optimizer_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:

@@ -9,6 +9,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -20,7 +21,7 @@ from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import AUTO, OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.files.durable_file import read_whole, replace_durably
-from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
+from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware, measure_computing
 from hf_lohan.planner import (
     MOST_WRONG_GUESSES,
     BudgetError,
@@ -35,7 +36,7 @@ from hf_lohan.planner import (
     stock_training_fit,
 )
 from hf_lohan.planning.layout import OffloadLayout
-from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
+from hf_lohan.planning.measured_rates import MeasuredComputing, StepTimes, corrected_hardware, fixed_s, usual_step
 from hf_lohan.planning.shared_machine import measure_network
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step, trace_blocks
 from hf_lohan.planning.tracing import TracedModel
@@ -67,7 +68,11 @@ _SLOW_CORE_FLOPS_PER_S = 20e9
 _SLOW_ACCELERATOR_FLOPS_PER_S = 20e12
 _SLOW_DRIVE_BYTES_PER_S = 1e9
 _STEP_BYTES_PER_PARAM = 26
+_MUCH_LONGER = 2
+"""Rates of computing are measured again for a batch with at least this number of times the tokens."""
 _QUICK = MeasuringEffort(budget_s=0.3, scratch_bytes=16 << 20)
+_MEASURING_AGAIN = MeasuringEffort(budget_s=2.0)
+"""The device's part of this, which is a third, is measured in the middle of a run."""
 
 
 class RunPlan:
@@ -107,6 +112,10 @@ class RunPlan:
         self._run_id: str | None = uuid4().hex
         """The run, in its commits and checkpoints and in ``file`` of `may_cut`."""
         self._net_bytes_per_s: float | None = None
+        self._computing: MeasuredComputing | None = None
+        """The rates of computing on which the plan in use is based."""
+        self._of_longer: MeasuredComputing | None = None
+        """Those of a longer batch, while it is planned for."""
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
@@ -182,6 +191,7 @@ class RunPlan:
         on all ranks if a step needs a plan, and that of a rank does not fit or cannot be planned. It needs one if
         `device_memory` has a size, or for the RAM of ranks that share rows."""
         self._layout = layout or self._layout
+        self._of_longer = None
         self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
         may_choose = self._layout.collectives is None and len(self._layout.open_ways) > 1
         ways = self._ways_that_fit_all_ranks() if may_choose else None
@@ -197,6 +207,7 @@ class RunPlan:
             return None
         self.now = planned
         self.first = self.first or self.now
+        self._computing = self._of_longer or self._computing
         self._tried_after = None
         self._steps, self._before = [], None  # steps with shorter batches say nothing about these
         self._layout = self.now.layout  # the memory is taken only once
@@ -287,15 +298,15 @@ class RunPlan:
     def _try_to_plan(
         self, shape: StepShape, may_run_together: bool, ways: Sequence[Collectives] | None = None
     ) -> PlannedStep | None:
-        now = self.now
+        now, computing = self.now, self._computing
         try:
             with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
-                return plan_step(
+                planned = plan_step(
                     self._model,
                     self._layout,
                     self._config,
                     shape,
-                    measure=self._measured if now is None else now.hardware,
+                    measure=partial(self._hardware_for, now),
                     durability=self._durability,
                     device=self._device.torch_device,
                     may_run_together=may_run_together,
@@ -304,6 +315,11 @@ class RunPlan:
                     chunks=self.chunks,
                     chunk_tokens=self.chunk_tokens,
                 )
+            if now is None or computing is None:
+                return planned
+            hardware = now.hardware if self._of_longer is None else computing.of_now(now.hardware)
+            lost_s = shape.num_micro_batches * shape.num_together * fixed_s(now, hardware)
+            return _scaled_to_measured(planned, planned.plan.prediction.step_s + lost_s) if lost_s else planned
         except Exception as error:  # the model may not be traceable, or a drive not measurable
             self._failure = (self._needs_plan or "{}").format(error)
             what = "this run has no plan, and recomputes its activations"
@@ -372,12 +388,36 @@ class RunPlan:
         self.now = before
         return before
 
-    def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
-        asked: dict[str, Any] = {
+    def _hardware_for(self, now: PlannedStep | None, traced: TracedModel, shape: StepShape) -> HardwareProfile:
+        """Return the hardware for batches of this shape, which is measured for the first plan ``now``. Steps correct
+        the rates of computing by a factor, which has the fixed costs of short steps. So these rates are measured again
+        for batches that are much longer."""
+        num_tokens, before = shape.batch_size * shape.sequence_length, self._computing
+        if now is None or before is None:
+            hardware = self._measured(traced, shape)
+            self._computing = MeasuredComputing(num_tokens, hardware)
+            return hardware
+        if num_tokens >= _MUCH_LONGER * before.num_tokens and self._of_longer is None:
+            uncorrected = before.of_now(now.hardware)
+            try:
+                longer = measure_computing(
+                    uncorrected, self._config, self._device, **self._asked(traced), effort=_MEASURING_AGAIN
+                )
+            except (RuntimeError, ValueError) as error:  # out of memory, or no products
+                logger.warning("the device cannot be measured again for longer batches: %s", error)
+                return now.hardware
+            self._of_longer = MeasuredComputing(num_tokens, longer)
+        return now.hardware if self._of_longer is None else self._of_longer.hardware
+
+    def _asked(self, traced: TracedModel) -> dict[str, Any]:
+        return {
             "matrix_shapes": traced.matrix_shapes,
             "attention": traced.attention,
             "dtype": self._layout.master.working_dtype,
         }
+
+    def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
+        asked = self._asked(traced)
         is_quick = self._is_short(traced, shape) and not has_cached_hardware(self._config, self._device, **asked)
         hardware = cached_hardware(self._config, self._device, **asked, effort=_QUICK if is_quick else None)
         hardware = replace(

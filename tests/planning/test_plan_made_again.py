@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from engines import resolved
 
 from hf_lohan.hardware import read_hardware
-from hf_lohan.planner import HardwareProfile, OffloadPlan, forecast
+from hf_lohan.planner import COMPUTING_RATES, HardwareProfile, OffloadPlan, forecast
 from hf_lohan.planning import RunPlan, StepShape, lay_out, measured_rates, run_plan
 from hf_lohan.planning.measured_rates import computing_slower, drives_slower, optimizer_slower
 from hf_lohan.planning.step_plan import plan_again
@@ -34,6 +35,7 @@ class FakeMachine:
     def __init__(self, hardware: HardwareProfile) -> None:
         self.hardware = hardware
         self.now_s = 100.0
+        self.last_s = 0.0
         self.drives_busy_s = 0.0
         self._totals = {
             lane: LaneTotals() for lane in (COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE)
@@ -50,7 +52,8 @@ class FakeMachine:
         """Take a step by the plan of `run`, and `hidden_s` seconds that no lane shows."""
         assert run.now is not None and run.plan is not None
         step = forecast(run.now.profile, self.hardware, run.now.setup, run.plan)
-        self.now_s += step.step_s + hidden_s
+        self.last_s = step.step_s + hidden_s
+        self.now_s += self.last_s
         both = (step.forward, step.backward)
         for lane, name in (
             (COMPUTE, "compute_s"), (CPU_OPTIMIZER, "optimizer_s"), (D2H, "d2h_s"), (H2D, "h2d_s"),
@@ -80,7 +83,13 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     profile `measured`.
     """
 
-    def make(machine: FakeMachine, measured: HardwareProfile, family: str = "llama", **settings: Any) -> RunPlan:
+    def make(
+        machine: FakeMachine,
+        measured: HardwareProfile,
+        family: str = "llama",
+        shape: StepShape = SHAPE,
+        **settings: Any,
+    ) -> RunPlan:
         with torch.device("meta"):
             model = tiny_model(family, num_layers=8, hidden_size=1024, vocab_size=4096)
         config = resolved(tmp_path, **{**BUDGETS, **settings})
@@ -90,7 +99,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(measured_rates, "time", SimpleNamespace(perf_counter=machine.perf_counter))
         device: Any = machine
         run = RunPlan(model, layout, config, device, "step")
-        assert run.plan_batches(SHAPE) is not None
+        assert run.plan_batches(shape) is not None
         return run
 
     return make
@@ -211,3 +220,43 @@ def test_time_that_no_lane_shows_counts_for_the_bottleneck(desktop: HardwareProf
     steps_s = follow(run, machine, 12, lambda plan: lost_s)
     assert run.plan.prediction.step_s == pytest.approx(steps_s[-1])
     assert run.plan.prediction.step_s > 1.2 * run.first.plan.prediction.step_s
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("lost_s", "slower"), [(0.2, 3.0), (0.2, 1.0), (0.0, 3.0)])
+@pytest.mark.parametrize("shares_cpu", [False, True])
+@pytest.mark.parametrize("lengths", [(64, 8192), (512, 4096), (64, 2048, 8192), (64, 80)])
+def test_fixed_costs_of_short_steps_are_not_costs_of_each_token(
+    lengths: tuple[int, ...],
+    shares_cpu: bool,
+    lost_s: float,
+    slower: float,
+    desktop: HardwareProfile,
+    make_run: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step has the same ``lost_s`` seconds, and products of rows of the first length are slower."""
+    fast_drives = drives_slower(computing_slower(desktop, 10), 1 / 100)
+    long_rows = replace(fast_drives, device=replace(fast_drives.device, shares_cpu=shares_cpu))
+    short_rows = computing_slower(long_rows, slower)
+    machine, measured = FakeMachine(short_rows), []
+
+    def measure(profile: HardwareProfile, *_args: Any, **_kwargs: Any) -> HardwareProfile:
+        measured.append(profile)
+        rates = {name: getattr(long_rows.device, name) for name in COMPUTING_RATES}
+        return replace(profile, device=replace(profile.device, **rates))
+
+    monkeypatch.setattr(run_plan, "measure_computing", measure)
+    run = make_run(machine, short_rows, shape=StepShape(1, lengths[0]), resident_records="none")
+    follow(run, machine, 12, lambda plan: lost_s)
+    assert run.plan.prediction.step_s == pytest.approx(machine.last_s, rel=0.02)
+    for length in lengths[1:]:
+        is_longer = length >= 2 * lengths[0]
+        machine.hardware = long_rows if is_longer else short_rows
+        assert run.plan_batches(StepShape(1, length)) is not None
+        predicted_s = run.plan.prediction.step_s
+        [first_s] = follow(run, machine, 1, lambda plan: lost_s)
+        assert first_s / 1.3 < predicted_s < 1.3 * first_s
+    assert len(measured) == (len(lengths) - 1 if is_longer else 0)
+    follow(run, machine, 12, lambda plan: lost_s)
+    assert run.plan.prediction.step_s == pytest.approx(machine.last_s, rel=0.02)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +20,13 @@ from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.hardware import measure_computing
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, HardwareProfile
-from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out
+from hf_lohan.planning import PlannedStep, RunPlan, StepShape, lay_out, run_plan
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.run_plan import CHUNK_TOKENS, RUN_ID
 from hf_lohan.planning.tracing import TracedModel
@@ -162,6 +163,44 @@ def taken_bytes(engine: OffloadEngine) -> int:
     return fixed_bytes + staging_bytes + engine.tiers.shared_ram.num_bytes
 
 
+@pytest.fixture
+def measured_again(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The shapes with which the device was measured again."""
+    found: list[list[Any]] = []
+
+    def measure(profile: HardwareProfile, *args: Any, matrix_shapes: list[Any], **options: Any) -> HardwareProfile:
+        found.append(matrix_shapes)
+        return measure_computing(profile, *args, matrix_shapes=matrix_shapes, **options)
+
+    monkeypatch.setattr(run_plan, "measure_computing", measure)
+    return found
+
+
+def test_the_device_is_measured_again_for_much_longer_batches(tmp_path: Path, measured_again: list[list[Any]]) -> None:
+    """In the middle of a run, whose numbers stay."""
+    lengths = [SHORT, SHORT + 8, 3 * SHORT, 4 * SHORT, LONG]
+    run = run_lengths(lengths, tmp_path / "varying")
+    rows = [max(shape.num_rows for shape in shapes) for shapes in measured_again]
+    assert rows == [2 * 3 * SHORT, 2 * LONG]
+    now, true = run.plan.now, HardwareProfile.from_mapping(MACHINE)
+    assert now is not None and now.hardware.device.flops_per_s != true.device.flops_per_s
+    assert replace(now.hardware, device=true.device) == true
+    assert run.losses == run_lengths(lengths, tmp_path / "recomputed", activations="recompute").losses
+
+
+def test_a_device_that_cannot_be_measured_again_keeps_its_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_args: Any, **_options: Any) -> HardwareProfile:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(run_plan, "measure_computing", fail)
+    run = run_lengths([SHORT, LONG], tmp_path)
+    assert run.plan.now is not None and run.plan.now.shape.sequence_length == LONG
+    assert run.plan.now.hardware == HardwareProfile.from_mapping(MACHINE)
+    assert "cannot be measured again" in caplog.text
+
+
 def test_a_longer_batch_is_planned_for(tmp_path: Path) -> None:
     lengths = [SHORT, SHORT, LONG, SHORT, LONG]
     run = run_lengths(lengths, tmp_path / "varying")
@@ -169,7 +208,7 @@ def test_a_longer_batch_is_planned_for(tmp_path: Path) -> None:
     assert first is not None and now is not None
     assert (first.shape.sequence_length, now.shape.sequence_length) == (SHORT, LONG)
     assert now.plan.prediction.step_s > first.plan.prediction.step_s
-    assert run.num_measured == 1  # another measurement would take seconds, in the middle of a run
+    assert run.num_measured == 1  # measuring the drives again would take seconds, in the middle of a run
     ram, _, swapped = zip(*run.memory, strict=True)
     assert ram[0] == ram[1] < ram[2] == ram[4]
     short_bytes, long_bytes = swapped[0], swapped[2] - swapped[1]
