@@ -163,7 +163,7 @@ def build_updates(
         ),
         commits=commits,
         clip_history=clip_history,
-        step=StepTransaction(pipeline, clip_history, layout.blocks, ring),
+        step=StepTransaction(pipeline, clip_history, layout.blocks, ring, commits.keep_what_was_loaded),
     )
 
 
@@ -420,7 +420,6 @@ def build_pass_parts(
         activations=activations,
         step=updates.step,
         groups=updates.groups,
-        commits=updates.commits,
         plan=plan,
         lifetime=lifetime,
         block_began=events.block_began,

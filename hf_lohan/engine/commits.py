@@ -137,7 +137,12 @@ class StepCommits:
 
     def keep_what_was_loaded(self) -> None:
         """Commit the loaded weights before the first update of the run, so that the first step can be undone. Until
-        then the last commit of an earlier run stays and can be restored."""
+        then the last commit of an earlier run stays and can be restored.
+
+        Updates wait until all ranks have this commit, and reads of other ranks wait for updates. So a rank calls this
+        before it gives others what their updates need: before a backward with updates, and before the norms are
+        agreed. A rank that reads weights afterwards is then never waited for.
+        """
         if not self._has_begun:
             self._has_begun = True
             if self.each_step:

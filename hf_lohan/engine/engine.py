@@ -201,7 +201,6 @@ class OffloadEngine:
         self._micro_batches.refuse_within("step()")
         self._pass.recover_before_step()
         group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
-        self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
             result = self._step.finish_step(group_of)
         self._prefetcher.foresee_pass(is_training=True)

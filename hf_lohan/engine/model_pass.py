@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.compat.torch_private import call_behind_backward, is_in_backward
 from hf_lohan.device import Device, Lane, PoolAborted, Stamp
-from hf_lohan.engine.commits import StepCommits
 from hf_lohan.engine.events import FollowedPlan, PassName
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
@@ -50,7 +49,6 @@ class PassParts:
     activations: ActivationTiers
     step: StepTransaction
     groups: ParamGroups
-    commits: StepCommits
     plan: FollowedPlan
     lifetime: Lifetime
     block_began: Callable[[PassName, Block], None]
@@ -344,8 +342,6 @@ class ModelPass:
             self._parts.step.refuse_new_weight(part)
 
     def _note_gradient(self, part: ParamSlice) -> None:
-        if not self._loads_before_gradient and self._parts.step.updates_in_backward:
-            self._parts.commits.keep_what_was_loaded()  # this is the backward's first gradient
         self._parts.ring.moved_gradients.mark_moved()
         block = self._parts.block_of[part]
         self._loads_before_gradient.setdefault(block, self._parts.ring.num_loads(block))

@@ -339,6 +339,9 @@ class WeightChange(enum.IntEnum):
 class WeightSlots(Protocol):
     """Interface to the weights on the device, for updates."""
 
+    is_half_changed: bool
+    """Whether an exception ended `changing` before `end_step`, which must then follow."""
+
     def borrow_slot(self, block: Block) -> BorrowedSlot | None:
         """Borrow the slot with the block's weights that backward uses, so that the update does not read them again.
         Returns None if compute needs all slots."""

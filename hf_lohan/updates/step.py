@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -105,11 +105,15 @@ class StepTransaction:
         clip_history: ClipHistory,
         blocks: Sequence[Block],
         slots: WeightSlots,
+        before_updates: Callable[[], None] = lambda: None,
     ) -> None:
+        """``before_updates`` is called before this rank gives other ranks what their updates need: before a backward
+        with updates, and before the norms are agreed. It may have been called before."""
         self._pipeline = pipeline
         self._clip_history = clip_history
         self._blocks = blocks
         self._slots = slots
+        self._before_updates = before_updates
         self._clip_coefficient = 1.0
         self._max_norm: float | None = None
         """The `max_norm` to which the step's gradients were clipped."""
@@ -154,14 +158,9 @@ class StepTransaction:
         """Whether backward has updated blocks in the step."""
         return self._pipeline.has_begun_updates
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether the gradients of a final backward may be applied as they arrive."""
-        return self._pipeline.updates_in_backward
-
     def begin_backward(self) -> None:
-        """Raise RuntimeError if torch would add the gradients to this step's clipped gradients, or to those of the last
-        step, which are gone."""
+        """Prepare for the gradients of a backward. Raises RuntimeError if torch would add them to this step's clipped
+        gradients, or to those of the last step, which are gone."""
         if self._max_norm is not None:
             raise RuntimeError(
                 f"backward() was called after clip_grad_norm_ to {self._max_norm:g} in the same step, so the "
@@ -173,6 +172,13 @@ class StepTransaction:
                 "backward() was called after step() without zero_grad(): torch would add these gradients to those of "
                 "the last step, which are gone; call optimizer.zero_grad() after each step()"
             )
+        if self._pipeline.updates_in_backward:
+            self._before_updates()
+
+    def _agree_on_norms(self) -> None:
+        """Wait until the norms of the step's gradients are known. Other ranks may update from then on."""
+        self._before_updates()
+        self._pipeline.wait_for_norms()
 
     def undo_guesses(self) -> None:
         """Undo guesses, because the step needs its old weights again. Later steps probably will too, so no step guesses
@@ -202,7 +208,7 @@ class StepTransaction:
                 f"the gradients of this step were clipped to {self._max_norm:g} before, and clipping them to "
                 f"{max_norm:g} would scale them twice; call clip_grad_norm_ once per step, with the smallest max_norm"
             )
-        self._pipeline.wait_for_norms()
+        self._agree_on_norms()
         norm = self._pipeline.total_norm()
         if self._max_norm is not None:
             return norm * self._clip_coefficient
@@ -230,7 +236,7 @@ class StepTransaction:
             )
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
-        self._pipeline.wait_for_norms()  # no gradient may still arrive when the step's norms are forgotten
+        self._agree_on_norms()  # no gradient may still arrive when the step's norms are forgotten
         with self._slots.changing():
             if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
                 changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)
@@ -255,7 +261,10 @@ class StepTransaction:
             self._pipeline.wait_for_updates()
             self._abandon()
             self._is_ending = True
-            self._slots.forget(self._blocks)
+            if self._slots.is_half_changed:
+                self._slots.end_step(self._blocks)  # other ranks count this step
+            else:
+                self._slots.forget(self._blocks)
             self._is_ending = False
 
     def abandon_gradients(self) -> None:

@@ -9,8 +9,9 @@ published. So a wait for rows always ends, and no rank takes it for a sign that 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, RanksDisagreeErr
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.weights.joint_order import Changes, Lender, StaleError, stale_error
+
+_numbers = itertools.count(1)
+"""Numbers of requests. A late answer to one of an earlier engine has none of a later request."""
 
 
 class RowReader(Protocol):
@@ -126,7 +130,8 @@ class ShardedRows:
         self._number = 0
         """Number of the last request."""
         self._missing: dict[int, Tensor] = {}
-        """By rank, where its rows go, until they have come. The links' lock guards this and the error."""
+        """By rank, where its rows go, until they have come. After an interrupt a rank may not have been asked. The
+        links' lock guards this and the error."""
         self._error: RanksDisagreeError | None = None
         self._lender = Lender(links, changes, "lohan-lent-rows")
         links.set_handler(Kind.ROWS_WANTED, self._on_wanted)
@@ -138,27 +143,39 @@ class ShardedRows:
     def fill(self, ids: RowIds, out: Tensor) -> None:
         """Fill ``out`` [len(ids), width], in the shared memory."""
         own, flat = self._own, out.view(-1)
-        self._wait()  # an interrupt may have ended the last call
+        self._end_interrupted()
         wanted = {
             rank: rows_between(ids, own.width, *own.elements_of(rank)) for rank in range(self._links.ranks.num_ranks)
         }
         rows, elements = wanted.pop(own.rank)
-        with self._links.lock:
-            self._number, self._error = self._number + 1, None
-            self._missing = {rank: flat[of_rank] for rank, (_, of_rank) in wanted.items() if flat[of_rank].numel()}
-            places = dict(self._missing)
-        period = self._changes.num_changes
-        for rank, place in places.items():
-            offset = self._memory.offset_of(place)
-            assert offset is not None, "rows go to memory that the node's ranks do not share"
-            numbers = self._number, period, offset
-            self._links.send(rank, Kind.ROWS_WANTED, *numbers, payload=ids[wanted[rank][0]].tobytes())
+        places = {rank: flat[of_rank] for rank, (_, of_rank) in wanted.items() if flat[of_rank].numel()}
+        self._ask({rank: (ids[wanted[rank][0]], place) for rank, place in places.items()})
         try:
             own.fill(ids[rows], flat[elements])
         finally:
             self._wait()  # others still write to the memory
         if self._error is not None:
             raise self._error
+
+    def _ask(self, wanted: Mapping[int, tuple[RowIds, Tensor]]) -> None:
+        """Ask ranks for rows, and note where these go."""
+        with self._links.lock:
+            self._number, self._error = next(_numbers), None
+            self._missing = {rank: place for rank, (_, place) in wanted.items()}
+        period = self._changes.num_changes
+        for rank, (ids, place) in wanted.items():
+            offset = self._memory.offset_of(place) if len(ids) else 0
+            assert offset is not None, "rows go to memory that the node's ranks do not share"
+            self._links.send(rank, Kind.ROWS_WANTED, self._number, period, offset, payload=ids.tobytes())
+
+    def _end_interrupted(self) -> None:
+        """Wait until no rank writes rows any more that a call wanted which an interrupt ended. A rank answers in the
+        order of its requests, so its answer to a request for no rows is its last one."""
+        with self._links.lock:
+            nothing = {rank: (np.zeros(0, np.int64), place[:0]) for rank, place in self._missing.items()}
+        if nothing:
+            self._ask(nothing)
+            self._wait()
 
     def _wait(self) -> None:
         what = f"its rows of {self._own.table.name}"
@@ -177,11 +194,11 @@ class ShardedRows:
         if place is None:
             return
         error = None
-        if payload is not None:
-            if has_failed:
-                error = RanksDisagreeError(payload.bytes().decode())
-            else:
-                payload.read_into(place)
+        if has_failed:
+            assert payload is not None, "an error has a text"
+            error = RanksDisagreeError(payload.bytes().decode())
+        elif payload is not None:
+            payload.read_into(place)
         with self._links.lock:
             self._error = self._error or error
             del self._missing[rank]
@@ -189,8 +206,7 @@ class ShardedRows:
 
     def _on_wanted(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         number, period, offset = numbers
-        assert payload is not None
-        ids = np.frombuffer(payload.bytes(), np.int64)
+        ids = np.frombuffer(payload.bytes() if payload is not None else b"", np.int64)
         self._lender.submit(period, partial(self._lend, rank, number, period, offset, ids))
 
     def _lend(self, rank: int, number: int, period: int, offset: int, ids: RowIds) -> None:
@@ -203,7 +219,8 @@ class ShardedRows:
         try:
             self._fill_lent(ids, rows, period)
         except (StorageError, StaleError) as error:
-            self._links.send(rank, Kind.ROWS, number, 1, payload=f"{error}".encode(), channel=Channel.TOKENS)
+            text = f"{error}" or repr(error)  # an empty payload is none
+            self._links.send(rank, Kind.ROWS, number, 1, payload=text.encode(), channel=Channel.TOKENS)
             return
         self._links.send(rank, Kind.ROWS, number, 0, payload=None if is_here else rows, channel=Channel.TOKENS)
 

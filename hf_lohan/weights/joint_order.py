@@ -17,12 +17,13 @@ have finished one of them, because that takes an equal announcement of every ran
 lends on a separate thread. It reads the weights of the asking rank's period. An update in a backward begins when no
 rank needs the chunk any more, and a guess is undone first, so reads never see a later version.
 
-*No wait is circular.* A lender waits for its drive, for its updates, which need only gradients that all ranks have
-published, and for its own last step's end. Common loads before the cut are ordered on all ranks, and need no computing
-thread: a slot is free when its load is ordered, except for an update that borrows it, which gives it back. So every
-load ends, and ranks wait for each other only in gradients and at a step's end. There a rank that has no gradient of a
-block says so before its backward (`GradientReduction.exclude`), so ranks publish in one order. A rank that fails or
-dies ends all waits, because each goes through `Links`.
+*No wait is circular.* A lender waits for its drive, for its updates, and for its own last step's end. Updates need only
+gradients that all ranks have published, and commits that all ranks requested before (`StepCommits`). Common loads
+before the cut are ordered on all ranks, and need no computing thread: a slot is free when its load is ordered, except
+for an update that borrows it, which gives it back. So every load ends, and ranks wait for each other only in gradients
+and at a step's end. There a rank that has no gradient of a block says so before its backward
+(`GradientReduction.exclude`), so ranks publish in one order. A rank that fails or dies ends all waits, because each
+goes through `Links`.
 """
 
 from __future__ import annotations
@@ -377,8 +378,9 @@ class Lender:
 
 def stale_error(rank: int, block: Block) -> StaleError:
     return StaleError(
-        f"rank {rank} has changed {block.name} while another rank needs its earlier weights; all ranks must take the "
-        "same steps; look for code that only some of them run between clip_grad_norm_() and step()"
+        f"rank {rank} ends a step with step() or zero_grad(), which changes {block.name}, while another rank still "
+        "reads the weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() "
+        "or after step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
     )
 
 
@@ -536,7 +538,8 @@ class LentShards:
                 if not self._changes.is_unchanged_since(block, period_of(number)):
                     raise stale_error(self._rank, block)
             except (StorageError, StaleError) as error:
-                self._links.send(rank, *head, 1, payload=f"{error}".encode(), channel=Channel.WEIGHTS)
+                text = f"{error}" or repr(error)  # an empty payload is none
+                self._links.send(rank, *head, 1, payload=text.encode(), channel=Channel.WEIGHTS)
                 return
             self._links.send(rank, *head, 0, payload=content, channel=Channel.WEIGHTS)
 

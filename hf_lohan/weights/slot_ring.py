@@ -86,6 +86,8 @@ class SlotRing(WeightSlots):
         self.num_changes = 0
         """Number of calls of `end_step`."""
         self._is_changing = False
+        self.is_half_changed = False
+        """Whether an exception ended a change, so that the store may have weights of before and of after it."""
         self._changed_at: dict[Block, int] = {}
         """By block, `num_changes` after its last change."""
         self._last_changes: deque[WeightChange] = deque(maxlen=_NUM_LAST_CHANGES)
@@ -228,7 +230,7 @@ class SlotRing(WeightSlots):
             yield
         finally:
             with self.lock:
-                self._is_changing = False
+                self.is_half_changed, self._is_changing = self._is_changing, False  # if `end_step` was not called
                 self.changed.notify_all()
 
     def end_step(self, changed: Iterable[Block], change: WeightChange = WeightChange.STEP) -> None:
@@ -239,16 +241,17 @@ class SlotRing(WeightSlots):
             self.num_changes += 1
             self._last_changes.append(change)
             self._changed_at.update(dict.fromkeys(blocks, self.num_changes))
+            self._is_changing = self.is_half_changed = False
             self.forget(blocks)
         for callback in self._callbacks:
             callback()
 
     def is_unchanged_since(self, block: Block, num_changes: int) -> bool:
-        """Return whether the block has the weights that it had when `num_changes` had this value. Waits for the end of
-        a step that is ending (`changing`)."""
+        """Return whether the block certainly has the weights that it had when `num_changes` had this value. Waits for
+        the end of a step that is ending (`changing`)."""
         with self.lock:
             self.changed.wait_for(lambda: not self._is_changing)
-            return self._changed_at.get(block, 0) <= num_changes
+            return not self.is_half_changed and self._changed_at.get(block, 0) <= num_changes
 
     def change_before(self, num_changes: int) -> WeightChange | None:
         """Return the change that made `num_changes` this number; None if it was long ago, or there was none."""

@@ -28,12 +28,13 @@ from hf_lohan.model import rows_between
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass, cuts
 from hf_lohan.planning import lay_out
-from hf_lohan.ranks import Channel, Links, RankFailedError, RanksDisagreeError, TableRows
+from hf_lohan.ranks import Channel, Kind, Links, RankFailedError, RanksDisagreeError, TableRows
 from hf_lohan.ranks.collectives.node_sums import SUM_PIECE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.weights import ShardedRows
+from hf_lohan.weights.joint_order import StaleError
 
 LR = 1e-3
 WORDS = "model.embed_tokens.weight"
@@ -433,9 +434,82 @@ def test_rows_of_a_step_that_is_ending_are_refused(tmp_path: Path) -> None:
         pipeline.finish_step = finish_slowly  # type: ignore[method-assign]
 
     with pytest.raises(
-        RanksDisagreeError, match=r"rank 1 has changed model\.embed_tokens while another rank needs its"
+        RanksDisagreeError, match=r"rank 1 ends a step with step\(\) or .* changes model\.embed_tokens, while another"
     ):
         run_ranks(2, lambda links: Run(max_norm=0.5, before_step=read).train_rank(links, tmp_path, "rows"))
+
+
+def evaluate(engine: OffloadEngine) -> Tensor:
+    """Run a forward, for which other ranks lend their weights."""
+    with torch.no_grad():
+        return engine.model(**tiny_batch()).loss
+
+
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+@pytest.mark.parametrize("schedule", ["serial", "naive", "optimized"])
+@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
+    read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
+) -> None:
+    """The updates of the other rank need this rank's first commit, for which this rank needs no `step`."""
+    is_ending = threading.Event()
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if engine.links.ranks.rank == 0:
+            assert is_ending.wait(20)
+            read_weights(engine)
+            return
+        finish = engine._pipeline.finish_step
+
+        def finish_noted(*args: Any) -> Any:
+            is_ending.set()
+            return finish(*args)
+
+        engine._pipeline.finish_step = finish_noted  # type: ignore[method-assign]
+
+    run = Run(max_norm=0.5, settings={"schedule": schedule, "clip": clip}, before_step=read)
+    with pytest.raises(
+        RanksDisagreeError,
+        match=r"rank 1 ends a step with step\(\) or .* changes model\.\S+, while another rank still reads",
+    ):
+        run_ranks(2, lambda links: run.train_rank(links, tmp_path, "rows"))
+
+
+@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+@pytest.mark.parametrize(("schedule", "clip"), [("serial", "defer"), ("optimized", "speculate")])
+def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
+    read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
+) -> None:
+    is_dropping, is_read = threading.Event(), threading.Event()
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if engine.links.ranks.rank == 0:
+            assert is_dropping.wait(20)
+            try:
+                read_weights(engine)
+            finally:
+                is_read.set()
+        else:
+            pipeline = engine._pipeline
+            abandon = pipeline.abandon_step
+
+            def abandon_slowly() -> Any:
+                is_dropping.set()
+                result = abandon()
+                is_read.wait(1.0)
+                return result
+
+            pipeline.abandon_step = abandon_slowly  # type: ignore[method-assign]
+            engine.drop_gradients()
+            pipeline.abandon_step = abandon  # type: ignore[method-assign]
+        assert is_read.wait(10)
+        if engine.links.ranks.rank == 0:
+            engine.drop_gradients()
+
+    run = Run(max_norm=0.5, settings={"schedule": schedule, "clip": clip}, before_step=read, num_steps=1)
+    outcomes = rank_outcomes(2, lambda links: run.train_rank(links, tmp_path, "rows"))
+    error = outcomes[0].error
+    assert error is None or (isinstance(error, RanksDisagreeError) and "rank 1 ends a step with" in str(error)), error
 
 
 def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:
@@ -507,6 +581,64 @@ def test_damage_of_another_ranks_rows_is_named(tmp_path: Path) -> None:
     outcomes = rank_outcomes(2, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=1)
     told = [str(outcome.error) for outcome in outcomes]
     assert any("model.embed_tokens" in text for text in told), told
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_rows_come_after_an_interrupt_between_requests(num_local: int, is_sent: bool, tmp_path: Path) -> None:
+    found: list[Tensor] = []
+
+    def interrupt(engine: OffloadEngine, step: int) -> None:
+        links = engine.links
+        if links.ranks.rank:
+            return
+        send, calls = links.send, iter(range(1))
+
+        def interrupted(rank: int, kind: Kind, *args: Any, **options: Any) -> None:
+            is_first = kind is Kind.ROWS_WANTED and next(calls, None) is not None
+            if not is_first or is_sent:
+                send(rank, kind, *args, **options)
+            if is_first:
+                raise KeyboardInterrupt
+
+        links.send = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            read_rows(engine)
+        links.send = send  # type: ignore[method-assign]
+        found.append(read_rows(engine))
+
+    run = Run(2, num_local, num_steps=2, after_step=interrupt)
+    rows = run.ranks(tmp_path, "rows")
+    assert torch.equal(found[-1], rows[0].tensors[WORDS])
+
+
+def test_an_error_without_a_text_ends_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: Any) -> None:
+        raise StaleError
+
+    monkeypatch.setattr(ShardedRows, "_fill_lent", fail)
+    with pytest.raises(RanksDisagreeError, match="StaleError"):
+        run_ranks(2, lambda links: Run().train_rank(links, tmp_path, "rows"))
+
+
+def test_a_second_engine_takes_no_late_rows_of_the_first(tmp_path: Path) -> None:
+    """No request has a number of an earlier one."""
+
+    def train(links: Links) -> list[tuple[int, int]]:
+        send, requests = links.send, list[tuple[int, int]]()
+
+        def noting(rank: int, kind: Kind, *numbers: int, **options: Any) -> None:
+            if kind is Kind.ROWS_WANTED:
+                requests.append((rank, numbers[0]))
+            send(rank, kind, *numbers, **options)
+
+        links.send = noting  # type: ignore[method-assign]
+        for name in ("first", "second"):
+            Run(num_steps=1).train_rank(links, tmp_path / name, "rows")
+        return requests
+
+    for requests in run_ranks(2, train):
+        assert len(requests) == len(set(requests)) >= 2
 
 
 # Messages.

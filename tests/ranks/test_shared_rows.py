@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -152,6 +154,16 @@ def test_ranks_have_together_what_one_process_has(kind: str, num_ranks: int, chu
             scale = float(parameter.grad.abs().max())
             assert torch.allclose(total, parameter.grad, rtol=0, atol=3e-6 * max(scale, 1e-2)), name
         model.zero_grad()
+
+
+def test_links_are_freed_with_the_connections_of_a_row() -> None:
+    def made(links: Links) -> weakref.ref[RowLinks]:
+        assert RowLinks.of(links, 2) is RowLinks.of(links, 2)
+        return weakref.ref(RowLinks.of(links, 2))
+
+    references = run_ranks(2, made)
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_a_rank_in_another_layer_ends_all() -> None:

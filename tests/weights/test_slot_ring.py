@@ -144,6 +144,23 @@ def test_stale_blocks_are_forgotten_unless_they_are_pinned(ring: SlotRing) -> No
     assert not ring.is_here(first)
 
 
+def test_a_change_that_an_exception_ended_is_unknown_until_it_is_counted(ring: SlotRing) -> None:
+    """Other ranks get no weights that may be of either side of the change."""
+    block, other = layer("a", (4, 4)), layer("b", (4, 4))
+    with pytest.raises(KeyboardInterrupt), ring.changing():
+        raise KeyboardInterrupt
+    assert ring.is_half_changed
+    assert not ring.is_unchanged_since(block, 0)
+    ring.end_step([block])
+    assert not ring.is_half_changed and ring.num_changes == 1
+    assert not ring.is_unchanged_since(block, 0)
+    assert ring.is_unchanged_since(block, 1) and ring.is_unchanged_since(other, 0)
+    with pytest.raises(KeyboardInterrupt), ring.changing():
+        ring.end_step([block])
+        raise KeyboardInterrupt
+    assert ring.is_unchanged_since(block, 2), "the change is counted already"
+
+
 def test_unpin_all_releases_every_pin(ring: SlotRing) -> None:
     first, second = layer("a", (4,)), layer("b", (4,))
     for block in (first, second):

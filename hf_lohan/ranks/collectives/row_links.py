@@ -21,7 +21,8 @@ from hf_lohan.ranks.transport.shared_region import SharedRegion
 from hf_lohan.ranks.transport.topology import Ranks
 
 _NAME_LENGTH = struct.Struct("<I")
-_of_links: weakref.WeakKeyDictionary[Links, RowLinks] = weakref.WeakKeyDictionary()
+_of_links: weakref.WeakKeyDictionary[Links, weakref.ref[RowLinks]] = weakref.WeakKeyDictionary()
+"""The links own their `RowLinks`, as the handler of a message. A reference from here would keep both forever."""
 _lock = threading.Lock()
 
 
@@ -45,9 +46,11 @@ class RowLinks:
     def of(cls, links: Links, num_ranks: int) -> RowLinks:
         """Return the connections of this process, which are made once. All ranks use the same ``num_ranks``."""
         with _lock:
-            found = _of_links.get(links)
+            known = _of_links.get(links)
+            found = known() if known is not None else None
             if found is None or found.ranks.num_ranks != num_ranks:
-                found = _of_links[links] = cls(links, num_ranks)
+                found = cls(links, num_ranks)
+                _of_links[links] = weakref.ref(found)
             return found
 
     @property
