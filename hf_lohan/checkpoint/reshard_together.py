@@ -15,11 +15,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from hf_lohan.checkpoint.other_ranks import OtherRanks
 from hf_lohan.checkpoint.resharding import (
     COPY_BYTES,
+    Piece,
     check_records,
     chunks_of_all,
     facts_of_all,
@@ -42,14 +45,16 @@ from hf_lohan.checkpoint.seen_stores import (
     set_aside,
 )
 from hf_lohan.device import mapped_empty
+from hf_lohan.engine.parameter_access import another_base_error
 from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StorePath
 from hf_lohan.files.directories import make_directory, sync_directory
 from hf_lohan.files.lock import DirectoryLock
-from hf_lohan.model import StoredForm
+from hf_lohan.model import Block, StoredForm
 from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.store.versions import Checksums
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +69,16 @@ def reshard_together(
     form_of: Callable[[Store], StoredForm],
     launch_id: str | None,
     capacities: Sequence[int | None] = (),
-    opened: Store | None = None,
+    opened: tuple[Store, Sequence[Block]] | None = None,
 ) -> None:
     """Copy the last step of the stores that were ``found`` to new stores of these ranks, in ``own_paths`` on each. The
-    old stores stay as they are. ``capacities`` are those of the paths; None is all free space. ``opened`` is this
-    rank's own store, if it is open; it has no commit.
+    old stores stay as they are. ``capacities`` are those of the paths; None is all free space. ``opened``: this rank's
+    own store and its blocks, if a model was loaded to it. It has no commit, and after an error it may have weights of
+    both models.
 
     A rank reads the old stores that it sees. Of the others it gets the records from a rank that sees them. Reads are
-    verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, and ValueError if this
-    version cannot cut the stores.
+    verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, `ForeignStoreError` if the
+    loaded model has another base, and ValueError if this version cannot cut the stores.
     """
     with ExitStack() as stack:
         io = io_engine()
@@ -93,10 +99,11 @@ def reshard_together(
                     raise CapacityError(error.shortfalls, may_delete=aside_of(own_paths)) from error
                 stack.push(store)
         else:
-            store = opened
-            _begin_anew(store, new, old)
+            store = opened[0]
+            _refuse_another_model(store, new, old)
+        loaded = () if opened is None else opened[1]
         for writer in range(links.ranks.num_ranks):
-            _copy_shard(found, old, store, writer, links, io)
+            _copy_shard(found, old, store, loaded, writer, links, io)
         resharded_stores = [(seen.store_id, seen.newest) for seen in found.stores]
         facts = {**facts_of_all(old.facts), RESHARDED_FROM: found.num_ranks, RESHARDED_STORES: resharded_stores}
         facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
@@ -117,8 +124,8 @@ def set_own_left_aside(found: OtherRanks, links: Links) -> None:
             logger.warning("stores of this run of which a part is gone are set aside in %s", " and ".join(folders))
 
 
-def _begin_anew(opened: Store, records: Sequence[RecordSpec], old: _OldRun) -> None:
-    """Empty this rank's open store. Raises `ForeignStoreError` if it cannot get the old run's records."""
+def _refuse_another_model(opened: Store, records: Sequence[RecordSpec], old: _OldRun) -> None:
+    """Raise `ForeignStoreError` if this rank's open store cannot get the old run's records."""
     where = opened.paths[0].path
     if opened.num_homes != old.num_homes:
         raise ForeignStoreError(
@@ -133,7 +140,39 @@ def _begin_anew(opened: Store, records: Sequence[RecordSpec], old: _OldRun) -> N
             "that it had then, or give this run another ssd path"
         )
     assert opened.committed is None, "it was made for this run"
-    opened.clear_records()
+
+
+def _refuse_another_base(
+    store: Store, blocks: Sequence[Block], piece: Piece, content: Tensor, checksums: Checksums, folder: str
+) -> None:
+    """Raise `ForeignStoreError` if a loaded model has other frozen weights than a piece of the run in ``folder``.
+    ``store`` has the loaded weights, and is read only where their checksums differ from the piece's ``checksums``."""
+    record = store.layout.record(piece.block, piece.kind)
+    numel, first = record.granule_numel, (piece.start - record.first) // record.granule_numel
+    _, loaded = store.versions.live(piece.block, piece.kind, first, first + len(checksums))
+    for granule in map(int, np.flatnonzero(checksums != loaded)):
+        if (first + granule) * numel < record.versioned_numel:
+            continue  # it is trained
+        of_run = content[granule * numel : (granule + 1) * numel]
+        of_model = mapped_empty(of_run.nbytes).view(of_run.dtype)
+        store.read(piece.block, piece.kind, piece.start + granule * numel, of_model).wait()
+        differs = (of_run.view(torch.uint8) != of_model.view(torch.uint8)).nonzero()
+        if len(differs):
+            element = piece.start + granule * numel + int(differs[0]) // of_run.element_size()
+            raise another_base_error(folder, _weight_at(blocks, piece, element))
+
+
+def _weight_at(blocks: Sequence[Block], piece: Piece, element: int) -> str:
+    """Return the name of the weight with this element of the piece's record."""
+    block = next(block for block in blocks if block.name == piece.block)
+    for part in block.slices:
+        start, stop = {
+            "codes": (part.codes_start, part.codes_stop),
+            "scales": (part.scales_start, part.scales_stop),
+        }.get(piece.kind, (part.start, part.stop))
+        if start <= element < stop:
+            return part.name
+    return block.name
 
 
 @dataclass(frozen=True)
@@ -243,8 +282,11 @@ def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> S
     return store
 
 
-def _copy_shard(found: OtherRanks, old: _OldRun, new: Store, writer: int, links: Links, io: IoEngine) -> None:
-    """Copy the new shard of rank ``writer``. ``new`` is this rank's own store."""
+def _copy_shard(
+    found: OtherRanks, old: _OldRun, new: Store, loaded: Sequence[Block], writer: int, links: Links, io: IoEngine
+) -> None:
+    """Copy the new shard of rank ``writer``. ``new`` is this rank's own store, and ``loaded`` the blocks of the model
+    that was loaded to it before, which it must fit."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in found.stores}
     received = _Received(links, memory)
@@ -273,7 +315,11 @@ def _copy_shard(found: OtherRanks, old: _OldRun, new: Store, writer: int, links:
             elif me == writer:
                 received.wait_for(reader, content)
             if me == writer:
-                new.write(piece.block, piece.kind, piece.start, content).wait()
+                checksums = new.checksums(piece.block, piece.kind, content)
+                if loaded:
+                    folder = found.stores[0].directories[0]
+                    _refuse_another_base(new, loaded, piece, content, checksums, folder)
+                new.write(piece.block, piece.kind, piece.start, content, checksums=checksums).wait()
     links.barrier("a new store to be copied")
 
 

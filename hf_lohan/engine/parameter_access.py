@@ -55,6 +55,17 @@ def packed_weight_error(name: str, form: PackedForm) -> ValueError:
     )
 
 
+def another_base_error(folder: str, name: str) -> ForeignStoreError:
+    """Return the error for a model with other frozen weights than the run with steps in ``folder``. ``name``: the first
+    weight that differs."""
+    return ForeignStoreError(
+        f"{folder} holds the steps of a run over another base: its frozen weights differ from those of this model, "
+        f"first in {name}; load the base of that run to go on from there (and set the seed before, if some of its "
+        "weights are drawn), give this run another output_dir or ssd path, or delete that store if its steps are no "
+        "longer needed"
+    )
+
+
 class ParameterAccess:
     """Reads and writes parameters to load and save a model. Training moves whole chunks instead.
 
@@ -91,13 +102,11 @@ class ParameterAccess:
             parts.sort(key=lambda located: located[1].first)
 
     @classmethod
-    def to_load(
-        cls, store: Store, blocks: list[Block], pool: BufferPool, links: Links, *, keeps_steps: bool = True
-    ) -> ParameterAccess:
+    def to_load(cls, store: Store, blocks: list[Block], pool: BufferPool, links: Links) -> ParameterAccess:
         """Return an access that loads a model. Frozen weights have one version, so those of another base would destroy
-        the committed steps of an earlier run. With ``keeps_steps`` they are refused with `ForeignStoreError` at the
-        first difference, before it is written."""
-        folder = store.paths[0].path if keeps_steps and has_steps(store) else None
+        the committed steps of an earlier run. They are refused with `ForeignStoreError` at the first difference, before
+        it is written."""
+        folder = store.paths[0].path if has_steps(store) else None
         return cls(store, blocks, pool, links, packs=True, keeps_steps_in=folder)
 
     def state_kinds(self, name: str) -> tuple[str, ...]:
@@ -217,12 +226,8 @@ class ParameterAccess:
         try:
             yield
         except ForeignStoreError as error:
-            raise ForeignStoreError(
-                f"{self._keeps_steps_in} holds the steps of a run over another base: its frozen weights differ from "
-                f"those of this model, first in {name}; load the base of that run to go on from there (and set the "
-                "seed before, if some of its weights are drawn), give this run another output_dir or ssd path, or "
-                "delete that store if its steps are no longer needed"
-            ) from error
+            assert self._keeps_steps_in is not None, "a write was refused"
+            raise another_base_error(self._keeps_steps_in, name) from error
 
     def _read_bytes(self, block: Block, kind: str, start: int, out: Tensor) -> None:
         """Fill ``out`` with bytes of packed weights, from byte ``start`` of the record on, each from its owner."""

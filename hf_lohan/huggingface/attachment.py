@@ -139,13 +139,12 @@ def offload_model(
     sums_gradients: bool = True,
     rules: Rules | None = None,
     device: Device | None = None,
-    begins_anew: bool = False,
 ) -> OffloadEngine:
     """Move the weights of a model from memory to the store, and attach an engine to the model. The model then computes
     in `working_dtype` (default: each parameter's dtype). Float32 weights keep their exact values as masters. `rules`
-    returns each parameter's update rule. `device` replaces the device for `torch_device`. With
-    `begins_anew` the steps of an earlier run in the store may be lost. Raises ValueError, before any weight is changed,
-    if the model, the budgets, the paths or an earlier run there do not allow it."""
+    returns each parameter's update rule. `device` replaces the device for `torch_device`.
+    Raises ValueError, before any weight is changed, if the model, the budgets, the paths or an earlier run there do not
+    allow it."""
     device = device or open_device(config, torch_device)
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
     recompute_without_reentry(model)
@@ -166,8 +165,7 @@ def offload_model(
     check_equal_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        keeps_steps = not begins_anew
-        access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links, keeps_steps=keeps_steps)
+        access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
         drain_model(layout.blocks, access)
         return attach(model, layout, tiers, config)
     except BaseException:

@@ -217,11 +217,11 @@ def other_ranks_of(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Li
 
 
 def reshard_for_these_ranks(
-    found: OtherRanks, own: Sequence[SsdPath], links: Links, opened: Store | None = None
+    found: OtherRanks, own: Sequence[SsdPath], links: Links, opened: tuple[Store, Sequence[Block]] | None = None
 ) -> None:
     """Copy the last step of a run with another number of ranks to new stores of these ranks, in their ``own`` paths,
-    and log it. The old stores stay. ``opened`` is this rank's own store, if a model was streamed to it. All ranks call
-    this together. Raises the errors of `reshard_together`."""
+    and log it. The old stores stay. ``opened``: this rank's own store and its blocks, if a model was streamed to it.
+    All ranks call this together. Raises the errors of `reshard_together`."""
     from hf_lohan.huggingface.models.export import described_model  # imports this module
 
     log_once(

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from interrupted_runs import COMMIT_EACH_STEP, SETTINGS, InterruptAfter, assert_same, interrupt, train_to_end
+from resharded_stores import form_of
 from trajectories import arguments, dataset
 
 import hf_lohan
+from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.testing.models import tiny_model
@@ -85,6 +87,26 @@ def test_adapters_over_another_base_are_refused_and_the_run_resumes(quantize: st
     assert_same(resumed, expected)
 
 
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(quantize: str, bases: Path) -> None:
+    """The old stores stay, and the run goes on over its own base."""
+    expected = train_to_end(over_path(bases / "whole", bases / "base", quantize))
+    interrupt(over_path(bases / "run", bases / "base", quantize, InterruptAfter(3)))
+    store = bases / "run" / "_lohan" / "store"
+    reshard([str(store)], 2, form_of=form_of, removes_old=True)
+    before = {path: path.read_bytes() for path in store.glob("rank-*/*.safetensors")}
+    assert before
+    trainer = over_path(bases / "run", bases / "other", quantize)
+    with pytest.raises(ForeignStoreError) as caught:
+        trainer.train(resume_from_checkpoint="last_step")
+    message = str(caught.value)
+    assert message.startswith(f"{store}/rank-0-of-2 holds the steps of a run over another base: its frozen weights")
+    assert f"first in base_model.model.{CHANGED}; load the base of that run to go on from there" in message
+    assert trainer.offload_engine.is_closed, "its store may have weights of both bases"
+    assert {path: path.read_bytes() for path in store.glob("rank-*/*.safetensors")} == before
+    assert_same(train_to_end(over_path(bases / "run", bases / "base", quantize), resume="last_step"), expected)
+
+
 def test_a_partly_frozen_model_over_another_base_is_refused_and_stays_in_memory(tmp_path: Path) -> None:
     expected = train_to_end(in_memory(tmp_path / "whole", base()))
     interrupt(in_memory(tmp_path / "run", base(), InterruptAfter(3)))
@@ -110,12 +132,13 @@ def test_a_step_is_lost_if_a_frozen_weight_is_changed_by_hand(tmp_path: Path) ->
     trainer.offload_engine.close()
 
 
-def test_training_that_begins_anew_may_have_another_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The model is loaded when `train` begins, which overwrites the steps of the earlier run in any case."""
-    train_to_end(in_memory(tmp_path / "run", base(), max_steps=2))
-    expected = train_to_end(in_memory(tmp_path / "whole", base(is_other=True)))
-    assert_same(train_to_end(in_memory(tmp_path / "run", base(is_other=True))), expected)
-    assert "step 2, the last committed step of the run" in caplog.text and "is overwritten" in caplog.text
+def test_training_that_begins_anew_over_another_base_is_refused(tmp_path: Path) -> None:
+    """As if the model was streamed, which is loaded before anybody knows whether `train` will resume."""
+    expected = train_to_end(in_memory(tmp_path / "whole", base()))
+    interrupt(in_memory(tmp_path / "run", base(), InterruptAfter(3)))
+    with pytest.raises(ForeignStoreError, match="or delete that store if its steps are no longer needed"):
+        in_memory(tmp_path / "run", base(is_other=True)).train()
+    assert_same(train_to_end(in_memory(tmp_path / "run", base()), resume="last_step"), expected)
 
 
 def test_a_run_that_trains_all_weights_does_not_depend_on_the_loaded_ones(bases: Path) -> None:

@@ -133,8 +133,16 @@ class RankTrainerMixin(_TrainerBase):
         if is_last_step and found.state == "reshardable":
             capacities = rank_paths(self._given_ssd_paths(), self._links.ranks)
             is_given = [ssd.path for ssd in capacities] == [*own_paths]
-            opened = None if self.offload_engine is None else self.offload_engine.tiers.store
-            reshard_for_these_ranks(found, capacities if is_given else [*map(SsdPath, own_paths)], self._links, opened)
+            engine = self.offload_engine
+            opened = None if engine is None else (engine.tiers.store, engine.layout.blocks)
+            paths = capacities if is_given else [*map(SsdPath, own_paths)]
+            try:
+                reshard_for_these_ranks(found, paths, self._links, opened)
+            except BaseException:
+                if engine is not None:  # its store may have weights of both models
+                    engine.commits.leave_to_journal()
+                    engine.close()
+                raise
         if is_last_step or found.state == "nothing":
             self._left_over = found
         if is_last_step and found.state != "nothing":

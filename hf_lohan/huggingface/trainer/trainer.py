@@ -365,7 +365,6 @@ class OffloadTrainerMixin(
                 hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
                 sums_gradients=micro_batches.sums_gradients,
                 rules=self._rules(),
-                begins_anew=self.is_in_train and not self._resume_point.folder,
             )
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
