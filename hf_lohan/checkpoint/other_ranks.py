@@ -89,7 +89,8 @@ class OtherRanks:
     left_stores: tuple[SeenStore, ...] = field(default=(), repr=False)
     """The stores of the numbers `left_over`, as each rank that sees them reports them."""
     own_left: tuple[SeenStore, ...] = field(default=(), repr=False)
-    """Stores of this number of ranks that are incomplete, which are set aside before new ones are made."""
+    """Stores of this number of ranks of which a part is gone, and which are no copies of `stores`. They are set aside
+    before new ones are made."""
 
     def is_of_run(self, output_dir: str, default_store: str) -> bool:
         """Return whether the run in ``output_dir`` made them. It may have been moved with the store in it."""
@@ -269,8 +270,14 @@ def _is_as_resharded(own: Kept, old: Mapping[int, SeenStore]) -> bool:
 
 
 def _is_copy_of(store: SeenStore, num_ranks: int, copied: tuple[tuple[str, int], ...]) -> bool:
-    """Whether a store has nothing but what was copied from these stores, as they are."""
-    return all(kept.resharded_from == num_ranks and kept.resharded_stores == copied for kept in store.commits)
+    """Whether a store has nothing but what was copied from these stores, as they are or at an earlier step."""
+    ids = [store_id for store_id, _ in copied]
+    return all(
+        kept.resharded_from == num_ranks
+        and [store_id for store_id, _ in kept.resharded_stores] == ids
+        and all(then <= now for (_, then), (_, now) in zip(kept.resharded_stores, copied, strict=True))
+        for kept in store.commits
+    )
 
 
 def _is_same_run(own: Kept, old: Mapping[int, SeenStore]) -> bool:

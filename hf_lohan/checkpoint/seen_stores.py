@@ -292,7 +292,8 @@ def finish_moves(directories: Sequence[Sequence[str]], links: Links) -> None:
     if not every:
         return
     has_begun = {move_id for move_id, has_begun in every if has_begun}  # notes are complete on all paths
-    with one_rank_at_a_time(links, "a move that a killed run has begun"):
+    # Nodes may share an ssd path.
+    with one_rank_at_a_time(links, "a move that a killed run has begun", of_all_nodes=True):
         for move in (move for path in paths for move in _noted_moves(path)):
             if move.move_id in has_begun and move.is_unfinished:
                 # Without the old store, its successor is still to be moved.
@@ -394,15 +395,22 @@ class _Move:
 def _noted_moves(directory: str) -> Iterator[_Move]:
     for name in sorted(filter(_ASIDE_FOLDER.fullmatch, os.listdir(directory) if os.path.isdir(directory) else [])):
         target = os.path.join(directory, name)
-        for note in sorted(filter(_NOTE.fullmatch, os.listdir(target))):
-            with suppress(FileNotFoundError):  # another rank has just removed it
-                fields = json.loads(read_whole(os.path.join(target, note)))
-                match = _NOTE.fullmatch(note)
-                assert match is not None, "it was filtered"
-                folder = directory if match[1] == "store" else os.path.join(directory, match[1])
+        for note in sorted(filter(_NOTE.fullmatch, os.listdir(target) if os.path.isdir(target) else [])):
+            match = _NOTE.fullmatch(note)
+            assert match is not None, "it was filtered"
+            folder = directory if match[1] == "store" else os.path.join(directory, match[1])
+            file = os.path.join(target, note)
+            try:
+                fields = json.loads(read_whole(file))
                 new = fields.get("new")
                 successor = os.path.join(directory, str(new), match[1]) if new else ""
                 yield _Move(target, folder, str(fields["move"]), str(fields["manifest"]), successor)
+            except FileNotFoundError:
+                continue  # another rank has just removed it
+            except (ValueError, KeyError, TypeError) as error:
+                what = "the files of the store" if match[1] == "store" else match[1]
+                advice = f"move {what} to its folder if a part of it is there, and delete the note"
+                raise StorageError("no valid note of a move in", path=file, advice=advice) from error
 
 
 def _digest_of_manifest(folder: str) -> str:

@@ -108,8 +108,9 @@ def refuse_other_ranks(directories: Sequence[str], num_ranks: int) -> None:
         if others := sorted(stores.keys() - {num_ranks}):
             raise ForeignStoreError(
                 f"{directory} holds the store of a run with {times(others[-1], 'rank')}, and this run has "
-                f"{times(num_ranks, 'rank')}; continue from it with resume_from_checkpoint=True, convert it with lohan "
-                "reshard, choose another directory, or delete the store if its state is no longer needed"
+                f"{times(num_ranks, 'rank')}; continue from it with resume_from_checkpoint=True in a Trainer, or "
+                "convert it with lohan reshard and, in a loop of your own, call engine_of(model).go_back_to_commit(); "
+                "or choose another directory, or delete the store if its state is no longer needed"
             )
 
 

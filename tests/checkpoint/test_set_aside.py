@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from resharded_stores import STORE, contents, find, form_of, in_child, reshard_to, train
+from resharded_stores import STORE, content_at, contents, find, form_of, in_child, reshard_to, train
 
 from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
 from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside
-from hf_lohan.checkpoint.seen_stores import OLD, seen_stores, set_aside
-from hf_lohan.files import IoEngine, StoreInUseError, StorePath
+from hf_lohan.checkpoint.seen_stores import OLD, _Move, seen_stores, set_aside
+from hf_lohan.files import IoEngine, StorageError, StoreInUseError, StorePath
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.ranks import Links
 from hf_lohan.store import Store
@@ -35,6 +37,61 @@ def test_a_killed_move_of_a_single_ranks_store_loses_nothing(num_calls: int, run
     assert found.state == "resharded"
     assert [*stores_under(str(store))] == [2] and contents(store / "old-store-of-1", 1) == before
     assert not (store / "old-store-of-1-2").exists()
+
+
+def test_one_of_two_nodes_that_share_a_drive_finishes_a_killed_move(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = run / STORE
+    before = contents(store, 1)
+    reshard_to(2, lambda rank: [store], sets_aside=False)
+    assert not in_child(lambda: moved_by_two(store), dies_at=12)
+    both, calls, finish = threading.Barrier(2), [], _Move.finish
+
+    def finishing(move: _Move) -> None:
+        calls.append(move)
+        with suppress(threading.BrokenBarrierError):  # waits for the other node
+            both.wait(0.5)
+        finish(move)
+
+    monkeypatch.setattr(_Move, "finish", finishing)
+
+    def on_rank(links: Links) -> str:
+        return find(links, [store])[0].state
+
+    assert run_ranks(2, on_rank, num_local=1) == ["resharded", "resharded"]
+    assert len(calls) == 1 and contents(store / "old-store-of-1", 1) == before
+    assert not [*store.glob("old-store-of-*/moving-*")]
+
+
+def test_a_file_with_the_name_of_a_folder_of_old_stores_is_ignored(run: Path) -> None:
+    store = run / STORE
+    (store / "old-store-of-3").write_text("a note of the user")
+    reshard_to(2, lambda rank: [store])
+    assert [*stores_under(str(store))] == [2]
+    assert (store / "old-store-of-3").read_text() == "a note of the user"
+
+
+def test_a_damaged_note_of_a_move_is_named(run: Path) -> None:
+    note = run / STORE / "old-store-of-3" / "moving-rank-0-of-3.json"
+    note.parent.mkdir()
+    note.write_text("{")
+    with pytest.raises(StorageError, match=f"no valid note of a move in {note}: move rank-0-of-3 to its folder"):
+        reshard_to(2, lambda rank: [run / STORE])
+
+
+def test_a_draft_of_an_earlier_step_of_the_same_stores_is_no_loss(run: Path, tmp_path: Path) -> None:
+    """It is replaced, as one of the same step is."""
+    store = run / STORE
+    reshard_to(2, lambda rank: [store], sets_aside=False)
+    drafts = [shutil.copytree(folder, tmp_path / folder.name) for folder in store.glob("rank-*")]
+    for folder in store.glob("rank-*"):
+        shutil.rmtree(folder)
+    train(run, 4, resume="last_step")
+    for draft in drafts:
+        shutil.copytree(draft, store / draft.name)
+    (found, _), *_ = reshard_to(2, lambda rank: [store])
+    assert (found.state, found.step, found.own_left) == ("reshardable", 4, ())
+    assert not [*store.glob("lost-store-of-*")]
+    assert {commit.facts["global_step"] for _, commit in (content_at(folder) for folder in store.glob("rank-*"))} == {4}
 
 
 @pytest.fixture(scope="module")
