@@ -276,15 +276,17 @@ def _shown(num_bytes: int) -> str:
     return f"{num_bytes} bytes" + (f" ({format_bytes(num_bytes)})" if num_bytes >= 1 << 20 else "")
 
 
-def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0) -> InMemoryFit:
-    """Return whether training fits `memory_bytes`, if necessary with recomputation. Weights, gradients, masters and
-    moments take `bytes_per_param` together, which is 16, or 18 with float32 gradients of bfloat16 weights."""
-    state_bytes = state_bytes_in_memory(model, bytes_per_param)
-    kept_bytes = state_bytes + activation_bytes_in_memory(model, recomputes=False)
-    recomputed_bytes = state_bytes + activation_bytes_in_memory(model, recomputes=True)
-    if kept_bytes <= memory_bytes:
-        return InMemoryFit(True, kept_bytes, memory_bytes, "keep")
-    return InMemoryFit(recomputed_bytes <= memory_bytes, recomputed_bytes, memory_bytes, "recompute")
+def fits_without_offloading(
+    model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0, *, has_allocator: bool
+) -> InMemoryFit:
+    """Return whether training fits `memory_bytes` by `stock_training_fit`, if necessary with recomputation. Weights,
+    gradients, masters and moments take `bytes_per_param` together, which is 16, or 18 with float32 gradients of
+    bfloat16 weights."""
+    kept, recomputed = (
+        stock_training_fit(model, memory_bytes, bytes_per_param, recomputes=recomputes, has_allocator=has_allocator)
+        for recomputes in (False, True)
+    )
+    return kept if kept.fits else recomputed
 
 
 def stock_training_fit(

@@ -241,7 +241,9 @@ def _plan_shape(
         device_bytes = hardware.device.memory_bytes
         if config.device_memory != AUTO:
             device_bytes = min(device_bytes, config.device_memory)
-        in_memory = fits_without_offloading(trace(None).profile, device_bytes)
+        in_memory = fits_without_offloading(
+            trace(None).profile, device_bytes, has_allocator=not hardware.device.shares_cpu
+        )
 
     keys = (0, 0)
     if config.sequence_ranks > 1 and chunks is not None:  # a few tokens show what each has

@@ -66,6 +66,20 @@ def test_the_text_equals_that_of_the_model_in_memory(
     assert "8 further tokens at" in result.stderr
 
 
+@pytest.mark.parametrize("options", [["--temperature", "5.0"], ["--seed", "3"]], ids=["no seed", "a seed"])
+def test_sampling_leaves_torchs_generator_alone(options: list[str], checkpoint: Path, tmp_path: Path) -> None:
+    """Without a seed, each call makes another text."""
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    texts = set()
+    for _ in range(3):
+        result = generate(checkpoint, tmp_path, *options)
+        assert result.exit_code == 0, result.output
+        texts.add(result.stdout)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert (len(texts) == 1) == ("--seed" in options)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(num_gpus() > 0, reason="the launcher would take the GPUs")
 def test_two_ranks_print_the_text_of_one_process_once(checkpoint: Path, tmp_path: Path) -> None:

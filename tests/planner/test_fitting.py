@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from hf_lohan.planner import (
     TrainingSetup,
     fits_without_offloading,
     plan_offload,
+    stock_training_fit,
 )
 
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
@@ -163,21 +165,39 @@ def test_memory_that_the_allocator_loses_is_not_planned_for_activations(grows_se
     assert 0.9 * 6 * gib < sum(device.values()) <= 6 * gib
 
 
+def test_what_needs_not_be_offloaded_is_what_auto_trains_in_memory() -> None:
+    """Both count working memory, such as logits, and the allocator's margin."""
+    model = decoder(4096, 8, 8, 1024, 32000)
+    for has_allocator in (False, True):
+        kept = stock_training_fit(model, 10**15, 16, recomputes=False, has_allocator=has_allocator)
+        for memory_bytes in (kept.needed_bytes - 1, kept.needed_bytes):
+            found = fits_without_offloading(model, memory_bytes, has_allocator=has_allocator)
+            expected = [
+                stock_training_fit(model, memory_bytes, 16, recomputes=recomputes, has_allocator=has_allocator)
+                for recomputes in (False, True)
+            ]
+            assert found == next((fit for fit in expected if fit.fits), expected[-1])
+            assert (found.activations == "keep") == (memory_bytes == kept.needed_bytes)
+
+
 @pytest.mark.parametrize(
     ("memory_bytes", "fits", "activations", "needed"),
-    [(1950, True, "keep", 1950), (1949, False, "recompute", 1950), (10**6, True, "keep", 1950)],
+    [(2003, True, "keep", 2003), (2002, False, "recompute", 2003), (10**6, True, "keep", 2003)],
 )
 def test_one_layer_fits_in_memory_without_offloading(
     memory_bytes: int, fits: bool, activations: str, needed: int
 ) -> None:
-    found = fits_without_offloading(MODEL, memory_bytes)
+    found = fits_without_offloading(MODEL, memory_bytes, has_allocator=False)
     assert (found.fits, found.activations, found.needed_bytes) == (fits, activations, needed)
 
 
 def test_many_layers_fit_if_they_are_recomputed() -> None:
     model = tiny_model([(600.0, 100), (400.0, 200)], num_layers=10)
-    recomputed = fits_without_offloading(model, 10 * 1600 + 10 * 50 + 300)
+    margin = 0.15  # of what the allocator loses
+    recomputed_bytes = int(10 * 1600 + (10 * 50 + 300) * (1 + margin))
+    recomputed = fits_without_offloading(model, recomputed_bytes, has_allocator=False)
     assert recomputed.fits and recomputed.activations == "recompute"
-    assert fits_without_offloading(model, 10 * (1600 + 350)).activations == "keep"
-    assert not fits_without_offloading(model, 10 * 1600 + 10 * 50 + 299).fits
-    assert not fits_without_offloading(model, 10 * 1600 + 10 * 50 + 300, bytes_per_param=18).fits
+    kept_bytes = math.ceil(10 * (1600 + 350 * (1 + margin)))
+    assert fits_without_offloading(model, kept_bytes, has_allocator=False).activations == "keep"
+    assert not fits_without_offloading(model, recomputed_bytes - 1, has_allocator=False).fits
+    assert not fits_without_offloading(model, recomputed_bytes, bytes_per_param=18, has_allocator=False).fits

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,15 +160,14 @@ def generate_text(
         write = write if links.ranks.rank == 0 else _write_nothing
         seed = request.seed
         if seed is None and request.is_sampled:  # all ranks draw the same tokens
-            seed = int(links.all_gather("the seed of rank 0", str(torch.seed()).encode())[0])
-        if seed is not None:
-            torch.manual_seed(seed)
+            seed = int(links.all_gather("the seed of rank 0", str(secrets.randbits(63)).encode())[0])
         inputs = {name: tensor.to(engine.device.torch_device) for name, tensor in inputs.items()}
-        if request.num_beams == 1:
-            model.generate(**inputs, **settings, streamer=_Streamer(tokenizer, write))
-        else:
-            tokens = model.generate(**inputs, **settings)[0, num_prompt_tokens:]
-            write(tokenizer.decode(tokens, skip_special_tokens=True))
+        with _seeded(seed, engine.device.torch_device):
+            if request.num_beams == 1:
+                model.generate(**inputs, **settings, streamer=_Streamer(tokenizer, write))
+            else:
+                tokens = model.generate(**inputs, **settings)[0, num_prompt_tokens:]
+                write(tokenizer.decode(tokens, skip_special_tokens=True))
         pass_s, read_bytes = clock.per_pass()
         read_bytes, missing_bytes, drive_bytes_per_s = _bytes_of_all_ranks(engine, links, read_bytes)
         experts = engine.expert_loader.figures if engine.expert_loader is not None else None
@@ -184,6 +185,17 @@ def generate_text(
         )
     finally:
         engine.close()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators in this context, and return to their state of before. None leaves them alone."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _tokenizer_of(checkpoint: Checkpoint) -> Any:

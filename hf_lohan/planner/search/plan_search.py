@@ -279,7 +279,11 @@ class _Search:
             + self._least_held_bytes
             + allocator_bytes(self._hardware, setup, self._least_held_bytes),
             cluster=setup.cluster,
-            in_memory=fits_without_offloading(model, device_limit_bytes(self._hardware, setup)),
+            in_memory=fits_without_offloading(
+                model,
+                device_limit_bytes(self._hardware, setup),
+                has_allocator=not self._hardware.device.shares_cpu,
+            ),
             prediction=prediction,
             refusal=refusal,
         )
