@@ -275,15 +275,10 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
         file = os.path.join(tiers.store.paths[0].path, CHUNKS_NAME)
         plan.may_cut(run_layers_in_chunks(model, engine.activations, layers, tiers.row_memory), file)
-        engine.commits.add_facts(
-            functools.partial(_chunk_facts, weakref.ref(plan), {}),
-            functools.partial(_resume_plan, weakref.ref(plan), weakref.ref(engine)),
-        )
-    else:
-        engine.commits.add_facts(
-            functools.partial(_rows_facts, weakref.ref(engine), {}),
-            functools.partial(_continue_rows, weakref.ref(engine)),
-        )
+    engine.commits.add_facts(
+        functools.partial(_run_facts, weakref.ref(plan), weakref.ref(engine), {}),
+        functools.partial(_continue_run, weakref.ref(plan), weakref.ref(engine)),
+    )
     computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
     if computes_bfloat16 and not cpu_has_bfloat16_units():
         logger.warning(
@@ -303,29 +298,22 @@ def _is_closed(engine: weakref.ref[OffloadEngine]) -> bool:
     return (attached := engine()) is None or attached.is_closed
 
 
-def _chunk_facts(plan: weakref.ref[RunPlan], last: dict[str, Any]) -> dict[str, Any]:
-    """Return what a commit says of the plan. The commits must not keep the plan, which has the model. ``last``: what
-    the commit before said, for the commit of a model that was deleted."""
+def _run_facts(plan: weakref.ref[RunPlan], engine: weakref.ref[OffloadEngine], last: dict[str, Any]) -> dict[str, Any]:
+    """Return what a commit says of the plan, and the rows that each expert had. The commits must not keep the plan,
+    which has the model. ``last``: what the commit before said, for the commit of a model that was deleted."""
     if (planned := plan()) is not None:
         last.update(planned.facts)
-    return dict(last)
-
-
-def _rows_facts(engine: weakref.ref[OffloadEngine], last: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows that each expert had, for a commit. ``last``: see `_chunk_facts`."""
     if (attached := engine()) is not None and attached.expert_loader is not None:
         last[ROUTED_ROWS] = attached.expert_loader.routed_rows(attached.layout.ranks).to_fact()
     return dict(last)
 
 
-def _continue_rows(engine: weakref.ref[OffloadEngine], facts: Mapping[str, Any]) -> None:
-    if (attached := engine()) is not None and attached.expert_loader is not None:
+def _continue_run(plan: weakref.ref[RunPlan], engine: weakref.ref[OffloadEngine], facts: Mapping[str, Any]) -> None:
+    attached, planned = engine(), plan()
+    if attached is not None and attached.expert_loader is not None:
         attached.expert_loader.continue_rows(RoutedRows.of_rank(facts, attached.layout.ranks.rank))
-
-
-def _resume_plan(plan: weakref.ref[RunPlan], engine: weakref.ref[OffloadEngine], facts: Any) -> None:
-    if (planned := plan()) is not None and planned.resume(facts) and (planning := engine()) is not None:
-        planning.plan_again()
+    if planned is not None and planned.resume(facts) and attached is not None:
+        attached.plan_again()
 
 
 def _save_through(engine: OffloadEngine, model: Any, merges: PendingMerges | None = None) -> None:

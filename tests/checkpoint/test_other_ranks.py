@@ -417,6 +417,17 @@ def test_the_newest_checkpoint_of_the_run_is_taken(
     assert f"The run continues from {run / 'checkpoint-4'}, which costs 0 steps" in caplog.text
 
 
+def test_commits_of_streamed_experts_name_their_run(tmp_path: Path) -> None:
+    """Without a name its newest checkpoint is not known."""
+    names = []
+    for step, resume in ((2, None), (3, "last_step")):
+        train(tmp_path, step, resume=resume, model=tiny_model("qwen3_moe"), experts="streamed", cpu_memory="16MiB")
+        commit = last_commit([str(tmp_path / STORE)])
+        assert commit is not None and commit.facts["global_step"] == step
+        names.append(commit.facts[RUN_ID])
+    assert isinstance(names[0], str) and names[0] == names[1]
+
+
 @pytest.mark.parametrize("by_command", [False, True])
 def test_the_decided_chunks_are_carried_over(by_command: bool, run: Path) -> None:
     """A run has decided them after the commit from which it continues."""
