@@ -1,4 +1,4 @@
-"""Continues a run with another number of ranks: finds the stores of the ranks before, and divides them again.
+"""Continues a run with another number of ranks: finds the stores of the ranks before, and whether to reshard them.
 
 All ranks call these functions together. New stores are a draft: each of their commits says from how many ranks it was
 made, until the first step commits without that. The old stores are set aside only when all new ones are committed, and
@@ -63,7 +63,7 @@ class OtherRanks:
     """What is left of a run of another number of ranks."""
 
     state: Literal["nothing", "reshardable", "resharded", "lost"]
-    """With `reshardable` all stores of the ranks before are there. With `resharded` they have been divided again for
+    """With `reshardable` all stores of the ranks before are there. With `resharded` they have been resharded for
     this run. With `lost` a part of them is gone, so that only a checkpoint is left."""
     directories: Sequence[Sequence[str]] = field(repr=False)
     """Each element is one list of the ssd paths, without a rank's folder."""
@@ -208,7 +208,7 @@ def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> 
             others = sorted({*newer, *([own.resharded_from] if old and own.resharded_from else [])})
             raise ValueError(
                 f"{where} holds stores of several runs, and it is not clear which one continues: those of this run's "
-                f"{times(num_ranks, 'rank')} were divided from {times(own.resharded_from or 0, 'rank')} at step "
+                f"{times(num_ranks, 'rank')} were resharded from {times(own.resharded_from or 0, 'rank')} at step "
                 f"{own.step}; {'; '.join(map(state_of, others))}. To continue from step {own.step}, move the folders "
                 "of the others to another place; to continue from another state, move the folders of this one, and "
                 "bring back what is missing"
@@ -321,7 +321,7 @@ def _common(commits_by_rank: Sequence[Sequence[Kept]]) -> Kept | None:
 
 
 def _are_drafts(stores: Iterable[SeenStore]) -> bool:
-    """Whether all commits are of stores that were divided again. Stores without a commit have no state."""
+    """Whether all commits are of stores that were resharded. Stores without a commit have no state."""
     return all(not seen.damage and all(kept.resharded_from is not None for kept in seen.commits) for seen in stores)
 
 

@@ -304,7 +304,7 @@ def _copy_shard(
             copied_bytes += content.nbytes
             if reader != writer or copied_bytes >= _TOGETHER_BYTES:
                 copied_bytes = 0
-                links.barrier("the stores to be divided again")  # the writer has written what it got before
+                links.barrier("the stores to be resharded")  # the writer has written what it got before
             if me == reader:
                 if piece.source not in stores:
                     folders = found.visible[me, piece.source]

@@ -31,12 +31,12 @@ from hf_lohan.wording import exact_bytes, times
 logger = logging.getLogger(__name__)
 
 RESHARDED_FROM = "cut_from"
-"""Name of a fact in the commit of a store that was divided again, as in the first version: the number of ranks
+"""Name of a fact in the commit of a store that was resharded, as in the first version: the number of ranks
 before."""
 RESHARDED_STORES = "cut_from_stores"
 """Name of a fact beside it: for each old rank, the id of its store and the number of its newest commit."""
 OLD = "old-store-of"
-"""Begin of the name of a folder with complete stores that a run has divided again."""
+"""Begin of the name of a folder with complete stores that a run has resharded."""
 NEW = "new-store-of"
 """Begin of the name of a folder with new stores, until they take the places of others of the same number of ranks."""
 LOST = "lost-store-of"
@@ -57,7 +57,7 @@ class Kept:
     step: int
     is_resumable: bool
     resharded_from: int | None
-    """The number of ranks before, if the store was divided again and has no own step yet."""
+    """The number of ranks before, if the store was resharded and has no own step yet."""
     resharded_stores: tuple[tuple[str, int], ...]
     launch_id: str | None
     last_checkpoint: str | None

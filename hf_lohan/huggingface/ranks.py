@@ -226,7 +226,7 @@ def reshard_for_these_ranks(
 
     log_once(
         links,
-        f"step {found.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are divided again for "
+        f"step {found.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are resharded for "
         f"{times(links.ranks.num_ranks, 'rank')}",
     )
     capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in own]

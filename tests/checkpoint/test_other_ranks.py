@@ -495,7 +495,7 @@ def test_a_launch_continues_with_another_number_of_ranks(
     reshard_of_launch(run, 2)
     copy = Path(shutil.copytree(run / STORE, tmp_path / "copy"))
     assert train(run, 4) == straight
-    assert "step 3 was committed by 2 ranks, and its stores are divided again for 1 rank" in caplog.text
+    assert "step 3 was committed by 2 ranks, and its stores are resharded for 1 rank" in caplog.text
 
     caplog.clear()
     shutil.rmtree(run / STORE)

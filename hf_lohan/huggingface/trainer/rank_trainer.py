@@ -114,7 +114,7 @@ class RankTrainerMixin(_TrainerBase):
     def _asked_of_ranks(self, asked: str | bool | None) -> str | bool | None:
         """Return what to resume from, for ``asked``, the argument of `train`. A restarted attempt continues where the
         failed one ended, if the script does not ask for something else. If the last step was committed by another
-        number of ranks, its stores are divided again first; if a part of them is gone, this returns a checkpoint."""
+        number of ranks, its stores are resharded first; if a part of them is gone, this returns a checkpoint."""
         self._left_over = None
         if asked not in (True, LAST_STEP) and launch_id() is None and self.offload_engine is None:
             self._refuse_draft()

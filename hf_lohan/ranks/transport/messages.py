@@ -86,7 +86,7 @@ class Kind(enum.IntEnum):
     PREPARED = 30
     """A commit is durable on a rank."""
     STORE_PIECE = 31
-    """A piece of a store of another number of ranks, which is divided again."""
+    """A piece of a store of another number of ranks, which is resharded."""
     EXCHANGE = 32
     """A rank's device takes part in an exchange of its node's devices. Numbers: see `DeviceTransport`."""
     EXPERT_CALL = 40

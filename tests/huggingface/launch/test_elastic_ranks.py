@@ -93,9 +93,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_then_one_then_two_end_as_an_undisturbed_run(folder: Path) -> None:
     launch(folder, 2, "run", dies_at=3)
     log = launch(folder, 1, "run", dies_at=6, resume="last_step")
-    assert re.search("step [23] was committed by 2 ranks, and its stores are divided again for 1 rank", log)
+    assert re.search("step [23] was committed by 2 ranks, and its stores are resharded for 1 rank", log)
     log = launch(folder, 2, "run", resume="last_step")
-    assert re.search("step [56] was committed by 1 rank, and its stores are divided again for 2 ranks", log)
+    assert re.search("step [56] was committed by 1 rank, and its stores are resharded for 2 ranks", log)
     assert outcome(folder, "run") == outcome(folder, "undisturbed")
     assert sorted(path.name for path in (folder / "run/_lohan/store").glob("rank-*")) == ["rank-0-of-2", "rank-1-of-2"]
     assert not (folder / "run/_lohan/store/manifest.json").exists()
@@ -162,8 +162,8 @@ def test_a_machine_leaves_and_another_one_joins(folder: Path) -> None:
             end(machine)
     assert outcome(folder, "elastic") == outcome(folder, "undisturbed")
     assert re.search("2+1+2+$", steps())  # the second machine may have come late
-    assert "by 2 ranks, and its stores are divided again for 1 rank" in logs()
-    assert "by 1 rank, and its stores are divided again for 2 ranks" in logs()
+    assert "by 2 ranks, and its stores are resharded for 1 rank" in logs()
+    assert "by 1 rank, and its stores are resharded for 2 ranks" in logs()
 
 
 def is_open(port: int) -> bool:
