@@ -62,6 +62,22 @@ def test_one_of_two_nodes_that_share_a_drive_finishes_a_killed_move(run: Path, m
     assert not [*store.glob("old-store-of-*/moving-*")]
 
 
+def test_a_killed_move_of_an_older_version_ends_in_two_folders(run: Path) -> None:
+    """It left no note, so nobody knows that both parts are of one store."""
+    store = run / STORE
+    before = contents(store, 1)
+    reshard_to(2, lambda rank: [store], sets_aside=False)
+    first, second = store / "old-store-of-1", store / "old-store-of-1-2"
+    first.mkdir()
+    moved = "commit.safetensors"
+    (store / moved).rename(first / moved)
+    (found, _), *_ = reshard_to(2, lambda rank: [store])
+    assert found.state == "resharded"
+    assert [path.name for path in first.iterdir()] == [moved] and [*stores_under(str(store))] == [2]
+    (first / moved).rename(second / moved)
+    assert contents(second, 1) == before, "both parts are the store"
+
+
 def test_a_file_with_the_name_of_a_folder_of_old_stores_is_ignored(run: Path) -> None:
     store = run / STORE
     (store / "old-store-of-3").write_text("a note of the user")
