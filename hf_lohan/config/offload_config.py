@@ -235,10 +235,11 @@ class OffloadConfig:
     table leaves out, and never chooses one that rounds."""
 
     transport: Transport = AUTO
-    """How the ranks of a machine get a block's weights to their GPUs. "host" copies the whole block from RAM to each
-    GPU. "nccl" copies each rank's shard to its GPU, and NCCL sends the shards from GPU to GPU. It needs GPUs that reach
-    each other's memory, and is refused where it cannot be used. It has not been run on GPUs yet, so "auto" is "host".
-    No number depends on it."""
+    """How the ranks of a machine get a block's weights to their GPUs, and gradients from them. "host" copies the whole
+    block from RAM to each GPU, and each gradient to RAM. "nccl" copies each rank's shard to its GPU, and NCCL sends the
+    shards from GPU to GPU, and each gradient to one GPU, which adds them. It needs GPUs that reach each other's memory,
+    and is refused where it cannot be used. It has not been run on GPUs yet, so "auto" is "host". No number depends on
+    it."""
 
     net_timeout: int | float | Literal["auto"] = AUTO
     """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, but at least

@@ -105,7 +105,8 @@ class Device(ABC):
     * device memory is read by COMPUTE only after `wait(COMPUTE, event of the copy that filled it)`;
     * device memory is overwritten by H2D only after `wait(H2D, event recorded on COMPUTE after its last reader)`;
     * a tensor that COMPUTE produced is copied by D2H only after `wait(D2H, event recorded on COMPUTE)`;
-      D2H_ASIDE may copy memory that H2D filled, after the host has synchronized with a later event of COMPUTE;
+      D2H_ASIDE may use memory that H2D filled, after the host has synchronized with a later event of COMPUTE, or
+      memory that D2H filled, after the host has synchronized with the event of that;
     * host memory is read or reused only after `synchronize()` of the event of the copy that uses it.
     """
 
@@ -230,6 +231,10 @@ class Device(ABC):
     def why_no_group(self, identities: Sequence[str]) -> str:
         """Return why this device and those with these identities cannot send to each other; "" if they can."""
         return f"this run computes on the {self.torch_device.type}, and only CUDA devices send to each other"
+
+    def has_nvlink_to(self, identities: Sequence[str]) -> bool:
+        """Return whether NVLink joins this device with all those with these identities."""
+        return False
 
     def open_group(self, meeting: str, member: int, num_members: int) -> DeviceGroup:
         """Make a group with devices of other processes, which all call this together. ``meeting``: a name that is

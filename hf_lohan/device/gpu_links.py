@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import re
 import subprocess
@@ -14,6 +15,7 @@ import torch
 _TOPOLOGY_COMMAND = ("nvidia-smi", "topo", "-m")
 _LIST_COMMAND = ("nvidia-smi", "-L")
 _ANSWERS_WITHIN_S = 20.0
+_DRIVER = "libcuda.so.1"
 _UUID = re.compile(r"GPU (\d+):.*\(UUID: GPU-([0-9a-fA-F-]+)\)")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -24,6 +26,8 @@ class LinkKind(enum.Enum):
     NVLINK = "NVLink"
     PCIE = "PCIe peer"
     NONE = "none"
+    UNKNOWN = "not known"
+    """The driver does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,30 @@ def links_between_gpus() -> list[GpuLink]:
 
 
 def _kind(first: int, second: int, with_nvlink: set[frozenset[str]]) -> LinkKind:
-    if not (torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)):
-        return LinkKind.NONE
+    try:
+        if not (reaches(first, second) and reaches(second, first)):
+            return LinkKind.NONE
+    except RuntimeError:
+        return LinkKind.UNKNOWN
     is_nvlink = frozenset((uuid_of(first), uuid_of(second))) in with_nvlink
     return LinkKind.NVLINK if is_nvlink else LinkKind.PCIE
+
+
+def reaches(first: int, second: int, driver: str = _DRIVER) -> bool:
+    """Return whether a GPU reaches the memory of another. This asks the driver, which makes no context for the answer;
+    torch would make one on the first GPU. Raises RuntimeError if the driver does not answer."""
+    try:
+        cuda = ctypes.CDLL(driver)
+        numbers, can_access = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
+        statuses = [cuda.cuInit(0)]
+        for number, index in zip(numbers, (first, second), strict=True):
+            statuses.append(cuda.cuDeviceGet(ctypes.byref(number), index))
+        statuses.append(cuda.cuDeviceCanAccessPeer(ctypes.byref(can_access), *numbers))
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"the CUDA driver does not say which GPUs reach each other ({error})") from error
+    if any(statuses):
+        raise RuntimeError(f"the CUDA driver does not say whether GPU {first} reaches GPU {second} (error {statuses})")
+    return can_access.value == 1
 
 
 def uuid_of(index: int) -> str:
@@ -62,9 +86,19 @@ def why_not_linked(own: str, identities: Sequence[str]) -> str:
             return f"several ranks compute on GPU {index_of[own]}, and NCCL needs a GPU for each"
         if other not in index_of:
             return f"GPU {other} of another rank is not in this rank's CUDA_VISIBLE_DEVICES, which must be equal on all"
-        if not torch.cuda.can_device_access_peer(index_of[own], index_of[other]):
-            return f"GPU {index_of[own]} cannot reach the memory of GPU {index_of[other]}"
+        try:
+            if not reaches(index_of[own], index_of[other]):
+                return f"GPU {index_of[own]} cannot reach the memory of GPU {index_of[other]}"
+        except RuntimeError as error:
+            return str(error)
     return ""
+
+
+def are_joined_by_nvlink(own: str, identities: Sequence[str]) -> bool:
+    """Return whether nvidia-smi shows NVLink between the GPU with the UUID ``own`` and all those with
+    ``identities``."""
+    with_nvlink = _pairs_with_nvlink()
+    return all(frozenset((own.lower(), other.lower())) in with_nvlink for other in identities)
 
 
 def _pairs_with_nvlink() -> set[frozenset[str]]:

@@ -41,7 +41,7 @@ from hf_lohan.model import Block, Chunk, ParamSlice, experts_by_rank
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import RowExchange, StepAgreement
+from hf_lohan.ranks import DeviceSums, RowExchange, StepAgreement
 from hf_lohan.store import Store
 from hf_lohan.updates import (
     ClipHistory,
@@ -124,6 +124,7 @@ def build_updates(
         states=tiers.states,
         gradients=tiers.gradients,
         num_arrival_buffers=layout.plan.num_arrival_buffers,
+        on_device=_gradients_on_device(layout, tiers),
         spilled_blocks=frozenset(layout.plan.spilled_blocks),
         spill=tiers.spill,
         num_held_chunks=layout.num_held_chunks,
@@ -160,6 +161,7 @@ def build_updates(
             pipeline,
             keeps_dtypes=layout.keeps_gradient_dtypes,
             coded=tiers.codecs.gradients_within,
+            to_devices=setup.on_device,
         ),
         commits=commits,
         clip_history=clip_history,
@@ -178,13 +180,30 @@ def _up_to_date_records(
     return UpToDateRecords(tiers.store, layout.blocks, missed)
 
 
+def _gradients_on_device(layout: OffloadLayout, tiers: Tiers) -> BufferPool | None:
+    """Return device memory in which gradients arrive that devices add. It has as many buffers as arrive on the host."""
+    if tiers.transport is None:
+        return None
+    num_buffers, buffer_bytes = layout.plan.num_arrival_buffers, layout.plan.buffer_bytes
+    return BufferPool(
+        tiers.device,
+        name="gradients on the device",
+        num_buffers=num_buffers,
+        buffer_bytes=buffer_bytes,
+        memory=tiers.device.empty(num_buffers * buffer_bytes),
+    )
+
+
 def _gradient_pipeline(
     setup: UpdateSetup, tiers: Tiers, chunks: Sequence[Chunk], agreement: StepAgreement
 ) -> GradientPipeline:
     if tiers.rank_memory is None:
         return GradientPipeline(setup)
     memory, codec = tiers.rank_memory.gradients, tiers.codecs.gradients
-    reduction = GradientReduction(tiers.links, tiers.device, tiers.gradients, memory, chunks, codec)
+    sums = None
+    if tiers.transport is not None:
+        sums = DeviceSums(tiers.device, tiers.transport, tiers.links.ranks, tiers.gradients.buffer_bytes)
+    reduction = GradientReduction(tiers.links, tiers.device, tiers.gradients, memory, chunks, codec, sums)
     setup = replace(
         setup,
         shared_ram=None,

@@ -161,14 +161,14 @@ def check_equal_settings(settings: Mapping[str, Any], links: Links) -> None:
 def open_device_transport(
     layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links
 ) -> DeviceTransport | None:
-    """Connect the devices of a node's ranks, or return None if weights go through host memory. All ranks call this
+    """Connect the devices of a node's ranks, or return None if all goes through host memory. All ranks call this
     together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
     ranks = links.ranks
     if ranks.num_ranks == 1:
         if config.transport == "nccl":
             raise ValueError(
-                "transport: 'nccl' sends weights between the GPUs of several ranks, and this is one process; set "
-                "transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
+                "transport: 'nccl' sends weights and gradients between the GPUs of several ranks, and this is one "
+                "process; set transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
             )
         return None
     if config.transport == "host":
@@ -177,9 +177,9 @@ def open_device_transport(
     on_this_node = [identities[rank].decode() for rank in ranks.on_this_node if rank != ranks.rank]
     reason = _why_not_served(layout, config) or device.why_no_group(on_this_node)
     if config.transport != "nccl":
-        if not reason and ranks.rank == 0:
+        if not reason and ranks.rank == 0 and device.has_nvlink_to(on_this_node):
             logger.info(
-                "transport: auto sends all weights through the machine's RAM; its GPUs reach each other, so try "
+                "transport: auto sends weights and gradients through the machine's RAM; NVLink joins its GPUs, so try "
                 "transport: nccl, which has not been run on GPUs yet"
             )
         return None
@@ -194,8 +194,9 @@ def open_device_transport(
         raise ValueError(f"NCCL does not connect the GPUs ({error}); set transport to host or auto") from error
     if ranks.rank == 0:
         logger.warning(
-            "transport: nccl sends weights from GPU to GPU, which has not been run on GPUs yet; gradients, and blocks "
-            "that not all ranks load, go through the machine's RAM"
+            "transport: nccl sends weights and gradients from GPU to GPU, which has not been run on GPUs yet; blocks "
+            "that not all ranks load, and gradients that a step sums over several backwards, go through the machine's "
+            "RAM"
         )
     return transport
 

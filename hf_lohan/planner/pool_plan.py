@@ -39,6 +39,11 @@ WHOLE_UPDATE_BYTES, WHOLE_DEVICE_BYTES = 12, 8
 DECODING_BYTES_PER_CODE = 14
 """Device memory for each byte of codes that is decoded: the byte, its index, two float32 values, and some scales."""
 
+ADDED_SHARE = 8
+"""Chunks are so small that gradients which devices add take at most 1 / `ADDED_SHARE` of `gpu_memory`, if they can."""
+LINK_TILE_NUMEL = 1 << 20
+"""Elements of a gradient that a device widens and adds at once."""
+
 MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
 MIN_CHUNK_NUMEL = 16 * 1024
@@ -159,6 +164,8 @@ class PoolRequest:
     """Number of host buffers for these rows."""
     lent_expert_bytes: int = 0
     """Bytes of the largest expert that ranks of a node lend each other. 0 if they lend none."""
+    num_adding_devices: int = 1
+    """Number of devices that send each other gradients, and add them. 1 if gradients are added on the host."""
 
     @property
     def rows_buffer_bytes(self) -> int:
@@ -191,9 +198,18 @@ class PoolRequest:
 
     def payload_bytes(self, chunk_numel: int) -> int:
         """Memory of the device for payloads of its link: of one block, where its memory is not the host's, and of the
-        gradient of one chunk. And for an expert of another rank, with a gradient that waits to be added."""
+        gradient of one chunk. And for an expert of another rank, with a gradient that waits to be added. And for
+        gradients that devices add."""
         block_bytes = self.coded_block_bytes + 2 * self.lent_expert_bytes if self.stages_params else 0
-        return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel)
+        return block_bytes + math.ceil(self.coded_gradient_bytes * chunk_numel) + self.added_bytes(chunk_numel)
+
+    def added_bytes(self, chunk_numel: int) -> int:
+        """Memory of the device for gradients that devices add: those that arrive, those of other devices, and their
+        sum."""
+        if self.num_adding_devices == 1:
+            return 0
+        num_buffers = _num_arrival_buffers(self, chunk_numel) + self.num_adding_devices
+        return MASTER_ITEMSIZE_BYTES * (num_buffers * chunk_numel + min(chunk_numel, LINK_TILE_NUMEL))
 
     @property
     def whole_bytes(self) -> int:
@@ -231,7 +247,8 @@ class PoolPlan:
     whole_device_bytes: int = 0
     """Memory for updates of whole parameters: RAM beside the buffers, and device memory beside the slots."""
     unpacking_bytes: int = 0
-    """Device memory in which packed weights are decoded, and for payloads of a link with codecs."""
+    """Device memory in which packed weights are decoded and gradients are added, and for payloads of a link with
+    codecs."""
     rows_buffer_bytes: int = 0
     rows_bytes: int = 0
     """Bytes of one host buffer for rows of a table, and of all."""
@@ -266,9 +283,9 @@ class PoolPlan:
 
 def plan_pools(request: PoolRequest) -> PoolPlan:
     """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError if a budget is too small."""
-    slot_bytes, num_slots = _plan_slots(request)
-    _check_cpu_memory(request, two_blocks_bytes=2 * max(slot_bytes[SizeClass.LAYER], slot_bytes[SizeClass.EXPERT]))
     chunk_numel = _choose_chunk_numel(request)
+    slot_bytes, num_slots = _plan_slots(request, chunk_numel)
+    _check_cpu_memory(request, two_blocks_bytes=2 * max(slot_bytes[SizeClass.LAYER], slot_bytes[SizeClass.EXPERT]))
     num_staging, num_state, num_arrival, num_recall = least = _least_buffers(request, chunk_numel)
     spare_bytes = request.cpu_memory_bytes - request.whole_bytes - request.rows_bytes
     spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
@@ -305,7 +322,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     )
 
 
-def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
+def _plan_slots(request: PoolRequest, chunk_numel: int) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
     def sizes(size_class: SizeClass) -> list[int]:
         return [block.param_bytes for block in request.blocks if block.size_class is size_class]
 
@@ -322,7 +339,7 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
     }
     minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
     minimum += request.whole_device_bytes + request.unpacking_bytes(request.least_chunk_numel * MASTER_ITEMSIZE_BYTES)
-    minimum += request.payload_bytes(request.least_chunk_numel)
+    minimum += request.payload_bytes(chunk_numel)
     if minimum > request.gpu_memory_bytes:
         of_device, least = "", f"set gpu_memory to at least {minimum}"
         if request.device_memory_bytes is not None:
@@ -387,6 +404,8 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
     while chunk_numel > good and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel = max(chunk_numel // 2, least)
     while chunk_numel > least and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
+        chunk_numel = max(chunk_numel // 2, least)
+    while chunk_numel > least and request.added_bytes(chunk_numel) > request.gpu_memory_bytes // ADDED_SHARE:
         chunk_numel = max(chunk_numel // 2, least)
     return _even_for_experts(request, chunk_numel)
 

@@ -78,8 +78,7 @@ _WHOLE_LAYERS_SHARE = 2
 `_WHOLE_LAYERS_SHARE` of `gpu_memory`."""
 _CHUNK_SHARE = 64
 _MOST_CHUNK_BYTES = 256 << 20
-"""A chunk's logits take 1 / `_CHUNK_SHARE` of `gpu_memory` in float32, but at most this size, because larger products
-are not faster."""
+"""A chunk's logits take 1 / `_CHUNK_SHARE` of `gpu_memory` in float32, at most this, as larger ones are not faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -496,6 +495,7 @@ def lay_out(
         rows_granule_bytes=rows_granule_bytes(form.model_blocks),
         num_rows_buffers=shards.num_rows_buffers(memory_is_host=memory_is_host),
         lent_expert_bytes=expert_bytes,
+        num_adding_devices=ranks.num_local if config.transport == "nccl" else 1,
     )
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0

@@ -17,7 +17,7 @@ from hf_lohan.ranks.collectives.block_codec import (
 from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
 from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
 from hf_lohan.ranks.collectives.node_sums import TableRows
-from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL, CodedValues, sum_in_rank_order_
+from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL, CodedValues, DeviceSums, sum_in_rank_order_
 from hf_lohan.ranks.collectives.row_exchange import CallOfRank, ExpertCall, RowExchange
 from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
@@ -47,6 +47,7 @@ __all__ = [
     "CodingError",
     "CommitAgreement",
     "CompleteGradient",
+    "DeviceSums",
     "DeviceTransport",
     "ExpertCall",
     "GradientExchange",

@@ -1,4 +1,4 @@
-"""Copies each gradient from autograd to the host as soon as it is complete."""
+"""Copies each gradient from autograd to the host as soon as it is complete, or to memory where devices add it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,19 @@ class GradientArrivals:
         *,
         keeps_dtypes: bool = False,
         coded: MeasuredCodec | None = None,
+        to_devices: BufferPool | None = None,
     ) -> None:
         """`keeps_dtypes`: see `UpdateSetup.keeps_gradient_dtypes`. `coded`: the codec of gradients that all ranks have,
-        on their way to the host."""
+        on their way to the host. ``to_devices``: buffers in device memory for gradients that devices add. Without it
+        all are added on the host."""
         self._device = device
         self._pool = pool
         self._pipeline = pipeline
         self._keeps_dtypes = keeps_dtypes
         self._coded = coded
+        self._to_devices = to_devices
+        self._goes_to_devices = False
+        """Whether devices add the gradients of this backward. All ranks decide alike."""
         self._payload: Tensor | None = None
         """Device memory for the payload of one piece. Work of the D2H lane alone uses it."""
         self._context = BackwardContext()
@@ -75,6 +80,9 @@ class GradientArrivals:
     def begin_backward(self, context: BackwardContext) -> None:
         """Begin a backward. `context` applies until the next one."""
         self._context = context
+        # Sums of several backwards are on the host.
+        is_only = self._pipeline.count_backward() == 1 and context.is_final
+        self._goes_to_devices = self._to_devices is not None and is_only
         self._submitted.clear()
         self._held_back.clear()
         if not self._pipeline.has_gradients:
@@ -128,9 +136,16 @@ class GradientArrivals:
             is_coded = self._coded is not None and block.owner is None and block.size_class is not SizeClass.ROWS
             codec = self._coded.codec if self._coded is not None and is_coded else None
             keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
+            buffer = on_device = None
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=block.name):
-                buffer = self._acquire_buffer(block, half=keeps_dtype)
-            arrived = ArrivedChunk(piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype, codec=codec)
+                if self._goes_to_devices and block.owner is None:
+                    is_half = flat.dtype.itemsize < torch.float32.itemsize
+                    on_device = self._acquire_buffer(block, half=is_half, pool=self._to_devices)
+                if on_device is None or self._pipeline.updates_chunk(piece.chunk):
+                    buffer = self._acquire_buffer(block, half=keeps_dtype)
+            arrived = ArrivedChunk(
+                piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype, codec=codec, on_device=on_device
+            )
             self._open[piece.chunk] = arrived
         if rows is not None:
             assert arrived.codec is None, "rows are not coded"
@@ -161,10 +176,10 @@ class GradientArrivals:
         device.copy(Lane.D2H, scales, message[codes.numel() :])
         coded.count(source.nbytes, message.numel())
 
-    def _acquire_buffer(self, block: Block, *, half: bool) -> Buffer:
-        began_s = time.monotonic()
+    def _acquire_buffer(self, block: Block, *, half: bool, pool: BufferPool | None = None) -> Buffer:
+        began_s, pool = time.monotonic(), pool or self._pool
         with self._pipeline.wait_for_ranks():
-            while (buffer := self._pool.acquire_within(_LOOK_S, half=half)) is None:
+            while (buffer := pool.acquire_within(_LOOK_S, half=half)) is None:
                 # All buffers may be held by layers in which a parameter gets no gradient, such as an expert without
                 # tokens.
                 for arrived in list(self._open.values()):
@@ -205,6 +220,5 @@ class GradientArrivals:
     def abandon_backward(self) -> None:
         """Release the buffers of incomplete chunks after an interrupted backward."""
         for arrived in self._open.values():
-            arrived.wait()
-            arrived.buffer.release()
+            arrived.drop()
         self._open.clear()

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from hf_lohan.device import Buffer, BufferPool, Device
+from torch import Tensor
+
+from hf_lohan.device import Buffer, BufferPool, Device, Lane
 from hf_lohan.model import Chunk
 from hf_lohan.planner import SizeClass
-from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, MeasuredCodec, SharedRegion, TableRows
+from hf_lohan.ranks import (
+    CompleteGradient,
+    DeviceSums,
+    GradientExchange,
+    Links,
+    MeasuredCodec,
+    SharedRegion,
+    TableRows,
+)
 from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.gradients import ChunkGradient
@@ -35,9 +46,10 @@ class GradientReduction:
         memory: SharedRegion,
         chunks: Sequence[Chunk],
         coded: MeasuredCodec | None,
+        sums: DeviceSums | None = None,
     ) -> None:
         """``buffers``: arrival buffers of gradients, in ``memory``. ``chunks``: all chunks, in the same order on all
-        ranks. ``coded``: the codec between nodes."""
+        ranks. ``coded``: the codec between nodes. ``sums``: adds gradients that are published on devices."""
         self._links = links
         self._rank = links.ranks.rank
         self._device = device
@@ -45,13 +57,17 @@ class GradientReduction:
         self._memory = memory
         self._chunks = chunks
         self._coded = coded
+        self._sums = sums
         self._key_of = {chunk: key for key, chunk in enumerate(chunks)}
         self.published: set[Chunk] = set()
         """Chunks whose gradients were published in this step."""
         self.excluded: set[Chunk] = set()
         """Chunks for which this rank has no gradient in this step."""
         self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
-        """Chunks of this rank whose averaged gradients have not arrived."""
+        """Chunks of this rank whose averaged gradients have not arrived. The lock guards this and what follows."""
+        self._lock = threading.Lock()
+        self._places: dict[tuple[int, int], Buffer] = {}
+        """Buffers to which devices write averages, by step and key. This holds them, too, until they are written."""
         self._dropped_steps: set[int] = set()
         """The step in progress, by the exchange's count."""
         self._ended: int | None = None
@@ -77,6 +93,8 @@ class GradientReduction:
                 for key, chunk in enumerate(self._chunks)
                 if chunk.block.size_class is SizeClass.ROWS
             },
+            sums=self._sums,
+            place=self._place_for,
         )
         this = weakref.ref(self)  # the links live longer
         self._links.add_failure_callback(lambda error: _note_failure(this(), error))
@@ -122,21 +140,52 @@ class GradientReduction:
                 "step's last backward by gradient_accumulation_steps or announce_backward"
             )
         codec, gradient.codec = gradient.codec, None  # its mean is not coded
+        values, sent_buffer, key = gradient.published_values, gradient.on_device or gradient.buffer, self._key_of[chunk]
         for piece in chunk.pieces if codec is None else ():
-            if piece.param_slice not in gradient.slices:
-                gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # this part was not initialized
+            if piece.param_slice not in gradient.slices:  # this part was not initialized
+                self._zero(values[piece.start_in_chunk : piece.stop_in_chunk], is_on_device=bool(gradient.on_device))
         self.published.add(chunk)
-        sent_buffer = gradient.buffer
-        if self.owns(chunk):  # the mean will be written to this buffer
-            self._waiting[chunk], sent_buffer = (gradient, apply, on_unwanted), None
+        if self.owns(chunk):  # the mean will be written to its buffer on the host
+            sent_buffer = gradient.on_device
+            with self._lock:
+                self._waiting[chunk] = gradient, apply, on_unwanted
         else:
             on_unwanted()
-        self._exchange.publish(self._key_of[chunk], gradient.values, _slice_bits(gradient), sent_buffer, codec)
+        is_on_device = gradient.leave_device()
+        self._exchange.publish(key, values, _slice_bits(gradient), sent_buffer, codec, is_on_device=is_on_device)
+
+    def _zero(self, values: Tensor, *, is_on_device: bool) -> None:
+        if is_on_device:  # in the lane in which the gradient is sent later
+            work = partial(_fill_with_zeros, values)
+            self._device.run(Lane.D2H_ASIDE, work, fills=values, reads=(values,), name="zero")
+        else:
+            _fill_with_zeros(values)
+
+    def _place_for(self, step: int, key: int) -> Tensor | None:
+        """Return the memory for an average that devices have added; None if the step was dropped. Called on the thread
+        of the devices."""
+        chunk = self._chunks[key]
+        with self._lock:
+            if step in self._dropped_steps:
+                return None
+            if chunk not in self._waiting:
+                gradient = ChunkGradient(chunk, self._new_buffer(chunk), set())
+                self._waiting[chunk] = gradient, self._apply_unexpected, lambda: None
+            gradient = self._waiting[chunk][0]
+            assert isinstance(gradient.buffer, Buffer)
+            gradient.buffer.retain()
+            self._places[step, key] = gradient.buffer
+            return gradient.values
 
     def _apply_mean(self, complete: CompleteGradient) -> None:
         """Apply the mean of one of this rank's chunks after all ranks have published their gradients. Called on the
         worker's thread."""
-        if complete.numel == 0 or complete.step in self._dropped_steps:
+        with self._lock:
+            place = self._places.pop((complete.step, complete.key), None)
+            is_unwanted = complete.numel == 0 or complete.step in self._dropped_steps
+        if place is not None:
+            place.release()
+        if is_unwanted:
             complete.release()
             return
         chunk = self._chunks[complete.key]
@@ -145,7 +194,10 @@ class GradientReduction:
         else:
             gradient, apply = ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected
         use_all_cores()  # torch would measure it on all cores
-        complete.sum_into(gradient.values)
+        if not complete.is_summed:
+            complete.sum_into(gradient.values)
+        for start, stop in chunk.gaps if complete.is_summed else ():
+            gradient.values[start:stop].zero_()  # devices send no zeros there
         complete.release()
         bits = complete.slice_bits
         gradient.slices = {piece.param_slice for index, piece in enumerate(chunk.pieces) if bits >> index & 1}
@@ -180,20 +232,21 @@ class GradientReduction:
 
     def drop_step(self) -> None:
         """Drop the step's gradients. Called on the computing thread."""
-        if self._ended is not None:
-            self._dropped_steps.add(self._ended)
-        else:
-            self._dropped_steps.add(self._exchange.step)
+        with self._lock:
+            self._dropped_steps.add(self._exchange.step if self._ended is None else self._ended)
+        if self._ended is None:
             self._exchange.abandon()
         self._put(self._forget_waiting)
 
     def _forget_waiting(self) -> None:
         """Forget the gradients for which no averages will come."""
-        for gradient, _, on_unwanted in self._waiting.values():
+        with self._lock:
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+        for gradient, _, on_unwanted in waiting:
             assert gradient.buffer is not None
             gradient.buffer.release()
             on_unwanted()
-        self._waiting.clear()
 
     def end_step(self) -> None:
         """End the step. Gradients that are published later belong to the next step."""
@@ -217,6 +270,10 @@ class GradientReduction:
 def _note_failure(reduction: GradientReduction | None, error: BaseException) -> None:
     if reduction is not None:
         reduction.note_failure(error)
+
+
+def _fill_with_zeros(values: Tensor) -> None:
+    values.zero_()
 
 
 def _rows_of(chunk: Chunk) -> TableRows:

@@ -32,10 +32,11 @@ _PIECE = np.dtype([("slice", np.int64), ("chunk", np.int64), ("norm", np.float64
 
 @dataclass(eq=False)
 class ArrivedChunk:
-    """A chunk's gradient of one backward. It is in a host buffer after `wait` has returned."""
+    """A chunk's gradient of one backward. It is in a host buffer after `wait` has returned, or in one of the device."""
 
     chunk: Chunk
-    buffer: Buffer
+    buffer: Buffer | None
+    """The host buffer; None if this rank only sends the gradient from its device."""
     dtype: torch.dtype
     """Dtype in which backward made the gradient."""
     pieces: list[ChunkPiece] = field(default_factory=list)
@@ -46,6 +47,8 @@ class ArrivedChunk:
     """The codec of the payloads in which pieces arrive. `wait` decodes them to float32."""
     rows: list[RowsOfPiece] = field(default_factory=list)
     """Pieces of which only rows arrive. `wait` moves these to their places."""
+    on_device: Buffer | None = None
+    """Device memory in which the gradient arrives, to be added there to those of other ranks."""
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -56,8 +59,15 @@ class ArrivedChunk:
     def landing(self) -> Tensor:
         """The memory to which copies go. It begins at the buffer's start, or is the second half if the gradient is
         widened later."""
+        if self.on_device is not None:
+            return self.on_device.view(self.dtype, self.chunk.numel)
         start_byte = self.chunk.numel * (self.held_dtype.itemsize - self.dtype.itemsize)
-        return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
+        return self._host.view(self.dtype, self.chunk.numel, start_byte=start_byte)
+
+    @property
+    def _host(self) -> Buffer:
+        assert self.buffer is not None
+        return self.buffer
 
     def coded_landing(self, piece: ChunkPiece) -> tuple[Tensor, Tensor]:
         """The memory, as bytes, to which the codes and the scales of a piece go."""
@@ -66,12 +76,12 @@ class ArrivedChunk:
 
     def _coded_values(self) -> CodedValues:
         assert self.codec is not None
-        return CodedValues.in_place_of(self.buffer.view(torch.float32, self.chunk.numel), self.codec)
+        return CodedValues.in_place_of(self._host.view(torch.float32, self.chunk.numel), self.codec)
 
     def wait_coded(self) -> None:
         """Wait until the whole gradient is in the buffer. It stays coded, with zeros in the padding and for parameters
         without a gradient."""
-        self._wait_for_copies()
+        self.wait_for_copies()
         assert self.codec is not None
         coded, block, end = self._coded_values(), self.codec.block_numel, 0
         for piece in sorted(self.pieces, key=lambda piece: piece.start_in_chunk):
@@ -81,22 +91,28 @@ class ArrivedChunk:
 
     def _decode(self) -> Tensor:
         """Decode the payloads of all pieces in their buffer."""
-        values, coded = self.buffer.view(torch.float32, self.chunk.numel), self._coded_values().with_own_scales()
+        values, coded = self._host.view(torch.float32, self.chunk.numel), self._coded_values().with_own_scales()
         for piece in sorted(self.pieces, key=lambda piece: piece.start_in_chunk):
             for first in range(piece.start_in_chunk, piece.stop_in_chunk, SUM_TILE_NUMEL):
                 stop = min(first + SUM_TILE_NUMEL, piece.stop_in_chunk)
                 values[first:stop].copy_(coded.part(first, stop).decoded())
         return values
 
-    def _wait_for_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         for event in self.events:
             event.synchronize()
         self.events.clear()
 
+    def drop(self) -> None:
+        """Release the buffers."""
+        self.wait_for_copies()
+        for buffer in filter(None, (self.buffer, self.on_device)):
+            buffer.release()
+
     def wait(self) -> Tensor:
         """Wait until the whole gradient is in the buffer. Returns it as [chunk.numel] in `held_dtype`, with zeros in
         the padding."""
-        self._wait_for_copies()
+        self.wait_for_copies()
         for rows in self.rows:
             rows.spread(self.landing[rows.piece.start_in_chunk : rows.piece.stop_in_chunk])
         self.rows.clear()
@@ -105,7 +121,7 @@ class ArrivedChunk:
         elif self.dtype == self.held_dtype:
             gradient = self.landing
         else:
-            gradient = widen_in_place(self.buffer.bytes, self.dtype, self.chunk.numel)
+            gradient = widen_in_place(self._host.bytes, self.dtype, self.chunk.numel)
         for start, stop in self.chunk.gaps:
             gradient[start:stop].zero_()
         return gradient
@@ -132,6 +148,8 @@ class ChunkGradient:
     """The codec of `values`, if they are coded in their memory."""
     is_zero: bool = False
     """Whether the gradient is zeros, which need no buffer and no measurement."""
+    on_device: Buffer | None = None
+    """Device memory with the gradient, in `dtype`, before it is published. `buffer` is then for its mean, if any."""
 
     @classmethod
     def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
@@ -150,6 +168,17 @@ class ChunkGradient:
         """View [chunk.numel] of the buffer, in `dtype`."""
         assert self.buffer is not None
         return self.buffer.view(self.dtype, self.chunk.numel)
+
+    @property
+    def published_values(self) -> Tensor:
+        """The values that other ranks get: `values`, or those in device memory."""
+        return self.values if self.on_device is None else self.on_device.view(self.dtype, self.chunk.numel)
+
+    def leave_device(self) -> bool:
+        """Return whether the gradient was in device memory. `values` are then for its mean, in float32."""
+        was_there, self.on_device = self.on_device is not None, None
+        self.dtype = torch.float32 if was_there else self.dtype
+        return was_there
 
     def measure_again(self) -> None:
         """Have all parameters measured on the host, even those of a single backward. With several ranks nothing is
@@ -312,6 +341,10 @@ class HeldGradients:
         ``may_stay_coded``, the gradient of a single backward is returned as it arrived."""
         slices = {piece.param_slice for piece in arrived.pieces}
         gradient = self._pop(self._key(arrived.chunk))
+        if arrived.on_device is not None:
+            assert gradient is None, "an earlier backward of the step sent its gradient to the host"
+            arrived.wait_for_copies()
+            return ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.dtype, on_device=arrived.on_device)
         if gradient is None and may_stay_coded and arrived.codec is not None:
             arrived.wait_coded()
             return ChunkGradient(arrived.chunk, arrived.buffer, slices, codec=arrived.codec)
@@ -338,6 +371,7 @@ class HeldGradients:
         """Release one of the two buffers. With several ranks the sum must be in the arrival buffer, because other ranks
         read it there, and this rank needs its recall buffers earlier."""
         assert gradient.buffer is not None
+        assert arrived.buffer is not None
         is_recalled = isinstance(gradient.buffer, Buffer) and gradient.buffer.pool is self._recall
         if self._sums_stay_in_arrival_buffers and is_recalled:
             values.copy_(gradient.values)

@@ -42,7 +42,9 @@ class GradientPipeline:
         self._passed: dict[Chunk, None] = {}
         """Chunks that the step's backwards passed, with or without a gradient."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
-        self._gradient_buffers = setup.gradients
+        self._num_backwards = 0
+        """Number of backwards of the step in progress."""
+        self._gradient_buffers = [pool for pool in (setup.gradients, setup.on_device) if pool is not None]
         self._handover = Handover(setup.copies_new_weights or setup.device, setup.device)
         self._failure = FirstFailure(self._abort)
         self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
@@ -52,10 +54,16 @@ class GradientPipeline:
 
     def _abort(self, error: BaseException) -> None:
         """Wake everyone who waits for a buffer or a block, because the step cannot be finished."""
-        self._gradient_buffers.abort(error)
+        for pool in self._gradient_buffers:
+            pool.abort(error)
         self._handover.abort(error)
 
     # Called in backward.
+
+    def count_backward(self) -> int:
+        """Count a backward that begins. Returns its number in the step, from 1 on."""
+        self._num_backwards += 1
+        return self._num_backwards
 
     def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
         """Measure a gradient that backward made."""
@@ -188,7 +196,7 @@ class GradientPipeline:
         """Tell other ranks that the step's gradients are dropped."""
 
     def _begin_next(self) -> None:
-        self._announced, self._passed = set(), {}
+        self._announced, self._passed, self._num_backwards = set(), {}, 0
         self._norms.clear()
 
     # Called by readers of weights and of the store.

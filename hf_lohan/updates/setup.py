@@ -58,5 +58,7 @@ class UpdateSetup:
     once."""
     missed: MissedSteps = field(default_factory=lambda: MissedSteps((), ()))
     """Steps with gradients of zeros that chunks of the store take later. By default no chunk does."""
+    on_device: BufferPool | None = None
+    """Buffers in device memory for gradients that devices add. None if all are added on the host."""
     sums_stay_in_arrival_buffers: bool = False
     """Whether sums stay in arrival buffers, because other ranks read them there."""

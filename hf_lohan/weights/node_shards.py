@@ -93,35 +93,38 @@ class DeviceCopies:
         if parts.within is not None and not device.memory_is_host:
             self._payload = device.empty(max(map(parts.coded_bytes, blocks)))
 
-    def copy(self, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None) -> Event:
-        """Enqueue the copy of a block to ``weights`` in the slot. ``entry`` and ``coded``: the block and its payload in
-        shared memory. Returns the event of its end. With a transport, all ranks of the node call this for the same
-        block, and it waits for them. Raises RankFailedError or RankTimeoutError."""
+    def copy(self, number: int, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None) -> Event:
+        """Enqueue the copy of a block to ``weights`` in the slot. ``number``: the load. ``entry`` and ``coded``: the
+        block and its payload in shared memory. Returns the event of its end. With a transport, all ranks of the node
+        call this for the same load, and it waits for them. Raises RankFailedError or RankTimeoutError."""
         if block.packed_slices:
             assert self._decoder is not None, f"{block} has packed weights"
             self._decoder.load(block, weights, entry)
         elif coded is not None:
             self._copy_coded(coded, weights)
         elif self._transport is not None:
-            return self._exchange(self._transport, block, weights, entry)
+            return self._exchange(self._transport, number, block, weights, entry)
         else:
             self._device.copy(Lane.H2D, weights, entry)
         return self._device.record(Lane.H2D)
 
-    def _exchange(self, transport: DeviceTransport, block: Block, weights: Tensor, entry: Tensor) -> Event:
+    def _exchange(self, transport: DeviceTransport, number: int, block: Block, weights: Tensor, entry: Tensor) -> Event:
         """Copy this rank's shard to the slot, and fill the slot with those of other ranks. A slot without all of them
         is never published, because this waits."""
         ranges_by_rank = [block.rank_ranges[rank] for rank in self._ranks.on_this_node]
         start, stop = ranges_by_rank[self._ranks.local_rank]
-        own = weights[start:stop]
-        with transport.watching(f"its shard of {block.name} on its device"):
-            if own.numel():
-                self._device.copy(Lane.H2D, own, entry[start:stop])
+        own, ready = weights[start:stop], list[Event]()
+        if own.numel():
+            self._device.copy(Lane.H2D, own, entry[start:stop])
+
+        def fill() -> None:
             work = partial(transport.fill_from_all, weights, ranges_by_rank)
             self._device.run(Lane.H2D, work, fills=weights, reads=(own,), name="gather")
-            ready = self._device.record(Lane.H2D)
-            ready.synchronize()
-        return ready
+            ready.append(self._device.record(Lane.H2D))
+            ready[0].synchronize()
+
+        transport.take_part(number, f"its shard of {block.name} on its device", fill)
+        return ready[0]
 
     def _copy_coded(self, coded: Tensor, weights: Tensor) -> None:
         """Copy the payload of a block to the device, and decode it there to ``weights``."""

@@ -310,7 +310,7 @@ class SharedWeights:
         if free is not None:
             self._device.wait(Lane.H2D, free)
         load = self._loads[number]
-        ready = self._to_device.copy(load.block, weights, load.entry, load.coded)
+        ready = self._to_device.copy(number, load.block, weights, load.entry, load.coded)
         with self._links.lock:
             del self._loads[number], self._filled[number]
         self._copier.submit(lambda: self._wait_for_copy(number, ready))

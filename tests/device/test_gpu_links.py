@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_lohan.device import links_between_gpus
-from hf_lohan.device.gpu_links import GpuLink, LinkKind, nvlinks_in, why_not_linked
+from hf_lohan.device import gpu_links, links_between_gpus
+from hf_lohan.device.gpu_links import (
+    GpuLink,
+    LinkKind,
+    are_joined_by_nvlink,
+    nvlinks_in,
+    reaches,
+    why_not_linked,
+)
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV4\tPHB\tSYS\tPIX\t0-31\t0\t\tN/A
@@ -39,7 +48,7 @@ class Machine:
         self.unreachable = unreachable
         self.answers: dict[str, str] = {"topo": TOPOLOGY, "-L": LIST}
         patch.setattr(torch.cuda, "device_count", lambda: len(visible))
-        patch.setattr(torch.cuda, "can_device_access_peer", self.reaches)
+        patch.setattr(gpu_links, "reaches", self.reaches)
         patch.setattr(
             torch.cuda,
             "get_device_properties",
@@ -87,3 +96,26 @@ def test_the_reason_why_gpus_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> 
     assert why_not_linked("00-aa", ["11-aa", "22-aa"]) == "GPU 0 cannot reach the memory of GPU 2"
     assert "several ranks compute on GPU 1" in why_not_linked("11-aa", ["00-aa", "11-aa"])
     assert "GPU 33-aa of another rank is not in this rank's CUDA_VISIBLE_DEVICES" in why_not_linked("00-aa", ["33-aa"])
+
+
+def test_a_driver_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, [0, 1], set())
+    monkeypatch.setattr(gpu_links, "reaches", partial(reaches, driver="libno-such-driver.so.1"))
+    assert links_between_gpus() == [GpuLink(0, 1, LinkKind.UNKNOWN)]
+    assert "does not say which GPUs reach each other (libno-such-driver" in why_not_linked("00-aa", ["11-aa"])
+
+
+def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"cuInit": 0, "cuDeviceGet": 0, "cuDeviceCanAccessPeer": 100}
+    driver = SimpleNamespace(**{name: lambda *_args, status=status: status for name, status in answers.items()})
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
+    with pytest.raises(RuntimeError, match=r"whether GPU 0 reaches GPU 1 \(error \[0, 0, 0, 100\]\)"):
+        reaches(0, 1)
+
+
+def test_nvlink_joins_a_gpu_with_all_others_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, [0, 1, 2], set())
+    assert are_joined_by_nvlink("00-aa", ["11-aa"])
+    assert not are_joined_by_nvlink("00-aa", ["11-aa", "22-aa"])
+    machine.answers.clear()
+    assert not are_joined_by_nvlink("00-aa", ["11-aa"])

@@ -168,6 +168,7 @@ def test_each_part_sends_its_slice_of_the_gradient() -> None:
         measure_gradient=norms.set_first,
         holds_gradients=True,
         has_gradients=False,
+        count_backward=lambda: 1,
         wait_for_ranks=nullcontext,
         held_back=lambda arrived: [],
         submit=lambda chunk, **_options: arrived.append(chunk),

@@ -55,18 +55,22 @@ def test_an_exchange_follows_the_copy_of_the_own_shard_and_precedes_compute() ->
 
     def run(links: Any) -> None:
         if links.ranks.rank == 0:
-            transport = DeviceTransport(links, group, 0)
-            with transport.watching("its shard of a test"):
-                device.copy(Lane.H2D, slot[:NUMEL], host)
-                parts = [(0, NUMEL), (NUMEL, 2 * NUMEL)]
+            transport = DeviceTransport(links, device, group, 0)
+            device.copy(Lane.H2D, slot[:NUMEL], host)
+            parts = [(0, NUMEL), (NUMEL, 2 * NUMEL)]
+
+            def fill() -> None:
                 device.run(Lane.H2D, lambda: transport.fill_from_all(slot, parts), fills=slot, reads=(slot[:NUMEL],))
-                ready = device.record(Lane.H2D)
-                ready.synchronize()
-            device.wait(Lane.COMPUTE, ready)
+                device.record(Lane.H2D).synchronize()
+
+            transport.take_part(0, "its shard of a test", fill)
+            device.wait(Lane.COMPUTE, device.record(Lane.H2D))
             links.barrier("the end")
             transport.close()
         else:
             links.set_handler(Kind.EXCHANGE, lambda *_: None)
+            links.set_handler(Kind.EXCHANGE_ORDER, lambda *_: None)
+            links.send(0, Kind.EXCHANGE_READY, 0, 0, 0, 0, 0)
             links.barrier("the end")
 
     run_ranks(2, run)

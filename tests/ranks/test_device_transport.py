@@ -26,6 +26,9 @@ from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
+ROOM = {"gpu_memory": "4MiB"}
+"""Also for gradients that devices add."""
+
 
 @pytest.fixture
 def over_gloo() -> Iterator[None]:
@@ -33,12 +36,11 @@ def over_gloo() -> Iterator[None]:
         yield
 
 
-def fill(transport: DeviceTransport, rank: int, parts: list[tuple[int, int]]) -> Tensor:
+def fill(transport: DeviceTransport, rank: int, parts: list[tuple[int, int]], load: int = 0) -> Tensor:
     whole = torch.full((parts[-1][1],), -1.0)
     start, stop = parts[rank]
     whole[start:stop] = torch.arange(start, stop, dtype=torch.float32)
-    with transport.watching("its shard of a test"):
-        transport.fill_from_all(whole, parts)
+    transport.take_part(load, "its shard of a test", lambda: transport.fill_from_all(whole, parts))
     return whole
 
 
@@ -50,7 +52,7 @@ def test_every_device_gets_the_parts_of_all(edges: list[int], over_gloo: None) -
     def run(links: Links) -> tuple[list[Tensor], int]:
         transport = DeviceTransport.connect(links, CpuDevice())
         try:
-            found = [fill(transport, links.ranks.rank, parts) for _ in range(3)]
+            found = [fill(transport, links.ranks.rank, parts, load) for load in range(3)]
             links.barrier("the end")
             return found, transport.sent_bytes
         finally:
@@ -72,7 +74,7 @@ def test_a_rank_that_closes_ends_the_exchange_of_another(over_gloo: None) -> Non
             began_s = time.monotonic()
             if links.ranks.rank == 0:
                 with pytest.raises(RankFailedError, match=r"while (it|rank 0) waited for its shard of a test"):
-                    fill(transport, 0, [(0, 8), (8, 16)])
+                    fill(transport, 0, [(0, 8), (8, 16)], load=1)
             return time.monotonic() - began_s
         finally:
             transport.close()
@@ -96,7 +98,7 @@ def test_closing_ends_the_own_exchange(over_gloo: None) -> None:
 
             waiting = threading.Thread(target=wait)
             waiting.start()
-            while not transport._awaited:
+            while not transport._offers:
                 time.sleep(1e-3)
             transport.close()
             waiting.join(5.0)
@@ -140,14 +142,22 @@ def open_transport(links: Links, folder: Path, family: str = "llama", **settings
     return open_device_transport(layout, config, CpuDevice(), links)
 
 
+@pytest.mark.parametrize("has_nvlink", [True, False])
 @pytest.mark.parametrize("transport", ["auto", "host"])
-def test_weights_of_cpu_devices_go_through_host_memory(
-    transport: str, tmp_path: Path, over_gloo: None, caplog: pytest.LogCaptureFixture
+def test_by_default_all_goes_through_host_memory(
+    transport: str,
+    has_nvlink: bool,
+    tmp_path: Path,
+    over_gloo: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Another way is named only if NVLink joins the devices."""
+    monkeypatch.setattr(CpuDevice, "has_nvlink_to", lambda _device, _identities: has_nvlink)
     caplog.set_level(logging.INFO)
     assert run_ranks(2, lambda links: open_transport(links, tmp_path, transport=transport)) == [None, None]
     said = [record for record in caplog.records if "try transport: nccl" in record.message]
-    assert len(said) == (transport == "auto")
+    assert len(said) == (transport == "auto" and has_nvlink)
 
 
 def refusal(folder: Path, num_ranks: int = 2, num_local: int | None = None, **settings: Any) -> str:
@@ -230,7 +240,7 @@ def test_training_equals_that_through_host_memory(
 
         def train(links: Links, transport: str = transport, note: Any = note) -> Trained:
             folder = tmp_path / transport
-            return train_rank(links, folder, family, max_norm, clip=clip, transport=transport, after_step=note)
+            return train_rank(links, folder, family, max_norm, clip=clip, transport=transport, after_step=note, **ROOM)
 
         of_transport[transport] = run_ranks(num_ranks, train)
     for ours, theirs in zip(of_transport["nccl"], of_transport["host"], strict=True):

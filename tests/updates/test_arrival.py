@@ -73,6 +73,7 @@ def arrivals_for(block: Block, submitted: list[ArrivedChunk], buffers: BufferPoo
         measure_gradient=GradientNorms(block.slices).set_first,
         holds_gradients=True,
         has_gradients=False,
+        count_backward=lambda: 1,
         wait_for_ranks=nullcontext,
         held_back=lambda arrived: [],
         submit=lambda arrived, **_options: submitted.append(arrived),
@@ -138,6 +139,7 @@ def test_a_slot_is_borrowed_for_an_update_in_the_final_backward(
         measure_gradient=lambda part, gradient: None,
         holds_gradients=True,
         has_gradients=False,
+        count_backward=lambda: 1,
         wait_for_ranks=nullcontext,
         held_back=lambda arrived: [],
         updates_in_backward=updates_in_backward,
@@ -158,6 +160,7 @@ def test_accumulation_is_refused_if_updates_run_in_backward() -> None:
         measure_gradient=lambda part, gradient: None,
         holds_gradients=False,
         has_gradients=False,
+        count_backward=lambda: 1,
         wait_for_ranks=nullcontext,
     )
     arrivals = GradientArrivals(CpuDevice(), pool("gradients", 2), block.cut(CHUNK_NUMEL), pipeline)

@@ -21,7 +21,14 @@ from torch import Tensor
 from hf_lohan.ranks.collectives.block_codec import GRADIENTS_WITHIN, BlockCodec
 from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
 from hf_lohan.ranks.collectives.node_sums import DTYPES, ChunkName, NodeSums, TableRows
-from hf_lohan.ranks.collectives.rank_order_sum import CodedValues, Gradient, numel_of, sum_gradients_
+from hf_lohan.ranks.collectives.rank_order_sum import (
+    CodedValues,
+    DeviceSums,
+    Gradient,
+    ValuesOnDevice,
+    numel_of,
+    sum_gradients_,
+)
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Kind, PayloadReader
@@ -32,6 +39,8 @@ logger = logging.getLogger(__name__)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
 """A published gradient has one of `DTYPES`, or is coded by one of these. A message has the index in the two lists
 joined."""
+_ON_DEVICE = -1
+"""The offset of a gradient in memory of a device."""
 _SMALL_BITS = 62
 """Number of slice bits that fit a number of a message."""
 
@@ -41,8 +50,8 @@ class GradientPart:
     """One rank's gradient of a chunk."""
 
     rank: int
-    values: Gradient | None
-    """Gradient [numel], in memory that this rank can read; None without a gradient."""
+    values: Gradient | ValuesOnDevice | None
+    """Gradient [numel], in memory that this rank or its device can read; None without a gradient."""
     slice_bits: int
     """Bit mask of the parameters that have a gradient. `values` are zero for all others."""
 
@@ -80,6 +89,8 @@ class CompleteGradient:
         self.key = key
         self.parts = parts
         """The gradients of this node's ranks, in rank order."""
+        self.is_summed = any(isinstance(part.values, ValuesOnDevice) for part in parts)
+        """Whether devices have written the average to the memory that `place` of the exchange returned."""
         self.numel = max(numel for numel, _ in nodes.values())
         """Elements of the gradient; 0 if no rank has one."""
         self.slice_bits = 0
@@ -93,7 +104,7 @@ class CompleteGradient:
         memory with one part as `sum_gradients_` allows. From the third node on, this part is copied first. This
         waits for other nodes, so do not call it on a receiving thread."""
         exchange = self._exchange
-        values = [part.values for part in self.parts if part.values is not None]
+        values = _values_of(self.parts)
         if self._nodes == [exchange.ranks.node]:
             return sum_gradients_(out, values, exchange.ranks.num_ranks)
         exchange.sums.sum_nodes((self.step, self.key), out, values, self._nodes)
@@ -119,12 +130,14 @@ class GradientExchange:
         abandoned: Callable[[int, int], object] = lambda step, rank: None,
         coded: MeasuredCodec | None = None,
         rows: Mapping[int, TableRows] | None = None,
+        sums: DeviceSums | None = None,
+        place: Callable[[int, int], Tensor | None] = lambda step, key: None,
     ) -> None:
         """`owners`: the owner of each chunk by its key, equal on all ranks. `region`: shared memory with all gradients
         that another rank of this node sums. The callbacks run on any thread and must not wait. `completed` gets a chunk
         of this rank that all ranks have published. `release` gets a published buffer that may be used again.
         `abandoned` gets a step and the rank that abandoned it. `coded`: the codec of sums between nodes. ``rows``:
-        see `NodeSums`."""
+        see `NodeSums`. ``sums``: adds gradients in memory of devices. ``place``: see `DeviceSums.start`."""
         self.ranks = links.ranks
         self._links = links
         self._owners = dict(owners)
@@ -145,6 +158,11 @@ class GradientExchange:
         self._complete: dict[int, set[int]] = defaultdict(set)
         """By step, the keys of this rank's complete chunks."""
         self.sums = NodeSums(links, self._on_sum_sent, coded, rows)
+        self._on_device: dict[ChunkName, Tensor] = {}
+        """This rank's gradients in memory of its device, whose buffers are not released."""
+        self._device_sums = sums
+        if sums is not None:
+            sums.start(self._local_owner_of, self._values_on_device, self._parts_on_devices, place, self._on_added)
         links.set_handler(Kind.CHUNK, self._on_chunk)
         links.set_handler(Kind.NO_GRADIENT, self._on_no_gradient)
         links.set_handler(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop_step(numbers[0], peer))
@@ -158,11 +176,19 @@ class GradientExchange:
         return self._step
 
     def publish(
-        self, key: int, gradient: Tensor, slice_bits: int, buffer: object, codec: BlockCodec | None = None
+        self,
+        key: int,
+        gradient: Tensor,
+        slice_bits: int,
+        buffer: object,
+        codec: BlockCodec | None = None,
+        *,
+        is_on_device: bool = False,
     ) -> None:
         """Give a chunk's complete gradient to its collector. The gradient is contiguous, on the host, and zero for
         parameters that `slice_bits` excludes. It must not change until `release` is called with `buffer`. With `codec`,
-        one of `GRADIENTS_WITHIN`, it is coded in its memory (`CodedValues.in_place_of`)."""
+        one of `GRADIENTS_WITHIN`, it is coded in its memory (`CodedValues.in_place_of`). With ``is_on_device``, it is
+        memory of the device, which the host knows to be filled. It is so on all ranks or on none."""
         flat = gradient.view(-1)
         with self._links.lock:
             step = self._step
@@ -171,14 +197,19 @@ class GradientExchange:
             is_dropped = step in self._abandoned_steps
             if not is_dropped:
                 self._buffers[step, key] = buffer
+                if is_on_device:
+                    self._on_device[step, key] = flat
         if is_dropped:
             self._release_buffer(buffer)
             return
         collector = self._collectors[key]
         if collector == self.ranks.rank:
-            self._record_part(step, key, GradientPart(collector, _as_coded(flat, codec), slice_bits))
+            values = ValuesOnDevice(flat.numel(), flat.dtype) if is_on_device else _as_coded(flat, codec)
+            self._record_part(step, key, GradientPart(collector, values, slice_bits))
             return
-        offset = self._region.offset_of(flat) if self._region is not None else None
+        offset = self._region.offset_of(flat) if self._region is not None and not is_on_device else None
+        if is_on_device:
+            offset = _ON_DEVICE
         if offset is None:
             raise ValueError(
                 f"the gradient of chunk {key} is not in the memory that the ranks of this node share, so rank "
@@ -239,6 +270,8 @@ class GradientExchange:
         for key in self._own - self._complete[step]:
             chunk = self._chunks.get((step, key), _ChunkParts())
             missing.update(rank for rank in ranks.on_this_node if rank not in chunk.parts)
+            if chunk.is_announced and self._device_sums is not None:
+                missing.update(self._device_sums.transport.choosing_rank())
             missing.update(
                 ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node not in chunk.nodes
             )
@@ -255,6 +288,7 @@ class GradientExchange:
             return
         with self._links.lock:
             buffers, self._buffers = list(self._buffers.values()), {}
+            self._on_device.clear()
             self._chunks.clear()
         for buffer in buffers:
             self._release_buffer(buffer)
@@ -269,9 +303,12 @@ class GradientExchange:
     def _on_chunk(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         step, key, offset, numel, form, *bits = numbers
         dtype, codec = (DTYPES[form], None) if form < len(DTYPES) else (torch.float32, _CODECS[form - len(DTYPES)])
-        assert self._region is not None
-        values = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-        self._record_part(step, key, GradientPart(peer, _as_coded(values, codec), _unpack_bits(bits, payload)))
+        values: Gradient | ValuesOnDevice = ValuesOnDevice(numel, dtype)
+        if offset != _ON_DEVICE:
+            assert self._region is not None
+            memory = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+            values = _as_coded(memory, codec)
+        self._record_part(step, key, GradientPart(peer, values, _unpack_bits(bits, payload)))
 
     def _on_no_gradient(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         assert payload is not None
@@ -310,6 +347,12 @@ class GradientExchange:
             ours, theirs = with_values[0].values, part.values
             assert ours is not None
             assert theirs is not None
+            if isinstance(ours, ValuesOnDevice) != isinstance(theirs, ValuesOnDevice):
+                raise RanksDisagreeError(
+                    f"of the gradients of chunk {key}, one of rank {with_values[0].rank} and rank {part.rank} is on "
+                    "the device and the other in RAM; call the same number of backwards on all ranks, or set "
+                    "transport to host"
+                )
             if (numel_of(ours), _dtype_of(ours)) != (numel_of(theirs), _dtype_of(theirs)):
                 raise RanksDisagreeError(
                     f"rank {with_values[0].rank} has {numel_of(ours)} elements of {_dtype_of(ours)} in chunk {key}, "
@@ -336,15 +379,41 @@ class GradientExchange:
         if is_dropped:
             self._release(step, key, [], [node] if numel else [])
             return
+        if any(isinstance(part.values, ValuesOnDevice) for part in chunk.parts.values()):
+            assert self._device_sums is not None
+            self._device_sums.order(step, key)
+        else:
+            self._complete_chunk(step, key, chunk)
+
+    def _complete_chunk(self, step: int, key: int, chunk: _ChunkParts) -> None:
         self._completed(CompleteGradient(self, step, key, chunk.in_rank_order(), chunk.nodes))
         with self._links.lock:
             self._complete[step].add(key)
             self._links.notify()
 
+    # Gradients that devices add.
+
+    def _local_owner_of(self, key: int) -> int:
+        return self._owners[key] % self.ranks.num_local
+
+    def _values_on_device(self, step: int, key: int) -> Tensor:
+        return self._on_device[step, key]
+
+    def _parts_on_devices(self, step: int, key: int) -> list[tuple[int, ValuesOnDevice]]:
+        """Return the gradients of a chunk of this rank, by local rank, in their order."""
+        return [
+            (self.ranks.of_rank(part.rank).local_rank, part.values)
+            for part in self._chunks[step, key].in_rank_order()
+            if isinstance(part.values, ValuesOnDevice)
+        ]
+
+    def _on_added(self, step: int, key: int) -> None:
+        self._complete_chunk(step, key, self._chunks[step, key])
+
     def _on_pull(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """Send this node's sum to the owner, which asks for it."""
         step, key = numbers
-        values = [part.values for part in self._chunks[step, key].in_rank_order() if part.values is not None]
+        values = _values_of(self._chunks[step, key].in_rank_order())
         self.sums.send((step, key), values, peer)
 
     def _on_sum_sent(self, name: tuple[int, int]) -> None:
@@ -378,6 +447,7 @@ class GradientExchange:
             if (step, key) not in self._buffers:  # after a failure `abandon` has released all buffers
                 return
             buffer = self._buffers.pop((step, key))
+            self._on_device.pop((step, key), None)
         self._release_buffer(buffer)
 
     def _on_release(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
@@ -417,7 +487,12 @@ def _as_coded(values: Tensor, codec: BlockCodec | None) -> Gradient:
     return values if codec is None else CodedValues.in_place_of(values, codec)
 
 
-def _dtype_of(gradient: Gradient) -> torch.dtype:
+def _values_of(parts: list[GradientPart]) -> list[Gradient]:
+    """Return the gradients that the host can read."""
+    return [part.values for part in parts if isinstance(part.values, Tensor | CodedValues)]
+
+
+def _dtype_of(gradient: Gradient | ValuesOnDevice) -> torch.dtype:
     return torch.float32 if isinstance(gradient, CodedValues) else gradient.dtype
 
 

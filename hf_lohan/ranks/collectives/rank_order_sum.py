@@ -1,17 +1,22 @@
 """Averages the gradients of several ranks in a fixed order, so that the bits do not depend on the order of arrival.
 
-Gradients may be coded. They are then decoded, scaled and added in one operation for each tile."""
+Gradients may be coded. They are then decoded, scaled and added in one operation for each tile. Or devices send them to
+the device of their chunk's owner, which adds them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hf_lohan.device import Device, Lane
+from hf_lohan.planner.pool_plan import LINK_TILE_NUMEL
 from hf_lohan.ranks.collectives.block_codec import BlockCodec
+from hf_lohan.ranks.transport.device_transport import DeviceTransport
+from hf_lohan.ranks.transport.topology import Ranks
 
 SUM_TILE_NUMEL = 64 * 1024
 """Number of elements that are added at once. They stay in a core's cache."""
@@ -64,11 +69,19 @@ class CodedValues:
         return values
 
 
+@dataclass(frozen=True)
+class ValuesOnDevice:
+    """Values in memory of a rank's device."""
+
+    num_values: int
+    dtype: torch.dtype
+
+
 Gradient: TypeAlias = Tensor | CodedValues
 
 
-def numel_of(gradient: Gradient) -> int:
-    return gradient.num_values if isinstance(gradient, CodedValues) else gradient.numel()
+def numel_of(gradient: Gradient | ValuesOnDevice) -> int:
+    return gradient.numel() if isinstance(gradient, Tensor) else gradient.num_values
 
 
 def part_of_gradient(gradient: Gradient, start: int, stop: int) -> Gradient:
@@ -102,11 +115,12 @@ def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Te
     return out
 
 
-def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> Tensor:
+def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int, scratch: Tensor | None = None) -> Tensor:
     """Set `out` to the float32 sum of `parts` in their order. Each part is first multiplied by float32(1 / num_ranks).
     DDP computes the same with float32 gradients that are reduced in rank order. `out` is float32 [numel]. `parts` are
     [numel], float32 or a smaller type. One part may share memory with `out` if it begins where `out` begins or, with a
-    smaller type, ends where `out` ends. Raises ValueError if a part would be overwritten before it is read."""
+    smaller type, ends where `out` ends. ``scratch``: float32 memory of the same device, without which this allocates
+    some. Raises ValueError if a part would be overwritten before it is read."""
     if not parts:
         raise ValueError("got no gradients to sum; pass at least one")
     overlaps = False
@@ -118,10 +132,10 @@ def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> 
             overlaps = True
     scale = 1.0 / num_ranks
     numel = out.numel()
-    widened = torch.empty(min(SUM_TILE_NUMEL, numel), dtype=torch.float32)
+    widened = torch.empty(min(SUM_TILE_NUMEL, numel), dtype=torch.float32) if scratch is None else scratch
     total = torch.empty_like(widened) if overlaps else None
-    for start in range(0, numel, SUM_TILE_NUMEL):
-        stop = min(start + SUM_TILE_NUMEL, numel)
+    for start in range(0, numel, widened.numel()):
+        stop = min(start + widened.numel(), numel)
         goal = out[start:stop]
         tile = goal if total is None else total[: stop - start]
         tile.copy_(parts[0][start:stop]).mul_(scale)
@@ -147,3 +161,84 @@ def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
             f"a gradient begins {offset} bytes after the memory for the sum and would be overwritten before it is "
             "read; sum into other memory, or let the gradient end where that memory ends"
         )
+
+
+class DeviceSums:
+    """Adds the gradients of a node's ranks on the device of each chunk's owner, in rank order, and copies the sums to
+    host memory. `DeviceTransport` gives all ranks the same order of sums, and its thread carries them out."""
+
+    def __init__(self, device: Device, transport: DeviceTransport, ranks: Ranks, buffer_bytes: int) -> None:
+        """``buffer_bytes``: bytes of the largest chunk's gradient in float32."""
+        self._device = device
+        self.transport = transport
+        self._ranks = ranks
+        numel = buffer_bytes // torch.float32.itemsize
+        self._received = [device.empty(buffer_bytes) for _ in range(ranks.num_local - 1)]
+        self._total = device.empty(buffer_bytes).view(torch.float32)
+        self._scratch = device.empty(min(numel, LINK_TILE_NUMEL) * torch.float32.itemsize).view(torch.float32)
+
+    def start(
+        self,
+        local_owner_of: Callable[[int], int],
+        values_of: Callable[[int, int], Tensor],
+        parts_of: Callable[[int, int], Sequence[tuple[int, ValuesOnDevice]]],
+        place: Callable[[int, int], Tensor | None],
+        completed: Callable[[int, int], object],
+    ) -> None:
+        """Begin to take part in sums. The functions get a step and a key. ``values_of``: this rank's gradient, in
+        memory of its device that the host knows to be filled. ``parts_of``: the gradients of a chunk of this rank by
+        local rank, in their order. ``place``: host memory for their sum; None if it is unwanted. ``completed`` is
+        called when the sum is there. ``local_owner_of`` gets a key alone, and returns the local rank of the owner."""
+        self._local_owner_of, self._values_of, self._parts_of = local_owner_of, values_of, parts_of
+        self._place, self._completed = place, completed
+        self.transport.add_with(self._add)
+
+    def order(self, step: int, key: int) -> None:
+        """Have all ranks of the node send their gradient of a chunk of this rank. All have published it."""
+        members = sum(1 << member for member, _ in self._parts_of(step, key))
+        self.transport.order_sum(step, key, members)
+
+    def _add(self, names: Sequence[tuple[int, ...]]) -> Callable[[], object]:
+        """Send this rank's gradients of chunks of other ranks, and add those of a chunk of this rank."""
+        own: tuple[int, int] | None = None
+        sends: list[tuple[int, Tensor]] = []
+        for step, key, members in names:
+            owner = self._local_owner_of(key)
+            if owner == self._ranks.local_rank:
+                own = step, key
+            elif members >> self._ranks.local_rank & 1:
+                sends.append((owner, self._values_of(step, key)))
+        receives, parts = self._own_parts(*own) if own is not None else ([], [])
+        total = self._total[: parts[0].numel() if parts else 0]
+
+        def work() -> None:
+            as_bytes = [[(member, values.view(torch.uint8)) for member, values in each] for each in (sends, receives)]
+            self.transport.exchange(*as_bytes)
+            if parts:
+                sum_in_rank_order_(total, parts, self._ranks.num_ranks, self._scratch)
+
+        device, lane = self._device, Lane.D2H_ASIDE
+        reads = [values for _, values in sends] + parts
+        device.run(lane, work, fills=total, reads=reads, name="add gradients")
+        if own is not None and (place := self._place(*own)) is not None:
+            device.copy(lane, place, total)
+        device.record(lane).synchronize()
+        return lambda: self._end(own)
+
+    def _own_parts(self, step: int, key: int) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
+        """Return the parts of a sum in their order, and those of them that other ranks send, by local rank."""
+        receives: list[tuple[int, Tensor]] = []
+        parts: list[Tensor] = []
+        for member, values in self._parts_of(step, key):
+            if member == self._ranks.local_rank:
+                parts.append(self._values_of(step, key))
+                continue
+            memory = self._received[len(receives)][: values.num_values * values.dtype.itemsize]
+            parts.append(memory.view(values.dtype))
+            receives.append((member, parts[-1]))
+        return receives, parts
+
+    def _end(self, own: tuple[int, int] | None) -> None:
+        if own is not None:
+            self.transport.end_sum()
+            self._completed(*own)

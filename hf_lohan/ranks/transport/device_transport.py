@@ -1,18 +1,25 @@
-"""Sends weights between the devices of a node's ranks, without their host memory.
+"""Sends weights and gradients between the devices of a node's ranks, without their host memory.
 
-All exchanges go through one group of devices. One thread of each rank enqueues them, in an order that all ranks have.
-A group cannot tell why an operation takes long, and its waits have no timeout. So another thread watches each exchange
-through the links, which know the ranks that have failed or are silent. It aborts the group if the exchange cannot end.
+All exchanges go through one group of devices, and one thread of each rank enqueues them. The node's first rank chooses
+their order, and tells it to the others. It chooses only exchanges for which all ranks are ready, so none waits for a
+rank that waits for another one. A group cannot tell why an operation takes long, and its waits have no timeout. So
+another thread watches each exchange through the links, which know the ranks that have failed or are silent. It aborts
+the group if the exchange cannot end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import secrets
+import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,35 +27,75 @@ from torch import Tensor
 from hf_lohan.device import Device, DeviceGroup
 from hf_lohan.ranks.transport.failures import RankFailedError
 from hf_lohan.ranks.transport.links import Links
-from hf_lohan.ranks.transport.messages import Kind
+from hf_lohan.ranks.transport.messages import Kind, PayloadReader
 from hf_lohan.threads import start_thread
 
 _MEETING = "the devices of a machine's ranks to connect"
+_GRADIENTS = "gradients that devices add"
+
+Name: TypeAlias = tuple[int, int, int, int]
+"""What an exchange brings: `_Brings`, and up to three numbers."""
+_NAME = struct.Struct("<4q")
+_CLOSED = -1
+
+
+class _Brings(enum.IntEnum):
+    WEIGHTS = 0
+    """Shards of all ranks, for all. The number is that of the load."""
+    GRADIENT = 1
+    """Gradients of some ranks, for the owner of a chunk. The numbers are those of `order_sum`."""
+
+
+@dataclass(eq=False)
+class _ReadyLoad:
+    """An exchange of weights for which this rank is ready."""
+
+    what: str
+    enqueue: Callable[[], object]
+    is_done: bool = False
 
 
 class DeviceTransport:
-    """One rank's device in the group of its node's devices. One thread calls `fill_from_all` and `watching`."""
+    """One rank's device in the group of its node's devices."""
 
-    def __init__(self, links: Links, group: DeviceGroup, token: int) -> None:
+    def __init__(self, links: Links, device: Device, group: DeviceGroup, token: int) -> None:
         """``token``: distinguishes this group's messages from those of an earlier one."""
         self._links = links
+        self._device = device
         self._token = token
         self._ranks = links.ranks
         self._group = group
         self._others = [rank for rank in links.ranks.on_this_node if rank != links.ranks.rank]
+        self._first = links.ranks.on_this_node[0]
+        """The rank that chooses the order."""
+        self._ready: dict[Name, set[int]] = {}
+        """By exchange, the ranks that are ready for it. The links' lock guards it and what follows."""
+        self._last_load = -1
+        """Number of the last load whose weights were exchanged."""
+        self._offers: dict[Name, _ReadyLoad] = {}
+        self._orders: deque[list[Name]] = deque()
+        """The next exchanges of this rank. Those of one list are one operation."""
+        self._add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]] | None = None
+        self._num_awaited_sums = 0
         self._awaited = ""
-        """What the exchange in progress brings; "" without one. The links' lock guards it and what follows."""
+        """What the exchange in progress brings; "" without one."""
         self._num_exchanges = 0
         self._num_begun = dict.fromkeys(self._others, 0)
-        """Number of exchanges that each other rank has begun."""
+        """Number of exchanges that each other rank has begun; `_CLOSED` after its last."""
         self._error: BaseException | None = None
         self._is_closed = False
         self.sent_bytes = 0
         """Bytes that this rank's device sent to others."""
         this = weakref.ref(self)  # the links live longer
         links.set_handler(Kind.EXCHANGE, lambda peer, numbers, _payload: _note_begun(this(), peer, *numbers))
+        links.set_handler(Kind.EXCHANGE_READY, lambda peer, numbers, _payload: _note_ready(this(), peer, *numbers))
+        links.set_handler(Kind.EXCHANGE_ORDER, lambda _peer, numbers, payload: _note_order(this(), numbers, payload))
         links.add_failure_callback(lambda error: _abort(this(), error))
-        self._watcher = start_thread(self._watch, f"lohan-rank-{links.ranks.rank}-devices", beside_kernels=False)
+        name = f"lohan-rank-{links.ranks.rank}-devices"
+        self._threads = [
+            start_thread(self._watch, f"{name}-watched", beside_kernels=False),
+            start_thread(self._carry_out_orders, name, beside_kernels=device.shares_cores),
+        ]
 
     @classmethod
     def connect(cls, links: Links, device: Device) -> DeviceTransport:
@@ -58,31 +105,154 @@ class DeviceTransport:
         tokens = links.all_gather(_MEETING, str(secrets.randbits(31)).encode())
         token = int(tokens[ranks.on_this_node[0]])
         open_it = partial(device.open_group, f"lohan/devices/{token}", ranks.local_rank, ranks.num_local)
-        transport = cls(links, _on_another_thread(links, open_it), token)
+        transport = cls(links, device, _on_another_thread(links, open_it), token)
         links.barrier(_MEETING)
         return transport
+
+    # Exchanges for which ranks are ready.
+
+    def take_part(self, load: int, what: str, enqueue: Callable[[], object]) -> None:
+        """Have the transport's thread call ``enqueue`` when all ranks of the node have called this for the load, and
+        wait for its end. It calls `fill_from_all` in a lane of the device, and waits for that. Loads come in their
+        order. ``what`` completes "rank 0 waited for ...". Raises RankFailedError or RankTimeoutError if the memory has
+        no values."""
+        name, offer = (_Brings.WEIGHTS, load, 0, 0), _ReadyLoad(what, enqueue)
+        with self._links.lock:
+            self._offers[name] = offer
+        _note_ready(self, self._ranks.rank, self._token, *name)
+        for rank in self._others:
+            self._links.send(rank, Kind.EXCHANGE_READY, self._token, *name)
+        closed: list[int] = []
+
+        def is_over() -> bool:
+            if name in self._ready:
+                closed[:] = [rank for rank in self._missing_for(name) if self._num_begun[rank] == _CLOSED]
+            return offer.is_done or self._has_ended or bool(closed)
+
+        self._links.wait_for(is_over, what, peers=lambda: self._not_ready(name))
+        if closed:
+            text = f"rank {closed[0]} had ended its exchanges while rank {self._ranks.rank} waited for {what}"
+            raise RankFailedError(text, closed[0])
+        if not offer.is_done:
+            self._raise_error(what)
+
+    def _missing_for(self, name: Name) -> list[int]:
+        return [rank for rank in self._others if rank not in self._ready.get(name, ())]
+
+    def _not_ready(self, name: Name) -> list[int]:
+        """Return the ranks that can bring the exchange forward. `_watch` waits for one that is in progress."""
+        return [] if self._awaited else self._missing_for(name) or self.choosing_rank()
+
+    def choosing_rank(self) -> list[int]:
+        """Return the rank that must choose the next exchange if all are ready for one. Empty if it is this rank, or
+        while an exchange is in progress, for which `_watch` waits. The caller holds the links' lock."""
+        return [] if self._awaited or self._first == self._ranks.rank else [self._first]
+
+    def add_with(self, add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]]) -> None:
+        """Set what adds gradients. ``add`` gets the numbers of some calls of `order_sum`, by any ranks, calls
+        `exchange` in a lane of the device, and waits for that. It returns what is called when all went well."""
+        self._add = add
+
+    def order_sum(self, *numbers: int) -> None:
+        """Have all ranks of the node call what `add_with` has set, with these three numbers. Each of them can send its
+        part of the sum now. Does not wait. Another rank's failure ends the run, because this rank needs the sum."""
+        with self._links.lock:
+            self._num_awaited_sums += 1
+        if self._has_ended:
+            self._fail_for_sums()
+        elif self._first == self._ranks.rank:
+            _note_ready(self, self._ranks.rank, self._token, _Brings.GRADIENT, *numbers)
+        else:
+            self._links.send(self._first, Kind.EXCHANGE_READY, self._token, _Brings.GRADIENT, *numbers)
 
     # Called by the thread that enqueues.
 
     def fill_from_all(self, whole: Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """Send this rank's part of ``whole``, memory of its device, to the node's other ranks, and receive theirs.
-        ``parts``: the ranges [start, stop) by local rank. Call this in a lane of the device. An error is raised by
-        `watching` instead, and the memory then has no values."""
+        ``parts``: the ranges [start, stop) by local rank."""
         views = [whole[start:stop].view(torch.uint8) for start, stop in parts]
         own, members = views[self._ranks.local_rank], range(self._ranks.num_local)
         others = [member for member in members if member != self._ranks.local_rank]
         sends = [(member, own) for member in others if own.numel()]
-        receives = [(member, views[member]) for member in others if views[member].numel()]
+        self.exchange(sends, [(member, views[member]) for member in others if views[member].numel()])
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send bytes of this device to those of local ranks, and receive bytes of theirs. An error is raised later, and
+        the memory then has no values."""
         try:
             self._group.exchange(sends, receives)
         except RuntimeError as error:
             self._break_off(error)
-        self.sent_bytes += own.numel() * len(sends)
+        self.sent_bytes += sum(sent.nbytes for _, sent in sends)
+
+    def _carry_out_orders(self) -> None:
+        try:
+            self._device.enter_thread()
+            while names := self._next_order():
+                self._carry_out(names)
+        except Exception as error:  # of another rank, or of this one
+            self._break_off(error)
+            if self._num_awaited_sums and not self._is_closed:
+                self._fail_for_sums()
+
+    def _next_order(self) -> list[Name]:
+        """Wait for the next exchanges. Empty after `close`."""
+        is_first = self._first == self._ranks.rank
+
+        def has_order() -> bool:
+            if is_first and not self._orders and (chosen := self._choose()):
+                self._orders.append(chosen)
+            return bool(self._orders) or self._is_closed
+
+        self._links.wait_for(has_order, "an exchange of devices", peers=[], is_noted=False)
+        with self._links.lock:
+            if self._is_closed:
+                return []
+            names = self._orders.popleft()
+            for name in names:
+                self._ready.pop(name, None)
+                if name[0] == _Brings.WEIGHTS:
+                    self._last_load = name[1]
+        payload = b"".join(_NAME.pack(*name) for name in names)
+        for rank in self._others if is_first else ():
+            self._links.send(rank, Kind.EXCHANGE_ORDER, self._token, payload=payload)
+        return names
+
+    def _choose(self) -> list[Name]:
+        """Return exchanges for which all ranks are ready: a load, because compute may wait for it, or else gradients,
+        at most one for each owner. The caller holds the links' lock."""
+        of_owners: dict[int, Name] = {}
+        for name, ready in self._ready.items():
+            if name[0] == _Brings.GRADIENT:
+                (owner,) = ready
+                of_owners.setdefault(owner, name)
+            elif len(ready) == self._ranks.num_local:
+                return [name]
+        return list(of_owners.values())
+
+    def _carry_out(self, names: list[Name]) -> None:
+        if names[0][0] == _Brings.GRADIENT:
+            assert self._add is not None
+            with self._watching(_GRADIENTS):
+                finish = self._add([name[1:] for name in names])
+            finish()
+            return
+        offer = self._offers.pop(names[0])
+        with self._watching(offer.what):
+            offer.enqueue()
+        with self._links.lock:
+            offer.is_done = True
+            self._links.notify()
+
+    def end_sum(self) -> None:
+        """Note that one of this rank's `order_sum` has ended."""
+        with self._links.lock:
+            self._num_awaited_sums -= 1
 
     @contextlib.contextmanager
-    def watching(self, what: str) -> Iterator[None]:
+    def _watching(self, what: str) -> Iterator[None]:
         """A context in which the calling thread enqueues an exchange, and waits for its end. Raises RankFailedError or
-        RankTimeoutError at the end if the memory has no values. ``what`` completes "rank 0 waited for ..."."""
+        RankTimeoutError at the end if the memory has no values."""
         with self._links.lock:
             self._awaited, self._num_exchanges = what, self._num_exchanges + 1
             self._links.notify()
@@ -94,20 +264,32 @@ class DeviceTransport:
             with self._links.lock:
                 self._awaited = ""
                 self._links.notify()
-        if self._error is not None or self._is_closed:
+        if self._has_ended:
             self._raise_error(what)
 
-    def _raise_error(self, what: str) -> None:
+    # Faults.
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._error is not None or self._is_closed
+
+    def _raise_error(self, what: str) -> NoReturn:
         if isinstance(self._error, RankFailedError):
             raise self._error
         self._links.raise_cause(what)
+        raise self._lost(what)
+
+    def _lost(self, what: str) -> RankFailedError:
         rank = self._ranks.rank
-        raise RankFailedError(
+        return RankFailedError(
             f"rank {rank} lost its connection to the devices of other ranks while it waited for {what} ({self._error})",
             rank,
         )
 
-    # Faults.
+    def _fail_for_sums(self) -> None:
+        """End the run of all ranks, because no sum that this rank needs will come."""
+        error = self._error
+        self._links.fail(error if isinstance(error, RankFailedError) else self._lost(_GRADIENTS))
 
     def _watch(self) -> None:
         """Abort an exchange if another rank has failed or is silent."""
@@ -130,8 +312,9 @@ class DeviceTransport:
 
     def _break_off(self, error: BaseException) -> None:
         with self._links.lock:
-            is_first = self._error is None and not self._is_closed
+            is_first = not self._has_ended
             self._error = self._error or error
+            self._links.notify()
         if is_first:
             self._group.abort()
 
@@ -143,8 +326,33 @@ class DeviceTransport:
             self._links.notify()
         if not was_closed:
             self._group.abort()
-        if self._watcher is not threading.current_thread():
-            self._watcher.join()
+            with contextlib.suppress(RankFailedError):
+                for rank in self._others:
+                    self._links.send(rank, Kind.EXCHANGE, self._token, _CLOSED)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _note_ready(transport: DeviceTransport | None, peer: int, token: int, *name: int) -> None:
+    if transport is None or token != transport._token:
+        return
+    brings, number, *rest = name
+    with transport._links.lock:
+        # The news of another rank may come after the order.
+        if brings != _Brings.WEIGHTS or number > transport._last_load:
+            transport._ready.setdefault((brings, number, *rest), set()).add(peer)  # type: ignore[arg-type]
+            transport._links.notify()
+
+
+def _note_order(transport: DeviceTransport | None, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+    if transport is None or numbers != (transport._token,):
+        return
+    assert payload is not None
+    names = list(_NAME.iter_unpack(payload.bytes()))
+    with transport._links.lock:
+        transport._orders.append(names)
+        transport._links.notify()
 
 
 def _note_begun(transport: DeviceTransport | None, peer: int, token: int, number: int) -> None:

@@ -89,6 +89,10 @@ class Kind(enum.IntEnum):
     """A piece of a store of another number of ranks, which is resharded."""
     EXCHANGE = 32
     """A rank's device takes part in an exchange of its node's devices. Numbers: see `DeviceTransport`."""
+    EXCHANGE_READY = 33
+    """A rank is ready for an exchange of its node's devices. Numbers: the group's token, and the exchange's name."""
+    EXCHANGE_ORDER = 34
+    """The exchanges that the devices of a node carry out next. Numbers: the group's token. Payload: their names."""
     EXPERT_CALL = 40
     """A rank calls the experts of a layer. Numbers: the call. Payload: its numbers of rows, by expert of the
     receiver."""

@@ -1,0 +1,381 @@
+"""Ranks whose devices add gradients, over gloo between CPU devices. Sums have the same bits as on the host, in whatever
+order gradients and weights become ready on each rank.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_branches
+import torch
+from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from exchanged_gradients import BUFFER_BYTES, NUM_BUFFERS, Backwards, OwnersSums, check
+from peft import LoraConfig, get_peft_model
+from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
+from test_training import LR, NUM_STEPS, Trained, seed_of, train_rank, train_stock
+from torch import Tensor
+
+from hf_lohan.device import CpuDevice
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
+from hf_lohan.ranks import (
+    CompleteGradient,
+    DeviceSums,
+    DeviceTransport,
+    GradientExchange,
+    Links,
+    RankFailedError,
+    RanksDisagreeError,
+    RankTimeoutError,
+    SharedRegion,
+)
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.gloo_devices import gloo_between_cpus
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+
+__all__ = ["choose_skipped_layers"]
+
+ROOM: dict[str, Any] = {"gpu_memory": "8MiB", "transport": "nccl"}
+
+
+@pytest.fixture(autouse=True)
+def over_gloo() -> Iterator[None]:
+    with gloo_between_cpus():
+        yield
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each published gradient was on a device."""
+    published: list[bool] = []
+    publish = GradientExchange.publish
+
+    def note(exchange: GradientExchange, *args: Any, is_on_device: bool = False) -> None:
+        published.append(is_on_device)
+        publish(exchange, *args, is_on_device=is_on_device)
+
+    monkeypatch.setattr(GradientExchange, "publish", note)
+    return published
+
+
+# The exchange.
+
+
+class RankWithDevice:
+    """One rank whose device adds its gradients, while its loads of weights come in between."""
+
+    def __init__(self, links: Links, backwards: Backwards) -> None:
+        self.links, self.backwards, self.found = links, backwards, OwnersSums()
+        device = CpuDevice()
+        self.transport = DeviceTransport.connect(links, device)
+        self.num_free = NUM_BUFFERS
+        self.places: dict[tuple[int, int], Tensor] = {}
+        self.exchange = GradientExchange(
+            links,
+            backwards.owners,
+            None,
+            completed=self._take,
+            release=self._take_back,
+            sums=DeviceSums(device, self.transport, links.ranks, BUFFER_BYTES),
+            place=self._place,
+        )
+        links.barrier("all exchanges")
+
+    def _place(self, step: int, key: int) -> Tensor:
+        return self.places.setdefault((step, key), torch.full((self.backwards.numel(key),), float("nan")))
+
+    def _take(self, complete: CompleteGradient) -> None:
+        total = self.places.get((complete.step, complete.key))
+        assert complete.is_summed == (total is not None)
+        self.found.sums[complete.step, complete.key] = (total, complete.slice_bits)
+        complete.release()
+
+    def _take_back(self, buffer: object) -> None:
+        assert isinstance(buffer, Tensor)
+        buffer.fill_(float("nan"))  # a late reader would find it
+        with self.links.lock:
+            self.num_free += 1
+            self.links.notify()
+
+    def load_all(self, num_loads: int) -> None:
+        """Exchange weights, in the order of loads."""
+        rank, num_ranks = self.links.ranks.rank, self.links.ranks.num_ranks
+        parts = [(10 * member, 10 * member + 10) for member in range(num_ranks)]
+        for load in range(num_loads):
+            whole = torch.full((10 * num_ranks,), -1.0)
+            whole[10 * rank : 10 * rank + 10] = 100 * load + rank
+            what = "its shard of a test"
+            self.transport.take_part(load, what, lambda whole=whole: self.transport.fill_from_all(whole, parts))
+            assert whole[::10].tolist() == [100 * load + member for member in range(num_ranks)]
+
+    def run(self, num_loads: int) -> OwnersSums:
+        loads = threading.Thread(target=self.load_all, args=(num_loads,))
+        loads.start()
+        for step in range(self.backwards.num_steps):
+            for key in self.backwards.order(step, self.links.ranks.rank):
+                self.links.wait_for(lambda: self.num_free, "a buffer")
+                with self.links.lock:
+                    self.num_free -= 1
+                gradient = self.backwards.gradient(step, self.links.ranks.rank, key)
+                assert gradient is not None
+                bits = self.backwards.slice_bits(step, self.links.ranks.rank, key)
+                self.exchange.publish(key, gradient, bits, gradient, is_on_device=True)
+            assert self.exchange.wait_until_complete(self.exchange.end_backward())
+        loads.join(20)
+        assert not loads.is_alive()
+        self.links.barrier("all sums to be made")
+        self.links.wait_for(lambda: self.num_free == NUM_BUFFERS, "its own buffers")
+        self.links.barrier("all buffers to be back")
+        self.exchange.close()
+        self.transport.close()
+        return self.found
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))])
+def test_devices_add_in_rank_order_in_any_order_of_arrival(seed: int) -> None:
+    draw = random.Random(seed)
+    num_ranks = draw.choice([2, 3, 4])
+    dtype, without = draw.choice([torch.float32, torch.bfloat16]), draw.choice([0.0, 0.3, 0.8])
+    num_chunks, max_numel = draw.randint(1, 12), draw.choice([10, 5000, 300_000])
+    backwards = Backwards(num_ranks, num_ranks, seed, dtype, num_chunks, 2, without, max_numel)
+    check(
+        backwards,
+        run_ranks(num_ranks, lambda links: RankWithDevice(links, backwards).run(seed % 5 * 4), delays_seed=seed),
+    )
+
+
+def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
+    backwards = Backwards(2, 2, seed=0, num_chunks=1, num_steps=1, share_without=0.0)
+
+    def run(links: Links) -> None:
+        rank = RankWithDevice(links, backwards)
+        region = SharedRegion.create(links, BUFFER_BYTES, "gradients")
+        rank.exchange._region = region
+        gradient = backwards.gradient(0, links.ranks.rank, 0)
+        assert gradient is not None
+        values = region.bytes[: gradient.nbytes].view(torch.float32)
+        rank.exchange.publish(0, values, 1, values, is_on_device=links.ranks.rank == 0)
+        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        links.barrier("the end")
+
+    errors = [outcome.error for outcome in rank_outcomes(2, run)]
+    assert all(error is not None and "is on the device and the other in RAM" in str(error) for error in errors), errors
+    assert any(isinstance(error, RanksDisagreeError) for error in errors)
+
+
+@pytest.mark.parametrize("what", ["die", "hang"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(victim: int, what: Any) -> None:
+    """The victim publishes its gradients, or has begun to. Rank 0 orders the exchanges."""
+    timeout_s = 2.0 if what == "hang" else 10.0
+    backwards = Backwards(3, 3, seed=3, num_chunks=NUM_BUFFERS, num_steps=10, share_without=0.0)
+
+    def run(links: Links) -> None:
+        RankWithDevice(links, backwards).run(0)
+
+    outcomes = rank_outcomes(3, run, faults=[Fault(victim, what, 60)], timeout_s=timeout_s)
+    assert outcomes[victim].error is not None or what == "hang", "the fault did not happen"
+    for rank in {0, 1, 2} - {victim}:
+        error = outcomes[rank].error
+        assert isinstance(error, RankFailedError), error
+        assert isinstance(error, RankTimeoutError) or what == "die" or "said nothing" in str(error), error
+        assert f"rank {victim}" in str(error), error
+        assert outcomes[rank].took_s < (timeout_s if what == "hang" else 0.0) + 5.0
+
+
+# Training.
+
+
+def bits_of(numbers: list[Tensor]) -> list[int]:
+    return [int(number.float().view(torch.int32)) for number in numbers]
+
+
+def compare(ours: Trained, theirs: Trained) -> None:
+    assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+    for found, expected in ((ours.norms, theirs.norms), (ours.losses, theirs.losses)):
+        assert bits_of(found) == bits_of(expected)
+
+
+def train_both(num_ranks: int, folder: Path, train: Callable[..., Any]) -> None:
+    """Compare a run over devices with one over host memory. ``train`` gets links, a folder and settings."""
+    host, nccl = (
+        run_ranks(num_ranks, lambda links, by=by: train(links, folder / by, **{**ROOM, "transport": by}))  # type: ignore[misc]
+        for by in ("host", "nccl")
+    )
+    for ours, theirs in zip(nccl, host, strict=True):
+        compare(ours, theirs)
+
+
+def test_all_gradients_of_one_backward_go_from_device_to_device(tmp_path: Path, ways: list[bool]) -> None:
+    """Mean gradients reach the host once for each element, and are in float32."""
+    copied: list[int] = []
+
+    class Counting(CpuDevice):
+        def copy(self, lane: Any, dst: Tensor, src: Tensor) -> None:
+            if lane.value == "d2h aside":
+                copied.append(dst.nbytes)
+            super().copy(lane, dst, src)
+
+    stock = train_stock("llama", 4, 0.5)
+    for ours in run_ranks(4, lambda links: train_rank(links, tmp_path, "llama", 0.5, device=Counting(), **ROOM)):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+    assert ways and all(ways)
+    num_params = sum(weight.numel() for weight in stock.weights.values())
+    assert 4 * NUM_STEPS * num_params <= sum(copied) < 1.2 * 4 * NUM_STEPS * num_params
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_three_ranks_in_bfloat16(family: str, tmp_path: Path, ways: list[bool]) -> None:
+    """A third is no float, so each operation rounds."""
+
+    def train(links: Links, folder: Path, **settings: Any) -> Trained:
+        return train_rank(links, folder, family, 0.5, dtype=torch.bfloat16, **settings)
+
+    train_both(3, tmp_path, train)
+    assert any(ways)
+
+
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+def test_accumulated_gradients_are_added_on_the_host(clip: str, tmp_path: Path, ways: list[bool]) -> None:
+    def train(links: Links, folder: Path, **settings: Any) -> Trained:
+        return train_rank(links, folder, "llama", 0.5, 3, clip=clip, **settings)
+
+    train_both(2, tmp_path, train)
+    assert not any(ways)
+
+
+def train_together(links: Links, folder: Path, **settings: Any) -> Trained:
+    """Train with micro-batches that run together."""
+    with ONE_GENERATOR:
+        model = tiny_model("llama").train()
+    config = resolved(folder / f"rank-{links.ranks.rank}", **{**RANK_SETTINGS, **settings})
+    layout = lay_out(model, config, working_dtype=torch.bfloat16, hold_gradients=True, ranks=links.ranks)
+    engine = open_engine(model, layout, config, None, links)
+    try:
+        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
+        norms, losses = [], []
+        for step in range(NUM_STEPS):
+
+            def run(micro: int, step: int = step) -> None:
+                loss = model(**tiny_batch(seed=seed_of(step, links.ranks.rank, micro))).loss
+                engine.defer_backward(loss / 3)
+                losses.append(loss.detach())
+
+            engine.run_micro_batches([lambda micro=micro: run(micro) for micro in range(3)])
+            norms.append(engine.clip_grad_norm(0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+        return Trained(weights, norms, losses)
+    finally:
+        engine.close()
+
+
+def test_micro_batches_that_run_together(tmp_path: Path, ways: list[bool]) -> None:
+    """Their sums are float32, on the device."""
+    train_both(2, tmp_path, train_together)
+    assert any(ways)
+
+
+def spoils(step: int, rank: int) -> bool:
+    return (step, rank) == (1, 1)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(max_norm: float, tmp_path: Path) -> None:
+    skipped: list[bool] = []
+
+    def note(engine: OffloadEngine, _step: int) -> None:
+        skipped.append(engine.step_was_skipped)
+
+    def train(links: Links, folder: Path, **settings: Any) -> Trained:
+        return train_rank(links, folder, "llama", max_norm, spoils=spoils, after_step=note, **settings)
+
+    train_both(2, tmp_path, train)
+    assert sum(skipped) == 4
+
+
+def test_a_dropped_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    """One rank drops its gradients, whether or not those of others have been added to them."""
+
+    def train(links: Links, folder: Path, **settings: Any) -> Trained:
+        def drop(engine: OffloadEngine, step: int) -> None:
+            engine.model(**tiny_batch(seed=step)).loss.backward()
+            if links.ranks.rank == step % 2:
+                time.sleep(0.01 * step)
+            engine.drop_gradients()
+
+        return train_rank(links, folder, "llama", 0.5, after_step=drop, **settings)
+
+    train_both(2, tmp_path, train)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: Path) -> None:
+    def freeze(engine: OffloadEngine, step: int) -> None:
+        inner = engine.model.model
+        for part in (inner.embed_tokens, inner.layers[0], inner.layers[1].mlp):
+            part.requires_grad_(step == 2)
+
+    def train(links: Links, folder: Path, **settings: Any) -> Trained:
+        return train_rank(links, folder, "llama", max_norm, after_step=freeze, **settings)
+
+    train_both(2, tmp_path, train)
+
+
+def tiny_adapters() -> Any:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(tiny_model("llama"), config)
+
+
+def plain_batch(_branch: Any, seed: int) -> dict[str, Any]:
+    return dict(tiny_batch(seed=seed))
+
+
+ADAPTERS = Case(tiny_adapters, plain_batch, [[None, None]] * 4)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("name", [*CASES, "adapters"])
+def test_adapters_and_ranks_whose_batches_pass_different_layers(
+    name: str, max_norm: float, tmp_path: Path, ways: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some gradients are on one rank only, which may not be their owner."""
+    case = {**CASES, "adapters": ADAPTERS}[name]
+    stock = test_branches.train_stock(case, 2, max_norm)
+    test_branches.check(
+        stock, run_ranks(2, lambda links: test_branches.train_rank(links, tmp_path, case, max_norm, **ROOM))
+    )
+    assert ways and all(ways)
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_accumulated_gradients_of_ranks_whose_batches_differ(name: str, tmp_path: Path, ways: list[bool]) -> None:
+    case = ACCUMULATED[name]
+    stock = test_branches.train_stock(case, 2, 0.5)
+    test_branches.check(stock, run_ranks(2, lambda links: test_branches.train_rank(links, tmp_path, case, 0.5, **ROOM)))
+    assert ways and not any(ways)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_no_wait_is_missing_if_copies_run_late(seed: int, family: str, tmp_path: Path, ways: list[bool]) -> None:
+    stock = train_stock(family, 2, 0.5)
+    devices = [AsyncDevice(seed, max_delay_s=1e-3) for _ in range(2)]  # their threads outlive the ranks
+
+    def train(links: Links) -> Trained:
+        return train_rank(links, tmp_path, family, 0.5, device=devices[links.ranks.rank], **ROOM)
+
+    for ours in run_ranks(2, train, delays_seed=seed):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+        assert all(map(torch.equal, ours.norms, stock.norms))
+    assert not sum(device.num_races for device in devices)
+    assert any(ways)
