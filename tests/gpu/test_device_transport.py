@@ -1,9 +1,11 @@
-"""GPUs that send weights to each other by NCCL. With one GPU, only the refusals and one rank's lane are tested."""
+"""GPUs that send weights and gradients to each other by NCCL. With one GPU, only the refusals and one rank's lanes are
+tested."""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
+import threading
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from hf_lohan.device import DeviceGroup, Lane, device_for, num_gpus
-from hf_lohan.ranks import DeviceTransport
+from hf_lohan.ranks import DeviceSums, DeviceTransport
+from hf_lohan.ranks.collectives.rank_order_sum import ValuesOnDevice
 from hf_lohan.ranks.transport.messages import Kind
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -76,6 +79,49 @@ def test_an_exchange_follows_the_copy_of_the_own_shard_and_precedes_compute() ->
     run_ranks(2, run)
     assert slot.cpu().tolist() == [7] * NUMEL + [9] * NUMEL
     assert group.sent.cpu().tolist() == [7] * NUMEL
+
+
+def test_the_device_of_an_owner_adds_in_rank_order_and_copies_the_sum_to_the_host() -> None:
+    """The gradients come by the lane D2H, and the sums leave by another one."""
+    device, numel = device_for("cuda:0"), NUMEL + 1000
+    generator = torch.Generator().manual_seed(0)
+    own, theirs = (torch.randn(2, numel, generator=generator) for _ in range(2))
+    group = OwnMemory(torch.empty(0, dtype=torch.uint8, device=device.torch_device))
+    buffer = device.empty(4 * numel).view(torch.float32)
+    places = [device.host_empty(4 * numel).view(torch.float32) for _ in own]
+    ended = [threading.Event() for _ in own]
+
+    def run(links: Any) -> None:
+        if links.ranks.rank == 1:  # it has published its gradients
+            links.set_handler(Kind.EXCHANGE, lambda *_: None)
+            links.set_handler(Kind.EXCHANGE_ORDER, lambda *_: None)
+            links.barrier("the end")
+            return
+        transport = DeviceTransport(links, device, group, 0)
+        sums = DeviceSums(device, transport, links.ranks, 4 * numel)
+        part = ValuesOnDevice(numel, torch.float32)
+        sums.start(
+            local_owner_of=lambda _key: 0,
+            values_of=lambda _step, _key: buffer,
+            parts_of=lambda _step, _key: [(0, part), (1, part)],
+            place=lambda _step, key: places[key],
+            completed=lambda _step, key: ended[key].set(),
+        )
+        for key in range(len(own)):
+            gradient = own[key].to(device.torch_device)
+            group.theirs = theirs[key].to(device.torch_device).view(torch.uint8)
+            device.wait(Lane.D2H, device.record(Lane.COMPUTE, gradient))
+            device.copy(Lane.D2H, buffer, gradient)
+            device.record(Lane.D2H).synchronize()
+            torch.cuda.synchronize()  # the other member's memory
+            sums.order(0, key)
+            assert ended[key].wait(60)
+        links.barrier("the end")
+        transport.close()
+
+    run_ranks(2, run)
+    for key, place in enumerate(places):
+        assert torch.equal(place, own[key] * 0.5 + theirs[key] * 0.5)
 
 
 def exchange(rank: int, num_ranks: int, port: int, connection: Connection) -> None:
