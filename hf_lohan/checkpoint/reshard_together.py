@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_lohan.checkpoint.other_ranks import OtherRanks
 from hf_lohan.checkpoint.resharding import (
     COPY_BYTES,
+    OverlappedCopies,
     Piece,
     check_records,
     chunks_of_all,
@@ -70,11 +71,12 @@ def reshard_together(
     launch_id: str | None,
     capacities: Sequence[int | None] = (),
     opened: tuple[Store, Sequence[Block]] | None = None,
+    on_copied: Callable[[int, int], object] = lambda num_bytes, total_bytes: None,
 ) -> None:
     """Copy the last step of the stores that were ``found`` to new stores of these ranks, in ``own_paths`` on each. The
     old stores stay as they are. ``capacities`` are those of the paths; None is all free space. ``opened``: this rank's
     own store and its blocks, if a model was loaded to it. It has no commit, and after an error it may have weights of
-    both models.
+    both models. ``on_copied`` is called with the bytes of each copied piece, also of other ranks, and of all pieces.
 
     A rank reads the old stores that it sees. Of the others it gets the records from a rank that sees them. Reads are
     verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, `ForeignStoreError` if the
@@ -102,8 +104,11 @@ def reshard_together(
             store = opened[0]
             _refuse_another_model(store, new, old)
         loaded = () if opened is None else opened[1]
+        total_bytes = sum(record.num_bytes for shard in old.shards for record in shard)
         for writer in range(links.ranks.num_ranks):
-            _copy_shard(found, old, store, loaded, writer, links, io)
+            _copy_shard(
+                found, old, store, loaded, writer, links, io, lambda num_bytes: on_copied(num_bytes, total_bytes)
+            )
         resharded_stores = [(seen.store_id, seen.newest) for seen in found.stores]
         facts = {**facts_of_all(old.facts), RESHARDED_FROM: found.num_ranks, RESHARDED_STORES: resharded_stores}
         facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
@@ -283,16 +288,33 @@ def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> S
 
 
 def _copy_shard(
-    found: OtherRanks, old: _OldRun, new: Store, loaded: Sequence[Block], writer: int, links: Links, io: IoEngine
+    found: OtherRanks,
+    old: _OldRun,
+    new: Store,
+    loaded: Sequence[Block],
+    writer: int,
+    links: Links,
+    io: IoEngine,
+    on_copied: Callable[[int], object],
 ) -> None:
     """Copy the new shard of rank ``writer``. ``new`` is this rank's own store, and ``loaded`` the blocks of the model
-    that was loaded to it before, which it must fit."""
+    that was loaded to it before, which it must fit. Pieces that the writer reads itself overlap. A piece of another
+    rank is sent when all before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in found.stores}
     received = _Received(links, memory)
-    copied_bytes = 0
+    copied_bytes, folder = 0, found.stores[0].directories[0]
+
+    def checked(store: Store, piece: Piece, content: Tensor) -> Checksums | None:
+        if not loaded:
+            return None
+        checksums = store.checksums(piece.block, piece.kind, content)
+        _refuse_another_base(store, loaded, piece, content, checksums, folder)
+        return checksums
+
     with ExitStack() as stack:
         stores: dict[int, Store] = {}
+        copies = stack.enter_context(OverlappedCopies(on_copied, checked))
         for piece in pieces_of(old.shards[writer], old.records):
             if piece.source is None:
                 raise StorageError(
@@ -304,22 +326,22 @@ def _copy_shard(
             copied_bytes += content.nbytes
             if reader != writer or copied_bytes >= _TOGETHER_BYTES:
                 copied_bytes = 0
+                copies.finish()
                 links.barrier("the stores to be resharded")  # the writer has written what it got before
+            if me == reader and piece.source not in stores:
+                folders = found.visible[me, piece.source]
+                stores[piece.source] = stack.enter_context(_opened(folders, found.key, io))
+            if me == reader == writer:
+                copies.add(stores[piece.source], new, piece)
+                continue
             if me == reader:
-                if piece.source not in stores:
-                    folders = found.visible[me, piece.source]
-                    stores[piece.source] = stack.enter_context(_opened(folders, found.key, io))
                 stores[piece.source].read(piece.block, piece.kind, piece.start, content).wait()
-                if me != writer:
-                    links.send(writer, Kind.STORE_PIECE, payload=content, channel=Channel.WEIGHTS)
+                links.send(writer, Kind.STORE_PIECE, payload=content, channel=Channel.WEIGHTS)
             elif me == writer:
                 received.wait_for(reader, content)
-            if me == writer:
-                checksums = new.checksums(piece.block, piece.kind, content)
-                if loaded:
-                    folder = found.stores[0].directories[0]
-                    _refuse_another_base(new, loaded, piece, content, checksums, folder)
-                new.write(piece.block, piece.kind, piece.start, content, checksums=checksums).wait()
+                new.write(piece.block, piece.kind, piece.start, content, checksums=checked(new, piece, content)).wait()
+            on_copied(content.nbytes)
+        copies.finish()
     links.barrier("a new store to be copied")
 
 

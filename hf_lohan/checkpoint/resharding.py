@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ from hf_lohan.checkpoint.seen_stores import (
 )
 from hf_lohan.device import mapped_empty
 from hf_lohan.experts import ROUTED_ROWS, RoutedRows
-from hf_lohan.files import IoEngine, StorageError, StorePath
+from hf_lohan.files import IoEngine, IoRequest, StorageError, StorePath
 from hf_lohan.files.directories import make_folders
 from hf_lohan.files.durable_file import read_whole, remove_folder, replace_durably
 from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
@@ -36,12 +39,20 @@ from hf_lohan.store import Commit, RecordSpec, Store, kept_commits
 from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.store.manifest import read_manifest
 from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
+from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store_folders import remove_store
+from hf_lohan.store.versions import Checksums
 from hf_lohan.updates import MISSED_STEPS_NAME
-from hf_lohan.wording import times
+from hf_lohan.wording import format_bytes, gb_per_s, seconds, times
+
+logger = logging.getLogger(__name__)
 
 _IO_PIECE_BYTES = 4 << 20
 COPY_BYTES = 8 << 20
+_READS_AHEAD, _WRITES_BEHIND = 4, 4
+"""Pieces that are read and written at once. Each has a buffer of `COPY_BYTES`."""
+_IO_THREADS = 4
+_LOG_EVERY_S = 10.0
 _RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
 """Name of a file with a rank's random state. With several ranks the name ends with the rank's number."""
 _EPOCH_RANDOM_STATE = "epoch_rng_state"
@@ -248,7 +259,8 @@ def balanced_owners(
 
 def io_engine() -> IoEngine:
     """Return an engine for copying stores."""
-    return IoEngine(num_threads=2, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=4 * _IO_PIECE_BYTES)
+    inflight_bytes = (_READS_AHEAD + _WRITES_BEHIND) * COPY_BYTES
+    return IoEngine(num_threads=_IO_THREADS, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=inflight_bytes)
 
 
 def refuse_deferred_steps(journals: Sequence[Mapping[str, bytes]], directory: str) -> None:
@@ -342,18 +354,115 @@ def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
 
     Reads are verified. Raises `CorruptionError`, `CapacityError`, or `StorageError` (also if no store has an element).
     """
-    memory = mapped_empty(COPY_BYTES)
-    for piece in pieces_of(new.records, [store.records for store in old]):
-        if piece.source is None:
-            raise StorageError(
-                f"no element {piece.start} of {piece.kind} of {piece.block} is in",
-                path=" or ".join(store.paths[0].path for store in old),
-                advice="give the stores of all ranks of the run",
-            )
+    copied: list[int] = []
+    with OverlappedCopies(copied.append) as copies:
+        for piece in pieces_of(new.records, [store.records for store in old]):
+            if piece.source is None:
+                raise StorageError(
+                    f"no element {piece.start} of {piece.kind} of {piece.block} is in",
+                    path=" or ".join(store.paths[0].path for store in old),
+                    advice="give the stores of all ranks of the run",
+                )
+            copies.add(old[piece.source], new, piece)
+            yield from copied
+            copied.clear()
+        copies.finish()
+    yield from copied
+
+
+class OverlappedCopies:
+    """Copies pieces from store to store through a few buffers of `COPY_BYTES`, so that reads, their checks and writes
+    overlap. Leaving its context waits for all I/O, also after an error."""
+
+    def __init__(
+        self,
+        on_copied: Callable[[int], object],
+        checked: Callable[[Store, Piece, Tensor], Checksums | None] = lambda new, piece, content: None,
+    ) -> None:
+        """``on_copied`` is called with the bytes of each piece that is written. ``checked`` is called before the write,
+        and may raise. It returns the checksums of the content; with None they are computed on other threads."""
+        self._on_copied = on_copied
+        self._checked = checked
+        self._free = [mapped_empty(COPY_BYTES) for _ in range(_READS_AHEAD + _WRITES_BEHIND)]
+        self._reads: deque[_PieceRead] = deque()
+        self._writes: deque[tuple[IoRequest, Tensor, int]] = deque()
+
+    def __enter__(self) -> OverlappedCopies:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        waits = [*(read.request.wait_for_bytes for read in self._reads), *(write.wait for write, *_ in self._writes)]
+        for wait in waits:
+            with suppress(Exception):  # the first error is on its way
+                wait()
+
+    def add(self, old: Store, new: Store, piece: Piece) -> None:
+        """Start to copy a piece. Raises the errors of earlier pieces."""
+        if len(self._reads) == _READS_AHEAD:
+            self._write_oldest()
+        if not self._free:
+            self._finish_oldest()
+        memory = self._free.pop()
         content = piece.in_memory(memory)
-        old[piece.source].read(piece.block, piece.kind, piece.start, content).wait()
-        new.write(piece.block, piece.kind, piece.start, content).wait()
-        yield content.nbytes
+        request = old.read(piece.block, piece.kind, piece.start, content)
+        self._reads.append(_PieceRead(request, new, piece, content, memory))
+
+    def finish(self) -> None:
+        """Wait until all pieces are written."""
+        while self._reads:
+            self._write_oldest()
+        while self._writes:
+            self._finish_oldest()
+
+    def _write_oldest(self) -> None:
+        """Wait for the oldest read, check it, and start its write."""
+        read = self._reads[0]
+        read.request.wait()
+        self._reads.popleft()
+        block, kind, start, content = read.piece.block, read.piece.kind, read.piece.start, read.content
+        write = read.new.write(block, kind, start, content, checksums=self._checked(read.new, read.piece, content))
+        self._writes.append((write, read.memory, read.content.nbytes))
+
+    def _finish_oldest(self) -> None:
+        write, memory, num_bytes = self._writes[0]
+        write.wait()
+        self._writes.popleft()
+        self._free.append(memory)
+        self._on_copied(num_bytes)
+
+
+class _PieceRead(NamedTuple):
+    request: RecordRead
+    new: Store
+    piece: Piece
+    content: Tensor
+    memory: Tensor
+
+
+class LoggedProgress:
+    """Logs how far a copy is, with its rate and the time left, if it takes long."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """``what`` begins each line, such as "copied"."""
+        self._what = what
+        self._clock = clock
+        self._began_s = self._logged_s = clock()
+        self.num_bytes = 0
+
+    def advance(self, num_bytes: int, total_bytes: int) -> None:
+        """Count bytes, and log a line if the last one is some seconds old. ``total_bytes``: bytes of the whole copy."""
+        self.num_bytes += num_bytes
+        now_s = self._clock()
+        if now_s - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now_s
+            left_s = (now_s - self._began_s) * (total_bytes / self.num_bytes - 1)
+            logger.warning("%s of %s, %s left", self.text(), format_bytes(total_bytes), seconds(left_s))
+
+    def text(self) -> str:
+        """Return what is copied so far, and the rate."""
+        took_s = max(1e-9, self._clock() - self._began_s)
+        rate = gb_per_s(self.num_bytes / took_s)
+        return f"{self._what} {format_bytes(self.num_bytes)} in {seconds(took_s)} ({rate})"
 
 
 @dataclass(frozen=True)

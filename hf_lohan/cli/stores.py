@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hf_lohan.checkpoint.resharding import newest_common_commits, reshard
+from hf_lohan.checkpoint.resharding import LoggedProgress, newest_common_commits, reshard
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError
@@ -26,7 +26,8 @@ def _ssd_paths(stores: Sequence[str]) -> list[str]:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    words, left = TextColumn("{task.description}"), TimeRemainingColumn()
+    columns = (words, BarColumn(), DownloadColumn(), TransferSpeedColumn(), left)
     return Progress(*columns, console=console, transient=True)
 
 
@@ -39,8 +40,14 @@ def reshard_stores(
         raise ValueError("--nodes says how --balance divides experts; leave it out, or add --balance")
     from hf_lohan.huggingface.models.export import described_model  # imports transformers
 
-    with _progress(Console(stderr=True)) as progress:
+    console, logged = Console(stderr=True), LoggedProgress("copied")
+    with _progress(console) as progress:
         task = progress.add_task("copying", total=None)
+
+        def on_copied(num_bytes: int, total_bytes: int) -> None:
+            progress.update(task, total=total_bytes, advance=num_bytes)
+            logged.advance(num_bytes, total_bytes)
+
         resharded = reshard(
             _ssd_paths(stores),
             num_ranks,
@@ -48,8 +55,9 @@ def reshard_stores(
             removes_old=removes_old,
             balances=balances,
             num_nodes=num_nodes,
-            on_copied=lambda num_bytes, total_bytes: progress.update(task, total=total_bytes, advance=num_bytes),
+            on_copied=on_copied,
         )
+    _print(console, logged.text())
     step = resharded.global_step
     what = f"commit {resharded.commit_number}" if step is None else f"step {step}"
     text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"

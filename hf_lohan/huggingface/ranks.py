@@ -23,6 +23,7 @@ from transformers import GenerationMixin, TrainingArguments
 
 from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
 from hf_lohan.checkpoint.reshard_together import reshard_together, set_lost_aside, set_own_left_aside
+from hf_lohan.checkpoint.resharding import LoggedProgress
 from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
 from hf_lohan.config import OffloadConfig, SsdPath
@@ -30,6 +31,7 @@ from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.lock import DirectoryLock
+from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
@@ -231,7 +233,20 @@ def reshard_for_these_ranks(
     )
     capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in own]
     paths = [ssd.path for ssd in own]
-    reshard_together(found, paths, links, lambda store: described_model(store)[1], launch_id(), capacities, opened)
+    progress = LoggedProgress("divided again:")
+    with contextlib.ExitStack() as line:
+
+        def on_copied(num_bytes: int, total_bytes: int) -> None:
+            if links.ranks.rank == 0:
+                if not progress.num_bytes:
+                    line.enter_context(long_work("dividing the stores again", total_bytes))
+                advance(num_bytes)
+                progress.advance(num_bytes, total_bytes)
+
+        reshard_together(
+            found, paths, links, lambda store: described_model(store)[1], launch_id(), capacities, opened, on_copied
+        )
+    log_once(links, progress.text())
 
 
 def may_continue_other_ranks(

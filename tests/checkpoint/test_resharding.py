@@ -8,8 +8,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from torch import Tensor
 
-from hf_lohan.checkpoint.resharding import copy_records, facts_of_all, journal_of_rank
+from hf_lohan.checkpoint import resharding
+from hf_lohan.checkpoint.resharding import LoggedProgress, copy_records, facts_of_all, journal_of_rank
 from hf_lohan.files import CorruptionError, IoEngine, StorageError, StorePath
 from hf_lohan.planner import cut_for_ranks, units_between
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
@@ -159,3 +161,50 @@ def test_update_counts_are_joined_over_ranks() -> None:
 def test_losses_since_the_last_log_are_the_mean_over_ranks() -> None:
     facts = [{"trainer": {"loss": loss, "logged_at": 6.0, "total": 0.1}} for loss in (1.0, 4.0, 2.5)]
     assert facts_of_all(facts) == {"trainer": {"loss": 2.5, "logged_at": 6.0, "total": 0.1}}
+
+
+def test_reads_and_writes_overlap_in_bounded_memory(
+    tmp_path: Path, engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next pieces are read while a piece is written, and at most as many pieces as there are buffers are open."""
+    monkeypatch.setattr(resharding, "COPY_BYTES", 4 * GRANULE)
+    open_pieces, most, both = set[tuple[str, int]](), 0, 0
+
+    def watched(store: Store, verb: str) -> None:
+        begin = getattr(store, verb)
+
+        def begun(block: str, kind: str, start: int, content: Tensor) -> object:
+            nonlocal most, both
+            open_pieces.add((verb, content.data_ptr()))
+            of_writes = {place for of, place in open_pieces if of == "write"}
+            open_pieces.difference_update({("read", place) for place in of_writes})
+            if verb == "read":
+                open_pieces.discard(("write", content.data_ptr()))  # its buffer is free again
+            most = max(most, len(open_pieces))
+            both += {of for of, _ in open_pieces} == {"read", "write"}
+            return begin(block, kind, start, content)
+
+        monkeypatch.setattr(store, verb, begun)
+
+    with ExitStack() as held:
+        old = make_stores(tmp_path / "first", 2, engine, held)
+        write_all(old, Random(5))
+        (new,) = make_stores(tmp_path / "one", 1, engine, held)
+        for store in old:
+            watched(store, "read")
+        watched(new, "write")
+        assert sum(copy_records(old, new)) == sum(record.num_bytes for record in new.records)
+        monkeypatch.undo()
+        new.commit()
+        assert whole([new]) == whole(old)
+    assert both > 3 and 4 < most <= 8
+
+
+def test_long_copies_are_logged_with_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
+    times_s = [0.0, 4.0, 8.0, 12.0, 12.0, 16.0, 16.0]
+    progress = LoggedProgress("copied", lambda: times_s.pop(0))
+    for _ in range(4):
+        progress.advance(10**9, 8 * 10**9)
+    (line,) = caplog.messages
+    assert line == "copied 2.79 GiB in 12 s (0.25 GB/s) of 7.45 GiB, 20 s left"
+    assert progress.text() == "copied 3.73 GiB in 16 s (0.25 GB/s)"
