@@ -67,11 +67,13 @@ def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
         return all_ways()
     words = [] if text == "exact" else text.split(",")
     values = {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in words)}
-    if any(value not in COLLECTIVE_VALUES.get(key, ()) for key, value in values.items()):
+    is_number = values.get("backward", "").isdecimal()
+    words_given = {key: value for key, value in values.items() if not (is_number and key == "backward")}
+    if any(value not in COLLECTIVE_VALUES.get(key, ()) for key, value in words_given.items()):
         allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in COLLECTIVE_VALUES.items())
         raise ValueError(f"collectives = {text!r} is not allowed; write exact, quantized, or some of {allowed}")
-    settings: dict[str, Any] = dict(values)
-    return Collectives(**settings).open_ways()
+    settings: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in values.items()}
+    return Collectives.of_setting(settings).open_ways()
 
 
 def of_each_rank(cluster: Cluster) -> str:
@@ -99,7 +101,7 @@ def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
     ways = plan.cluster.collectives
     forms = {
         "forward_weights": _FORMS[ways.forward],
-        "backward_weights": _FORMS[ways.forward] if ways.backward == "world" else f"from {_SOURCES[ways.backward]}",
+        "backward_weights": _FORMS[ways.forward] if ways.backward == "world" else f"from {_source(ways)}",
         "gradients": _FORMS[ways.gradients],
         "forward_tokens": _FORMS["exact"],
         "backward_tokens": _FORMS["exact"],
@@ -114,8 +116,15 @@ def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], b
     for tried in sorted(plan.tried_ways, key=lambda way: (not way.fits, way.step_s)):
         ways, step = tried.collectives, seconds(tried.step_s) if tried.fits else "does not fit"
         gradients = _FORMS[ways.gradients] + (f", {ways.within} within" if ways.within != "exact" else "")
-        row = _FORMS[ways.forward], _SOURCES[ways.backward], gradients, step
+        row = _FORMS[ways.forward], _source(ways), gradients, step
         yield row, ways == plan.cluster.collectives
+
+
+def _source(ways: Collectives) -> str:
+    """Return where weights in backward come from."""
+    if ways.group_ranks is None:
+        return _SOURCES[ways.backward]
+    return f"the {'RAM' if ways.backward == 'ram' else 'SSDs'} of {ways.group_ranks} ranks"
 
 
 def what_hides(plan: OffloadPlan) -> Iterator[str]:
@@ -155,7 +164,7 @@ def sent_in_a_line(plan: OffloadPlan) -> str:
     ways = plan.cluster.collectives
     return (
         f"{format_bytes(plan.prediction.ranks.sent_bytes_per_step)} from each node: weights {_FORMS[ways.forward]}, "
-        f"backward's from {_SOURCES[ways.backward]}, gradients {_FORMS[ways.gradients]}"
+        f"backward's from {_source(ways)}, gradients {_FORMS[ways.gradients]}"
     )
 
 

@@ -229,10 +229,11 @@ class OffloadConfig:
     """How several ranks exchange weights and gradients. "exact" is the fastest way that rounds nothing, according to
     the plan. "quantized" rounds to int8 and int4 between nodes and within them, as ZeRO++ does. A table sets single
     parts: `forward` sends weights "exact", rounded to "int8", or as the "delta" of a step; `backward` reads weights
-    from all nodes ("world") or from a copy in each node ("node", which may be in "ram" or on the "ssd"); `gradients`
-    are sent "exact", in "int8" or in "int4"; `within` is the link between a node's RAM and each of its devices, where
-    "int8" and "int4" round gradients to 8 or 4 bits, and both round weights to 8. The plan chooses the parts that the
-    table leaves out, and never chooses one that rounds."""
+    from all nodes ("world"), from a copy in each node ("node", which may be in "ram" or on the "ssd"), or from one copy
+    that a number of ranks keep among them, a multiple of the ranks of a node; `gradients` are sent "exact", in "int8"
+    or in "int4"; `within` is the link between a node's RAM and each of its devices, where "int8" and "int4" round
+    gradients to 8 or 4 bits, and both round weights to 8. The plan chooses the parts that the table leaves out, and
+    never chooses one that rounds."""
 
     transport: Transport = AUTO
     """How the ranks of a machine get a block's weights to their GPUs, and gradients from them. "host" copies the whole

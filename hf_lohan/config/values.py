@@ -232,9 +232,8 @@ def check_collectives(name: str, value: object) -> Collectives:
             return collectives_of_word(value)
         case Mapping():
             refuse_unknown_keys(value, COLLECTIVE_VALUES, what=f"key of {name}")
-            settings: dict[str, Any] = dict(value)
             try:
-                return Collectives(**settings)
+                return Collectives.of_setting(value)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
     raise ConfigError(

@@ -361,10 +361,12 @@ def _follow_collectives(loader: BlockLoader, tiers: Tiers, layout: OffloadLayout
         return
     assert layout.collectives is not None and isinstance(loader, LockstepLoader)
     changes = tiers.codecs.count_changes() if layout.collectives.keeps_own else None
+    group = layout.collectives.group_ranks
     loader.keep_weights(peer_weights, changes)
     logger.info(
-        "weights go to other nodes %s; each node keeps a copy %s",
+        "weights go to other nodes %s; %s a copy %s",
         "as changes of a step" if changes is not None else "whole",
+        "each node keeps" if group is None else f"groups of {group} ranks keep",
         "in RAM" if layout.collectives.backward == "ram" else "on the SSD",
     )
 

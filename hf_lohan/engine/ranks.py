@@ -296,9 +296,9 @@ def open_peer_weights(layout: OffloadLayout, device: Device, store: Store) -> Pe
     if way is None or way.backward == "world":
         return None
     if way.backward == "ssd":
-        return SsdPeerWeights(store.scratch(layout.copy_records, _KEPT_NAME))
+        return SsdPeerWeights(store.scratch(layout.copy_records, _KEPT_NAME), way)
     memory = device.host_empty(layout.copy_bytes) if layout.copy_bytes else torch.empty(0, dtype=torch.uint8)
-    return RamPeerWeights(memory, layout.common_blocks, layout.ranks, keeps_own=way.keeps_own)
+    return RamPeerWeights(memory, layout.common_blocks, layout.ranks, way)
 
 
 def agree_on_commits(store: Store, links: Links) -> None:

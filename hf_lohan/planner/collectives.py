@@ -4,7 +4,8 @@ A node has `num_local` ranks, which share its memory and send nothing to each ot
 once for each node, not for each rank. Numbers of bytes are what one node sends (its *egress*). It receives the same
 number. With P parameters on Y nodes, where each node owns P / Y of them:
 
-    weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy in the node
+    weights, exact or coded           (Y - 1) x payload(P / Y)      for each pass without a copy
+    weights of a copy of g nodes      (g - 1) / g x P               for each pass with a copy
     gradients, summed in the node     (Y - 1) x payload(P / Y)      for each backward
 
 Within a node, all weights cross the link to each device, and each device's gradients cross it back:
@@ -15,7 +16,7 @@ Within a node, all weights cross the link to each device, and each device's grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias, get_args
@@ -78,6 +79,11 @@ class Collectives:
     gradients: GradientCodec = "exact"
     """Gradients between nodes. "exact" sends float32 sums, and "int8" and "int4" round them."""
 
+    group_ranks: int | None = None
+    """The ranks, of whole nodes, that keep one copy among them, if `backward` is a number of ranks in the setting. It
+    saves RAM, because a node keeps a part of the copy, and the nodes of a group send each other their parts in each
+    backward. None if each node keeps a copy."""
+
     within: WithinCodec = "exact"
     """Weights and gradients within a node, on the link of each device. "exact" copies all bits. "int8" and "int4" round
     gradients to 8 or 4 bits, and both round weights to 8 bits."""
@@ -86,7 +92,23 @@ class Collectives:
         for name, allowed in COLLECTIVE_VALUES.items():
             if getattr(self, name) not in allowed:
                 choices = " or ".join(map(repr, allowed))
-                raise ValueError(f"collectives: {name}: {getattr(self, name)!r} is not allowed; choose {choices}")
+                also = ", or a number of ranks" if name == "backward" else ""
+                raise ValueError(f"collectives: {name}: {getattr(self, name)!r} is not allowed; choose {choices}{also}")
+        if self.group_ranks is not None and self.group_ranks < 1:
+            raise ValueError(f"collectives: backward: {self.group_ranks} is not a number of ranks; give at least 1")
+        if self.group_ranks is not None and self.forward == "delta":
+            raise ValueError(
+                f"collectives: forward: delta changes the weights of all nodes that a node keeps, and with backward: "
+                f"{self.group_ranks} it keeps only a part of them; set backward to node, or forward to exact or int8"
+            )
+
+    @classmethod
+    def of_setting(cls, fields: Mapping[str, Any]) -> Collectives:
+        """Return the ways of a table. `backward` may be a number of ranks. Raises ValueError."""
+        number = fields.get("backward")
+        if type(number) is int:
+            return cls(**{**fields, "backward": "node", "group_ranks": number})
+        return cls(**fields)
 
     @property
     def is_exact(self) -> bool:
@@ -103,25 +125,39 @@ class Collectives:
         """Whether a rank also keeps its own shard as it sent it, to compute the change of the next step."""
         return self.forward == "delta"
 
-    def to_setting(self) -> str | dict[str, str]:
+    def to_setting(self) -> str | dict[str, Any]:
         """Return the setting in JSON types. It is a word if one exists, and otherwise the fields that are not
         "auto", without `within` if it rounds nothing."""
         for word in COLLECTIVE_WORDS:
             if self == collectives_of_word(word):
                 return word
-        fields = {name: value for name, value in asdict(self).items() if value != "auto"}
+        fields = {name: value for name, value in asdict(self).items() if value != "auto" and name != "group_ranks"}
+        if self.group_ranks is not None:
+            fields["backward"] = self.group_ranks
         if self.within == "exact":
             del fields["within"]
         return fields
 
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields in JSON types, without groups if each node keeps a copy."""
+        fields = asdict(self)
+        return fields if self.group_ranks is not None else {name: fields[name] for name in COLLECTIVE_VALUES}
+
     def open_ways(self) -> tuple[Collectives, ...]:
         """The ways among which a plan of several nodes may choose, without "auto" or "node"."""
-        forwards = ("exact", "delta") if self.forward == "auto" else (self.forward,)
+        forwards: tuple[str, ...] = ("exact", "delta") if self.forward == "auto" else (self.forward,)
+        if self.forward == "auto" and self.group_ranks is not None:
+            forwards = ("exact",)  # a change needs all weights of the step before
         copies = {"auto": ("world", "ram", "ssd"), "world": ("world",), "node": ("ram", "ssd")}
         sources = copies.get(self.backward, (self.backward,))
         if self.forward == "delta" and self.backward == "world":
             sources = ("ram", "ssd")
-        return _ways(forwards, sources, (self.gradients,), self.within)
+        ways = _ways(forwards, sources, (self.gradients,), self.within)
+        return tuple(replace(way, group_ranks=self.group_ranks) for way in ways)
+
+    def nodes_of_group(self, num_local: int) -> int:
+        """Return the number of nodes that keep one copy among them, if a node has ``num_local`` ranks."""
+        return 1 if self.group_ranks is None else self.group_ranks // num_local
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int, packed_bytes: int = 0) -> int:
         """Return the payload bytes of weights: ``num_params`` that may be rounded, and ``packed_bytes`` of packed ones,
@@ -171,9 +207,24 @@ def all_ways() -> tuple[Collectives, ...]:
     return (*sorted(ways, key=lambda way: not way.is_exact), *ZERO_PLUS_PLUS.open_ways())
 
 
-def ways_within(asked: Iterable[Collectives]) -> tuple[Collectives, ...]:
-    """Return the ways of ranks that are all on one node."""
-    return tuple(dict.fromkeys(replace(WAY_WITHIN_A_NODE, within=way.within) for way in asked))
+def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) -> tuple[Collectives, ...]:
+    """Return the ways for ``num_nodes`` nodes of ``num_local`` ranks. A group of one node is `node`, one of all nodes
+    is `world`, and one node has one way. Raises ValueError for groups that are not whole nodes, or not equal."""
+    ways = []
+    for way in asked:
+        group, num_ranks = way.group_ranks, num_nodes * num_local
+        if group is not None and (group % num_local or num_ranks % group):
+            raise ValueError(
+                f"collectives: backward: {group} is set with {num_ranks} ranks on nodes of {num_local}; the ranks of a "
+                f"node share one copy in its memory, so a group is whole nodes: give a multiple of {num_local} that "
+                f"divides {num_ranks}, or node"
+            )
+        if group == num_ranks:
+            way = replace(way, backward="world")
+        if group in (num_local, num_ranks):
+            way = replace(way, group_ranks=None)
+        ways.append(replace(WAY_WITHIN_A_NODE, within=way.within) if num_ranks == num_local else way)
+    return tuple(dict.fromkeys(ways))
 
 
 def _ways(
@@ -200,8 +251,10 @@ class Cluster:
         return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own."""
-        return param_bytes - param_bytes // self.num_nodes
+        """Return the bytes that a copy of all weights in a node takes beside the weights that its ranks own. Of a copy
+        of g nodes, each has 1 / g of the weights of the other nodes."""
+        of_group = self.collectives.nodes_of_group(self.num_local)
+        return (param_bytes - of_group * (param_bytes // self.num_nodes)) // of_group
 
     def sent_gradient_itemsize(self, gradient_itemsize: int, *, is_summed: bool) -> int:
         """Return the bytes of an element of a gradient between nodes. Sums are float32, and other gradients are sent as
@@ -229,9 +282,12 @@ class Cluster:
             shard(param_bytes), shard(num_params), shard(num_trainable_params), shard(packed_bytes)
         )
         itemsize = self.sent_gradient_itemsize(gradient_itemsize, is_summed=is_summed)
+        # Each node of a group sends the others its own weights, and those that it keeps, as they are.
+        in_group = way.nodes_of_group(self.num_local) - 1
+        of_group = in_group * (shard(param_bytes) + self.copied_bytes(param_bytes)) if in_group else 0
         return {
             "forward_weights": num_receivers * weight_bytes,
-            "backward_weights": num_receivers * weight_bytes if way.backward == "world" else 0,
+            "backward_weights": num_receivers * weight_bytes if way.backward == "world" else of_group,
             "gradients": num_receivers * way.gradient_bytes(shard(num_trainable_params), itemsize),
         }
 
@@ -251,4 +307,4 @@ class TriedWay:
     fits: bool
 
     def to_mapping(self) -> dict[str, Any]:
-        return {**asdict(self.collectives), "step_s": self.step_s, "fits": self.fits}
+        return {**self.collectives.to_mapping(), "step_s": self.step_s, "fits": self.fits}

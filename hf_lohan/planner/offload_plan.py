@@ -403,7 +403,7 @@ class OffloadPlan:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"], own["solvers"]
         if self.prediction.ranks is not None:
-            own["cluster"] = asdict(self.cluster)
+            own["cluster"] = asdict(self.cluster) | {"collectives": self.cluster.collectives.to_mapping()}
             own["tried_ways"] = [way.to_mapping() for way in self.tried_ways]
         return {
             **self.prediction.to_mapping(),

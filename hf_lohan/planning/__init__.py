@@ -7,7 +7,15 @@ model that is not trained.
 """
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
-from hf_lohan.planning.kept_weights import coded_numel, kept_ranks, kept_record_name, lending_bytes, part_bytes
+from hf_lohan.planning.kept_weights import (
+    carried_ranks,
+    coded_numel,
+    group_counterparts,
+    kept_ranks,
+    kept_record_name,
+    lending_bytes,
+    part_bytes,
+)
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.lengths import LongestRow, PlannedEpoch, longest_row, plan_epoch, read_lengths
 from hf_lohan.planning.order import (
@@ -29,10 +37,12 @@ __all__ = [
     "RunPlan",
     "StepShape",
     "bytes_per_token",
+    "carried_ranks",
     "check_same_layers",
     "check_together",
     "chunked_loss_of",
     "coded_numel",
+    "group_counterparts",
     "kept_ranks",
     "kept_record_name",
     "lay_out",

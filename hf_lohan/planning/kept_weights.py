@@ -21,10 +21,24 @@ _PAYLOADS_AT_ONCE = 2
 """Number of blocks that are sent at the same time."""
 
 
-def kept_ranks(ranks: Ranks, *, keeps_own: bool) -> list[int]:
-    """Return the ranks whose shards a rank keeps. It keeps the shards that it receives, and with ``keeps_own`` its own
-    shard, to compute changes."""
-    return [*ranks.counterparts, *([ranks.rank] if keeps_own else [])]
+def group_counterparts(ranks: Ranks, way: Collectives) -> list[int]:
+    """Return the counterparts of a rank on the other nodes that keep one copy together with its node."""
+    of_group = way.nodes_of_group(ranks.num_local)
+    group = ranks.node // of_group
+    return [rank for rank in ranks.counterparts if rank // ranks.num_local // of_group == group]
+
+
+def kept_ranks(ranks: Ranks, way: Collectives) -> list[int]:
+    """Return the ranks whose shards a rank keeps. It keeps the shards that it receives, of other groups in turn with
+    its counterparts in its group. If changes are sent, it also keeps its own shard, to compute them."""
+    of_group, in_group = way.nodes_of_group(ranks.num_local), group_counterparts(ranks, way)
+    received = [rank for rank in ranks.counterparts if rank not in in_group]
+    return [*received[ranks.node % of_group :: of_group], *([ranks.rank] if way.keeps_own else [])]
+
+
+def carried_ranks(ranks: Ranks, way: Collectives) -> list[int]:
+    """Return the ranks whose shards a rank sends to its counterparts in its group: its own and those that it keeps."""
+    return [ranks.rank, *kept_ranks(ranks, way)]
 
 
 def part_bytes(block: Block, rank: int) -> int:
@@ -51,7 +65,7 @@ def kept_records(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> tup
             granule_numel=block.granule_numel * block.master.working_dtype.itemsize,
         )
         for block in blocks
-        for rank in kept_ranks(ranks, keeps_own=way.keeps_own)
+        for rank in kept_ranks(ranks, way)
         if part_bytes(block, rank)
     )
 
@@ -61,7 +75,7 @@ def kept_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
     ranks."""
     if way.backward == "world":
         return 0
-    kept_by_rank = [kept_ranks(ranks.of_rank(rank), keeps_own=way.keeps_own) for rank in range(ranks.num_ranks)]
+    kept_by_rank = [kept_ranks(ranks.of_rank(rank), way) for rank in range(ranks.num_ranks)]
     return max(sum(part_bytes(block, other) for block in blocks for other in kept) for kept in kept_by_rank)
 
 
@@ -72,11 +86,17 @@ def coded_bytes_within(block: Block, within: WithinCodec) -> int:
 
 def message_bytes(blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> int:
     """Return the bytes of RAM for payloads that need separate buffers. This is the maximum over all ranks."""
+    grouped = 0
+    if group_counterparts(ranks, way):
+        of_ranks = [carried_ranks(ranks.of_rank(rank), way) for rank in range(ranks.num_ranks)]
+        grouped = _PAYLOADS_AT_ONCE * max(
+            sum(part_bytes(block, rank) for rank in carried) for block in blocks for carried in of_ranks
+        )
     if way.forward == "exact":
-        return 0
+        return grouped
     parts = [(block, rank) for block in blocks for rank in range(len(block.rank_ranges))]
     if way.forward == "int8":
-        return _PAYLOADS_AT_ONCE * max(
+        return grouped + _PAYLOADS_AT_ONCE * max(
             WEIGHT_FORMAT.payload_bytes(coded_numel(block, rank)) + _packed_bytes(block, rank) for block, rank in parts
         )
     # A change also needs the previous shard, which may come from the SSD.

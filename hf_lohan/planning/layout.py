@@ -42,7 +42,7 @@ from hf_lohan.planner import (
     plan_pools,
     step_traffic,
 )
-from hf_lohan.planner.collectives import GRADIENT_FORMATS_WITHIN, WAY_WITHIN_A_NODE, WithinCodec, ways_within
+from hf_lohan.planner.collectives import GRADIENT_FORMATS_WITHIN, WAY_WITHIN_A_NODE, WithinCodec, ways_of_ranks
 from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.kept_weights import (
     coded_bytes_within,
@@ -374,7 +374,7 @@ class _Shards(WholeBlocks):
         return lent_piece_bytes(self._ranks, common_blocks(blocks), cpu_memory_bytes)
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
-        return tuple(asked) if self._ranks.num_nodes > 1 else ways_within(asked)
+        return ways_of_ranks(asked, self._ranks.num_nodes, self._ranks.num_local)
 
     def spilled_bytes(self, layout: OffloadLayout) -> int:
         blocks = (block for block in layout.blocks if block.name in layout.plan.spilled_blocks)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block, ranges
-from hf_lohan.planning import coded_numel, part_bytes
+from hf_lohan.planning import carried_ranks, coded_numel, group_counterparts, kept_ranks, part_bytes
 from hf_lohan.ranks import BlockCodec, CodedTraffic, DeviceTransport, MeasuredCodec, PayloadReader, Ranks, StepDelta
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
@@ -27,7 +27,7 @@ from hf_lohan.weights.source import Decoder
 _PAGE_BYTES = 4096
 _CODED_PIECE_NUMEL = 256 * 1024
 """Elements that are coded at once. This is a multiple of the codec's block."""
-_RAW, _CODED, _CHANGES = range(3)
+_RAW, _CODED, _CHANGES, _GROUPED = range(4)
 """Forms of a shard's payload."""
 _DELTA = StepDelta()
 _DELTA_DTYPES = (torch.bfloat16, torch.float16)
@@ -203,13 +203,34 @@ class NodeShards:
         """Return whether this load's shards are kept."""
         return self.keeps and number >= self._first_kept_load
 
-    def senders(self, block: Block) -> set[int]:
-        """Return the ranks of other nodes that send their shards to this rank."""
-        return {rank for rank in self._ranks.counterparts if has_part(block, rank)}
+    def senders(self, block: Block, *, is_kept: bool = False) -> set[int]:
+        """Return the ranks of other nodes that send their shards to this rank. ``is_kept``: whether groups of nodes
+        keep the block. Ranks then send their own shards and those that they keep, within their group."""
+        others = self._others(is_kept)
+        return {rank for rank in others if any(has_part(block, of) for of in self._carried(rank, is_kept))}
 
-    def recipients(self, block: Block) -> list[int]:
-        """Return the ranks of other nodes that receive this rank's shard."""
-        return self._ranks.counterparts if has_part(block, self._ranks.rank) else []
+    def recipients(self, block: Block, *, is_kept: bool = False) -> list[int]:
+        """Return the ranks of other nodes that receive this rank's shards. ``is_kept``: see `senders`."""
+        carried = self._carried(self._ranks.rank, is_kept)
+        return self._others(is_kept) if any(has_part(block, rank) for rank in carried) else []
+
+    def _others(self, is_kept: bool) -> list[int]:
+        if not is_kept:
+            return self._ranks.counterparts
+        assert self._kept is not None
+        return group_counterparts(self._ranks, self._kept.way)
+
+    def _carried(self, rank: int, is_kept: bool) -> list[int]:
+        if not is_kept:
+            return [rank]
+        assert self._kept is not None
+        return carried_ranks(self._ranks.of_rank(rank), self._kept.way)
+
+    def kept(self, block: Block) -> list[int]:
+        """Return the ranks of other nodes whose shards of the block this rank keeps."""
+        assert self._kept is not None
+        ranks = kept_ranks(self._ranks, self._kept.way)
+        return [rank for rank in ranks if rank != self._ranks.rank and has_part(block, rank)]
 
     def is_kept(self, block: Block, version: int, number: int = 0) -> bool:
         """Return whether this node keeps the version when load ``number`` begins. The answer is the same on all nodes.
@@ -223,8 +244,8 @@ class NodeShards:
     def begin_read(self, block: Block, entry: Tensor, piece_numel: int) -> list[RecordRead]:
         """Begin to copy the kept shards of other nodes into a whole block. Returns the reads."""
         reads: list[RecordRead] = []
-        for rank in self.senders(block):
-            assert self._kept is not None
+        assert self._kept is not None
+        for rank in self.kept(block):
             reads += self._kept.begin_read(block, rank, part_of(block, rank, entry), piece_numel)
         return reads
 
@@ -279,6 +300,12 @@ class NodeShards:
         self._sent.add(block)
         return form, message
 
+    def grouped(self, block: Block, entry: Tensor) -> tuple[int, Tensor]:
+        """Return the form and the payload of what this rank sends within its group: the shards that it carries, one
+        after the other, as they are in ``entry``."""
+        carried = [part_of(block, rank, entry) for rank in self._carried(self._ranks.rank, True)]
+        return _GROUPED, torch.cat(carried)
+
     def count(self, block: Block, message: Tensor) -> None:
         """Count a shard that was sent to another node as ``message``."""
         for counted in (self._coded, self._changes):
@@ -305,8 +332,14 @@ class NodeShards:
 
     def receive(
         self, block: Block, rank: int, form: int, payload: PayloadReader, entry: Tensor, *, keeps: bool = True
-    ) -> None:
-        """Put a shard from another node into ``entry``. ``keeps``: see `keeps_load`."""
+    ) -> list[int]:
+        """Put the shards from rank ``rank`` of another node into ``entry``. ``keeps``: see `keeps_load`. Returns the
+        ranks whose shards these are."""
+        if form == _GROUPED:
+            carried = self._carried(rank, True)
+            for other in carried:
+                payload.read_into(part_of(block, other, entry))
+            return carried
         part = part_of(block, rank, entry)
         if form == _CHANGES:
             assert self._kept is not None
@@ -329,8 +362,9 @@ class NodeShards:
                 payload.read_into(part[numel:])
         else:
             payload.read_into(part)
-        if keeps and self._kept is not None:
+        if keeps and self._kept is not None and rank in self.kept(block):
             self._kept.write(block, rank, part)
+        return [rank]
 
 
 def _pieces(part: Tensor, codec: BlockCodec) -> Iterator[tuple[Tensor, slice]]:

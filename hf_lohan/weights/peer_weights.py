@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_lohan.config import Collectives
 from hf_lohan.device import mapped_empty
 from hf_lohan.model import Block, ranges
 from hf_lohan.planning import kept_ranks, kept_record_name, part_bytes
@@ -18,6 +19,9 @@ from hf_lohan.store import RecordFiles, RecordRead
 
 class PeerWeightCache(Protocol):
     """Shards by block and rank. Calls for one shard never overlap."""
+
+    way: Collectives
+    """How nodes exchange weights, by which a rank keeps the shards of `kept_ranks`."""
 
     def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
         """Begin to fill ``out`` with a shard. Returns the reads, of ``piece_numel`` elements each; empty if ``out`` is
@@ -36,9 +40,10 @@ class PeerWeightCache(Protocol):
 class RamPeerWeights:
     """Keeps shards in one piece of memory."""
 
-    def __init__(self, memory: Tensor, blocks: Sequence[Block], ranks: Ranks, *, keeps_own: bool) -> None:
+    def __init__(self, memory: Tensor, blocks: Sequence[Block], ranks: Ranks, way: Collectives) -> None:
         """``memory``: uint8 tensor with the number of bytes that `planning` computes."""
-        names = [(block, rank) for block in blocks for rank in kept_ranks(ranks, keeps_own=keeps_own)]
+        names = [(block, rank) for block in blocks for rank in kept_ranks(ranks, way)]
+        self.way = way
         ends = accumulate((part_bytes(block, rank) for block, rank in names), initial=0)
         self._parts = {
             (block, rank): memory[first:last].view(block.master.working_dtype)
@@ -62,8 +67,9 @@ class RamPeerWeights:
 class SsdPeerWeights:
     """Keeps shards in a scratch file, as bytes."""
 
-    def __init__(self, files: RecordFiles) -> None:
+    def __init__(self, files: RecordFiles, way: Collectives) -> None:
         self._files = files
+        self.way = way
 
     def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
         name, content = kept_record_name(block, rank), out.view(torch.uint8)

@@ -53,6 +53,8 @@ class _SharedLoad:
     is_wanted: Callable[[], bool]
     sends: bool
     """Whether this rank's shard is sent to other nodes."""
+    is_kept: bool = False
+    """Whether nodes have kept this version. Then groups of several nodes send each other their parts of it."""
     coded: Tensor | None = None
     """The payload of the block for devices, in shared host memory, if a codec rounds it on its way there."""
     has_ended: bool = False
@@ -201,15 +203,16 @@ class SharedWeights:
         values, coded = self._memory[start:][: self._region_bytes(block)].tensor_split([block.fetched_bytes])
         entry = values.view(block.master.working_dtype)
         is_kept = self._parts.is_kept(block, version, number)
-        missing = set() if is_kept else self._parts.senders(block)
+        missing, recipients = (of(block, is_kept=is_kept) for of in (self._parts.senders, self._parts.recipients))
+        sends = not is_kept or bool(recipients)
         load = _SharedLoad(
-            number, block, version, entry, missing, is_wanted, sends=not is_kept, num_ended=num_ended, place=start
+            number, block, version, entry, set(missing), is_wanted, sends, is_kept, num_ended=num_ended, place=start
         )
         load.coded = coded if coded.numel() else None
         with self._links.lock:
             self._loads[number] = load
             self._not_taken[number] = set(self._ranks.on_this_node)
-            self._num_uses[number] = 1 + (len(self._parts.recipients(block)) if load.sends else 0)
+            self._num_uses[number] = 1 + len(recipients)
             self._order.begin(number, self._number_of[block], start)
             self._links.notify()  # shards from other nodes may wait for the region
         self._begin_own_shard(load)
@@ -391,7 +394,7 @@ class SharedWeights:
                 for low, high in ranges(stop - start, self._read_numel(load.block, part.kind)):
                     view = content[start + low - part.start : start + high - part.start]
                     load.reads.append(self._store.read(load.block.name, part.kind, start + low, view, is_urgent=True))
-        if not load.sends and self._parts.keeps:
+        if load.is_kept:
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
         for read in load.reads:
             read.add_done_callback(self.notify)
@@ -425,8 +428,10 @@ class SharedWeights:
             keeps = self._parts.keeps_load(load.number)
             form, payload = self._parts.make_own(load.block, load.entry, sends=load.sends, keeps=keeps)
             self._parts.code_part(load.block, self._ranks.rank, load.entry, load.coded)
-            for rank in self._parts.senders(load.block) if not load.sends and self._parts.keeps else ():
+            for rank in self._parts.kept(load.block) if load.is_kept else ():
                 self._parts.code_part(load.block, rank, load.entry, load.coded)
+            if load.is_kept and load.sends:
+                form, payload = self._parts.grouped(load.block, load.entry)
             load.has_own, load.has_own_since_s = True, time.monotonic()
             load.unsent = (form, payload) if load.sends else None
         elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
@@ -514,7 +519,7 @@ class SharedWeights:
 
     def _send_part(self, load: _SharedLoad, form: int, payload: Tensor) -> None:
         """Send on a separate thread, so that a node without room delays nothing else."""
-        for rank in self._parts.recipients(load.block):
+        for rank in self._parts.recipients(load.block, is_kept=load.is_kept):
             self._sender.submit(partial(self._send_part_to, rank, load, form, payload))
 
     def _send_part_to(self, rank: int, load: _SharedLoad, form: int, payload: Tensor) -> None:
@@ -524,7 +529,8 @@ class SharedWeights:
         except Exception as error:  # another rank must not wait forever
             self._links.fail(error)
             return
-        self._parts.count(load.block, payload)
+        if not load.is_kept:
+            self._parts.count(load.block, payload)
         self._end_one_use(load.number)
 
     def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
@@ -545,8 +551,9 @@ class SharedWeights:
             self._num_receiving += 1
         try:
             keeps = self._parts.keeps_load(load.number)
-            self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
-            self._parts.code_part(load.block, rank, load.entry, load.coded)
+            received = self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
+            for of in received:
+                self._parts.code_part(load.block, of, load.entry, load.coded)
             with self._links.lock:
                 load.missing.discard(rank)
         finally:

@@ -160,6 +160,10 @@ def test_the_link_option_overrides_the_rate_of_the_hardware_file(tiny: str, tmp_
         (["--ranks", 2, "--nodes", 2], "the rate of the link between 2 nodes is unknown; give --link 10Gbit"),
         (["--ranks", 2, "--nodes", 2, "--link", "fast"], "link = 'fast' is not allowed; write a rate such as 2.5Gbit"),
         (["--ranks", 2, "--nodes", 2, "--link", "0Gbit"], "link = '0Gbit' is not allowed"),
+        (
+            ["--ranks", 8, "--nodes", 4, "--link", "1Gbit", "--collectives", "backward=3"],
+            "collectives: backward: 3 is set with 8 ranks on nodes of 2; the ranks of a node share one copy",
+        ),
         (["--collectives", "lossy"], "collectives = 'lossy' is not allowed; write exact, quantized, or some of"),
     ],
 )
@@ -167,6 +171,20 @@ def test_bad_values_are_refused_in_one_line(tiny: str, options: list[object], me
     result = plan(tiny, "--hardware", PAPER, *options, batch_size=1)
     assert result.exit_code == 2
     assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_copy_of_several_nodes_is_planned(llama_of_4_layers: str) -> None:
+    arguments = (llama_of_4_layers, "--hardware", DESKTOP, "--ranks", 4, "--nodes", 4, "--link", "1Gbit")
+    world, group, node = (
+        planned(*arguments, "--collectives", f"forward=exact,backward={value}", batch_size=8)
+        for value in ("world", 2, "node")
+    )
+    sent = [way["ranks"]["bytes_by_collective"]["backward_weights"] for way in (world, group, node)]
+    assert sent[0] == pytest.approx(1.5 * sent[1], rel=1e-6) and sent[2] == 0, "3/4 and 1/2 of all weights"
+    assert group["cluster"]["collectives"]["group_ranks"] == 2 and "group_ranks" not in node["cluster"]["collectives"]
+    assert world["step_s"] > group["step_s"] > node["step_s"]
+    printed = plan(*arguments, "--collectives", "forward=exact,backward=2", batch_size=8).stdout
+    assert "of 2 ranks" in printed
 
 
 def test_link_rates_are_parsed() -> None:

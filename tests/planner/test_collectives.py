@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from hf_lohan.planner.collectives import (
     WAY_WITHIN_A_NODE,
     WEIGHT_FORMAT,
     collectives_of_word,
-    ways_within,
+    ways_of_ranks,
 )
 
 P = 2**23
@@ -26,7 +27,7 @@ GRADIENT_SCALE = Fraction(GRADIENT_FORMATS["int8"].scale_bytes, GRADIENT_FORMATS
 SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (8, 4)]
 
 
-def sent(num_nodes: int, num_local: int, *, is_summed: bool = False, **ways: str) -> dict[str, int]:
+def sent(num_nodes: int, num_local: int, *, is_summed: bool = False, **ways: Any) -> dict[str, int]:
     cluster = Cluster(num_nodes=num_nodes, num_local=num_local, collectives=replace(WAY_WITHIN_A_NODE, **ways))
     found = cluster.bytes_by_collective(
         param_bytes=M, num_params=P, num_trainable_params=P, gradient_itemsize=2, is_summed=is_summed
@@ -47,6 +48,26 @@ def test_bytes_that_one_node_sends_in_a_pass(num_nodes: int, num_local: int) -> 
     for source in ("ram", "ssd"):
         assert sent(num_nodes, num_local, backward=source)["backward_weights"] == 0
     assert sent(num_nodes, 1, is_summed=True)["gradients"] == others * 2 * M, "sums are float32"
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_local", "of_group"), [(4, 1, 2), (4, 2, 2), (8, 4, 2), (8, 1, 4), (6, 1, 3)]
+)
+@pytest.mark.parametrize("forward", ["exact", "int8"])
+def test_a_copy_of_several_nodes_trades_ram_for_bytes_within_the_group(
+    num_nodes: int, num_local: int, of_group: int, forward: str
+) -> None:
+    """With g of Y nodes in a group, a node sends (g - 1) / g of all weights in backward, and keeps (Y - g) / (Y g)."""
+    ways: dict[str, Any] = {"forward": forward, "backward": "ram", "group_ranks": of_group * num_local}
+    assert sent(num_nodes, num_local, **ways)["backward_weights"] == pytest.approx(
+        M * (of_group - 1) / of_group, abs=of_group
+    )
+    cluster = Cluster(num_nodes=num_nodes, num_local=num_local, collectives=replace(WAY_WITHIN_A_NODE, **ways))
+    assert cluster.copied_bytes(M) == pytest.approx(M * (num_nodes - of_group) / (num_nodes * of_group), abs=1)
+    assert (
+        sent(num_nodes, num_local, **ways)["forward_weights"]
+        == sent(num_nodes, num_local, forward=forward)["forward_weights"]
+    )
 
 
 def test_lossless_changes_are_a_fraction_of_int8() -> None:
@@ -120,8 +141,8 @@ def test_settings_fix_only_the_ways_that_they_name() -> None:
 
 
 def test_ranks_of_one_node_have_a_way_for_each_codec_within_it() -> None:
-    assert ways_within(Collectives().open_ways()) == (WAY_WITHIN_A_NODE,)
-    assert ways_within(all_ways()) == (WAY_WITHIN_A_NODE, replace(WAY_WITHIN_A_NODE, within="int4"))
+    assert ways_of_ranks(Collectives().open_ways(), 1, 2) == (WAY_WITHIN_A_NODE,)
+    assert ways_of_ranks(all_ways(), 1, 2) == (WAY_WITHIN_A_NODE, replace(WAY_WITHIN_A_NODE, within="int4"))
 
 
 @pytest.mark.parametrize(("within", "of_gradients"), [("int8", Fraction(34, 128)), ("int4", Fraction(18, 128))])

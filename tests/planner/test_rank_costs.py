@@ -129,6 +129,16 @@ def test_the_bytes_of_each_source_of_weights_for_backward(
     assert step.ranks is not None and step.ranks.sent_bytes_per_step == forward_net + backward_net
 
 
+@pytest.mark.parametrize(("source", "more"), [("ram", 0), ("ssd", 50)])
+def test_the_bytes_of_a_copy_of_two_nodes(source: str, more: int) -> None:
+    """Of P = 100 parameters each of 4 nodes has a quarter, and keeps half of those of the other two nodes."""
+    step = predict(cluster_of(4, 1, backward=source, group_ranks=2))
+    assert step.ssd_read_bytes_per_step == 50 + 50 + more + 300
+    assert step.ssd_write_bytes_per_step == 350 + more
+    assert step.forward.net_s == pytest.approx(3 * 50 / 10)
+    assert step.backward.net_s == pytest.approx((50 + 50 + 3 * 50) / 10)
+
+
 @pytest.mark.parametrize(("num_nodes", "num_local"), [(1, 2), (2, 1), (2, 2), (4, 2)])
 def test_nodes_send_the_rows_of_a_table_and_not_the_table(num_nodes: int, num_local: int) -> None:
     """A node sends its rows to all ranks of other nodes that ask, and their owners the rows that its ranks used."""

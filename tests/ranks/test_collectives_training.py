@@ -19,9 +19,11 @@ import torch
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
 from hf_lohan.engine import ranks as engine_ranks
+from hf_lohan.planner import Collectives
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, Channel, RanksDisagreeError
 from hf_lohan.ranks.collectives import block_operators
 from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 from hf_lohan.weights.joint_order import JointOrder
 
@@ -379,3 +381,84 @@ def test_copies_on_the_ssd_equal_copies_in_ram(forward: str, num_ranks: int, num
         assert all(map(torch.equal, ours.losses, other.losses))
         assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
         assert ours.sent == other.sent
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("source", ["ram", "ssd"])
+@pytest.mark.parametrize("forward", ["exact", "int8"])
+@pytest.mark.parametrize(("num_ranks", "num_local", "group"), [(4, 1, 2), (6, 1, 3), (8, 2, 4)])
+def test_groups_of_nodes_keep_one_copy_among_them(
+    num_ranks: int, num_local: int, group: int, forward: Any, source: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In backward, a rank sends its part and those that it keeps to its counterparts in the group, as they are."""
+    training = Training(num_ranks, num_local, num_steps=3, dtype=dtype, cpu_memory="12MiB")
+    way = Collectives(forward=forward, backward=source, group_ranks=group)
+    expected = training.run(tmp_path / "world", {"forward": forward, "backward": "world"})
+    found = training.run(tmp_path / "found", way)
+    of_group, num_nodes = group // num_local, training.num_nodes
+    num_in_group = of_all = 0
+    for rank, (ours, other) in enumerate(zip(found, expected, strict=True)):
+        assert all(map(torch.equal, ours.losses, other.losses)) and all(map(torch.equal, ours.norms, other.norms))
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        node, local = divmod(rank, num_local)
+        in_group = range(node // of_group * of_group, (node // of_group + 1) * of_group)
+        foreign = [other_node * num_local + local for other_node in range(num_nodes) if other_node not in in_group]
+        carried = [rank, *foreign[node % of_group :: of_group]]
+        sent = 0
+        for block in ours.layout.blocks:
+            numel, num_states = part_numel(block, rank), ours.num_states[block.name]
+            message_bytes = WEIGHTS_INT8.message_bytes(numel) if forward == "int8" else numel * dtype.itemsize
+            num_kept = ours.num_loads[block.name] - num_states
+            num_in_group += num_kept
+            of_carried = sum(part_numel(block, of) for of in carried) * dtype.itemsize
+            sent += num_states * (num_nodes - 1) * message_bytes + num_kept * (of_group - 1) * of_carried
+        assert ours.sent[Channel.WEIGHTS] == sent
+        kept_bytes = sum(part_numel(block, of) * dtype.itemsize for block in ours.layout.blocks for of in carried[1:])
+        assert kept_bytes <= ours.layout.copy_bytes
+        assert source == "ram" or kept_bytes == sum(record.num_bytes for record in ours.layout.copy_records)
+        of_all += kept_bytes
+    assert num_in_group > 0
+    param_bytes = sum(block.numel for block in found[0].layout.blocks) * dtype.itemsize
+    assert of_all == (num_nodes // of_group - 1) * param_bytes, "each group keeps the weights of the others once"
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path) -> None:
+    """Copies are decided in the middle of the first pass, and blocks are also coded on their way to devices."""
+    training = Training(4, 1, num_steps=3, evaluates=evaluates, decides_before_loads=False)
+    for number, parts in enumerate([{"forward": "int8", "within": "int4"}, {"forward": "exact"}]):
+        expected = training.run(tmp_path / f"world-{number}", {**parts, "backward": "world"})
+        found = training.run(tmp_path / f"found-{number}", {**parts, "backward": 2})
+        for ours, other in zip(found, expected, strict=True):
+            assert ours.layout.collectives is not None and ours.layout.collectives.group_ranks == 2
+            assert all(map(torch.equal, ours.losses, other.losses))
+            assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"backward": 3}, "backward: 3 is set with 8 ranks on nodes of 2; the ranks of a node share one copy"),
+        ({"backward": 6}, "give a multiple of 2 that divides 8, or node"),
+        ({"backward": 1}, "backward: 1 is set with 8 ranks on nodes of 2"),
+        ({"backward": 16}, "backward: 16 is set with 8 ranks"),
+        ({"backward": 0}, "backward: 0 is not a number of ranks"),
+        ({"backward": True}, "backward: True is not allowed; choose .* or a number of ranks"),
+        ({"backward": 2.5}, "backward: 2.5 is not allowed"),
+        ({"backward": 4, "forward": "delta"}, "forward: delta changes the weights of all nodes"),
+    ],
+)
+def test_groups_that_are_not_whole_nodes_are_refused(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        Training(8, 2).layout(tiny_model("llama"), 0, tmp_path, setting)
+
+
+def test_a_group_of_a_node_or_of_all_nodes_is_node_or_world(tmp_path: Path) -> None:
+    def open_ways(backward: int | str) -> tuple[Collectives, ...]:
+        setting = {"forward": "exact", "backward": backward}
+        return Training(8, 2).layout(tiny_model("llama"), 0, tmp_path, setting)[0].open_ways
+
+    assert open_ways(2) == open_ways("node") and open_ways(8) == open_ways("world")
+    assert [way.group_ranks for way in open_ways(4)] == [4, 4]
+    assert Collectives.of_setting({"backward": 4}).to_setting() == {"backward": 4, "gradients": "exact"}

@@ -156,6 +156,9 @@ class RankStepCosts(StepCosts):
             case "world":
                 turnaround_bytes = self._setup.turnaround_bytes / self._cluster.num_nodes
                 return max(0, self._own_param_bytes - self._resident_param_bytes - turnaround_bytes)
+            case source if self._cluster.collectives.group_ranks is not None:  # nodes read what they send
+                own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
+                return own_bytes + (self._copied_bytes if source == "ssd" else 0)
             case "ram":
                 return 0
             case _:
