@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -173,7 +174,7 @@ def test_reads_and_writes_overlap_in_bounded_memory(
     def watched(store: Store, verb: str) -> None:
         begin = getattr(store, verb)
 
-        def begun(block: str, kind: str, start: int, content: Tensor) -> object:
+        def begun(block: str, kind: str, start: int, content: Tensor, **given: Any) -> object:
             nonlocal most, both
             open_pieces.add((verb, content.data_ptr()))
             of_writes = {place for of, place in open_pieces if of == "write"}
@@ -182,7 +183,7 @@ def test_reads_and_writes_overlap_in_bounded_memory(
                 open_pieces.discard(("write", content.data_ptr()))  # its buffer is free again
             most = max(most, len(open_pieces))
             both += {of for of, _ in open_pieces} == {"read", "write"}
-            return begin(block, kind, start, content)
+            return begin(block, kind, start, content, **given)
 
         monkeypatch.setattr(store, verb, begun)
 
