@@ -104,6 +104,7 @@ class ChunkedLayer:
         self.reason_on_paper: str | None = None
         """Why the last trace found the layer whole; completes "because each ..."."""
         self._reasons: dict[tuple[bool, bool], str | None] = {}
+        self._reasons_on_paper: dict[tuple[Any, ...], str | None] = {}
         """Why the layer stays whole, or None if it is cut, by whether rows are cut within and whether it trains. An
         evaluation draws no random numbers."""
 
@@ -158,7 +159,10 @@ class ChunkedLayer:
         if hidden is None or hidden.dim() != 3 or hidden.shape[0] * hidden.shape[1] <= chunk_tokens:
             return None
         within_rows = hidden.shape[1] > chunk_tokens
-        self.reason_on_paper = self._find_reason(hidden, inputs, within_rows=within_rows, on_paper=True)
+        tried = within_rows, min(2, hidden.shape[0]), min(hidden.shape[1], _NUM_TRIED), hidden.dtype, hidden.device
+        if tried not in self._reasons_on_paper:
+            self._reasons_on_paper[tried] = self._find_reason(hidden, inputs, within_rows=within_rows, on_paper=True)
+        self.reason_on_paper = self._reasons_on_paper[tried]
         if self.reason_on_paper is not None:
             return None
         return inputs, hidden, cut_batch(hidden.shape[0], hidden.shape[1], chunk_tokens)

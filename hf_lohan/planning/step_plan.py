@@ -232,7 +232,9 @@ def _plan_shape(
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
             found=layout.model_blocks if layout.model_blocks.experts or layout.packs else None,
-            on_paper=None if chunks is None or chunk_tokens is None else LayersOnPaper(chunks, chunk_tokens),
+            on_paper=None
+            if chunks is None or chunk_tokens is None
+            else LayersOnPaper(chunks, chunk_tokens, has_costs=not is_trial),
         )
 
     hardware = measure if isinstance(measure, HardwareProfile) else measure(trace(chunked_loss), shape)
@@ -542,7 +544,7 @@ def trace_blocks(
     settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
     streams_experts = found is not None and bool(found.experts)
     packed = tuple(block.fetched_bytes for block in found.blocks if block.packed_slices) if found is not None else ()
-    chunk_tokens = None if on_paper is None else on_paper.chunk_tokens
+    chunk_tokens = None if on_paper is None else (on_paper.chunk_tokens, on_paper.has_costs)
     shape = (batch_size, sequence_length, str(device), fused_attention, chunked_loss, streams_experts, packed)
     key = (signature_of(model), repr(settings), *shape, chunk_tokens)
     if key not in _traced:

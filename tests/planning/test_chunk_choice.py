@@ -8,12 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from engines import resolved
 from transformers import GPT2Config
 
 import hf_lohan.cli.plan_request as plan_request
-from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
+from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, _cuttable, plan_run
 from hf_lohan.hardware import read_hardware
+from hf_lohan.planning import lay_out
 from hf_lohan.planning.chunk_choice import ChunkChoice
+from hf_lohan.planning.step_plan import trace_blocks
+from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
+from hf_lohan.testing.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DESKTOP = ROOT / "configs/hardware/rtx4090_desktop.yaml"
@@ -158,3 +164,25 @@ def test_dropout_keeps_planned_layers_whole(monkeypatch: pytest.MonkeyPatch, tmp
     assert all(layer.num_chunks == 1 for layer in found.profile.layers)
     again = planned(monkeypatch, model=model, batch_size=128, sequence_length=1024, ram_gb=768)
     assert again.plan.refusal == found.plan.refusal  # though this process traced the layers before
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_trace_without_costs_of_chunks_has_the_same_memory(family: str) -> None:
+    """The longest row depends on memory alone."""
+    with torch.device("meta"):
+        model = tiny_model(family, n_positions=2048) if family == "gpt2" else tiny_model(family)
+    layout = lay_out(model, resolved(ROOT), working_dtype=torch.float32, hold_gradients=True)
+    chunks = _cuttable(model, layout)
+
+    def traced(*, has_costs: bool) -> Any:
+        on_paper = LayersOnPaper(chunks, 128, has_costs=has_costs)
+        return trace_blocks(model, batch_size=1, sequence_length=1100, on_paper=on_paper).profile
+
+    exact, rough = traced(has_costs=True), traced(has_costs=False)
+    assert exact.layers[0].num_chunks == rough.layers[0].num_chunks == 9
+    assert exact.layers[0].repeated_flops > 0
+    for one, other in zip(exact.blocks, rough.blocks, strict=True):
+        for name in ("input_bytes", "saved_bytes", "working_bytes", "num_chunks"):
+            assert getattr(one, name) == getattr(other, name), name
+        sizes = [[(operation.name, operation.output_bytes) for operation in of.operations] for of in (one, other)]
+        assert sizes[0] == sizes[1]

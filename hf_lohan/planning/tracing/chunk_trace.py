@@ -24,6 +24,8 @@ class LayersOnPaper:
 
     layers: ChunkedLayers
     chunk_tokens: int
+    has_costs: bool = True
+    """Whether FLOPs and moved bytes of chunks in the middle of a row are traced. Memory does not depend on them."""
     reasons: list[str] = field(default_factory=list)
     """Why layers were traced whole; each completes "because each ..."."""
     keys: list[tuple[int, int]] = field(default_factory=list)
@@ -49,7 +51,7 @@ class LayersOnPaper:
         def run(of_groups: Sequence[Sequence[TokenRange]]) -> LayerRun:
             return LayerRun(chunked, inputs, of_groups)
 
-        return lambda operations: _trace(operations, run, inputs, hidden, groups, self.keys)
+        return lambda operations: _trace(operations, run, inputs, hidden, groups, self.keys, has_costs=self.has_costs)
 
 
 def _trace(
@@ -59,6 +61,8 @@ def _trace(
     hidden: Tensor,
     groups: Sequence[Sequence[TokenRange]],
     keys: list[tuple[int, int]],
+    *,
+    has_costs: bool,
 ) -> Any:
     """Trace a layer's chunks for `OperationTrace.target`, and return its output. Adds to ``keys``."""
     trace, length = operations.target, hidden.shape[1]
@@ -75,10 +79,10 @@ def _trace(
 
     try:
         for group, times in _kinds(groups):
-            sampled = _sample(len(group))
+            sampled = _sample(len(group), has_costs=has_costs)
             samples = {index: traced(group[index]) for index in sampled}
             _add_all(trace, samples, len(group), times)
-            if len(group) > 1:
+            if len(group) > 1 and has_costs:
                 again, num_again = traced(group[0], only_keys=True), times * (len(group) - 1)
                 trace.repeated_flops += num_again * again.flops
                 trace.repeated_bytes += num_again * again.moved_bytes
@@ -115,9 +119,12 @@ def _kinds(groups: Sequence[Sequence[TokenRange]]) -> list[tuple[Sequence[TokenR
     return [(of_size[0], len(of_size)) for of_size in counts.values()]
 
 
-def _sample(num_chunks: int) -> list[int]:
-    """Return the indices of chunks between which costs are linear. The last chunk may be shorter."""
-    indices = {0, 1, num_chunks // 4, num_chunks // 2, num_chunks - 2, num_chunks - 1}
+def _sample(num_chunks: int, *, has_costs: bool) -> list[int]:
+    """Return the indices of chunks between which costs are linear. Between the second and the last but one, chunks
+    differ only in their costs. The last chunk may be shorter."""
+    indices = {0, 1, num_chunks - 2, num_chunks - 1}
+    if has_costs:
+        indices |= {num_chunks // 4, num_chunks // 2}
     return sorted(index for index in indices if 0 <= index < num_chunks)
 
 

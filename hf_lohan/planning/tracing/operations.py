@@ -33,6 +33,8 @@ from hf_lohan.planner.model_profile import OperationProfile
 from hf_lohan.planning.tracing.experts_on_paper import NAME, ExpertsTrace
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)
 
 _MAX_REAL_NUMEL = 1 << 22
 _FACTORS_AT = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1}
@@ -180,7 +182,16 @@ class BlockTrace:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    if isinstance(values, Tensor):
+        yield values
+    elif type(values) in (tuple, list):
+        for value in values:
+            yield from tensors_in(value)
+    elif type(values) is dict:
+        for value in values.values():
+            yield from tensors_in(value)
+    elif not isinstance(values, _NO_TENSORS):
+        yield from (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _held_bytes(tensor: Tensor) -> int:
@@ -209,10 +220,12 @@ class LiveBytes:
     def add_output(self, args: Any, output: Any) -> None:
         """Count the memory of an operation's ``output``, but not of its ``args``."""
         inputs = {storage_id(tensor) for tensor in tensors_in(args)}
-        for tensor in tensors_in(output):
-            if (key := storage_id(tensor)) not in inputs:
-                storage = tensor.untyped_storage()
-                self._alive[key] = StorageWeakRef(storage), storage.nbytes()
+        added = [tensor for tensor in tensors_in(output) if storage_id(tensor) not in inputs]
+        if not added:
+            return
+        for tensor in added:
+            storage = tensor.untyped_storage()
+            self._alive[storage_id(tensor)] = StorageWeakRef(storage), storage.nbytes()
         for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
             del self._alive[key]
         self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._alive.values()))
@@ -243,6 +256,8 @@ class OperationTrace(TorchDispatchMode):
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # half of all calls
+            return args[0].fake_device
         if self._inside:  # operations inside a fake operation do not count
             return func(*args, **kwargs)
         self._inside = True
@@ -299,9 +314,10 @@ def _has_unknown_output_shape(a: Tensor, b: Tensor, *args: Any) -> bool:
 def _would_be_large(args: tuple[Any, ...]) -> bool:
     """Return whether a real tensor would be large. Real tensors with values that matter are small. A mask of all pairs
     of tokens must not be computed."""
-    shapes = [tensor.shape for tensor in tensors_in(args)]
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args)):
+    tensors = list(tensors_in(args))
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return False
+    shapes = [tensor.shape for tensor in tensors]
     longest = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
     return math.prod(max(sizes) for sizes in longest) > _MAX_REAL_NUMEL
 
