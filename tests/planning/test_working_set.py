@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from datasets import Dataset
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_lohan import Trainer
 from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import ModelProfile
 from hf_lohan.planner.fitting import layer_working_bytes, outer_working_bytes
-from hf_lohan.planning import StepShape, lay_out, plan_step, trace_blocks
+from hf_lohan.planning import RunPlan, StepShape, lay_out, plan_step, trace_blocks
 from hf_lohan.planning.run_plan import hooks_taken_off
 from hf_lohan.testing.models import tiny_model
 
@@ -25,27 +31,30 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the live bytes of floating-point tensors that operations made. Token ids and generator states are on the
-    host.
+    """Counts the live bytes of floating-point tensors that operations made, without weights and slots, which they only
+    read. Token ids and generator states are on the host.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._alive: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]  # bytes, too
+        self.add(output, {tensor.untyped_storage()._cdata for tensor in read})
+        return output
+
+    def add(self, output: Any, read: Container[int] = ()) -> None:
+        """Count what an operation made. ``read``: storages of its arguments."""
         for tensor in tree_leaves(output):
-            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-                continue
-            if (key := tensor.untyped_storage()._cdata) not in self._weights:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 storage = tensor.untyped_storage()
-                self._alive[key] = StorageWeakRef(storage), storage.nbytes()
+                if storage._cdata not in read:
+                    self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
         self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._alive.values()))
-        return output
 
 
 def peak_of_a_step(model: Any, sequence_length: int) -> int:
@@ -59,7 +68,7 @@ def peak_of_a_step(model: Any, sequence_length: int) -> int:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     ids = torch.randint(5, 200, (BATCH_SIZE, sequence_length))
-    with LiveMemory(model) as live:
+    with LiveMemory() as live:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
     return live.peak_bytes
@@ -155,3 +164,58 @@ def test_a_model_with_a_replaced_head_is_traced_with_whole_logits() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     model(input_ids=ids, labels=ids)
     assert found == [pytest.approx(expected, rel=0.05)]
+
+
+class CountedTrainer(Trainer):
+    """Counts the memory that a step takes of the device beside slots, from its plan on."""
+
+    live: LiveMemory
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.live = live = LiveMemory()
+        plan_batches = RunPlan.plan_batches
+        assert self.offload_engine is not None
+        arena = self.offload_engine.device.arena
+        empty = arena.empty
+
+        def landing(*args: Any, **kwargs: Any) -> torch.Tensor:  # a thread that no mode sees may allocate it
+            tensor = empty(*args, **kwargs)
+            live.add(tensor)
+            return tensor
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as counted:
+
+            def plan_first(*args: Any, **kwargs: Any) -> Any:  # the hardware's measurement has tensors, too
+                planned = plan_batches(*args, **kwargs)
+                counted.enter_context(live)
+                patch.setattr(arena, "empty", landing)
+                return planned
+
+            patch.setattr(RunPlan, "plan_batches", plan_first)
+            return super().training_step(*args, **kwargs)
+
+
+def test_a_step_of_layers_in_chunks_is_within_device_memory(tmp_path: Path) -> None:
+    """If the CPU is the device, the memory of the process does not show the device's part."""
+    length, device_memory = 2048, 32 << 20
+    model = tiny_model("llama", num_layers=4, intermediate_size=2048, max_position_embeddings=length)
+    ids = torch.randint(5, 256, (1, length), generator=torch.Generator().manual_seed(1)).tolist()
+    trainer = CountedTrainer(
+        model,
+        transformers.TrainingArguments(
+            str(tmp_path / "run"), max_steps=1, max_grad_norm=0.0, save_strategy="no", report_to=[], use_cpu=True
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+        data_collator=transformers.default_data_collator,
+        offload={"device_memory": device_memory, "cpu_memory": "1GiB", "cpu_threads": 1, "io_threads": 1},
+    )
+    trainer.train()
+    engine = trainer.offload_engine
+    assert engine is not None
+    engine.close()
+    plan = json.loads((tmp_path / "run" / "lohan" / "plan.json").read_text())
+    assert plan["chunk_tokens"] is not None
+    planned_bytes = sum(plan["tier_bytes"]["gpu"].values())
+    taken_bytes = engine.layout.plan.gpu_pool_bytes + trainer.live.peak_bytes
+    assert taken_bytes <= device_memory
+    assert 0.9 * planned_bytes <= taken_bytes <= 1.02 * planned_bytes
