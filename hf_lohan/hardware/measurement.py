@@ -163,11 +163,11 @@ def _computing_rates(
 ) -> dict[str, Any]:
     """Measure the rates of a `DeviceProfile` that are named in `COMPUTING_RATES`."""
     budget_s, most_bytes = effort.budget_s, effort.product_bytes
-    flops_per_s = matmul_flops_per_s(device, matrix_shapes, dtype, budget_s=0.25 * budget_s, max_bytes=most_bytes)
+    flops_per_s = matmul_flops_per_s(device, matrix_shapes, dtype, budget_s=0.2 * budget_s, max_bytes=most_bytes)
     attended_flops_per_s = None
     if attention is not None:
         attended_flops_per_s = attention_flops_per_s(
-            device, attention, dtype, budget_s=0.05 * budget_s, max_bytes=most_bytes
+            device, attention, dtype, budget_s=0.1 * budget_s, max_bytes=most_bytes
         )
     largest_numel = max(shape.num_rows * max(shape.inner, shape.num_columns) for shape in matrix_shapes)
     added_numel = min(largest_numel, effort.activation_bytes // dtype.itemsize)
