@@ -322,24 +322,34 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     )
 
 
-def _plan_slots(request: PoolRequest, chunk_numel: int) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
-    def sizes(size_class: SizeClass) -> list[int]:
-        return [block.param_bytes for block in request.blocks if block.size_class is size_class]
+def _num_blocks(request: PoolRequest, size_class: SizeClass) -> int:
+    return sum(block.size_class is size_class for block in request.blocks)
 
-    slot_bytes = {size_class: max(sizes(size_class), default=0) for size_class in SizeClass}
-    slot_bytes[SizeClass.ROWS] = 0
-    num_layers, num_outer = len(sizes(SizeClass.LAYER)), len(sizes(SizeClass.OUTER))
-    num_experts = len(sizes(SizeClass.EXPERT))
-    num_slots = {
-        SizeClass.LAYER: min(2, num_layers),
-        SizeClass.EXPERT: min(MIN_EXPERT_SLOTS, num_experts),
-        SizeClass.OUTER: min(1, num_outer),
-        SizeClass.ROWS: 0,
-        SizeClass.RESIDENT: len(sizes(SizeClass.RESIDENT)),
-    }
-    minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
-    minimum += request.whole_device_bytes + request.unpacking_bytes(request.least_chunk_numel * MASTER_ITEMSIZE_BYTES)
-    minimum += request.payload_bytes(chunk_numel)
+
+def _least_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
+    """Return the bytes of a slot and the least number of slots, by size class."""
+    slot_bytes = dict.fromkeys(SizeClass, 0)
+    for block in request.blocks:
+        if block.size_class is not SizeClass.ROWS:
+            slot_bytes[block.size_class] = max(slot_bytes[block.size_class], block.param_bytes)
+    most = {SizeClass.LAYER: 2, SizeClass.EXPERT: MIN_EXPERT_SLOTS, SizeClass.OUTER: 1, SizeClass.ROWS: 0}
+    num_blocks = {size_class: _num_blocks(request, size_class) for size_class in SizeClass}
+    return slot_bytes, {size_class: min(most.get(size_class, num), num) for size_class, num in num_blocks.items()}
+
+
+def _least_gpu_bytes(request: PoolRequest, chunk_numel: int) -> int:
+    """Return the least device memory for chunks of this size."""
+    slot_bytes, num_slots = _least_slots(request)
+    slots_bytes = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
+    unpacking_bytes = request.unpacking_bytes(request.least_chunk_numel * MASTER_ITEMSIZE_BYTES)
+    return slots_bytes + request.whole_device_bytes + unpacking_bytes + request.payload_bytes(chunk_numel)
+
+
+def _plan_slots(request: PoolRequest, chunk_numel: int) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
+    slot_bytes, num_slots = _least_slots(request)
+    num_layers, num_outer = _num_blocks(request, SizeClass.LAYER), _num_blocks(request, SizeClass.OUTER)
+    num_experts = _num_blocks(request, SizeClass.EXPERT)
+    minimum = _least_gpu_bytes(request, chunk_numel)
     if minimum > request.gpu_memory_bytes:
         of_device, least = "", f"set gpu_memory to at least {minimum}"
         if request.device_memory_bytes is not None:
@@ -405,9 +415,16 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
         chunk_numel = max(chunk_numel // 2, least)
     while chunk_numel > least and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel = max(chunk_numel // 2, least)
-    while chunk_numel > least and request.added_bytes(chunk_numel) > request.gpu_memory_bytes // ADDED_SHARE:
+    while chunk_numel > least and not _has_room_to_add(request, chunk_numel):
         chunk_numel = max(chunk_numel // 2, least)
     return _even_for_experts(request, chunk_numel)
+
+
+def _has_room_to_add(request: PoolRequest, chunk_numel: int) -> bool:
+    """Return whether the device has room for chunks whose gradients devices add."""
+    added_bytes = request.added_bytes(chunk_numel)
+    is_small = added_bytes <= request.gpu_memory_bytes // ADDED_SHARE
+    return not added_bytes or (is_small and _least_gpu_bytes(request, chunk_numel) <= request.gpu_memory_bytes)
 
 
 def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:

@@ -272,3 +272,39 @@ def test_a_budget_below_two_blocks_is_refused_with_both_numbers() -> None:
         plan_pools(request_for(8, gpu_memory_bytes=two_blocks - 1))
     with pytest.raises(BudgetError, match=rf"cpu_memory of {two_blocks - 1} bytes .*\b{two_blocks}\b"):
         plan_pools(request_for(8, cpu_memory_bytes=two_blocks - 1))
+
+
+@often
+@given(requests(), st.integers(2, 8))
+def test_gradients_that_devices_add_stay_within_gpu_memory(request: PoolRequest, num_devices: int) -> None:
+    """A refusal names a `gpu_memory` that is enough."""
+    request = replace(request, num_adding_devices=num_devices)
+    try:
+        plan = plan_pools(request)
+    except BudgetError as error:
+        needed = re.search(r"set gpu_memory to at least (\d+)", str(error))
+        assert needed is not None, error
+        request = replace(request, gpu_memory_bytes=int(needed[1]))
+        plan = plan_pools(request)
+    assert plan.gpu_pool_bytes <= request.gpu_memory_bytes
+    num_buffers = plan.num_arrival_buffers * plan.gradients_per_buffer + num_devices
+    assert plan.unpacking_bytes >= num_buffers * plan.buffer_bytes
+
+
+def test_a_refusal_names_enough_memory_for_gradients_that_devices_add() -> None:
+    """With more memory chunks could be larger, and then need more than the number in the refusal."""
+    request = PoolRequest(
+        blocks=[shape(f"layer.{number}", SizeClass.LAYER, (300 * UNIT_NUMEL,) * 8) for number in range(3)],
+        gpu_memory_bytes=MIB,
+        cpu_memory_bytes=1024 * MIB,
+        prefetch_blocks=1,
+        num_state_buffers_per_chunk=3,
+        hold_gradients=True,
+        num_adding_devices=2,
+    )
+    with pytest.raises(BudgetError) as refused:
+        plan_pools(request)
+    needed = re.search(r"set gpu_memory to at least (\d+)", str(refused.value))
+    assert needed is not None
+    plan = plan_pools(replace(request, gpu_memory_bytes=int(needed[1])))
+    assert plan.gpu_pool_bytes <= int(needed[1])
