@@ -104,9 +104,10 @@ class ChunkedLayer:
         self.reason_on_paper: str | None = None
         """Why the last trace found the layer whole; completes "because each ..."."""
         self._reasons: dict[tuple[bool, bool], str | None] = {}
-        self._reasons_on_paper: dict[tuple[Any, ...], str | None] = {}
         """Why the layer stays whole, or None if it is cut, by whether rows are cut within and whether it trains. An
         evaluation draws no random numbers."""
+        self._reasons_on_paper: dict[tuple[Any, ...], str | None] = {}
+        """The same for traces, by the sizes that are tried, the dtype and the device."""
 
     def attach(self) -> None:
         """Replace the layer's forward."""

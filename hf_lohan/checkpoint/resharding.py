@@ -446,23 +446,33 @@ class LoggedProgress:
         """``what`` begins each line, such as "copied"."""
         self._what = what
         self._clock = clock
-        self._began_s = self._logged_s = clock()
-        self.num_bytes = 0
+        self._first_s = self._logged_s = self._last_s = 0.0
+        """When the first piece, the last logged one and the last one were copied."""
+        self._first_bytes = 0
+        self.num_bytes = self._total_bytes = 0
 
     def advance(self, num_bytes: int, total_bytes: int) -> None:
         """Count bytes, and log a line if the last one is some seconds old. ``total_bytes``: bytes of the whole copy."""
+        self._last_s = self._clock()
+        if not self.num_bytes:
+            self._first_s = self._logged_s = self._last_s
+            self._first_bytes = num_bytes
         self.num_bytes += num_bytes
-        now_s = self._clock()
-        if now_s - self._logged_s >= _LOG_EVERY_S:
-            self._logged_s = now_s
-            left_s = (now_s - self._began_s) * (total_bytes / self.num_bytes - 1)
-            logger.warning("%s of %s, %s left", self.text(), format_bytes(total_bytes), seconds(left_s))
+        self._total_bytes = total_bytes
+        if self._last_s - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = self._last_s
+            left_s = (total_bytes - self.num_bytes) / self._bytes_per_s
+            logger.warning("%s, %s left", self.text(), seconds(left_s))
 
     def text(self) -> str:
         """Return what is copied so far, and the rate."""
-        took_s = max(1e-9, self._clock() - self._began_s)
-        rate = gb_per_s(self.num_bytes / took_s)
-        return f"{self._what} {format_bytes(self.num_bytes)} in {seconds(took_s)} ({rate})"
+        copied = f"{self._what} {format_bytes(self.num_bytes)} of {format_bytes(self._total_bytes)}"
+        return f"{copied} ({gb_per_s(self._bytes_per_s)})" if self._last_s > self._first_s else copied
+
+    @property
+    def _bytes_per_s(self) -> float:
+        """The rate from the first piece to the last. Before the first one, files are allocated."""
+        return (self.num_bytes - self._first_bytes) / (self._last_s - self._first_s)
 
 
 @dataclass(frozen=True)

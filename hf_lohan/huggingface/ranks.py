@@ -233,13 +233,13 @@ def reshard_for_these_ranks(
     )
     capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in own]
     paths = [ssd.path for ssd in own]
-    progress = LoggedProgress("divided again:")
+    progress = LoggedProgress("resharded")
     with contextlib.ExitStack() as line:
 
         def on_copied(num_bytes: int, total_bytes: int) -> None:
             if links.ranks.rank == 0:
                 if not progress.num_bytes:
-                    line.enter_context(long_work("dividing the stores again", total_bytes))
+                    line.enter_context(long_work("resharding the stores", total_bytes))
                 advance(num_bytes)
                 progress.advance(num_bytes, total_bytes)
 

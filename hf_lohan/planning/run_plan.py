@@ -240,7 +240,8 @@ class RunPlan:
     def _needs_plan(self) -> str | None:
         """Why a step needs a plan, and how to do without. None if it does not."""
         if self._config.device_memory != AUTO:
-            return "device_memory has a size, but this step cannot be planned: {}; set it to auto"
+            also = ", and leave sequence_ranks out" if self._config.sequence_ranks > 1 else ""
+            return "device_memory has a size, but this step cannot be planned: {}; set it to auto" + also
         if self._config.sequence_ranks > 1:
             return "sequence_ranks shares RAM by the plan, but this step cannot be planned: {}; leave it out"
         return None

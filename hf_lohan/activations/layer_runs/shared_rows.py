@@ -102,8 +102,8 @@ class RowMemory:
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         if self._planned_bytes is not None and num_bytes > self._planned_bytes:
             logger.warning(
-                "ranks that share rows take %s for keys, values and their gradients, and the plan counts %s, because "
-                "this model has larger keys than its config says",
+                "ranks that share rows take %s for keys, values and their gradients, and the plan counts %s; leave "
+                "the difference free in RAM",
                 format_bytes(num_bytes),
                 format_bytes(self._planned_bytes),
             )
