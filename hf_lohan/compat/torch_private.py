@@ -87,6 +87,8 @@ def gloo_group(meeting: str, rank: int, num_ranks: int, store: Any) -> Any:
 def begin_sends(group: Any, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
     """Begin to send tensors to ranks of a group, and to receive tensors from them, all at once. Returns the works. With
     a CUDA group they follow the present stream."""
+    if not (sends or receives):
+        return []  # a group that has coalesced nothing returns no work
     if group.supports_coalescing:
         group._start_coalescing()
     works = [group.send([tensor], peer, 0) for peer, tensor in sends]

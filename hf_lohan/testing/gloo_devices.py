@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,39 @@ _STORE = _distributed.HashStore()
 """Connects ranks that are threads of this process."""
 
 
+class _Coalesced:
+    """Works that were begun together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _CoalescingGroup:
+    """A gloo group that coalesces as NCCL does. All operations are begun at the end."""
+
+    supports_coalescing = True
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._begin: list[Callable[[], Any]] = []
+
+    def _start_coalescing(self) -> None:
+        self._begin = []
+
+    def send(self, *operation: Any) -> None:
+        self._begin.append(partial(self._group.send, *operation))
+
+    def recv(self, *operation: Any) -> None:
+        self._begin.append(partial(self._group.recv, *operation))
+
+    def _end_coalescing(self) -> _Coalesced | None:
+        return _Coalesced([begin() for begin in self._begin]) if self._begin else None
+
+
 class GlooGroup(DeviceGroup):
     def __init__(self, meeting: str, member: int, num_members: int) -> None:
         store = default_process_group_store() if torch.distributed.is_initialized() else _STORE
@@ -25,7 +59,7 @@ class GlooGroup(DeviceGroup):
         self._another = (member + 1) % num_members
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        for work in begin_sends(self._group, sends, receives):
+        for work in begin_sends(_CoalescingGroup(self._group), sends, receives):
             work.wait()
 
     def abort(self) -> None:

@@ -112,6 +112,26 @@ def test_members_of_a_group_send_to_each_other_until_they_are_woken() -> None:
     assert sorted(ended) == [0, 1], "an operation of gloo cannot be woken any more"
 
 
+def test_a_group_that_coalesces_gets_no_empty_operation() -> None:
+    """NCCL returns no work for one."""
+
+    class Group:
+        supports_coalescing = True
+
+        def _start_coalescing(self) -> None:
+            self.num_begun = 0
+
+        def send(self, *_operation: object) -> None:
+            self.num_begun += 1
+
+        def _end_coalescing(self) -> object:
+            return self if self.num_begun else None
+
+    group = Group()
+    assert private.begin_sends(group, [], []) == []
+    assert private.begin_sends(group, [(1, torch.empty(1))], []) == [group]
+
+
 def test_groups_of_gpus_have_the_methods_that_we_call() -> None:
     if not torch.distributed.is_nccl_available():
         pytest.skip("this torch was built without NCCL")
