@@ -115,7 +115,7 @@ class GradientReduction:
     def check_while_waiting(self, since_s: float) -> None:
         """Raise if a rank that holds buffers is silent. Called while a gradient waits for a buffer, since ``since_s``
         (`time.monotonic`)."""
-        holders = {chunk.owner for chunk in list(self.published)} - {self._rank}
+        holders = self._exchange.holders()
         self._links.raise_if_silent("its gradients to be added", holders, since_s, before=END_OF_STEP)
 
     def exclude(self, chunks: Collection[Chunk]) -> None:

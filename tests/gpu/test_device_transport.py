@@ -106,6 +106,7 @@ def test_the_device_of_an_owner_adds_in_rank_order_and_copies_the_sum_to_the_hos
             parts_of=lambda _step, _key: [(0, part), (1, part)],
             place=lambda _step, key: places[key],
             completed=lambda _step, key: ended[key].set(),
+            needs_sum=lambda: True,
         )
         for key in range(len(own)):
             gradient = own[key].to(device.torch_device)

@@ -191,6 +191,97 @@ def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(victim: int, what
         assert outcomes[rank].took_s < (timeout_s if what == "hang" else 0.0) + 5.0
 
 
+def publish_one(rank: RankWithDevice) -> None:
+    """Publish a gradient, on all ranks, of the one chunk, which rank 0 owns."""
+    gradient = rank.backwards.gradient(0, rank.links.ranks.rank, 0)
+    assert gradient is not None
+    rank.exchange.publish(0, gradient, 1, gradient, is_on_device=True)
+
+
+ONE_SUM = Backwards(2, 2, seed=5, num_chunks=1, num_steps=1, share_without=0.0)
+
+
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_a_sum_ends_if_a_rank_closes(closes_first: bool) -> None:
+    """The rank leaves later."""
+
+    def run(links: Links) -> None:
+        rank = RankWithDevice(links, ONE_SUM)
+        if links.ranks.rank == 1:
+            if closes_first:
+                rank.transport.close()
+            else:
+                rank.transport._add = lambda names: close(rank.transport)
+            publish_one(rank)
+            rank.exchange.end_backward()
+            links.wait_for(lambda: False, "nothing", peers=[0])
+        try:
+            publish_one(rank)
+            rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        finally:
+            rank.transport.close()
+
+    def close(transport: DeviceTransport) -> Callable[[], object]:
+        transport._group.abort = lambda: None  # type: ignore[method-assign]
+        transport.close()
+        return lambda: None
+
+    outcomes = rank_outcomes(2, run)
+    for outcome in outcomes:
+        assert "rank 1 had ended its exchanges while rank 0 waited for gradients" in str(outcome.error), outcome.error
+        assert outcome.took_s < 5.0
+
+
+def test_a_rank_that_closes_ends_no_run_after_a_dropped_step() -> None:
+    def run(links: Links) -> None:
+        rank = RankWithDevice(links, ONE_SUM)
+        if links.ranks.rank == 1:
+            rank.transport.close()
+        links.barrier("the closed rank to be known")
+        publish_one(rank)
+        links.barrier("both gradients to be published")
+        rank.exchange.abandon()
+        time.sleep(1.0)
+        links.barrier("the end")
+        rank.transport.close()
+
+    run_ranks(2, run)
+
+
+def test_a_late_gradient_ends_no_run_after_a_normal_close() -> None:
+    def run(links: Links) -> None:
+        rank = RankWithDevice(links, ONE_SUM)
+        links.barrier("the beginning")
+        rank.transport.close()
+        publish_one(rank)
+        rank.exchange.end_backward()
+        time.sleep(0.2)
+        links.barrier("the end")
+
+    run_ranks(2, run)
+
+
+def test_all_ranks_learn_the_error_of_one_that_needs_no_sum() -> None:
+    def run(links: Links) -> None:
+        rank = RankWithDevice(links, ONE_SUM)
+        if links.ranks.rank == 1:
+
+            def fail(_names: object) -> Callable[[], object]:
+                raise ValueError("broken on purpose")
+
+            rank.transport._add = fail
+        publish_one(rank)
+        try:
+            rank.exchange.wait_until_complete(rank.exchange.end_backward())
+            links.wait_for(lambda: False, "nothing", peers=[1 - links.ranks.rank])
+        finally:
+            rank.transport.close()
+
+    for outcome in rank_outcomes(2, run):
+        assert "broken on purpose" in str(outcome.error), outcome.error
+        assert outcome.took_s < 5.0
+
+
 # Training.
 
 

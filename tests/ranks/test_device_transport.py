@@ -133,6 +133,83 @@ def test_an_exchange_ends_with_the_name_of_a_rank_that_dies_or_hangs(what: Any, 
         assert outcomes[rank].took_s < (timeout_s if what == "hang" else 0.0) + 3.0
 
 
+def test_a_rank_that_closes_in_an_exchange_ends_that_of_another(over_gloo: None) -> None:
+    """A group of GPUs does not tell that another member has aborted it. The rank leaves later."""
+
+    def run(links: Links) -> float:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        parts = [(0, 8), (8, 16)]
+        if links.ranks.rank == 1:
+            transport._group.abort = lambda: None  # type: ignore[method-assign]
+
+            def hang() -> None:
+                links.wait_for(lambda: transport._is_closed, "its end", peers=[])
+
+            threading.Timer(0.5, transport.close).start()
+            with pytest.raises(RankFailedError):
+                transport.take_part(0, "its shard of a test", hang)
+            links.barrier("the end")
+            return 0.0
+        began_s = time.monotonic()
+        with pytest.raises(RankFailedError, match="rank 1 had ended its exchanges while rank 0 waited for its shard"):
+            fill(transport, 0, parts)
+        took_s = time.monotonic() - began_s
+        links.barrier("the end")
+        transport.close()
+        return took_s
+
+    assert max(run_ranks(2, run)) < 5.0
+
+
+def test_an_exchange_ends_that_has_ended_on_a_rank_that_closed(over_gloo: None) -> None:
+    parts = [(0, 8), (8, 16)]
+
+    def run(links: Links) -> Tensor:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        whole = torch.full((16,), -1.0)
+        start, stop = parts[links.ranks.rank]
+        whole[start:stop] = torch.arange(start, stop, dtype=torch.float32)
+
+        def enqueue() -> None:
+            transport.fill_from_all(whole, parts)
+            if links.ranks.rank == 0:
+                links.wait_for(lambda: transport._last_of, "the other rank to close", peers=[])
+                time.sleep(0.2)
+
+        transport.take_part(0, "its shard of a test", enqueue)
+        if links.ranks.rank == 1:
+            transport.close()
+        links.barrier("the end")
+        transport.close()
+        return whole
+
+    for whole in run_ranks(2, run):
+        assert torch.equal(whole, torch.arange(16, dtype=torch.float32))
+
+
+def test_all_ranks_learn_the_error_of_one_in_an_exchange(over_gloo: None) -> None:
+    def run(links: Links) -> None:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        parts = [(0, 8), (8, 16)]
+
+        def fail() -> None:
+            raise ValueError("broken on purpose")
+
+        try:
+            if links.ranks.rank == 1:
+                with pytest.raises((ValueError, RankFailedError)):
+                    transport.take_part(0, "its shard of a test", fail)
+                links.wait_for(lambda: False, "nothing", peers=[0])
+            fill(transport, 0, parts)
+        finally:
+            transport.close()
+
+    outcomes = rank_outcomes(2, run)
+    for outcome in outcomes:
+        assert "broken on purpose" in str(outcome.error), outcome.error
+        assert outcome.took_s < 5.0
+
+
 # The setting.
 
 

@@ -160,9 +160,18 @@ class GradientExchange:
         self.sums = NodeSums(links, self._on_sum_sent, coded, rows)
         self._on_device: dict[ChunkName, Tensor] = {}
         """This rank's gradients in memory of its device, whose buffers are not released."""
+        self._awaited_sums: set[ChunkName] = set()
+        """Sums that devices have not added yet, of steps that no rank has dropped."""
         self._device_sums = sums
         if sums is not None:
-            sums.start(self._local_owner_of, self._values_on_device, self._parts_on_devices, place, self._on_added)
+            sums.start(
+                self._local_owner_of,
+                self._values_on_device,
+                self._parts_on_devices,
+                place,
+                self._on_added,
+                needs_sum=lambda: bool(self._awaited_sums),
+            )
         links.set_handler(Kind.CHUNK, self._on_chunk)
         links.set_handler(Kind.NO_GRADIENT, self._on_no_gradient)
         links.set_handler(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop_step(numbers[0], peer))
@@ -266,16 +275,30 @@ class GradientExchange:
 
     def _missing(self, step: int) -> set[int]:
         """Return the ranks of this node and the collectors of other nodes for which the step waits."""
-        ranks, missing = self.ranks, set[int]()
-        for key in self._own - self._complete[step]:
-            chunk = self._chunks.get((step, key), _ChunkParts())
-            missing.update(rank for rank in ranks.on_this_node if rank not in chunk.parts)
-            if chunk.is_announced and self._device_sums is not None:
-                missing.update(self._device_sums.transport.choosing_rank())
-            missing.update(
-                ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node not in chunk.nodes
-            )
+        return set[int]().union(*(self._missing_for((step, key)) for key in self._own - self._complete[step]))
+
+    def _missing_for(self, name: ChunkName) -> set[int]:
+        """Return the ranks for which a chunk of this rank waits."""
+        ranks, chunk = self.ranks, self._chunks.get(name, _ChunkParts())
+        missing = {rank for rank in ranks.on_this_node if rank not in chunk.parts}
+        if chunk.is_announced and self._device_sums is not None:
+            missing.update(self._device_sums.transport.choosing_rank())
+        missing.update(
+            ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node not in chunk.nodes
+        )
         return missing - {ranks.rank}
+
+    def holders(self) -> set[int]:
+        """Return the ranks for which the buffers wait that this rank has published. Gradients on devices also wait for
+        the rank that orders their sums."""
+        with self._links.lock:
+            holders = set[int]()
+            for step, key in self._buffers:
+                own = key in self._own
+                holders.update(self._missing_for((step, key)) if own else {self._owners[key], self._collectors[key]})
+            if self._on_device and self._device_sums is not None:
+                holders.update(self._device_sums.transport.choosing_rank())
+        return holders - {self.ranks.rank}
 
     def abandon(self) -> None:
         """Abandon a backward that ended with an error. All ranks drop the chunks that some rank has not published, and
@@ -376,10 +399,12 @@ class GradientExchange:
                 if len(chunk.nodes) < self.ranks.num_nodes:
                     return
                 chunk.is_announced = True
+                is_on_device = any(isinstance(part.values, ValuesOnDevice) for part in chunk.parts.values())
+                if is_on_device:
+                    self._awaited_sums.add((step, key))
         if is_dropped:
             self._release(step, key, [], [node] if numel else [])
-            return
-        if any(isinstance(part.values, ValuesOnDevice) for part in chunk.parts.values()):
+        elif is_on_device:
             assert self._device_sums is not None
             self._device_sums.order(step, key)
         else:
@@ -408,6 +433,8 @@ class GradientExchange:
         ]
 
     def _on_added(self, step: int, key: int) -> None:
+        with self._links.lock:
+            self._awaited_sums.discard((step, key))
         self._complete_chunk(step, key, self._chunks[step, key])
 
     def _on_pull(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
@@ -475,6 +502,7 @@ class GradientExchange:
             }
             for name in dropped:
                 del self._chunks[name]
+            self._awaited_sums = {name for name in self._awaited_sums if name[0] != step}
             self._links.notify()
         for (_, key), chunk in dropped.items():
             self._release(step, key, chunk.in_rank_order(), [node for node, (numel, _) in chunk.nodes.items() if numel])

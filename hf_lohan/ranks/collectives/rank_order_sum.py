@@ -184,14 +184,16 @@ class DeviceSums:
         parts_of: Callable[[int, int], Sequence[tuple[int, ValuesOnDevice]]],
         place: Callable[[int, int], Tensor | None],
         completed: Callable[[int, int], object],
+        needs_sum: Callable[[], bool],
     ) -> None:
         """Begin to take part in sums. The functions get a step and a key. ``values_of``: this rank's gradient, in
         memory of its device that the host knows to be filled. ``parts_of``: the gradients of a chunk of this rank by
         local rank, in their order. ``place``: host memory for their sum; None if it is unwanted. ``completed`` is
-        called when the sum is there. ``local_owner_of`` gets a key alone, and returns the local rank of the owner."""
+        called when the sum is there. ``local_owner_of`` gets a key alone, and returns the local rank of the owner.
+        ``needs_sum``: see `DeviceTransport.add_with`."""
         self._local_owner_of, self._values_of, self._parts_of = local_owner_of, values_of, parts_of
         self._place, self._completed = place, completed
-        self.transport.add_with(self._add)
+        self.transport.add_with(self._add, needs_sum)
 
     def order(self, step: int, key: int) -> None:
         """Have all ranks of the node send their gradient of a chunk of this rank. All have published it."""
@@ -240,5 +242,4 @@ class DeviceSums:
 
     def _end(self, own: tuple[int, int] | None) -> None:
         if own is not None:
-            self.transport.end_sum()
             self._completed(*own)

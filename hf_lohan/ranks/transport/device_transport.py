@@ -36,7 +36,6 @@ _GRADIENTS = "gradients that devices add"
 Name: TypeAlias = tuple[int, int, int, int]
 """What an exchange brings: `_Brings`, and up to three numbers."""
 _NAME = struct.Struct("<4q")
-_CLOSED = -1
 
 
 class _Brings(enum.IntEnum):
@@ -76,12 +75,16 @@ class DeviceTransport:
         self._orders: deque[list[Name]] = deque()
         """The next exchanges of this rank. Those of one list are one operation."""
         self._add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]] | None = None
-        self._num_awaited_sums = 0
+        self._needs_sum: Callable[[], bool] = lambda: False
         self._awaited = ""
         """What the exchange in progress brings; "" without one."""
         self._num_exchanges = 0
+        """Number of exchanges that this rank has begun."""
+        self._num_ended = 0
         self._num_begun = dict.fromkeys(self._others, 0)
-        """Number of exchanges that each other rank has begun; `_CLOSED` after its last."""
+        """Number of exchanges that each other rank has begun."""
+        self._last_of: dict[int, int] = {}
+        """By other rank that has closed, the number of exchanges that have ended on it."""
         self._error: BaseException | None = None
         self._is_closed = False
         self.sent_bytes = 0
@@ -125,14 +128,12 @@ class DeviceTransport:
         closed: list[int] = []
 
         def is_over() -> bool:
-            if name in self._ready:
-                closed[:] = [rank for rank in self._missing_for(name) if self._num_begun[rank] == _CLOSED]
+            closed[:] = self._absent(self._num_exchanges + 1) if name in self._offers else []
             return offer.is_done or self._has_ended or bool(closed)
 
         self._links.wait_for(is_over, what, peers=lambda: self._not_ready(name))
         if closed:
-            text = f"rank {closed[0]} had ended its exchanges while rank {self._ranks.rank} waited for {what}"
-            raise RankFailedError(text, closed[0])
+            raise self._closed_before(closed[0], what)
         if not offer.is_done:
             self._raise_error(what)
 
@@ -148,18 +149,22 @@ class DeviceTransport:
         while an exchange is in progress, for which `_watch` waits. The caller holds the links' lock."""
         return [] if self._awaited or self._first == self._ranks.rank else [self._first]
 
-    def add_with(self, add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]]) -> None:
+    def add_with(
+        self, add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]], needs_sum: Callable[[], bool]
+    ) -> None:
         """Set what adds gradients. ``add`` gets the numbers of some calls of `order_sum`, by any ranks, calls
-        `exchange` in a lane of the device, and waits for that. It returns what is called when all went well."""
-        self._add = add
+        `exchange` in a lane of the device, and waits for that. It returns what is called when all went well.
+        ``needs_sum`` returns whether this rank needs a sum that has not come. It is called with the links' lock."""
+        self._add, self._needs_sum = add, needs_sum
 
     def order_sum(self, *numbers: int) -> None:
         """Have all ranks of the node call what `add_with` has set, with these three numbers. Each of them can send its
-        part of the sum now. Does not wait. Another rank's failure ends the run, because this rank needs the sum."""
-        with self._links.lock:
-            self._num_awaited_sums += 1
-        if self._has_ended:
-            self._fail_for_sums()
+        part of the sum now. Does not wait. Does nothing after `close`. After an error it ends the run, because this
+        rank needs the sum."""
+        if self._is_closed:
+            return
+        if self._error is not None:
+            self._links.fail(self._error if isinstance(self._error, RankFailedError) else self._lost(_GRADIENTS))
         elif self._first == self._ranks.rank:
             _note_ready(self, self._ranks.rank, self._token, _Brings.GRADIENT, *numbers)
         else:
@@ -192,8 +197,11 @@ class DeviceTransport:
                 self._carry_out(names)
         except Exception as error:  # of another rank, or of this one
             self._break_off(error)
-            if self._num_awaited_sums and not self._is_closed:
-                self._fail_for_sums()
+            with self._links.lock:
+                # A rank closes when it needs no more, and others may have loaded ahead.
+                is_failure = not self._is_closed and (self._needs_sum() or not self._absent(self._num_exchanges + 1))
+            if is_failure:
+                self._links.fail(self._error if isinstance(self._error, RankFailedError) else error)
 
     def _next_order(self) -> list[Name]:
         """Wait for the next exchanges. Empty after `close`."""
@@ -202,12 +210,17 @@ class DeviceTransport:
         def has_order() -> bool:
             if is_first and not self._orders and (chosen := self._choose()):
                 self._orders.append(chosen)
-            return bool(self._orders) or self._is_closed
+            return bool(self._orders) or self._is_closed or is_stuck()
+
+        def is_stuck() -> bool:
+            return not self._orders and self._needs_sum() and bool(self._absent(self._num_exchanges + 1))
 
         self._links.wait_for(has_order, "an exchange of devices", peers=[], is_noted=False)
         with self._links.lock:
             if self._is_closed:
                 return []
+            if not self._orders:
+                self._raise_error(_GRADIENTS)
             names = self._orders.popleft()
             for name in names:
                 self._ready.pop(name, None)
@@ -244,11 +257,6 @@ class DeviceTransport:
             offer.is_done = True
             self._links.notify()
 
-    def end_sum(self) -> None:
-        """Note that one of this rank's `order_sum` has ended."""
-        with self._links.lock:
-            self._num_awaited_sums -= 1
-
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
         """A context in which the calling thread enqueues an exchange, and waits for its end. Raises RankFailedError or
@@ -266,6 +274,7 @@ class DeviceTransport:
                 self._links.notify()
         if self._has_ended:
             self._raise_error(what)
+        self._num_ended = self._num_exchanges
 
     # Faults.
 
@@ -277,7 +286,17 @@ class DeviceTransport:
         if isinstance(self._error, RankFailedError):
             raise self._error
         self._links.raise_cause(what)
+        if closed := self._absent(self._num_exchanges + 1):
+            raise self._closed_before(closed[0], what)
         raise self._lost(what)
+
+    def _absent(self, number: int) -> list[int]:
+        """Return the ranks that have closed before the end of an exchange, by its number, so that it cannot end."""
+        return [rank for rank, last in self._last_of.items() if last < number]
+
+    def _closed_before(self, rank: int, what: str) -> RankFailedError:
+        text = f"rank {rank} had ended its exchanges while rank {self._ranks.rank} waited for {what}"
+        return RankFailedError(text, rank)
 
     def _lost(self, what: str) -> RankFailedError:
         rank = self._ranks.rank
@@ -286,13 +305,8 @@ class DeviceTransport:
             rank,
         )
 
-    def _fail_for_sums(self) -> None:
-        """End the run of all ranks, because no sum that this rank needs will come."""
-        error = self._error
-        self._links.fail(error if isinstance(error, RankFailedError) else self._lost(_GRADIENTS))
-
     def _watch(self) -> None:
-        """Abort an exchange if another rank has failed or is silent."""
+        """Abort an exchange if another rank has failed, has closed or is silent."""
         try:
             while not self._is_closed:
                 self._links.wait_for(lambda: self._awaited or self._is_closed, "an exchange of devices", peers=[])
@@ -300,10 +314,15 @@ class DeviceTransport:
                 if what:
                     is_over = partial(self._is_over, number)
                     self._links.wait_for(is_over, what, peers=partial(self._missing, number))
+                    if not self._has_passed(number):
+                        self._raise_error(what)
         except Exception as error:  # of another rank, or of this one
             self._break_off(error)
 
     def _is_over(self, number: int) -> bool:
+        return self._has_passed(number) or bool(self._absent(number))
+
+    def _has_passed(self, number: int) -> bool:
         return self._num_exchanges > number or not self._awaited or self._is_closed
 
     def _missing(self, number: int) -> list[int]:
@@ -322,13 +341,13 @@ class DeviceTransport:
         """End an exchange in progress with an error, and take part in no more. Ranks call this when they need no more
         of what others would send."""
         with self._links.lock:
-            was_closed, self._is_closed = self._is_closed, True
+            was_closed, self._is_closed, num_ended = self._is_closed, True, self._num_ended
             self._links.notify()
         if not was_closed:
-            self._group.abort()
             with contextlib.suppress(RankFailedError):
                 for rank in self._others:
-                    self._links.send(rank, Kind.EXCHANGE, self._token, _CLOSED)
+                    self._links.send(rank, Kind.EXCHANGE, self._token, ~num_ended)
+            self._group.abort()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -356,8 +375,15 @@ def _note_order(transport: DeviceTransport | None, numbers: tuple[int, ...], pay
 
 
 def _note_begun(transport: DeviceTransport | None, peer: int, token: int, number: int) -> None:
-    if transport is not None and token == transport._token:
-        transport._num_begun[peer] = number
+    """Note the number of an exchange that another rank has begun. After its last, the number is negative."""
+    if transport is None or token != transport._token:
+        return
+    with transport._links.lock:
+        if number < 0:
+            transport._last_of[peer] = ~number
+            transport._links.notify()
+        else:
+            transport._num_begun[peer] = number
 
 
 def _abort(transport: DeviceTransport | None, error: RankFailedError) -> None:

@@ -402,8 +402,8 @@ class Links:
 
     def fail(self, error: BaseException) -> None:
         """Tell all other ranks that this rank cannot continue. Every later send and wait raises. Does nothing in a
-        forked process."""
-        if not self._owner.is_here:
+        forked process and after `close`."""
+        if not self._owner.is_here or self._is_closing:
             return
         origin, text = (error.rank, str(error)) if isinstance(error, RankFailedError) else (self.ranks.rank, "")
         self._failure.record_failure(Failure(origin, text or f"{type(error).__name__}: {error}", error))
