@@ -69,7 +69,7 @@ class GradientReduction:
         self._places: dict[tuple[int, int], Buffer] = {}
         """Buffers to which devices write averages, by step and key. This holds them, too, until they are written."""
         self._dropped_steps: set[int] = set()
-        """The step in progress, by the exchange's count."""
+        """Steps that were dropped, by the exchange's count."""
         self._ended: int | None = None
         """The step in progress, by the exchange's count, if nothing more is published in it; otherwise None."""
         self._is_complete = False
@@ -155,9 +155,10 @@ class GradientReduction:
         self._exchange.publish(key, values, _slice_bits(gradient), sent_buffer, codec, is_on_device=is_on_device)
 
     def _zero(self, values: Tensor, *, is_on_device: bool) -> None:
-        if is_on_device:  # in the lane in which the gradient is sent later
+        if is_on_device:  # in the lane of the gradients, so that a later one in this buffer comes after it
             work = partial(_fill_with_zeros, values)
-            self._device.run(Lane.D2H_ASIDE, work, fills=values, reads=(values,), name="zero")
+            self._device.run(Lane.D2H, work, fills=values, reads=(values,), name="zero")
+            self._device.record(Lane.D2H).synchronize()  # it is sent in another lane
         else:
             _fill_with_zeros(values)
 

@@ -8,7 +8,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +21,13 @@ from exchanged_gradients import BUFFER_BYTES, NUM_BUFFERS, Backwards, OwnersSums
 from peft import LoraConfig, get_peft_model
 from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
 from test_training import LR, NUM_STEPS, Trained, seed_of, train_rank, train_stock
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_lohan.device import CpuDevice
+from hf_lohan.device import BufferPool, CpuDevice, Lane
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.model import lay_out_block
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planner import SizeClass
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import (
     CompleteGradient,
@@ -36,10 +40,14 @@ from hf_lohan.ranks import (
     RankTimeoutError,
     SharedRegion,
 )
+from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+from hf_lohan.updates.arrival import BackwardContext, GradientArrivals
+from hf_lohan.updates.gradient_reduction import GradientReduction
+from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient
 
 __all__ = ["choose_skipped_layers"]
 
@@ -280,6 +288,95 @@ def test_all_ranks_learn_the_error_of_one_that_needs_no_sum() -> None:
     for outcome in rank_outcomes(2, run):
         assert "broken on purpose" in str(outcome.error), outcome.error
         assert outcome.took_s < 5.0
+
+
+class ReducingRank:
+    """One rank whose gradients go to the device of rank 1, through two buffers."""
+
+    def __init__(self, links: Links, device: CpuDevice) -> None:
+        parameters = {f"p{i}": nn.Parameter(torch.zeros(GRANULE_NUMEL, 1)) for i in range(4)}
+        block = lay_out_block("block", SizeClass.LAYER, parameters)
+        block.rank_edges = (0, 0, block.fetched_numel)
+        chunks = block.cut(2 * GRANULE_NUMEL)
+        self.parts, num_bytes = block.slices, 8 * GRANULE_NUMEL
+        self.transport = DeviceTransport.connect(links, device)
+        sums = DeviceSums(device, self.transport, links.ranks, num_bytes)
+        self.host, self.on_device = (
+            BufferPool(device, name=name, num_buffers=num, buffer_bytes=num_bytes)
+            for name, num in (("gradients", 2), ("gradients on the device", 1))
+        )
+        self.reduction = GradientReduction(links, device, self.host, None, chunks, None, sums)  # type: ignore[arg-type]
+        self.reduction.start(lambda command: command(), lambda error: None, lambda gradient: None)
+        pipeline: Any = SimpleNamespace(
+            measure_gradient=lambda part, gradient: None,
+            has_gradients=False,
+            count_backward=lambda: 1,
+            wait_for_ranks=nullcontext,
+            held_back=lambda submitted: [],
+            check_while_waiting=self.reduction.check_while_waiting,
+            updates_in_backward=False,
+            updates_chunk=self.reduction.owns,
+            submit=self._publish,
+        )
+        self.arrivals = GradientArrivals(device, self.host, chunks, pipeline, to_devices=self.on_device)
+        self.arrivals.begin_backward(BackwardContext())
+        links.barrier("all ranks to be ready")
+
+    def _publish(self, arrived: ArrivedChunk, **_options: Any) -> None:
+        arrived.wait_for_copies()
+        slices = {piece.param_slice for piece in arrived.pieces}
+        gradient = ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.dtype, on_device=arrived.on_device)
+        self.reduction.publish_gradient(gradient, lambda gradient: None, lambda: None)
+
+
+def test_a_wait_for_a_buffer_ends_if_the_rank_that_orders_sums_hangs() -> None:
+    """All ranks have published, and rank 1 itself owns the gradients that fill its buffers."""
+    has_ended = threading.Event()
+
+    def run(links: Links) -> None:
+        rank = ReducingRank(links, CpuDevice())
+        if links.ranks.rank == 0:
+            rank.transport._choose = list  # type: ignore[method-assign]
+        links.barrier("the first rank to choose no sums")
+        try:
+            for part in rank.parts[: 2 if links.ranks.rank == 0 else 4]:
+                rank.arrivals.send_gradient(part, torch.ones(GRANULE_NUMEL, 1))
+            has_ended.wait(20)
+        finally:
+            has_ended.set()
+            rank.transport.close()
+
+    errors = [outcome.error for outcome in rank_outcomes(2, run, timeout_s=2.0)]
+    assert isinstance(errors[1], RankTimeoutError), errors
+    assert "rank 0" in str(errors[1]) and "waited for its gradients to be added" in str(errors[1])
+
+
+def test_zeros_of_a_dropped_step_are_written_before_a_buffer_is_free() -> None:
+    """Work in the lane in which gradients are sent comes late."""
+    devices = [AsyncDevice(0, max_delay_s=0.0) for _ in range(2)]  # their threads outlive the ranks
+    found: list[Tensor] = []
+
+    def run(links: Links) -> None:
+        device = devices[links.ranks.rank]
+        rank = ReducingRank(links, device)
+        if links.ranks.rank == 0:
+            may_end = threading.Event()
+            device._lanes[Lane.D2H_ASIDE].queue.put(lambda: may_end.wait(1.0))
+            rank.arrivals.send_gradient(rank.parts[0], torch.ones(GRANULE_NUMEL, 1))
+            rank.arrivals.flush()  # without the chunk's second parameter
+            rank.reduction.drop_step()
+            buffer = rank.on_device.acquire()
+            values = buffer.bytes.view(torch.float32)
+            device.copy(Lane.D2H, values, torch.full_like(values, 7.0))
+            device.record(Lane.D2H).synchronize()
+            may_end.set()
+            device.record(Lane.D2H_ASIDE).synchronize()
+            found.append(values.clone())
+        links.barrier("the end")
+        rank.transport.close()
+
+    run_ranks(2, run)
+    assert found[0].eq(7.0).all()
 
 
 # Training.
