@@ -179,6 +179,7 @@ def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
     assert any(isinstance(error, RanksDisagreeError) for error in errors)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", ["die", "hang"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(victim: int, what: Any) -> None:
@@ -531,6 +532,7 @@ def plain_batch(_branch: Any, seed: int) -> dict[str, Any]:
 ADAPTERS = Case(tiny_adapters, plain_batch, [[None, None]] * 4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", [*CASES, "adapters"])
 def test_adapters_and_ranks_whose_batches_pass_different_layers(
@@ -553,6 +555,7 @@ def test_accumulated_gradients_of_ranks_whose_batches_differ(name: str, tmp_path
     assert ways and not any(ways)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_no_wait_is_missing_if_copies_run_late(seed: int, family: str, tmp_path: Path, ways: list[bool]) -> None:

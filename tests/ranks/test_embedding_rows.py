@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from rank_processes import RankProcesses
 from torch import Tensor
@@ -206,7 +207,10 @@ def large_model() -> Any:
 LARGE = {"cpu_memory": "160MiB", "gpu_memory": "80MiB"}
 
 
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_local"),
+    [(2, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(4, 4), (2, 1)])],
+)
 def test_a_large_vocabulary(num_ranks: int, num_local: int, tmp_path: Path) -> None:
     """The device has no slot for the table. Between nodes, rows alone are sent, in both directions."""
 
@@ -311,7 +315,7 @@ def test_clipped_ranks_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(map(same_bits, rows[0].norms, stock.norms))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path) -> None:
     run = Run(4, 2, max_norm=0.5, make_device=lambda: AsyncDevice(seed, max_delay_s=5e-4))
     assert_same(run.ranks(tmp_path / "rows", "rows", delays_seed=seed), run.ranks(tmp_path / "whole", "whole"))
@@ -341,6 +345,7 @@ def test_rows_are_not_rounded(tmp_path: Path) -> None:
 PAD = 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("kind", ["only padding", "one token", "no tokens", "much longer"])
 def test_batches_that_differ(kind: str, num_local: int, tmp_path: Path) -> None:
@@ -445,6 +450,7 @@ def evaluate(engine: OffloadEngine) -> Tensor:
         return engine.model(**tiny_batch()).loss
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 @pytest.mark.parametrize("schedule", ["serial", "naive", "optimized"])
 @pytest.mark.parametrize("read_weights", [read_rows, evaluate])
@@ -475,6 +481,7 @@ def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
         run_ranks(2, lambda links: run.train_rank(links, tmp_path, "rows"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("read_weights", [read_rows, evaluate])
 @pytest.mark.parametrize(("schedule", "clip"), [("serial", "defer"), ("optimized", "speculate")])
 def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
@@ -522,6 +529,7 @@ def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:
         run_ranks(2, train)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("at_message", [3, 5])
 def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_message: int, num_local: int, tmp_path: Path) -> None:
@@ -583,6 +591,7 @@ def test_damage_of_another_ranks_rows_is_named(tmp_path: Path) -> None:
     assert any("model.embed_tokens" in text for text in told), told
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_sent", [False, True])
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_rows_come_after_an_interrupt_between_requests(num_local: int, is_sent: bool, tmp_path: Path) -> None:
