@@ -40,7 +40,8 @@ DECODING_BYTES_PER_CODE = 14
 """Device memory for each byte of codes that is decoded: the byte, its index, two float32 values, and some scales."""
 
 ADDED_SHARE = 8
-"""Chunks are so small that gradients which devices add take at most 1 / `ADDED_SHARE` of `gpu_memory`, if they can."""
+"""Gradients that devices add, and codes that they decode, take at most 1 / `ADDED_SHARE` of `gpu_memory` if chunks can
+be so small."""
 LINK_TILE_NUMEL = 1 << 20
 """Elements of a gradient that a device widens and adds at once."""
 
@@ -284,12 +285,14 @@ class PoolPlan:
 def plan_pools(request: PoolRequest) -> PoolPlan:
     """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError if a budget is too small."""
     chunk_numel = _choose_chunk_numel(request)
-    slot_bytes, num_slots = _plan_slots(request, chunk_numel)
+    slot_bytes, _ = _least_slots(request)
+    _check_gpu_memory(request, chunk_numel)
     _check_cpu_memory(request, two_blocks_bytes=2 * max(slot_bytes[SizeClass.LAYER], slot_bytes[SizeClass.EXPERT]))
     num_staging, num_state, num_arrival, num_recall = least = _least_buffers(request, chunk_numel)
     spare_bytes = request.cpu_memory_bytes - request.whole_bytes - request.rows_bytes
     spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
     per_staging = _chunks_per_staging_buffer(request, chunk_numel, num_staging, spare)
+    num_slots = _plan_slots(request, _least_gpu_bytes(request, chunk_numel, per_staging))
     spare -= num_staging * (per_staging - 1)
     more_staging = min(spare // per_staging, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.is_staged else 0
     num_of_experts = MIN_STAGING_BUFFERS if num_staging > MIN_STAGING_BUFFERS else 0
@@ -337,18 +340,16 @@ def _least_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeC
     return slot_bytes, {size_class: min(most.get(size_class, num), num) for size_class, num in num_blocks.items()}
 
 
-def _least_gpu_bytes(request: PoolRequest, chunk_numel: int) -> int:
-    """Return the least device memory for chunks of this size."""
+def _least_gpu_bytes(request: PoolRequest, chunk_numel: int, per_staging: int = 1) -> int:
+    """Return the least device memory for chunks of this size, and for staging buffers of ``per_staging`` chunks."""
     slot_bytes, num_slots = _least_slots(request)
     slots_bytes = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
-    unpacking_bytes = request.unpacking_bytes(request.least_chunk_numel * MASTER_ITEMSIZE_BYTES)
+    unpacking_bytes = request.unpacking_bytes(per_staging * chunk_numel * MASTER_ITEMSIZE_BYTES)
     return slots_bytes + request.whole_device_bytes + unpacking_bytes + request.payload_bytes(chunk_numel)
 
 
-def _plan_slots(request: PoolRequest, chunk_numel: int) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
+def _check_gpu_memory(request: PoolRequest, chunk_numel: int) -> None:
     slot_bytes, num_slots = _least_slots(request)
-    num_layers, num_outer = _num_blocks(request, SizeClass.LAYER), _num_blocks(request, SizeClass.OUTER)
-    num_experts = _num_blocks(request, SizeClass.EXPERT)
     minimum = _least_gpu_bytes(request, chunk_numel)
     if minimum > request.gpu_memory_bytes:
         of_device, least = "", f"set gpu_memory to at least {minimum}"
@@ -361,7 +362,14 @@ def _plan_slots(request: PoolRequest, chunk_numel: int) -> tuple[dict[SizeClass,
             f"{_expert_slots(slot_bytes, num_slots)}) and the embeddings or head ({slot_bytes[SizeClass.OUTER]} "
             f"bytes) beside them; {least}"
         )
-    spare = request.gpu_memory_bytes - minimum
+
+
+def _plan_slots(request: PoolRequest, least_bytes: int) -> dict[SizeClass, int]:
+    """Return the numbers of slots. ``least_bytes``: device memory for the least slots and all else."""
+    slot_bytes, num_slots = _least_slots(request)
+    num_layers, num_outer = _num_blocks(request, SizeClass.LAYER), _num_blocks(request, SizeClass.OUTER)
+    num_experts = _num_blocks(request, SizeClass.EXPERT)
+    spare = request.gpu_memory_bytes - least_bytes
     if slot_bytes[SizeClass.LAYER]:
         wanted = min(1 + request.prefetch_blocks, num_layers) - num_slots[SizeClass.LAYER]
         more = max(0, min(wanted, spare // slot_bytes[SizeClass.LAYER]))
@@ -380,7 +388,7 @@ def _plan_slots(request: PoolRequest, chunk_numel: int) -> tuple[dict[SizeClass,
         worth = min(num_experts, request.gpu_memory_bytes // EXPERT_SHARE // slot_bytes[SizeClass.EXPERT])
         more = min(worth - num_slots[SizeClass.EXPERT], spare // slot_bytes[SizeClass.EXPERT])
         num_slots[SizeClass.EXPERT] += max(0, more)
-    return slot_bytes, num_slots
+    return num_slots
 
 
 def _expert_slots(slot_bytes: dict[SizeClass, int], num_slots: dict[SizeClass, int]) -> str:
@@ -415,16 +423,17 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
         chunk_numel = max(chunk_numel // 2, least)
     while chunk_numel > least and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel = max(chunk_numel // 2, least)
-    while chunk_numel > least and not _has_room_to_add(request, chunk_numel):
+    while chunk_numel > least and not _has_device_room(request, chunk_numel):
         chunk_numel = max(chunk_numel // 2, least)
     return _even_for_experts(request, chunk_numel)
 
 
-def _has_room_to_add(request: PoolRequest, chunk_numel: int) -> bool:
-    """Return whether the device has room for chunks whose gradients devices add."""
-    added_bytes = request.added_bytes(chunk_numel)
-    is_small = added_bytes <= request.gpu_memory_bytes // ADDED_SHARE
-    return not added_bytes or (is_small and _least_gpu_bytes(request, chunk_numel) <= request.gpu_memory_bytes)
+def _has_device_room(request: PoolRequest, chunk_numel: int, per_staging: int = 1) -> bool:
+    """Return whether the device has room for chunks of this size, and for staging buffers of ``per_staging`` chunks."""
+    staging_bytes = per_staging * chunk_numel * MASTER_ITEMSIZE_BYTES
+    decoding_bytes = request.unpacking_bytes(staging_bytes) - request.unpacking_bytes(0)
+    is_small = request.added_bytes(chunk_numel) + decoding_bytes <= request.gpu_memory_bytes // ADDED_SHARE
+    return is_small and _least_gpu_bytes(request, chunk_numel, per_staging) <= request.gpu_memory_bytes
 
 
 def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
@@ -449,7 +458,7 @@ def _chunks_per_staging_buffer(request: PoolRequest, chunk_numel: int, num_stagi
     most_bytes = min(GOOD_STAGING_BYTES, largest_bytes // 2, request.cpu_memory_bytes // STAGING_SHARE)
     per_buffer = 1
     while 2 * per_buffer * chunk_numel * MASTER_ITEMSIZE_BYTES <= most_bytes:
-        if num_staging * (2 * per_buffer - 1) > spare:
+        if num_staging * (2 * per_buffer - 1) > spare or not _has_device_room(request, chunk_numel, 2 * per_buffer):
             break
         per_buffer *= 2
     return per_buffer

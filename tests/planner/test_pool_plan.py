@@ -16,6 +16,7 @@ KIB, MIB = 1024, 1024**2
 MIN_CHUNK_BYTES = 64 * KIB
 UNIT_NUMEL = 2048
 NUM_PIPELINE_CHUNKS = 3
+DECODING_BYTES_PER_CODE = 14
 
 
 def shape(name: str, size_class: SizeClass, unit_numels: tuple[int, ...], frozen_numel: int = 0) -> BlockShape:
@@ -47,7 +48,10 @@ def requests(draw: st.DrawFn) -> PoolRequest:
     if draw(st.booleans()):
         blocks.append(shape("frozen", SizeClass.LAYER, (), 7 * UNIT_NUMEL))
     num_state_buffers_per_chunk = draw(st.sampled_from([3, 5]))
+    stages_params, stages_codes = draw(st.booleans()), draw(st.booleans())
     gpu_bytes, cpu_bytes = enough(blocks, num_state_buffers_per_chunk)
+    if stages_params and stages_codes:
+        gpu_bytes += DECODING_BYTES_PER_CODE * MIN_CHUNK_BYTES
     return PoolRequest(
         blocks=blocks,
         gpu_memory_bytes=int(gpu_bytes * draw(st.floats(1, 4))),
@@ -56,6 +60,8 @@ def requests(draw: st.DrawFn) -> PoolRequest:
         num_state_buffers_per_chunk=num_state_buffers_per_chunk,
         hold_gradients=draw(st.booleans()),
         halves_gradients=draw(st.booleans()),
+        stages_params=stages_params,
+        stages_codes=stages_codes,
     )
 
 
@@ -117,7 +123,7 @@ def test_a_plan_keeps_both_budgets(request: PoolRequest) -> None:
 def test_a_plan_has_the_required_slots_and_buffers(request: PoolRequest) -> None:
     plan = plan_pools(request)
     assert plan.chunk_numel % UNIT_NUMEL == 0  # chunks begin and end at whole sectors
-    assert plan.num_staging_buffers >= 2
+    assert plan.num_staging_buffers >= (2 if request.is_staged else 0)
     assert plan.num_state_buffers == NUM_PIPELINE_CHUNKS * request.num_state_buffers_per_chunk
     assert plan.num_gradient_buffers >= 3
     for size_class in SizeClass:
@@ -226,8 +232,10 @@ def test_more_memory_is_never_worse(request: PoolRequest, more_gpu: int, more_cp
         )
     )
     more_layers = richer.num_slots[SizeClass.LAYER] - plan.num_slots[SizeClass.LAYER]
-    assert more_layers >= 0
-    if more_layers == 0:  # one more layer may have replaced a second outer slot
+    # Larger pieces of codes take more memory of the device, in which they are decoded.
+    takes_larger = request.stages_codes and richer.staging_buffer_bytes > plan.staging_buffer_bytes
+    assert more_layers >= 0 or takes_larger
+    if more_layers == 0 and not takes_larger:  # one more layer may have replaced a second outer slot
         assert richer.num_slots[SizeClass.OUTER] >= plan.num_slots[SizeClass.OUTER]
     assert richer.chunk_numel >= plan.chunk_numel
     if richer.chunk_numel == plan.chunk_numel:
@@ -308,3 +316,27 @@ def test_a_refusal_names_enough_memory_for_gradients_that_devices_add() -> None:
     assert needed is not None
     plan = plan_pools(replace(request, gpu_memory_bytes=int(needed[1])))
     assert plan.gpu_pool_bytes <= int(needed[1])
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("trained_kib", [64, 512])
+def test_codes_are_decoded_within_gpu_memory(trained_kib: int, num_devices: int) -> None:
+    """Decoding takes 14 bytes for each byte of a staging buffer, and a larger buffer is of no use if slots lack it."""
+    units = (trained_kib * KIB // 4,) * 14
+    layers = [shape(f"layer.{i}", SizeClass.LAYER, units, 16 * MIB - sum(units)) for i in range(8)]
+    request = PoolRequest(
+        blocks=layers,
+        gpu_memory_bytes=140 * MIB,
+        cpu_memory_bytes=1024 * MIB,
+        prefetch_blocks=2,
+        num_state_buffers_per_chunk=3,
+        hold_gradients=True,
+        stages_codes=True,
+        num_adding_devices=num_devices,
+    )
+    for num_mib in (140, 150, 200, 400):
+        plan = plan_pools(replace(request, gpu_memory_bytes=num_mib * MIB))
+        assert plan.gpu_pool_bytes <= num_mib * MIB
+        assert plan.unpacking_bytes >= DECODING_BYTES_PER_CODE * plan.staging_buffer_bytes
+    ample = plan_pools(replace(request, gpu_memory_bytes=4096 * MIB))
+    assert ample.staging_buffer_bytes >= 2 * MIB
