@@ -96,11 +96,6 @@ class Collectives:
                 raise ValueError(f"collectives: {name}: {getattr(self, name)!r} is not allowed; choose {choices}{also}")
         if self.group_ranks is not None and self.group_ranks < 1:
             raise ValueError(f"collectives: backward: {self.group_ranks} is not a number of ranks; give at least 1")
-        if self.group_ranks is not None and self.forward == "delta":
-            raise ValueError(
-                f"collectives: forward: delta changes the weights of all nodes that a node keeps, and with backward: "
-                f"{self.group_ranks} it keeps only a part of them; set backward to node, or forward to exact or int8"
-            )
 
     @classmethod
     def of_setting(cls, fields: Mapping[str, Any]) -> Collectives:
@@ -146,8 +141,6 @@ class Collectives:
     def open_ways(self) -> tuple[Collectives, ...]:
         """The ways among which a plan of several nodes may choose, without "auto" or "node"."""
         forwards: tuple[str, ...] = ("exact", "delta") if self.forward == "auto" else (self.forward,)
-        if self.forward == "auto" and self.group_ranks is not None:
-            forwards = ("exact",)  # a change needs all weights of the step before
         copies = {"auto": ("world", "ram", "ssd"), "world": ("world",), "node": ("ram", "ssd")}
         sources = copies.get(self.backward, (self.backward,))
         if self.forward == "delta" and self.backward == "world":
@@ -209,8 +202,9 @@ def all_ways() -> tuple[Collectives, ...]:
 
 def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) -> tuple[Collectives, ...]:
     """Return the ways for ``num_nodes`` nodes of ``num_local`` ranks. A group of one node is `node`, one of all nodes
-    is `world`, and one node has one way. Raises ValueError for groups that are not whole nodes, or not equal."""
-    ways = []
+    is `world`, and one node has one way. Groups of several nodes have no "delta". Raises ValueError for groups that are
+    not whole nodes, or not equal, and if "delta" is the only way that is asked of them."""
+    ways, groups_of_delta = [], []
     for way in asked:
         group, num_ranks = way.group_ranks, num_nodes * num_local
         if group is not None and (group % num_local or num_ranks % group):
@@ -219,11 +213,19 @@ def ways_of_ranks(asked: Iterable[Collectives], num_nodes: int, num_local: int) 
                 f"node share one copy in its memory, so a group is whole nodes: give a multiple of {num_local} that "
                 f"divides {num_ranks}, or node"
             )
+        if group not in (None, num_local) and way.forward == "delta":  # it needs all weights of the step before
+            groups_of_delta.append(group)
+            continue
         if group == num_ranks:
             way = replace(way, backward="world")
         if group in (num_local, num_ranks):
             way = replace(way, group_ranks=None)
         ways.append(replace(WAY_WITHIN_A_NODE, within=way.within) if num_ranks == num_local else way)
+    if groups_of_delta and not ways:
+        raise ValueError(
+            f"collectives: forward: delta changes the weights of all nodes that a node keeps, and with backward: "
+            f"{groups_of_delta[0]} it keeps only a part of them; set backward to node, or forward to exact or int8"
+        )
     return tuple(dict.fromkeys(ways))
 
 

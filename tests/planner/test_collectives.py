@@ -145,6 +145,19 @@ def test_ranks_of_one_node_have_a_way_for_each_codec_within_it() -> None:
     assert ways_of_ranks(all_ways(), 1, 2) == (WAY_WITHIN_A_NODE, replace(WAY_WITHIN_A_NODE, within="int4"))
 
 
+def test_a_group_of_one_node_has_the_ways_of_node() -> None:
+    def open_ways(backward: int | str, **parts: str) -> tuple[Collectives, ...]:
+        return ways_of_ranks(Collectives.of_setting({"backward": backward, **parts}).open_ways(), 4, 2)
+
+    assert open_ways(2) == open_ways("node") and {way.forward for way in open_ways(2)} == {"exact", "delta"}
+    assert open_ways(2, forward="delta") == open_ways("node", forward="delta")
+    assert {(way.forward, way.group_ranks) for way in open_ways(4)} == {("exact", 4)}
+    assert open_ways(8) == (WAY_WITHIN_A_NODE,)
+    for of_several in (4, 8):
+        with pytest.raises(ValueError, match=f"with backward: {of_several} it keeps only a part of them"):
+            open_ways(of_several, forward="delta")
+
+
 @pytest.mark.parametrize(("within", "of_gradients"), [("int8", Fraction(34, 128)), ("int4", Fraction(18, 128))])
 def test_bytes_on_the_link_of_a_device(within: str, of_gradients: Fraction) -> None:
     way = Collectives(within=within)  # type: ignore[arg-type]
