@@ -20,11 +20,15 @@ def tokens_of_rank(sequence_length: int, sequence_ranks: int) -> int:
 
 
 def key_numel(config: Any) -> int:
-    """Return the elements of a token's keys and values in one layer by a model's config, or 0 if it does not say it. A
-    trace in chunks knows better (`TracedModel.keys`), but not all layers can be traced, such as mixtures in float32."""
+    """Return the elements of a token's keys and values in one layer by a model's config, or 0 if it does not say it.
+    Ranks share expanded keys and values, so compressed ones count as expanded. A trace in chunks knows better
+    (`TracedModel.keys`), but not all layers can be traced, such as mixtures in float32."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     try:
         num_heads = int(text.num_attention_heads)
+        names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if all(getattr(text, name, None) is not None for name in names):
+            return num_heads * sum(int(getattr(text, name)) for name in names)
         head_dim = getattr(text, "head_dim", None) or int(text.hidden_size) // num_heads
         return 2 * int(getattr(text, "num_key_value_heads", None) or num_heads) * int(head_dim)
     except (AttributeError, TypeError):  # it has no such sizes, or those of its layers differ

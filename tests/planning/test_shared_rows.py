@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import DeepseekV3Config
 
 from hf_lohan.cli.plan_report import print_plan
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, epoch_of, plan_run
@@ -81,3 +82,10 @@ def test_layers_that_chunks_cannot_show_have_the_keys_of_their_config(tmp_path: 
     found = planned(tmp_path, 2, sequence_ranks=2, dtype="float32")
     assert found.plan.prediction.tier_bytes["cpu"]["shared_keys"] == 2 * numel * 4 + 2 * 4 * numel
     assert key_numel(None) == 0
+
+
+def test_compressed_keys_count_as_expanded() -> None:
+    """Ranks share the keys and values of each head, not the latent ones."""
+    config = DeepseekV3Config()
+    of_a_head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    assert key_numel(config) == config.num_attention_heads * of_a_head == 128 * 320
