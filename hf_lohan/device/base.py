@@ -232,10 +232,6 @@ class Device(ABC):
         """Return why this device and those with these identities cannot send to each other; "" if they can."""
         return f"this run computes on the {self.torch_device.type}, and only CUDA devices send to each other"
 
-    def has_nvlink_to(self, identities: Sequence[str]) -> bool:
-        """Return whether NVLink joins this device with all those with these identities."""
-        return False
-
     def open_group(self, meeting: str, member: int, num_members: int) -> DeviceGroup:
         """Make a group with devices of other processes, which all call this together. ``meeting``: a name that is
         new in the store of torch's default group, through which they find each other. Raises RuntimeError."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_lohan.compat.torch_private import allocator_settings, begin_sends, nccl_group, set_allocator_settings
 from hf_lohan.device.base import COPY_LANES, Device, DeviceGroup, Event, Lane, MemoryPeak, Stamp
-from hf_lohan.device.gpu_links import are_joined_by_nvlink, uuid_of, why_not_linked
+from hf_lohan.device.gpu_links import uuid_of, why_not_linked
 from hf_lohan.device.host_memory import mapped_empty, mapped_file
 from hf_lohan.timeline import Timeline
 
@@ -260,9 +260,6 @@ class CudaDevice(Device):
         if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
             return "this torch was built without NCCL"
         return why_not_linked(self.identity, identities)
-
-    def has_nvlink_to(self, identities: Sequence[str]) -> bool:
-        return are_joined_by_nvlink(self.identity, identities)
 
     def open_group(self, meeting: str, member: int, num_members: int) -> DeviceGroup:
         return _NcclGroup(nccl_group(meeting, member, num_members, self.torch_device))

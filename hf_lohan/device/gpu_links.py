@@ -94,13 +94,6 @@ def why_not_linked(own: str, identities: Sequence[str]) -> str:
     return ""
 
 
-def are_joined_by_nvlink(own: str, identities: Sequence[str]) -> bool:
-    """Return whether nvidia-smi shows NVLink between the GPU with the UUID ``own`` and all those with
-    ``identities``."""
-    with_nvlink = _pairs_with_nvlink()
-    return all(frozenset((own.lower(), other.lower())) in with_nvlink for other in identities)
-
-
 def _pairs_with_nvlink() -> set[frozenset[str]]:
     """Return the pairs of UUIDs that nvidia-smi shows with NVLink; none if it does not answer."""
     uuid_by_number = {int(number): uuid.lower() for number, uuid in _UUID.findall(_output_of(_LIST_COMMAND))}

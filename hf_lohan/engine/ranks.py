@@ -171,18 +171,11 @@ def open_device_transport(
                 "process; set transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
             )
         return None
-    if config.transport == "host":
+    if config.transport != "nccl":
         return None
     identities = links.all_gather("the identities of devices", device.identity.encode())
     on_this_node = [identities[rank].decode() for rank in ranks.on_this_node if rank != ranks.rank]
     reason = _why_not_served(layout, config) or device.why_no_group(on_this_node)
-    if config.transport != "nccl":
-        if not reason and ranks.rank == 0 and device.has_nvlink_to(on_this_node):
-            logger.info(
-                "transport: auto sends weights and gradients through the machine's RAM; NVLink joins its GPUs, so try "
-                "transport: nccl, which has not been run on GPUs yet"
-            )
-        return None
     reasons = links.all_gather("whether GPUs reach each other", reason.encode())
     if first := next(filter(None, reasons), None):
         raise ValueError(f"transport: 'nccl' cannot be used, because {first.decode()}; set transport to host or auto")

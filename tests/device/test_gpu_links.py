@@ -15,7 +15,6 @@ from hf_lohan.device import gpu_links, links_between_gpus
 from hf_lohan.device.gpu_links import (
     GpuLink,
     LinkKind,
-    are_joined_by_nvlink,
     nvlinks_in,
     reaches,
     why_not_linked,
@@ -111,11 +110,3 @@ def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
     with pytest.raises(RuntimeError, match=r"whether GPU 0 reaches GPU 1 \(error \[0, 0, 0, 100\]\)"):
         reaches(0, 1)
-
-
-def test_nvlink_joins_a_gpu_with_all_others_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, [0, 1, 2], set())
-    assert are_joined_by_nvlink("00-aa", ["11-aa"])
-    assert not are_joined_by_nvlink("00-aa", ["11-aa", "22-aa"])
-    machine.answers.clear()
-    assert not are_joined_by_nvlink("00-aa", ["11-aa"])
