@@ -95,17 +95,29 @@ class PlannedMemory:
             self.set_placements(plan.activations)
 
     def _make_room_for_keys(self, layout: OffloadLayout) -> None:
-        """Leave RAM to the keys of longer rows that ranks share. No activation is swapped, because a forward begins."""
+        """Leave RAM to the keys of longer rows that ranks share. Raises RuntimeError if the graph of an earlier forward
+        still has activations there."""
         if (rows := self._tiers.row_memory) is None:
             return
+        ram, staging = self._tiers.shared_ram, self._staging
+        is_longer = layout.shared_key_bytes > self.layout.shared_key_bytes
+        shrinks = is_longer and ram.num_bytes > layout.activation_ram_bytes
+        leaves_ssd = is_longer and staging is not None and staging.buffer_bytes > layout.activation_staging_bytes
+        is_on_ssd = leaves_ssd and self._activations.swapper.ssd_bytes_in_use
+        if is_on_ssd or (shrinks and (ram.bytes_in_use or ram.top_bytes_in_use)):
+            raise RuntimeError(
+                "the rows of this forward are longer than those before, and their keys and values need "
+                f"{format_bytes(layout.shared_key_bytes)} of RAM, where activations of an earlier forward are that has "
+                "had no backward yet; call backward on the loss of that forward first, or delete the loss, or run the "
+                "longest rows first"
+            )
         rows.expect(layout.shared_key_bytes * rows.links.ranks.num_ranks)
-        if layout.shared_key_bytes <= self.layout.shared_key_bytes:
-            return
-        self.layout, ram = layout, self._tiers.shared_ram
-        if self._staging is not None and self._staging.buffer_bytes > layout.activation_staging_bytes:
+        if is_longer:
+            self.layout = layout
+        if leaves_ssd:
             self._leave_ssd()
             self._staging = None
-        if ram.num_bytes > layout.activation_ram_bytes:
+        if shrinks:
             ram.reallocate(layout.activation_ram_bytes)
 
     def allocate_copies(self) -> None:

@@ -19,7 +19,9 @@ from engines import ONE_GENERATOR
 from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
+from hf_lohan.device.host_stack import HostStack
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.hardware import measure_computing
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.huggingface.attention import run_layers_in_chunks
@@ -454,3 +456,20 @@ def test_keys_that_do_not_fit_cpu_memory_are_refused_before_their_forward(tmp_pa
     for num_bytes, fits in ((int(advised[1]), True), (int(advised[1]) - 4096, False)):
         found = run_shared([100 * LONG], tmp_path / f"{fits}", cpu_memory=num_bytes)
         assert [run.error == "" for run in found] == [fits, fits]
+
+
+def test_longer_rows_do_not_take_ram_of_a_graph_that_is_kept() -> None:
+    ram, expected = HostStack(CpuDevice(), 4096), list[int]()
+    rows = SimpleNamespace(expect=expected.append, links=Links.alone())
+    memory = PlannedMemory.__new__(PlannedMemory)
+    memory._tiers, memory._staging = SimpleNamespace(row_memory=rows, shared_ram=ram), None  # type: ignore[assignment]
+    memory.layout = SimpleNamespace(shared_key_bytes=0)  # type: ignore[assignment]
+    longer: Any = SimpleNamespace(shared_key_bytes=1024, activation_ram_bytes=1024, activation_staging_bytes=0)
+    place = ram.push(64)
+    assert place is not None
+    with pytest.raises(RuntimeError, match="activations of an earlier forward are that has had no backward yet"):
+        memory._make_room_for_keys(longer)
+    assert ram.num_bytes == 4096 and not expected
+    ram.free(place[0])
+    memory._make_room_for_keys(longer)
+    assert ram.num_bytes == 1024 and expected == [1024]
