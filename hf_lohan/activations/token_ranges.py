@@ -147,6 +147,8 @@ class ChunkKeys:
         self._first_key = 0
         self._only_keys = False
         self.num_updates = 0
+        self.num_earlier = 0
+        """Number of earlier tokens whose keys the last chunk saw."""
 
     @property
     def of_a_token(self) -> tuple[int, int]:
@@ -160,6 +162,7 @@ class ChunkKeys:
         """Run a chunk in this context, which sees the keys from ``first_key`` on. ``only_keys``: end its forward as
         soon as its keys are known."""
         self._range, self._first_key, self._only_keys, self.num_updates = tokens, first_key, only_keys, 0
+        self.num_earlier = tokens.start - first_key
         try:
             yield
         except KeysTaken:

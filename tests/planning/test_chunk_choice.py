@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from engines import resolved
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 
 import hf_lohan.cli.plan_request as plan_request
+import hf_lohan.planning.step_plan as step_plan
+import hf_lohan.planning.tracing.chunk_trace as chunk_trace
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, _cuttable, plan_run
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planning import lay_out
@@ -186,3 +188,37 @@ def test_a_trace_without_costs_of_chunks_has_the_same_memory(family: str) -> Non
             assert getattr(one, name) == getattr(other, name), name
         sizes = [[(operation.name, operation.output_bytes) for operation in of.operations] for of in (one, other)]
         assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("has_costs", [True, False])
+@pytest.mark.parametrize("window", [300, 512, 1030])
+def test_few_chunks_stand_for_all_in_a_window(window: int, has_costs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores grow with the row until the window is full, and then no longer."""
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        sliding_window=window,
+        attn_implementation="eager",
+    )
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    layout = lay_out(model, resolved(ROOT), working_dtype=torch.float32, hold_gradients=True)
+    chunks = _cuttable(model, layout)
+
+    def traced() -> Any:
+        on_paper = LayersOnPaper(chunks, 128, has_costs=has_costs)
+        return trace_blocks(model, batch_size=1, sequence_length=32 * 128 - 50, on_paper=on_paper).profile.layers[0]
+
+    few = traced()
+    monkeypatch.setattr(step_plan, "_traced", {})
+    monkeypatch.setattr(chunk_trace, "_sample", lambda num_chunks, has_costs: list(range(num_chunks)))
+    every = traced()
+    assert few.num_chunks == every.num_chunks == 32
+    assert few.flops == pytest.approx(every.flops, rel=1e-6)
+    sizes_of = [{one.name: one.output_bytes for one in layer.operations} for layer in (few, every)]
+    assert sizes_of[0] == pytest.approx(sizes_of[1], rel=1e-6)
+    assert few.working_bytes == every.working_bytes

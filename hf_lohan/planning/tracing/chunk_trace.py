@@ -67,6 +67,7 @@ def _trace(
     """Trace a layer's chunks for `OperationTrace.target`, and return its output. Adds to ``keys``."""
     trace, length = operations.target, hidden.shape[1]
     single = run([])
+    num_earlier: dict[TokenRange, int] = {}
 
     def traced(tokens: TokenRange, *, only_keys: bool = False) -> BlockTrace:
         operations.target = BlockTrace()
@@ -75,12 +76,16 @@ def _trace(
             single.call(hidden[tokens.index], tokens, cache, only_keys=only_keys)
         if cache is not None:
             keys.append(cache.of_a_token)
+            num_earlier[tokens] = cache.num_earlier
         return operations.target
 
     try:
         for group, times in _kinds(groups):
             sampled = _sample(len(group), has_costs=has_costs)
             samples = {index: traced(group[index]) for index in sampled}
+            most = max((num_earlier.get(group[index], 0) for index in sampled), default=0)
+            for index in _around_last_growth(group, most):
+                samples[index] = samples.get(index) or traced(group[index])
             _add_all(trace, samples, len(group), times)
             if len(group) > 1 and has_costs:
                 again, num_again = traced(group[0], only_keys=True), times * (len(group) - 1)
@@ -128,12 +133,19 @@ def _sample(num_chunks: int, *, has_costs: bool) -> list[int]:
     return sorted(index for index in indices if 0 <= index < num_chunks)
 
 
+def _around_last_growth(group: Sequence[TokenRange], most_earlier: int) -> list[int]:
+    """Return the last chunk that sees all earlier tokens, and the next one, if a window shows a chunk at most
+    ``most_earlier`` of them. Costs are linear before and behind them."""
+    num_growing = sum(tokens.start <= most_earlier for tokens in group)
+    return [num_growing - 1, num_growing] if num_growing < len(group) else []
+
+
 def _add_all(trace: BlockTrace, samples: Mapping[int, BlockTrace], num_chunks: int, times: int) -> None:
     """Add the operations of all chunks, from those of some."""
-    at, every = list(samples), np.arange(num_chunks)
+    at, every = sorted(samples), np.arange(num_chunks)
 
     def total(of_sample: Callable[[BlockTrace], float]) -> float:
-        return times * float(np.interp(every, at, [of_sample(sample) for sample in samples.values()]).sum())
+        return times * float(np.interp(every, at, [of_sample(samples[index]) for index in at]).sum())
 
     trace.flops += round(total(lambda sample: sample.flops))
     trace.moved_bytes += round(total(lambda sample: sample.moved_bytes))
