@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from hf_lohan.checkpoint.moves import finish_moves
 from hf_lohan.checkpoint.seen_stores import (
     Kept,
     SeenStore,
-    finish_moves,
     lost_commits,
     own_store,
     seen_stores,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_lohan.checkpoint.moves import LOST, OLD, aside_of
 from hf_lohan.checkpoint.other_ranks import OtherRanks
 from hf_lohan.checkpoint.resharding import (
     COPY_BYTES,
@@ -36,11 +37,8 @@ from hf_lohan.checkpoint.resharding import (
     refuse_deferred_steps,
 )
 from hf_lohan.checkpoint.seen_stores import (
-    LOST,
-    OLD,
     RESHARDED_FROM,
     RESHARDED_STORES,
-    aside_of,
     log_aside,
     own_store,
     set_aside,

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lohan.checkpoint.moves import NEW, finish_moves, remove_unmoved
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.checkpoint.seen_stores import (
-    NEW,
     RESHARDED_FROM,
     RESHARDED_STORES,
-    finish_moves,
-    own_store,
+    own_stores,
     replace_stores,
 )
 from hf_lohan.device import mapped_empty
@@ -115,6 +114,7 @@ def reshard(
     replaces = num_before == num_ranks
     new_paths = [os.path.join(path, f"{NEW}-{num_ranks}") for path in paths] if replaces else paths
     io = io_engine()
+    made: list[str] = []
     try:
         with ExitStack() as stack:
             old = [
@@ -122,9 +122,10 @@ def reshard(
                 for rank in range(num_before)
             ]
             commits = _commits_to_copy(old)
+            old_directories = [[path.path for path in store.paths] for store in old]
+            seen = own_stores(old_directories)  # after the locks are released, another process may commit a step
             refuse_deferred_steps([commit.journal for commit in commits], paths[0])
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
-            old_directories = [[path.path for path in store.paths] for store in old]
             found = [store.records for store in old]
             owners = owners_in(form, found)
             check_records(records_by_rank(form, num_before, owners), found, [own[0] for own in old_directories])
@@ -140,6 +141,7 @@ def reshard(
             records = records_by_rank(form, num_ranks, None if balanced is None else balanced.owners)
             for path in new_paths if replaces else ():
                 remove_folder(path)  # of a reshard that was killed before its stores were moved
+            made = [*new_paths] if replaces else []
             new = [stack.enter_context(_new_store(new_paths, rank, records, old[0], io)) for rank in range(num_ranks)]
             total_bytes = sum(record.num_bytes for store in new for record in store.records)
             for store in new:
@@ -159,15 +161,16 @@ def reshard(
             for directories in old_directories if removes_old and not replaces else ():
                 remove_store(directories)
         if replaces:
-            seen = [own_store(directories, rank, num_ranks) for rank, directories in enumerate(old_directories)]
-            pairs = [(store, own) for store, own in zip(seen, new_directories, strict=True) if store is not None]
-            resharded = replace(resharded, set_aside=tuple(replace_stores(pairs)))
+            resharded = replace(resharded, set_aside=tuple(replace_stores([*zip(seen, new_directories, strict=True)])))
             for folder in resharded.set_aside if removes_old else ():
                 remove_folder(folder)
         elif removes_old and num_before > 1:
             for directory in (directory for directories in old_directories for directory in directories):
                 remove_folder(directory)
         return resharded
+    except BaseException:
+        remove_unmoved(made, paths)
+        raise
     finally:
         io.close()
 
@@ -518,11 +521,9 @@ def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpe
 
 
 def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit]) -> None:
-    facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
-    for name in (RESHARDED_FROM, RESHARDED_STORES):  # a run would take the new stores for a draft
-        facts.pop(name, None)
+    all_facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
     group_id = commits[0].group_id or uuid.uuid4().hex
-    chunks = chunks_of_all([store.paths[0].path for store in old], facts.get(RUN_ID))
+    chunks = chunks_of_all([store.paths[0].path for store in old], commits[0].facts.get(RUN_ID))
     for rank, store in enumerate(new):
         keep_chunks(chunks, store.paths[0].path)
         source = old[rank if rank < len(old) else 0]
@@ -530,6 +531,9 @@ def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit
             store.agree_on_commits(ImmediateAgreement(group_id))
         store.count_commits_from(commits[0].number)
         journal = journal_of_rank(journals, rank, len(new))
+        facts = commits[rank].facts if len(new) == len(old) else all_facts
+        # With these facts, a run would take the new stores for a draft.
+        facts = {name: fact for name, fact in facts.items() if name not in (RESHARDED_FROM, RESHARDED_STORES)}
         store.commit(facts, journal, source.log, model_files=source.model_files)
 
 

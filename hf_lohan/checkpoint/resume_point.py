@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_lohan.checkpoint.moves import refuse_unfinished_move
 from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.files import StorageError, write_failure
 from hf_lohan.files.directories import make_folders
@@ -179,11 +180,13 @@ def last_step(output_dir: str | Path) -> int | None:
 
     Changes nothing, and may be called during a run. With several ranks, the result is the newest step that all ranks
     have, and this machine must have access to all stores. Raises `StorageError` or `ForeignStoreError` if a store is
-    damaged, RanksDisagreeError if the ranks have no common step, and ValueError if a store is missing.
+    damaged, RanksDisagreeError if the ranks have no common step, and ValueError if a store is
+    missing or is being moved.
     """
     if not (Path(output_dir) / FOLDER / SETTINGS_NAME).is_file():
         return None
     paths = store_paths_of(output_dir)
+    refuse_unfinished_move(paths)
     num_ranks = ranks_under(paths[0])
     kept = [
         {(commit.group_id, commit.number): commit for commit in kept_commits(store_paths)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hf_lohan.checkpoint.resharding import RunRouting, routing_of
 from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
+from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.hardware.gpu_direct import uses_direct_io
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
@@ -49,6 +51,8 @@ from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
 from hf_lohan.report.run_data import SETTINGS_NAME, STORE_FOLDER, output_folder
 from hf_lohan.threads import usable_cpus
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_SSD_PATH = "_lohan/store"
 _DEFAULT_SEQUENCE_LENGTH = 2048
@@ -211,7 +215,14 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     )
     experts = find_experts(model)
     run = request.routing or (run_of_checkpoint(request.model) if experts else None)
-    routed = None if run is None else routing_of(run)
+    routed = None
+    if run is not None:
+        try:
+            routed = routing_of(run)
+        except (ValueError, StorageError, ForeignStoreError) as error:
+            if request.routing is not None:
+                raise
+            logger.warning("planned without the routing of the run in %s: %s", run, error)
     names = [f"{name}.{number}" for name, of in experts.items() for number in range(of.num_experts)]
     is_same = routed is not None and len(routed.blocks_by_rank) == ranks.num_ranks
     layout = lay_out(

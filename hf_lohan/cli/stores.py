@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from hf_lohan.checkpoint.moves import refuse_unfinished_move
 from hf_lohan.checkpoint.resharding import LoggedProgress, newest_common_commits, reshard
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
@@ -62,11 +63,14 @@ def reshard_stores(
     what = f"commit {resharded.commit_number}" if step is None else f"step {step}"
     text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"
     if (balanced := resharded.balanced) is not None:
+        is_same = resharded.num_ranks_before == num_ranks
+        before = f"it had {balanced.most_before:.2f} times before"
         _print(
             Console(),
             f"by {balanced.num_rows:,} rows of experts, the most loaded rank of each layer has "
             f"{balanced.most_after:.2f} times the mean of {times(num_ranks, 'rank')} on "
-            f"{times(balanced.num_nodes, 'node')}; it had {balanced.most_before:.2f} times before",
+            f"{times(balanced.num_nodes, 'node')}; "
+            + (before if is_same else f"without --balance it would have {balanced.most_before:.2f} times"),
         )
     if resharded.set_aside and not removes_old:
         text += f"; the old stores are set aside in {' and '.join(resharded.set_aside)}; you may delete these folders"
@@ -81,8 +85,9 @@ def reshard_stores(
 
 def verify_stores(stores: Sequence[str]) -> bool:
     """Check all data that a resume reads, print the result, and return whether every checksum is right. Raises
-    ValueError if nothing is committed."""
+    ValueError if nothing is committed, or if stores are being moved."""
     paths = _ssd_paths(stores)
+    refuse_unfinished_move(paths)
     num_ranks = ranks_under(paths[0])
     console = Console()
     io = IoEngine(num_threads=2, piece_bytes=_PIECE_BYTES, max_inflight_bytes=4 * _PIECE_BYTES)

@@ -170,16 +170,26 @@ class RoutedRows:
     @classmethod
     def of_rank(cls, facts: Mapping[str, Any], rank: int) -> RoutedRows | None:
         """Return the rows of a rank by the facts of its commit. None if a commit of an older version, or of a run that
-        streams no experts, has none."""
+        streams no experts, has none, or if another version wrote them in another form."""
         found = facts.get(ROUTED_ROWS)
-        return cls(**found) if found is not None and found["rank"] == rank else None
+        if not isinstance(found, Mapping) or found.get("rank") != rank:
+            return None
+        num_nodes, layers = found.get("num_nodes"), found.get("layers")
+        if not isinstance(num_nodes, int) or not isinstance(layers, Mapping):
+            return None
+        are_counts = all(
+            isinstance(counts, Sequence) and all(type(count) is int for count in counts) for counts in layers.values()
+        )
+        return cls(rank, num_nodes, layers) if are_counts else None
 
     @classmethod
     def of_all(cls, facts: Sequence[Mapping[str, Any]]) -> RoutedRows | None:
         """Return the rows of all ranks, as those of rank 0. ``facts`` are those of the ranks' commits. None if no rank
-        has any."""
+        has any, or if ranks have other layers or numbers of experts."""
         found = [rows for rank, of_rank in enumerate(facts) if (rows := cls.of_rank(of_rank, rank)) is not None]
         if not found:
+            return None
+        if len({tuple((name, len(rows.layers[name])) for name in sorted(rows.layers)) for rows in found}) > 1:
             return None
         layers = dict(found[0].layers)
         for rows in found[1:]:

@@ -55,6 +55,7 @@ from hf_lohan.huggingface.ranks import (
     check_layout,
     check_one_model,
     check_rank_model,
+    finish_moves_here,
     generate_together,
     links_to_other_ranks,
 )
@@ -146,7 +147,9 @@ def offload_model(
     Raises ValueError, before any weight is changed, if the model, the budgets, the paths or an earlier run there do not
     allow it."""
     device = device or open_device(config, torch_device)
+    given_paths = config.ssd
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
+    finish_moves_here(given_paths, config, links_to_other_ranks())
     recompute_without_reentry(model)
     refuse_chunks(model, config)
     config = experts_as_stored(model, config, links_to_other_ranks())

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -21,6 +21,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import GenerationMixin, TrainingArguments
 
+from hf_lohan.checkpoint.moves import finish_moves
 from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
 from hf_lohan.checkpoint.reshard_together import reshard_together, set_lost_aside, set_own_left_aside
 from hf_lohan.checkpoint.resharding import LoggedProgress
@@ -36,7 +37,8 @@ from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
-from hf_lohan.store import Store
+from hf_lohan.store import RecordSpec, Store
+from hf_lohan.store.manifest import read_manifest
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 from hf_lohan.store.store_folders import remove_store
 from hf_lohan.wording import times
@@ -210,12 +212,24 @@ def check_parallelism(parallelism: Any) -> None:
 def other_ranks_of(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Links) -> OtherRanks:
     """Return what is left of a run with another number of ranks. ``paths`` are the ssd paths that all ranks get, and
     ``own_paths`` those of this rank's store. All ranks call this together."""
+    return find_other_ranks(_searched(paths, own_paths, links), own_paths, links, launch_id())
+
+
+def finish_moves_here(paths: Sequence[SsdPath] | Literal["auto"], config: OffloadConfig, links: Links) -> None:
+    """Put stores in their places that a killed process has begun to move. This comes before the stores of these ranks
+    are read. ``paths`` are the ssd paths that all ranks get, and ``config`` has those of this rank. All ranks call this
+    together. Raises the errors of `finish_moves`."""
+    assert config.ssd != "auto"
+    finish_moves(_searched(config.ssd if paths == "auto" else paths, [ssd.path for ssd in config.ssd], links), links)
+
+
+def _searched(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Links) -> list[list[str]]:
+    """Return the lists of directories in which ranks of this machine may have stores; that of this rank is first."""
     own = [*map(shared_directory, own_paths)]
     given = {os.path.realpath(ssd.path) for ssd in rank_paths(paths, links.ranks)}
     # A model that was loaded before may have other paths.
     searched = directories_of_ranks(paths) if given == {*map(os.path.realpath, own_paths)} else []
-    directories = [own, *(other for other in searched if {*other} != {*own})]
-    return find_other_ranks(directories, own_paths, links, launch_id())
+    return [own, *(other for other in searched if {*other} != {*own})]
 
 
 def reshard_for_these_ranks(
@@ -267,12 +281,19 @@ def may_continue_other_ranks(
         set_own_left_aside(found, links)
         own = own_store(own_paths, links.ranks.rank, links.ranks.num_ranks)
         with contextlib.ExitStack() as locks:
-            if own is not None and own.commits:  # a copy of the stores that are there, which `train` makes again
+            # It is a copy of the stores that are there, which `train` makes again, or what a killed reshard has left.
+            if own is not None and (own.commits or records_in(own_paths) != layout.records):
                 for path in own_paths:
                     locks.callback(DirectoryLock(path).close)
                 remove_store(own_paths)
         links.barrier("the copies of the old stores to be removed")
     return found.state in ("reshardable", "lost") and found.num_ranks != links.ranks.num_ranks
+
+
+def records_in(paths: Sequence[str]) -> tuple[RecordSpec, ...]:
+    """Return the records of the store in ``paths``; none if no store is there."""
+    manifest = next(filter(None, map(read_manifest, paths)), None)
+    return () if manifest is None else manifest.layout.records
 
 
 def log_once(links: Links, sentence: str) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.config.offload_config import Experts
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL
 from hf_lohan.ranks import Links
-from hf_lohan.store import ModelIdentity
+from hf_lohan.store.commits import COMMIT_NAME
 from hf_lohan.store.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -82,12 +83,11 @@ def experts_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> 
     found = find_experts(model)
     if not found or config.ssd == "auto":
         return config
-    manifest = read_manifest(config.ssd[0].path)
-    is_own = manifest is not None and _is_of(manifest.model, model)
-    blocks = {record.block for record in manifest.layout.records} if manifest is not None and is_own else set()
+    stored_blocks = _stored_blocks(model, config.ssd)
+    blocks = stored_blocks or set()
     is_streamed = any(f"{name}.{expert}" in blocks for name, of in found.items() for expert in range(of.num_experts))
     is_streamed = b"1" in links.all_gather("the form of experts in stores", b"1" if is_streamed else b"")
-    if not is_own:  # opening the store reports the error
+    if stored_blocks is None:  # opening the store reports the error
         return config
     stored: Experts = "streamed" if is_streamed else "with_layer"
     if config.experts == stored:
@@ -105,14 +105,14 @@ def experts_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> 
 
 def owners_as_stored(model: nn.Module, config: OffloadConfig, links: Links) -> dict[str, int] | None:
     """Return the rank of each streamed expert by the stores at the ranks' paths, by the name of the expert's block. The
-    keys are equal on all ranks, which call this together. None if the stores are not there, or do not have each expert
-    once: then the default owners apply, with which no such store can be opened."""
-    if config.ssd == "auto":
-        return None
-    manifest = read_manifest(config.ssd[0].path)
-    is_own = manifest is not None and _is_of(manifest.model, model)
-    blocks = {record.block for record in manifest.layout.records} if manifest is not None and is_own else set()
+    keys are equal on all ranks, which call this together. None if the stores are not there, have no commits, or do not
+    have each expert once: then the default owners apply, with which no such store can be opened."""
     found = {name: of.num_experts for name, of in find_experts(model).items()}
+    if config.ssd == "auto" or not found:
+        return None
+    # Without a commit, a store may be what is left of a `lohan reshard --balance` that was killed.
+    is_committed = any(os.path.lexists(os.path.join(ssd.path, COMMIT_NAME)) for ssd in config.ssd)
+    blocks = (_stored_blocks(model, config.ssd) if is_committed else None) or set()
     own = {name: [number for number in range(num) if f"{name}.{number}" in blocks] for name, num in found.items()}
     told = links.all_gather("the experts in each rank's store", json.dumps(own).encode())
     by_rank = [
@@ -130,6 +130,12 @@ def owners_by_name(by_rank: Iterable[Iterable[str]], experts: Iterable[str]) -> 
     return owners if len(pairs) == len(owners) == len(wanted) > 0 else None
 
 
-def _is_of(identity: ModelIdentity, model: nn.Module) -> bool:
+def _stored_blocks(model: nn.Module, paths: Sequence[SsdPath]) -> set[str] | None:
+    """Return the names of the blocks in the model's store at these paths; None if there is no store of this model."""
+    manifest = read_manifest(paths[0].path)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return (identity.model_class, identity.num_parameters) == (type(model).__name__, num_parameters)
+    if manifest is None:
+        return None
+    of_store, of_model = manifest.model, (type(model).__name__, num_parameters)
+    is_own = (of_store.model_class, of_store.num_parameters) == of_model
+    return {record.block for record in manifest.layout.records} if is_own else None

@@ -25,9 +25,9 @@ from resharded_stores import (
 
 import hf_lohan
 import hf_lohan.checkpoint.seen_stores as seen_module
+from hf_lohan.checkpoint.moves import aside_of
 from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside, set_lost_aside
 from hf_lohan.checkpoint.resharding import reshard
-from hf_lohan.checkpoint.seen_stores import aside_of
 from hf_lohan.files import CapacityError, CorruptionError, ForeignStoreError, IoEngine, StorePath
 from hf_lohan.planning.run_plan import CHUNK_TOKENS, RUN_ID
 from hf_lohan.ranks import Links, RankFailedError

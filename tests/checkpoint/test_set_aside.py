@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from resharded_stores import STORE, content_at, contents, find, form_of, in_child, reshard_to, train
 
+from hf_lohan.checkpoint.moves import OLD, Move
 from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
 from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside
-from hf_lohan.checkpoint.seen_stores import OLD, _Move, seen_stores, set_aside
+from hf_lohan.checkpoint.seen_stores import seen_stores, set_aside
 from hf_lohan.files import IoEngine, StorageError, StoreInUseError, StorePath
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.ranks import Links
@@ -44,15 +45,15 @@ def test_one_of_two_nodes_that_share_a_drive_finishes_a_killed_move(run: Path, m
     before = contents(store, 1)
     reshard_to(2, lambda rank: [store], sets_aside=False)
     assert not in_child(lambda: moved_by_two(store), dies_at=12)
-    both, calls, finish = threading.Barrier(2), [], _Move.finish
+    both, calls, finish = threading.Barrier(2), [], Move.finish
 
-    def finishing(move: _Move) -> None:
+    def finishing(move: Move) -> None:
         calls.append(move)
         with suppress(threading.BrokenBarrierError):  # waits for the other node
             both.wait(0.5)
         finish(move)
 
-    monkeypatch.setattr(_Move, "finish", finishing)
+    monkeypatch.setattr(Move, "finish", finishing)
 
     def on_rank(links: Links) -> str:
         return find(links, [store])[0].state
@@ -90,7 +91,7 @@ def test_a_damaged_note_of_a_move_is_named(run: Path) -> None:
     note = run / STORE / "old-store-of-3" / "moving-rank-0-of-3.json"
     note.parent.mkdir()
     note.write_text("{")
-    with pytest.raises(StorageError, match=f"no valid note of a move in {note}: move rank-0-of-3 to its folder"):
+    with pytest.raises(StorageError, match=f"no valid note of a move in {note}: move rank-0-of-3 from "):
         reshard_to(2, lambda rank: [run / STORE])
 
 

@@ -18,13 +18,23 @@ from short_runs import train_until
 from torch import Tensor
 from typer.testing import CliRunner
 
+import hf_lohan
+from hf_lohan.checkpoint import resharding
+from hf_lohan.checkpoint.moves import Move, aside_of, finish_moves, noted_moves
 from hf_lohan.checkpoint.resharding import balanced_owners, reshard
-from hf_lohan.checkpoint.seen_stores import finish_moves
 from hf_lohan.cli import app
+from hf_lohan.cli.stores import verify_stores
+from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.experts import RoutedRows
+from hf_lohan.files import CapacityError, IoEngine, StoreInUseError, StorePath
+from hf_lohan.huggingface.ranks import finish_moves_here
+from hf_lohan.model import owners_as_stored
 from hf_lohan.ranks import Links
+from hf_lohan.store import Store
+from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.store.manifest import read_manifest
 from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.testing.thread_ranks import run_ranks
 
 EXPERT = re.compile(r"model\.layers\.(\d)\.mlp\.experts\.(\d)")
 SETTINGS: dict[str, Any] = {"experts": "streamed", "lazy_experts": False, "cpu_memory": "16MiB"}
@@ -196,9 +206,6 @@ def test_what_cannot_be_balanced_is_refused_in_one_line(run: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("rows", [None, {"a": [0, 0]}, {"model.layers.0.mlp.experts": [1, 2]}])
 def test_a_run_without_counted_rows_is_refused(rows: dict[str, list[int]] | None, run: Path) -> None:
-    from hf_lohan.files import IoEngine, StorePath
-    from hf_lohan.store import Store
-
     engine = IoEngine(2, 1 << 20, 1 << 22)
     with Store.open([StorePath(str(run / STORE / "rank-0-of-2"))], model=None, engine=engine) as store:
         form = form_of(store)
@@ -210,7 +217,9 @@ def test_a_run_without_counted_rows_is_refused(rows: dict[str, list[int]] | None
         balanced_owners(form, facts, 2, None, None, "here")
 
 
-def test_a_plan_knows_the_rows_and_the_owners_of_a_run(run: Path, tmp_path: Path) -> None:
+def test_a_plan_knows_the_rows_and_the_owners_of_a_run(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Chosen("mixtral", first_two)()
     model.config.save_pretrained(run)
     model.config.save_pretrained(tmp_path / "model")
@@ -230,8 +239,197 @@ def test_a_plan_knows_the_rows_and_the_owners_of_a_run(run: Path, tmp_path: Path
     assert "the most loaded rank has 2.00 times the mean rows" in " ".join(text.split())
     balance([str(run / STORE)], 2)
     assert planned(run)["most_loaded_rank"] == pytest.approx({"now": 1.0, "balanced": 1.0})
+    shutil.copytree(run / STORE / "rank-0-of-2", run / STORE / "rank-0-of-3")
+    caplog.clear()
+    assert "most_loaded_rank" not in planned(run), "the stores of two runs are there"
+    assert f"planned without the routing of the run in {run}: " in caplog.text
+    code, text = lohan("plan", tmp_path / "model", *options, "--routing", run)
+    assert code == 2 and "holds stores of runs with 2 and 3 ranks" in text
     code, text = lohan("plan", tmp_path / "model", *options, "--routing", tmp_path)
     assert code == 2 and "is not the output folder of an offloaded run" in text
     train_until(tmp_path / "whole", 1, model=expert_model("mixtral"), **SETTINGS | {"experts": "with_layer"})
     code, text = lohan("plan", tmp_path / "model", *options, "--routing", tmp_path / "whole")
     assert code == 2 and "has counted no rows of the experts of this model" in text
+
+
+def stop_at_move(number: int, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Balance, and end at the first or second of the two moves."""
+    calls, original = [], Move.finish
+
+    def finishing(move: Move) -> None:
+        calls.append(move)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        original(move)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Move, "finish", finishing)
+        balance([str(store)], 2)
+
+
+def test_owners_are_read_after_a_killed_move_is_finished(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = run / STORE, expert_model("mixtral")
+    before = owners(store, 2)
+    stop_at_move(2, store, monkeypatch)
+    for refuses in (lambda: hf_lohan.last_step(run), lambda: verify_stores([str(run)])):
+        with pytest.raises(ValueError, match=f"the stores in {store} are being moved, or a process was killed while"):
+            refuses()
+
+    def on_rank(links: Links) -> dict[str, int] | None:
+        config = OffloadConfig.load({"ssd": [rank_folder(str(store), links.ranks.rank, 2)]})
+        finish_moves_here([SsdPath(str(store))], config, links)
+        return owners_as_stored(model, config, links)
+
+    found, other = run_ranks(2, on_rank)
+    now = owners(store, 2)
+    assert found == other == {f"model.layers.{layer}.mlp.experts.{n}": rank for (layer, n), rank in now.items()}
+    assert now != before and hf_lohan.last_step(run) == 3
+
+
+def test_stores_without_a_commit_decide_no_owners(run: Path) -> None:
+    balance([str(run / STORE)], 2)
+    for path in (run / STORE).glob("rank-*/*.safetensors"):
+        path.unlink()
+    model = expert_model("mixtral")
+
+    def on_rank(links: Links) -> dict[str, int] | None:
+        config = OffloadConfig.load({"ssd": [rank_folder(str(run / STORE), links.ranks.rank, 2)]})
+        return owners_as_stored(model, config, links)
+
+    assert run_ranks(2, on_rank) == [None, None]
+
+
+def test_a_move_that_a_new_run_has_overtaken_is_dropped(
+    run: Path, stopped_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user deleted the old stores after the balance was killed, and trained anew."""
+    store = run / STORE
+
+    stop_at_move(1, store, monkeypatch)
+    for folder in store.glob("rank-*"):
+        shutil.rmtree(folder)
+    other = Path(shutil.copytree(stopped_run / STORE, tmp_path / "other"))
+    reshard([str(other)], 2, form_of=form_of, removes_old=True)
+    for folder in other.glob("rank-*"):
+        shutil.copytree(folder, store / folder.name)
+    new = joined(store, 2)
+    finish_moves([[str(store)]], Links.alone())
+    assert f"{store}/rank-1-of-2 holds another store than the one that was to be replaced by" in caplog.text
+    assert not [*store.glob("*/moving-*")] and aside_of([str(store)]).startswith(f"{store}/new-store-of-2 (")
+    assert joined(store, 2) == new
+
+
+def test_notes_of_a_move_that_is_seen_in_part_stay(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one of two machines, no store was moved yet. On the other one, its store may have been."""
+    store, other = run / STORE, run / "other"
+
+    stop_at_move(1, store, monkeypatch)
+    for part in ("rank-1-of-2", "old-store-of-2/moving-rank-1-of-2.json", "new-store-of-2/rank-1-of-2"):
+        (other / part).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(store / part, other / part)
+    new = owners_of_folder(store / "new-store-of-2" / "rank-0-of-2")
+    finish_moves([[str(store)]], Links.alone())
+    assert "some of these are not here: rank-1-of-2; give all ssd paths of all machines" in caplog.text
+    assert (store / "old-store-of-2" / "moving-rank-0-of-2.json").exists()
+    assert aside_of([str(store)]) == "", "the new store is still needed"
+    (move,) = noted_moves(str(other))
+    move.finish()
+    run_ranks(2, lambda links: finish_moves([[str((store, other)[links.ranks.rank])]], links), num_local=1)
+    assert owners_of_folder(store / "rank-0-of-2") == new
+    assert not [*run.glob("**/moving-*")] and not [*run.glob("**/new-store-of-*")]
+
+
+def owners_of_folder(folder: Path) -> set[str]:
+    manifest = read_manifest(str(folder))
+    assert manifest is not None
+    return {record.block for record in manifest.layout.records}
+
+
+def test_a_note_is_not_removed_while_the_store_is_locked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that has written it may be about to move the store."""
+    store, locked = run / STORE, []
+    barrier = Links.barrier
+
+    def looking(links: Links, what: str) -> None:
+        if what.endswith("to be noted"):
+            with pytest.raises(StoreInUseError):
+                finish_moves([[str(store)]], Links.alone())
+            locked.extend(store.glob("*/moving-*"))
+        barrier(links, what)
+
+    monkeypatch.setattr(Links, "barrier", looking)
+    balance([str(store)], 2)
+    assert len(locked) == 2
+
+
+@pytest.mark.parametrize("where", ["copy", "note"])
+def test_a_failed_balance_leaves_no_new_stores(where: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = joined(run / STORE, 2)
+    names = sorted(path.name for path in (run / STORE).iterdir())
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise CapacityError([])
+
+    with monkeypatch.context() as patch, pytest.raises(CapacityError):
+        patch.setattr(resharding, "copy_records", fails) if where == "copy" else patch.setattr(Move, "note", fails)
+        balance([str(run / STORE)], 2)
+    assert sorted(path.name for path in (run / STORE).iterdir()) == names
+    assert joined(run / STORE, 2) == before
+
+
+def test_a_dropped_move_leaves_no_new_stores(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at_move(1, run / STORE, monkeypatch)
+    assert len([*(run / STORE).glob("new-store-of-2/rank-*")]) == 2
+    finish_moves([[str(run / STORE)]], Links.alone())
+    assert not [*(run / STORE).glob("*-store-of-2")] and len(owners(run / STORE, 2)) == 16
+
+
+def test_each_rank_keeps_its_own_facts_if_experts_are_balanced(run: Path) -> None:
+    """As the sums of its losses since the last log, whose means an equal number of ranks does not need."""
+    store = run / STORE
+    for rank in range(2):
+        folder = store / f"rank-{rank}-of-2"
+        engine = IoEngine(2, 1 << 20, 1 << 22)
+        with Store.open([StorePath(str(folder))], model=None, engine=engine) as opened:
+            last = opened.committed
+            assert last is not None
+            opened.agree_on_commits(ImmediateAgreement(last.group_id))
+            facts = {**last.facts, "trainer": {**last.facts["trainer"], "loss_sum": 1.0 + rank}}
+            opened.commit(facts, last.journal, opened.log, model_files=opened.model_files)
+        engine.close()
+    before = [content_at(store / f"rank-{rank}-of-2")[1].facts for rank in range(2)]
+    assert before[0]["trainer"] != before[1]["trainer"]
+    balance([str(store)], 2)
+    assert [content_at(store / f"rank-{rank}-of-2")[1].facts for rank in range(2)] == before
+
+
+ROWS = {"rank": 0, "num_nodes": 1, "layers": {"a": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("fact", "is_read"),
+    [
+        (ROWS, True),
+        (ROWS | {"a field of a later version": 3}, True),
+        ({"num_nodes": 1, "layers": {}}, False),
+        ({"rank": 0, "layers": {"a": [1, 2]}}, False),
+        (ROWS | {"layers": [1, 2]}, False),
+        (ROWS | {"layers": {"a": [1, "b"]}}, False),
+        ("text", False),
+    ],
+)
+def test_rows_that_another_version_has_counted_are_read_or_ignored(fact: Any, is_read: bool) -> None:
+    facts = {"routed_rows": fact}
+    expected = RoutedRows(0, 1, {"a": [1, 2]}) if is_read else None
+    assert RoutedRows.of_rank(facts, 0) == RoutedRows.of_all([facts, {}]) == expected
+    of_another = {"routed_rows": {"rank": 1, "num_nodes": 1, "layers": {"b": [1, 2]}}}
+    assert RoutedRows.of_all([{"routed_rows": ROWS}, of_another]) is None
+    of_another["routed_rows"] = {**ROWS, "rank": 1, "layers": {"a": [1, 2, 3]}}
+    assert RoutedRows.of_all([{"routed_rows": ROWS}, of_another]) is None
+
+
+def test_balanced_stores_of_another_number_of_ranks_had_no_loads_before(run: Path) -> None:
+    code, output = lohan("reshard", run, "--num_processes", 4, "--balance")
+    assert code == 0 and "without --balance it would have 2.00 times" in output and "before" not in output.split(";")[1]

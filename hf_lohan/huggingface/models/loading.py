@@ -54,7 +54,7 @@ from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
-from hf_lohan.huggingface.ranks import links_to_other_ranks, may_continue_other_ranks
+from hf_lohan.huggingface.ranks import finish_moves_here, links_to_other_ranks, may_continue_other_ranks
 from hf_lohan.model import experts_as_stored, kept_in_float32, owners_as_stored
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -239,6 +239,7 @@ def from_pretrained(
     device = open_device(config, torch_device or default_torch_device())
     given_paths = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
+    finish_moves_here(given_paths, config, links_to_other_ranks())
     checkpoint = Checkpoint.open(path, kwargs)
     model_config = kwargs.pop("config", None) or checkpoint.read_config()
     model_class = model_class or model_class_of(model_config, checkpoint.code)
