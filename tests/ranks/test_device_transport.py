@@ -127,7 +127,8 @@ def test_an_exchange_ends_with_the_name_of_a_rank_that_dies_or_hangs(what: Any, 
     outcomes = rank_outcomes(3, run, faults=[Fault(1, what, 40)], timeout_s=timeout_s)
     for rank in (0, 2):
         error = outcomes[rank].error
-        assert isinstance(error, RankTimeoutError if what == "hang" else RankFailedError), error
+        assert isinstance(error, RankFailedError), error
+        assert isinstance(error, RankTimeoutError) or what == "die" or "said nothing" in str(error), error
         assert "rank 1" in str(error), error
         assert outcomes[rank].took_s < (timeout_s if what == "hang" else 0.0) + 3.0
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import Device, DeviceGroup
-from hf_lohan.ranks.transport.failures import RankFailedError
+from hf_lohan.ranks.transport.failures import RankFailedError, RankTimeoutError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Kind, PayloadReader
 from hf_lohan.threads import start_thread
@@ -125,15 +125,16 @@ class DeviceTransport:
         _note_ready(self, self._ranks.rank, self._token, *name)
         for rank in self._others:
             self._links.send(rank, Kind.EXCHANGE_READY, self._token, *name)
-        closed: list[int] = []
 
         def is_over() -> bool:
-            closed[:] = self._absent(self._num_exchanges + 1) if name in self._offers else []
-            return offer.is_done or self._has_ended or bool(closed)
+            has_closed = name in self._offers and bool(self._absent(self._num_exchanges + 1))
+            return offer.is_done or self._has_ended or has_closed
 
-        self._links.wait_for(is_over, what, peers=lambda: self._not_ready(name))
-        if closed:
-            raise self._closed_before(closed[0], what)
+        try:
+            self._links.wait_for(is_over, what, peers=lambda: self._not_ready(name))
+        except RankTimeoutError as error:
+            self._links.fail(error)  # before `close` tells the others that this rank has ended
+            raise
         if not offer.is_done:
             self._raise_error(what)
 
@@ -145,9 +146,10 @@ class DeviceTransport:
         return [] if self._awaited else self._missing_for(name) or self.choosing_rank()
 
     def choosing_rank(self) -> list[int]:
-        """Return the rank that must choose the next exchange if all are ready for one. Empty if it is this rank, or
-        while an exchange is in progress, for which `_watch` waits. The caller holds the links' lock."""
-        return [] if self._awaited or self._first == self._ranks.rank else [self._first]
+        """Return the rank that must choose the next exchange if all are ready for one. Empty if it is this rank, while
+        an exchange is in progress, for which `_watch` waits, and after the last one. The caller holds the links'
+        lock."""
+        return [] if self._awaited or self._has_ended or self._first == self._ranks.rank else [self._first]
 
     def add_with(
         self, add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]], needs_sum: Callable[[], bool]
