@@ -1,4 +1,4 @@
-"""Make the modules beside this file importable, and define the fork server."""
+"""Make the modules beside this file importable, and define fixtures that several files use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
+
+from hf_lohan.planner import cuts
 
 sys.path.insert(0, str(Path(__file__).parent))  # started processes inherit it
 
@@ -22,3 +24,9 @@ def fork_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         ensure_running()
+
+
+@pytest.fixture
+def cuts_small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a part of a table, which begins and ends within rows."""
+    monkeypatch.setattr(cuts, "SMALL_NUMEL", 0)

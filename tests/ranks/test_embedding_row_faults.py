@@ -1,0 +1,300 @@
+"""Reads of rows of the embeddings at the wrong time, interrupted ones, and ranks that fail in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedding_ranks import (
+    WORDS,
+    Batch,
+    Run,
+    Trained,
+    random_batch,
+    small_model,
+)
+from rank_processes import RankProcesses
+from torch import Tensor
+
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.planner import cuts
+from hf_lohan.ranks import Channel, Kind, Links, RankFailedError, RanksDisagreeError
+from hf_lohan.testing.models import tiny_batch
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+from hf_lohan.weights import ShardedRows
+from hf_lohan.weights.joint_order import StaleError
+
+pytestmark = pytest.mark.usefixtures("cuts_small_tables")
+
+
+def read_rows(engine: OffloadEngine) -> Tensor:
+    with torch.no_grad():
+        return torch.nn.functional.embedding(torch.arange(1501), engine.model.get_input_embeddings().weight)
+
+
+def test_rows_that_other_ranks_have_updated_are_refused(tmp_path: Path) -> None:
+    """A rank without a token also gets no weights of a step that has not ended."""
+    table = small_model().get_input_embeddings().weight.detach()
+
+    def batch(step: int, rank: int, micro: int) -> Batch:
+        found = random_batch(step, rank, micro)
+        if rank == 1:
+            found["inputs_embeds"] = table[found.pop("input_ids")]
+        return found
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if engine.links.ranks.rank == 1:
+            read_rows(engine)
+
+    with pytest.raises(RuntimeError, match="is needed again in a step whose updates run in backward"):
+        run_ranks(2, lambda links: Run(batch=batch, before_step=read).train_rank(links, tmp_path, "rows"))
+
+
+def test_rows_of_a_step_that_is_ending_are_refused(tmp_path: Path) -> None:
+    """A rank that has clipped and not stepped gets no rows of an owner that has updated them in its step."""
+    is_updated, is_read = threading.Event(), threading.Event()
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if step == 0:
+            return
+        if engine.links.ranks.rank == 0:
+            assert is_updated.wait(20)
+            try:
+                read_rows(engine)
+            finally:
+                is_read.set()
+            return
+        pipeline = engine._pipeline
+        finish = pipeline.finish_step
+
+        def finish_slowly(*args: Any) -> Any:
+            result = finish(*args)
+            pipeline.wait_for_updates()
+            is_updated.set()
+            is_read.wait(1.0)
+            return result
+
+        pipeline.finish_step = finish_slowly  # type: ignore[method-assign]
+
+    with pytest.raises(
+        RanksDisagreeError, match=r"rank 1 ends a step with step\(\) or .* changes model\.embed_tokens, while another"
+    ):
+        run_ranks(2, lambda links: Run(max_norm=0.5, before_step=read).train_rank(links, tmp_path, "rows"))
+
+
+def evaluate(engine: OffloadEngine) -> Tensor:
+    """Run a forward, for which other ranks lend their weights."""
+    with torch.no_grad():
+        return engine.model(**tiny_batch()).loss
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+@pytest.mark.parametrize("schedule", ["serial", "naive", "optimized"])
+@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+def test_a_read_while_another_rank_ends_the_first_step_ends_at_once(
+    read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
+) -> None:
+    """The updates of the other rank need this rank's first commit, for which this rank needs no `step`."""
+    is_ending = threading.Event()
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if engine.links.ranks.rank == 0:
+            assert is_ending.wait(20)
+            read_weights(engine)
+            return
+        finish = engine._pipeline.finish_step
+
+        def finish_noted(*args: Any) -> Any:
+            is_ending.set()
+            return finish(*args)
+
+        engine._pipeline.finish_step = finish_noted  # type: ignore[method-assign]
+
+    run = Run(max_norm=0.5, settings={"schedule": schedule, "clip": clip}, before_step=read)
+    with pytest.raises(
+        RanksDisagreeError,
+        match=r"rank 1 ends a step with step\(\) or .* changes model\.\S+, while another rank still reads",
+    ):
+        run_ranks(2, lambda links: run.train_rank(links, tmp_path, "rows"))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("read_weights", [read_rows, evaluate])
+@pytest.mark.parametrize(("schedule", "clip"), [("serial", "defer"), ("optimized", "speculate")])
+def test_a_read_while_another_rank_drops_the_first_step_ends_at_once(
+    read_weights: Callable[[OffloadEngine], Tensor], schedule: str, clip: str, tmp_path: Path
+) -> None:
+    is_dropping, is_read = threading.Event(), threading.Event()
+
+    def read(engine: OffloadEngine, step: int) -> None:
+        if engine.links.ranks.rank == 0:
+            assert is_dropping.wait(20)
+            try:
+                read_weights(engine)
+            finally:
+                is_read.set()
+        else:
+            pipeline = engine._pipeline
+            abandon = pipeline.abandon_step
+
+            def abandon_slowly() -> Any:
+                is_dropping.set()
+                result = abandon()
+                is_read.wait(1.0)
+                return result
+
+            pipeline.abandon_step = abandon_slowly  # type: ignore[method-assign]
+            engine.drop_gradients()
+            pipeline.abandon_step = abandon  # type: ignore[method-assign]
+        assert is_read.wait(10)
+        if engine.links.ranks.rank == 0:
+            engine.drop_gradients()
+
+    run = Run(max_norm=0.5, settings={"schedule": schedule, "clip": clip}, before_step=read, num_steps=1)
+    outcomes = rank_outcomes(2, lambda links: run.train_rank(links, tmp_path, "rows"))
+    for outcome in outcomes:
+        error = outcome.error
+        assert error is None or "rank 1 ends a step with" in str(error), error
+        assert isinstance(error, RanksDisagreeError | RankFailedError | None), error
+    assert len({outcome.error is None for outcome in outcomes}) == 1, "one rank ended with an error that another missed"
+
+
+def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:
+    def train(links: Links) -> Trained:
+        return Run().train_rank(links, tmp_path, "rows" if links.ranks.rank else "whole")
+
+    with pytest.raises(
+        RanksDisagreeError, match=r'has embedding="\w+", and rank \d has "\w+"; give all ranks the same'
+    ):
+        run_ranks(2, train)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("num_local", [1, 2])
+@pytest.mark.parametrize("at_message", [3, 5])
+def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_message: int, num_local: int, tmp_path: Path) -> None:
+    """After a greeting for each rank, the messages of this channel are rows alone."""
+    run = Run(4, num_local, max_norm=0.5)
+    fault = Fault(1, "die", at_message, Channel.TOKENS)
+    outcomes = rank_outcomes(
+        4, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=num_local, faults=[fault]
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RankFailedError)
+        assert re.match(r"rank \d (\(pid \d+, \S+\) )?", str(outcome.error)), outcome.error
+
+
+def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int) -> None:
+    """Kill rank 1 when it is about to read rows for another rank."""
+    calls, fill = iter(range(at_call)), ShardedRows._fill_lent
+    cuts.SMALL_NUMEL = 0
+
+    def killing(*args: Any) -> None:
+        if links.ranks.rank == 1 and next(calls, None) is None:
+            report(time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+        fill(*args)
+
+    ShardedRows._fill_lent = killing  # type: ignore[method-assign]
+    Run(links.ranks.num_ranks, links.ranks.num_local, max_norm=0.5).train_rank(links, folder, "rows")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_call", [0, 1, 4])
+@pytest.mark.parametrize("num_local", [3, 1])
+def test_the_kill_of_a_rank_in_the_exchange_is_named(
+    fork_server: None, num_local: int, at_call: int, tmp_path: Path
+) -> None:
+    ranks = RankProcesses(3, partial(kills_itself, folder=tmp_path, at_call=at_call), num_local=num_local)
+    try:
+        ranks.assert_killed_and_named(1)
+    finally:
+        ranks.close()
+
+
+def test_damage_of_another_ranks_rows_is_named(tmp_path: Path) -> None:
+    def damage(engine: OffloadEngine, step: int) -> None:
+        engine.wait_for_updates()
+        table = engine.layout.model_blocks.table
+        assert table is not None
+        engine.links.barrier("all to have written")
+        if engine.links.ranks.rank == 1 and step == 1:
+            for path, extent in engine.tiers.store.extents(table.name, "param") or ():
+                with open(path, "r+b") as file:
+                    file.seek(extent.file_offset)
+                    file.write(b"\x55" * extent.num_bytes)
+        engine.links.barrier("all to go on")
+
+    run = Run(2, 1, max_norm=0.5, after_step=damage)
+    outcomes = rank_outcomes(2, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=1)
+    told = [str(outcome.error) for outcome in outcomes]
+    assert any("model.embed_tokens" in text for text in told), told
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_rows_come_after_an_interrupt_between_requests(num_local: int, is_sent: bool, tmp_path: Path) -> None:
+    found: list[Tensor] = []
+
+    def interrupt(engine: OffloadEngine, step: int) -> None:
+        links = engine.links
+        if links.ranks.rank:
+            return
+        send, calls = links.send, iter(range(1))
+
+        def interrupted(rank: int, kind: Kind, *args: Any, **options: Any) -> None:
+            is_first = kind is Kind.ROWS_WANTED and next(calls, None) is not None
+            if not is_first or is_sent:
+                send(rank, kind, *args, **options)
+            if is_first:
+                raise KeyboardInterrupt
+
+        links.send = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            read_rows(engine)
+        links.send = send  # type: ignore[method-assign]
+        found.append(read_rows(engine))
+
+    run = Run(2, num_local, num_steps=2, after_step=interrupt)
+    rows = run.ranks(tmp_path, "rows")
+    assert torch.equal(found[-1], rows[0].tensors[WORDS])
+
+
+def test_an_error_without_a_text_ends_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: Any) -> None:
+        raise StaleError
+
+    monkeypatch.setattr(ShardedRows, "_fill_lent", fail)
+    with pytest.raises(RanksDisagreeError, match="StaleError"):
+        run_ranks(2, lambda links: Run().train_rank(links, tmp_path, "rows"))
+
+
+def test_a_second_engine_takes_no_late_rows_of_the_first(tmp_path: Path) -> None:
+    """No request has a number of an earlier one."""
+
+    def train(links: Links) -> list[tuple[int, int]]:
+        send, requests = links.send, list[tuple[int, int]]()
+
+        def noting(rank: int, kind: Kind, *numbers: int, **options: Any) -> None:
+            if kind is Kind.ROWS_WANTED:
+                requests.append((rank, numbers[0]))
+            send(rank, kind, *numbers, **options)
+
+        links.send = noting  # type: ignore[method-assign]
+        for name in ("first", "second"):
+            Run(num_steps=1).train_rank(links, tmp_path / name, "rows")
+        return requests
+
+    for requests in run_ranks(2, train):
+        assert len(requests) == len(set(requests)) >= 2
