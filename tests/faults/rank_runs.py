@@ -127,7 +127,7 @@ class RankRun:
     def _check_words(self, fault: Fault, target: Child, others: list[Child]) -> None:
         named = rf"rank {target.run.rank} \(pid {target.pid}, \S+\)"
         pattern = {
-            "killed": rf"RankFailedError: {named} ended",
+            "killed": rf"RankFailedError: {named} ended.* while rank \d ",
             "hangs": rf"Rank(Timeout|Failed)Error: {named} said nothing for {NET_TIMEOUT_S} s while rank",
             "disk full": rf"RankFailedError: {named} failed: \w+: .*{re.escape(str(self.store_of(target.run.rank)))}",
         }[fault]

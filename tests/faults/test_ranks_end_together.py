@@ -27,6 +27,7 @@ from hf_lohan.store.manifest import sealed
 RUN = Run(num_ranks=2, num_steps=40)
 SHORT = Run(num_ranks=2, num_steps=20)
 IN_RAM = Run(num_ranks=2, num_steps=40, commit_every=3, cpu_memory="64MiB")
+OF_FOUR = Run(num_ranks=4, num_steps=50)
 FAULTS: tuple[Fault, ...] = ("killed", "hangs", "disk full")
 FAULTS_A_RUN = 4
 NUM_RUNS = 15
@@ -76,6 +77,32 @@ def test_random_faults_of_random_ranks(seed: int, undisturbed: list[Outcome], tm
             victim = with_small_disk if fault == "disk full" else random.randrange(RUN.num_ranks)
             print(run.befall(fault, victim, random))
         run.check_against(undisturbed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_of_four(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], list[Outcome]]:
+    known: dict[Run, list[Outcome]] = {}
+
+    def outcome_of(run: Run) -> list[Outcome]:
+        if run not in known:
+            known[run] = RankRun(run, tmp_path_factory.mktemp("undisturbed")).finish()
+        return known[run]
+
+    return outcome_of
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("seed", range(6))
+def test_one_of_four_ranks_is_killed(
+    seed: int, family: Any, undisturbed_of_four: Callable[[Run], list[Outcome]], tmp_path: Path
+) -> None:
+    """60 kills in all. The ranks of a mixture send rows to each other's experts, and rank 0 has torch's store."""
+    random, run = Random(200 + seed), RankRun(replace(OF_FOUR, family=family), tmp_path)
+    for number in range(5):
+        print(run.befall("killed", 0 if number == seed % 5 else random.randrange(4), random))
+    run.check_against(undisturbed_of_four(replace(OF_FOUR, family=family)))
 
 
 @pytest.fixture(scope="module")

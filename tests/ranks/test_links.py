@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+import time
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -156,6 +159,46 @@ def test_two_ranks_that_send_more_than_sockets_hold_still_read() -> None:
     for rank, (answers, landed) in enumerate(run_ranks(2, flood)):
         assert answers == 4 * num_messages
         assert bool((landed == 2.0 - rank).all())
+
+
+def test_channels_and_ranks_do_not_wait_for_each_other() -> None:
+    """256 MiB that rank 1 does not take in one channel, and rank 2 in another, delay no other messages to rank 1."""
+    num_messages = 1_000
+    payload = torch.empty(256 << 20, dtype=torch.uint8)
+
+    def run(links: Links) -> Counter[int]:
+        came: Counter[int] = Counter()
+        may_take = threading.Event()
+
+        def count(peer: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
+            with links.lock:
+                came.update(numbers)
+                links.notify()
+
+        links.set_handler(Kind.TAKEN, count)
+        links.set_handler(Kind.PIECE, lambda *_: may_take.wait(30.0))
+        sending = []
+        if links.ranks.rank == 0:
+            for peer, channel in ((1, Channel.GRADIENTS), (2, Channel.WEIGHTS)):
+                send = partial(links.send, peer, Kind.PIECE, payload=payload, channel=channel)
+                sending.append(threading.Thread(target=send))
+                sending[-1].start()
+                while not links.sent_bytes[channel]:
+                    time.sleep(0.001)
+            for channel in set(Channel) - {Channel.GRADIENTS}:
+                for _ in range(num_messages):
+                    links.send(1, Kind.TAKEN, channel, channel=channel)
+        elif links.ranks.rank == 1:
+            links.wait_for(lambda: came.total() == 3 * num_messages, "the messages", peers=[0])
+        links.barrier("the messages to arrive")
+        assert all(thread.is_alive() for thread in sending)
+        may_take.set()
+        for thread in sending:
+            thread.join()
+        links.barrier("the payloads to be taken")
+        return came
+
+    assert run_ranks(3, run)[1] == dict.fromkeys(set(Channel) - {Channel.GRADIENTS}, num_messages)
 
 
 def test_a_tensor_may_be_changed_when_it_was_sent() -> None:
