@@ -128,7 +128,8 @@ class LinkCodecs:
 
     def figures(self) -> dict[str, Any]:
         """Return the bytes that this rank has sent, by lane. Lanes with a codec also have the uncoded bytes and the
-        coding error. Empty for a single rank."""
+        coding error. `waited_s`: by other rank, the seconds in which this rank waited for it. Empty for a single
+        rank."""
         if self._links.ranks.num_ranks == 1:
             return {}
         coded = {
@@ -141,7 +142,8 @@ class LinkCodecs:
             for lane in self.all
         }
         sent = {str(lane): num_bytes for lane, num_bytes in self._links.sent_bytes.items()}
-        return {"sent_bytes": sent, "coded": coded}
+        waited_s = {str(rank): round(seconds, 6) for rank, seconds in self._links.waited_s.items()}
+        return {"sent_bytes": sent, "coded": coded, "waited_s": waited_s}
 
 
 def check_equal_settings(settings: Mapping[str, Any], links: Links) -> None:

@@ -33,6 +33,8 @@ class _Counts:
     ssd_write_bytes: int
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes sent to other ranks, by lane. Lanes with a codec also have the bytes without it. Empty for one rank."""
+    waited_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which this rank waited for each other rank. Empty for one rank."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """The fields of `ExpertFigures`. Empty if experts are loaded with their layers."""
 
@@ -131,7 +133,8 @@ class StepLines:
         totals = self._engine.timeline.totals()
         loader = self._engine.expert_loader
         experts = asdict(loader.figures) if loader is not None else {}
-        return _Counts(totals, io.read_bytes, io.write_bytes, {**sent.get("sent_bytes", {}), **exact}, experts)
+        sent_bytes, waited_s = {**sent.get("sent_bytes", {}), **exact}, sent.get("waited_s", {})
+        return _Counts(totals, io.read_bytes, io.write_bytes, sent_bytes, waited_s, experts)
 
     def _outcome(self) -> dict[str, Any]:
         engine, plan, step = self._engine, self._plan, self._engine.last_step
@@ -208,6 +211,8 @@ def _moved(now: _Counts, before: _Counts) -> dict[str, Any]:
     }
     if now.sent_bytes:
         moved["sent_bytes"] = {name: sent - before.sent_bytes.get(name, 0) for name, sent in now.sent_bytes.items()}
+    if now.waited_s:
+        moved["waited_s"] = {rank: _rounded(s - before.waited_s.get(rank, 0.0)) for rank, s in now.waited_s.items()}
     if now.experts:
         moved["experts"] = {name: number - before.experts.get(name, 0) for name, number in now.experts.items()}
     return moved

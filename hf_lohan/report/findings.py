@@ -24,7 +24,7 @@ from hf_lohan.timeline import (
 NUM_FIRST_STEPS = 5
 """Number of first steps that the figures leave out, in which the run measures and plans."""
 _WAITS_INSIDE_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
-_RANK_LANES = ("control", "weights", "gradients")
+_RANK_LANES = ("control", "weights", "gradients", "tokens")
 _DAY_S = 86400.0
 
 StepLine = Mapping[str, Any]
@@ -157,6 +157,19 @@ class Findings:
     def between_s(self) -> float:
         """Mean seconds between two steps, for data, logging, saving and evaluating."""
         return self._mean(lambda step: step.get("between_s", 0.0))
+
+    @cached_property
+    def waits_for_ranks(self) -> list[tuple[int, float]]:
+        """(rank, share) of each rank, the longest first: the fraction of a step in which other ranks waited for it, on
+        average over those ranks. Empty for a single rank."""
+        first = self.later[0]["step"] if self.later else 0
+        shares: dict[int, list[float]] = {}
+        for steps in (self.later, *self.run.steps_of_others):
+            later = [step for step in steps if step["step"] >= first and step.get("waited_s")]
+            for rank in later[0]["waited_s"] if later else ():
+                waited_s = sum(step["waited_s"].get(rank, 0.0) for step in later)
+                shares.setdefault(int(rank), []).append(waited_s / sum(step["step_s"] for step in later))
+        return sorted(((rank, statistics.fmean(of)) for rank, of in shares.items()), key=lambda item: -item[1])
 
     # Bytes.
 

@@ -50,6 +50,8 @@ class RunData:
     steps: tuple[Mapping[str, Any], ...]
     trace: tuple[TracedTask, ...]
     """Tasks of the trace. A step is a task with the lane "step" and its number as name."""
+    steps_of_others: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """The steps of the run's other ranks. Empty for one rank, and in the folder of another rank than 0."""
 
 
 def read_run(path: str | Path) -> RunData:
@@ -58,12 +60,16 @@ def read_run(path: str | Path) -> RunData:
     if output_dir is None:
         raise no_run_in(path, SUMMARY_NAME, STEPS_NAME)
     folder = output_dir / FOLDER
+    steps = _read_steps(folder / STEPS_NAME)
+    num_ranks = 1 + len(steps[-1].get("waited_s", ())) if steps else 1
+    others = sorted((output_dir / PRIVATE_FOLDER).glob(f"rank-*-of-{num_ranks}")) if num_ranks > 1 else ()
     return RunData(
         output_dir=output_dir,
         config=_read_json(folder / SETTINGS_NAME),
         summary=_read_json(folder / SUMMARY_NAME),
-        steps=_read_steps(folder / STEPS_NAME),
+        steps=steps,
         trace=_read_trace(folder / TRACE_NAME),
+        steps_of_others=tuple(_read_steps(other / FOLDER / STEPS_NAME) for other in others),
     )
 
 

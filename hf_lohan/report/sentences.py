@@ -15,6 +15,8 @@ _WAITS_THAT_MATTER = 0.02
 _MOSTLY_BUSY = 0.7
 _FAR_OFF = 0.15
 _LONG_BETWEEN = 0.1
+_WAITS_MUCH_LONGER = 0.3
+"""Difference of the fractions of a step in which ranks wait for one rank and for the next, from which one is named."""
 
 
 def bound_by(findings: Findings) -> str | None:
@@ -224,6 +226,12 @@ def warnings(findings: Findings) -> Iterator[str]:
     if findings.later and findings.between_s > _LONG_BETWEEN * _mean_step_s(findings):
         share = percent(findings.between_s / _mean_step_s(findings))
         yield f"{share} of the time passed between steps (data, logging, saving, evaluating); do these less often."
+    if len(waits := findings.waits_for_ranks) > 1 and waits[0][1] - waits[1][1] > _WAITS_MUCH_LONGER:
+        (slowest, share), (_, next_share), *_ = waits
+        yield (
+            f"Rank {slowest} is slower than the others: they waited for it during {percent(share)} of a step, and for "
+            f"any other rank during {percent(next_share)} at most. Find out what slows it down."
+        )
     num_redone = sum(step.get("updates") == "redone" for step in findings.steps)
     if num_redone:
         yield f"{times(num_redone, 'step')} guessed wrongly that the norm would not clip, and repeated the updates."

@@ -60,6 +60,9 @@ class RankRun:
         children = self.start()
         codes = [child.end() for child in children]
         assert not any(codes), f"exit codes {codes}:\n" + "\n".join(child.output_tail() for child in children)
+        return self.outcomes()
+
+    def outcomes(self) -> list[Outcome]:
         return [read_outcome(self.folder / f"rank-{rank}") for rank in self.ranks]
 
     def check_against(self, undisturbed: list[Outcome]) -> None:

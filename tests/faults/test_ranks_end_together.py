@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import Any
 
 import pytest
 from rank_runs import NET_TIMEOUT_S, Fault, RankRun
-from runs import FAILED, Outcome, Run
+from runs import FAILED, Outcome, Run, assert_same
 from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.cli.stores import verify_stores
+from hf_lohan.report.findings import Findings
+from hf_lohan.report.run_data import read_run
+from hf_lohan.report.sentences import warnings
 from hf_lohan.store import kept_commits
 from hf_lohan.store.commits import write_commit
 from hf_lohan.store.manifest import sealed
@@ -103,6 +107,30 @@ def test_one_of_four_ranks_is_killed(
     for number in range(5):
         print(run.befall("killed", 0 if number == seed % 5 else random.randrange(4), random))
     run.check_against(undisturbed_of_four(replace(OF_FOUR, family=family)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_rank_is_waited_for_and_named(slow: int, tmp_path: Path) -> None:
+    """A rank that runs during a tenth of the time changes nothing but the time, and the report names it."""
+    folders = [tmp_path / name for name in ("undisturbed", "slowed")]
+    for folder in folders:
+        folder.mkdir()
+    whole, run = RankRun(SHORT, folders[0]).finish(), RankRun(SHORT, folders[1])
+    children = run.start()
+    assert all(child.wait_for("begun") for child in children)
+    target, other = children[slow], children[1 - slow]
+    while other.lives_for(0.01):
+        target.send_signal(signal.SIGSTOP)
+        other.lives_for(0.09)
+        target.send_signal(signal.SIGCONT)
+    assert [child.end() for child in children] == [0, 0]
+    for ours, theirs in zip(run.outcomes(), whole, strict=True):
+        assert_same(ours, theirs)
+    findings = Findings(read_run(run.run.output_dir))
+    print(findings.waits_for_ranks)
+    assert any(text.startswith(f"Rank {slow} is slower than the others") for text in warnings(findings))
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,30 @@ def test_warnings() -> None:
     assert redone.startswith("1 step guessed wrongly")
 
 
+def test_a_slow_rank_is_named() -> None:
+    def steps(**waited_s: float) -> tuple[dict[str, Any], ...]:
+        return tuple(line(step, waited_s={name[1:]: seconds for name, seconds in waited_s.items()}) for step in (1, 2))
+
+    of_ranks = [steps(_1=0.4, _2=3.2), steps(_0=0.2, _2=3.6), steps(_0=0.1, _1=0.1)]
+    run = RunData(Path("run"), {}, {"is_finished": True}, of_ranks[0], (), tuple(of_ranks[1:]))
+    (warning,) = sentences.warnings(Findings(run))
+    assert warning.startswith("Rank 2 is slower than the others: they waited for it during 85% of a step, and for")
+    assert "any other rank during 6% at most" in warning
+    (warning,) = sentences.warnings(findings([*of_ranks[0]]))
+    assert warning.startswith("Rank 2 is slower"), "the others' figures are missing"
+    of_ranks = [steps(_1=2.0), steps(_0=2.4)]
+    even = Findings(RunData(Path("run"), {}, {"is_finished": True}, of_ranks[0], (), (of_ranks[1],)))
+    assert even.waits_for_ranks == [(0, pytest.approx(0.6)), (1, pytest.approx(0.5))]
+    assert not list(sentences.warnings(even))
+
+
+def test_sent_bytes_of_all_lanes_are_counted() -> None:
+    sent = {"control": 1 << 10, "weights": 0, "gradients": 0, "tokens": 3 << 20, "weights uncoded": 9 << 30}
+    run = findings([line(1, sent_bytes=sent)])
+    assert run.sent_bytes == {name: sent[name] for name in ("control", "weights", "gradients", "tokens")}
+    assert "It sent 3 MiB to other ranks" in sentences.on_bytes(run)
+
+
 def test_loss_and_clipping() -> None:
     steps = [line(1, loss=5.0, grad_norm=2.0, is_clipped=True), line(2), line(3, loss=4.0, grad_norm=None)]
     text = sentences.on_loss(findings(steps))

@@ -64,6 +64,11 @@ class Peer:
     pid: int = 0
     host: str = ""
     channels_left: set[Channel] = field(default_factory=set)
+    num_waiting: int = 0
+    """Threads of this rank that wait for the peer."""
+    waited_s: float = 0.0
+    """Seconds in which at least one thread of this rank waited for the peer. Without the waits in progress."""
+    waiting_since_s: float = 0.0
 
     @property
     def has_left(self) -> bool:
@@ -211,6 +216,12 @@ class Links:
         """Number of sent messages. Each adds a head of `HEAD_BYTES` to its payload."""
         return self._sum_by_channel(lambda connection: connection.num_sent)
 
+    @property
+    def waited_s(self) -> dict[int, float]:
+        """By other rank, the seconds in which at least one thread of this rank waited for it."""
+        with self.lock:
+            return {rank: peer.waited_s for rank, peer in self._peers.items()}
+
     # Collective calls.
 
     def all_gather(self, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
@@ -344,7 +355,22 @@ class Links:
                 silent = self._silent_peers(waited_for, began_s)
                 if silent and (peers is not None or len(silent) == len(waited_for)):
                     self._raise_silent(silent, what)
-                self.changed.wait(SLICE_S)
+                self._wait_slice(waited_for)
+
+    def _wait_slice(self, waited_for: Collection[Peer]) -> None:
+        """Wait for a change, for a short time, and count it as time of these peers. The caller holds the lock."""
+        began_s = time.monotonic()
+        for peer in waited_for:
+            if not peer.num_waiting:
+                peer.waiting_since_s = began_s
+            peer.num_waiting += 1
+        try:
+            self.changed.wait(SLICE_S)
+        finally:
+            for peer in waited_for:
+                peer.num_waiting -= 1
+                if not peer.num_waiting:
+                    peer.waited_s += time.monotonic() - peer.waiting_since_s
 
     @contextlib.contextmanager
     def note_waiting(self) -> Iterator[None]:
