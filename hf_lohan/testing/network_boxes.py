@@ -68,6 +68,7 @@ def network_boxes(num_boxes: int, rate: str | None = None) -> Iterator[list[Netw
             inside = ("ip", "-n", box.namespace)
             peer = ("type", "veth", "peer", "name", box.outside)
             _run("ip", "link", "add", box.interface, "netns", box.namespace, *peer)
+            undo.callback(_try, "ip", "link", "del", box.outside)  # a namespace may be gone much later than its name
             _run("ip", "link", "set", box.outside, "master", prefix, "up")
             _run(*inside, "addr", "add", f"{box.address}/24", "dev", box.interface)
             _run(*inside, "link", "set", box.interface, "up")

@@ -14,10 +14,12 @@ from covering import slow_but
 from divided_experts import (
     CHOICES,
     FAMILIES,
+    LR,
     NUM_STEPS,
     SETTINGS,
     Chosen,
     Trained,
+    batch,
     check_equal,
     check_ranks,
     half_to_one,
@@ -29,15 +31,17 @@ from divided_experts import (
 from engines import resolved
 from expert_models import expert_model
 from torch import nn
+from trained_nodes import part_numel, quiet_bytes
 
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.device import CpuDevice
 from hf_lohan.model import find_experts
 from hf_lohan.model.experts import experts_as_stored
+from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange
+from hf_lohan.ranks import CallOfRank, Channel, ExpertCall, Links, Ranks, RowExchange
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
@@ -139,6 +143,21 @@ def test_experts_without_tokens_take_the_step(choice: str, lazy: bool, tmp_path:
     assert any(ours.num_behind for ours in trained) == lazy
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    **{choice: {"recompute": True} for choice in CHOICES},
+    **{activations: {"recompute": True, "activations": activations} for activations in ("keep", "swap", "recompute")},
+    "joint": {"accumulation": 2, "is_joint": True, "recompute": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_ranks_on_two_nodes_train_each_family_in_each_way(family: str, way: str, tmp_path: Path) -> None:
+    make_model = Chosen(family, CHOICES[way]) if way in CHOICES else partial(expert_model, family)
+    check_ranks(4, tmp_path, make_model, num_local=2, **WAYS[way])
+
+
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_there_may_be_fewer_experts_than_ranks(num_ranks: int, tmp_path: Path) -> None:
     def make_model() -> Any:
@@ -220,6 +239,36 @@ def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_
         # With 8 choices of each token, a node gets about a quarter of what it would get if each choice had a row.
         assert between_nodes / undivided < 0.26
         assert (between_nodes + undivided) / (2 * undivided) < 0.64
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_path: Path) -> None:
+    """The other channels have the bytes of the blocks that all ranks share."""
+
+    def train(links: Links) -> tuple[dict[Channel, int], dict[Channel, int]]:
+        rank, before = links.ranks.rank, dict.fromkeys(Channel, 0)
+        with opened(links, tmp_path, partial(expert_model, "mixtral")) as engine:
+            before |= links.sent_bytes
+            optimizer = OffloadAdamW(engine.model.parameters(), lr=LR, engine=engine)
+            for step in range(NUM_STEPS):
+                engine.model(**batch(step, rank)).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.wait_for_updates()
+            sent = quiet_bytes(links, before)
+            shared = [block for block in engine.layout.blocks if block.owner is None]
+            assert 0 < len(shared) < len(engine.layout.blocks)
+            num_nodes = links.ranks.num_ranks // num_local
+            chunks = [chunk for chunk in engine.layout.chunks() if chunk.block.owner is None and chunk.owner != rank]
+            return sent, {
+                Channel.WEIGHTS: 4
+                * (num_nodes - 1)
+                * sum(part_numel(b, rank) * engine._ring.num_loads(b) for b in shared),
+                Channel.GRADIENTS: 4 * (num_nodes - 1) * NUM_STEPS * sum(chunk.numel for chunk in chunks),
+            }
+
+    for sent, expected in run_ranks(2, train, num_local=num_local):
+        assert sent == expected
 
 
 def test_ranks_in_different_calls_are_refused() -> None:
