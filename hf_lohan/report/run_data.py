@@ -61,8 +61,8 @@ def read_run(path: str | Path) -> RunData:
         raise no_run_in(path, SUMMARY_NAME, STEPS_NAME)
     folder = output_dir / FOLDER
     steps = _read_steps(folder / STEPS_NAME)
-    num_ranks = 1 + len(steps[-1].get("waited_s", ())) if steps else 1
-    others = sorted((output_dir / PRIVATE_FOLDER).glob(f"rank-*-of-{num_ranks}")) if num_ranks > 1 else ()
+    num_others = len(steps[-1].get("waited_s", ())) if steps else 0
+    others = sorted((output_dir / PRIVATE_FOLDER).glob(f"rank-*-of-{1 + num_others}"))
     return RunData(
         output_dir=output_dir,
         config=_read_json(folder / SETTINGS_NAME),

@@ -227,10 +227,9 @@ def warnings(findings: Findings) -> Iterator[str]:
         share = percent(findings.between_s / _mean_step_s(findings))
         yield f"{share} of the time passed between steps (data, logging, saving, evaluating); do these less often."
     if len(waits := findings.waits_for_ranks) > 1 and waits[0][1] - waits[1][1] > _WAITS_MUCH_LONGER:
-        (slowest, share), (_, next_share), *_ = waits
         yield (
-            f"Rank {slowest} is slower than the others: they waited for it during {percent(share)} of a step, and for "
-            f"any other rank during {percent(next_share)} at most. Find out what slows it down."
+            f"Rank {waits[0][0]} is slower than the others: they waited for it during {percent(waits[0][1])} of a "
+            f"step, and for any other rank during {percent(waits[1][1])} at most. Find out what slows it down."
         )
     num_redone = sum(step.get("updates") == "redone" for step in findings.steps)
     if num_redone:
