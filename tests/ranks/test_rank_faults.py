@@ -224,6 +224,7 @@ def test_a_failure_callback_is_called_without_a_wait() -> None:
         if links.ranks.rank == 0:
             raise ValueError("no")
         assert is_told.wait(SOON_S)
+        assert str(told[0]).endswith(f"failed: ValueError: no while rank {links.ranks.rank} was running")
         return told[0].rank
 
     outcomes = rank_outcomes(3, ask)

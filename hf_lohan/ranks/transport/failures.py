@@ -62,7 +62,7 @@ class FirstRankFailure:
             callbacks = list(self._callbacks)
             self._changed.notify_all()
         for callback in callbacks:
-            callback(RankFailedError(failure.text, failure.rank))
+            callback(self._error_of(failure, "was running"))
 
     def add_callback(self, callback: Callable[[RankFailedError], object]) -> None:
         """Call ``callback`` once, on any thread, when a failure is recorded, or now if one is already recorded."""
@@ -70,7 +70,7 @@ class FirstRankFailure:
             self._callbacks.append(callback)
             failure = self._failure
         if failure is not None:
-            callback(RankFailedError(failure.text, failure.rank))
+            callback(self._error_of(failure, "was running"))
 
     def to_announce(self) -> Failure | None:
         """Return the failure that this rank must still tell the others, and only once."""
@@ -88,5 +88,8 @@ class FirstRankFailure:
             return
         if failure.error is not None:
             raise raised_anew(failure.error)
+        raise self._error_of(failure, action)
+
+    def _error_of(self, failure: Failure, action: str) -> RankFailedError:
         joint = ";" if " while rank " in failure.text else " while"
-        raise RankFailedError(f"{failure.text}{joint} rank {self._rank} {action}", failure.rank)
+        return RankFailedError(f"{failure.text}{joint} rank {self._rank} {action}", failure.rank)
