@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hf_lohan.checkpoint.moves import finish_moves
 from hf_lohan.checkpoint.seen_stores import (
@@ -119,144 +119,218 @@ def find_other_ranks(
                 kept_commits(seen.directories)  # raises
             logger.warning("a store of %s is ignored: %s", times(seen.num_ranks, "rank"), seen.damage)
         links.barrier("the damaged stores to be read again")
-    return _judge(reports, directories)
+    return _AllSeen(reports, directories).judge()
 
 
-def _judge(reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> OtherRanks:
-    num_ranks = len(reports)
-    launches = {report.launch_id for report in reports} - {None}
-    runs: dict[int, dict[int, SeenStore]] = {}
-    for seen in (seen for report in reports for seen in report.others_seen):
-        stores = runs.setdefault(seen.num_ranks, {})
-        stores[seen.rank] = _only(stores.get(seen.rank, seen), seen, launches)
-    complete = {
-        number: commit
-        for number, stores in runs.items()
-        if len(stores) == number and (commit := _common([stores[rank].commits for rank in range(number)])) is not None
-    }
-    own = _common([report.committed for report in reports])
-    drafts = tuple(number for number, stores in runs.items() if _are_drafts(stores.values()))
+class _AllSeen:
+    """What all ranks see together. `judge` says what it means.
 
-    def seen_of(numbers: Sequence[int]) -> tuple[SeenStore, ...]:
-        assert num_ranks not in numbers, "a run does not set aside its own stores"
-        return tuple(
-            seen
-            for report in reports
-            for seen in report.others_seen
-            if seen.num_ranks in numbers and seen.store_id == runs[seen.num_ranks][seen.rank].store_id
+    =========================  ==================================  ====================================
+    this number of ranks       other numbers of ranks              state
+    =========================  ==================================  ====================================
+    has a step of its own      any                                 `nothing`: this run continues itself
+    is a copy of N ranks       those N as copied, or gone          `resharded`
+    is a copy of N ranks       those N went on                     as if there was no copy
+    is a copy of N ranks       others have later steps             ValueError
+    has no common step         one is complete                     `reshardable`; `lost` without a step
+    has no common step         several are complete                ValueError
+    has no common step         none is complete, some have steps   `lost`
+    some ranks' stores gone    none                                `lost`
+    nothing                    set aside by this launch            `lost`
+    nothing                    nothing                             `nothing`
+    =========================  ==================================  ====================================
+    """
+
+    def __init__(self, reports: Sequence[_Report], directories: Sequence[Sequence[str]]) -> None:
+        self._reports, self._directories = reports, directories
+        self._num_ranks = len(reports)
+        self._launches = {report.launch_id for report in reports} - {None}
+        self._runs: dict[int, dict[int, SeenStore]] = {}
+        """The stores of each other number of ranks, by rank."""
+        for seen in (seen for report in reports for seen in report.others_seen):
+            stores = self._runs.setdefault(seen.num_ranks, {})
+            stores[seen.rank] = _only(stores.get(seen.rank, seen), seen, self._launches)
+        self._complete = {
+            number: commit
+            for number, stores in self._runs.items()
+            if len(stores) == number
+            and (commit := _common([stores[rank].commits for rank in range(number)])) is not None
+        }
+        """The newest common commit of each number of ranks whose stores are all there."""
+        self._own = _common([report.committed for report in reports])
+        self._drafts = tuple(number for number, stores in self._runs.items() if _are_drafts(stores.values()))
+        """Numbers of ranks whose stores have no step of their own."""
+        self._own_stores = tuple(
+            report.own_seen for report in reports if report.own_seen is not None and report.own_seen.commits
         )
 
-    if own is not None and own.resharded_from is None:
-        older = tuple(n for n in drafts if max(store.newest for store in runs[n].values()) <= own.number)
+    def judge(self) -> OtherRanks:
+        """Return what is left of a run with another number of ranks, by the first rule that applies."""
+        rules = (self._goes_on, self._is_copy, self._is_complete, self._is_incomplete, self._is_own_lost)
+        found = (state for rule in rules if (state := rule()) is not None)
+        return next(found, None) or self._is_set_aside() or OtherRanks("nothing", self._directories)
+
+    def _goes_on(self) -> OtherRanks | None:
+        """This number of ranks has a step of its own."""
+        own = self._own
+        if own is None or own.resharded_from is not None:
+            return None
+        older = tuple(n for n in self._drafts if max(store.newest for store in self._runs[n].values()) <= own.number)
         return OtherRanks(
-            "nothing", directories, left_over=older, output_dir=own.output_dir, key=own.key, left_stores=seen_of(older)
+            "nothing",
+            self._directories,
+            left_over=older,
+            output_dir=own.output_dir,
+            key=own.key,
+            left_stores=self._seen_of(older),
         )
 
-    def found(
-        state: Literal["reshardable", "resharded", "lost"], number: int, commit: Kept, why_lost: str = "", **fields: Any
-    ) -> OtherRanks:
-        of_number = runs.get(number, {})
-        stores = tuple(store for _, store in sorted(of_number.items()))
-        of_launch = (one.launch_id in launches for store in stores for one in store.commits)
-        left_over = tuple({number, *drafts}) if state != "lost" else ()
-        return OtherRanks(
-            state,
-            directories,
-            number,
-            commit.step,
-            commit.launch_id in launches or any(of_launch),
-            why_lost,
-            commit.last_checkpoint,
-            left_over,
-            commit.output_dir,
-            commit.run_id,
-            stores[0].fingerprint if stores else "",
-            commit.key,
-            stores,
-            {(seen.seen_by, seen.rank): seen.directories for seen in seen_of([number] if stores else [])}
-            if number != num_ranks
-            else {},
-            seen_of(left_over),
-            **fields,
-        )
-
-    def state_of(number: int) -> str:
-        """Describe the stores of a number of ranks for a message."""
-        if number == num_ranks:
-            of_ranks = dict(enumerate(report.committed for report in reports))
-        else:
-            of_ranks = {rank: store.commits for rank, store in runs[number].items()}
-        step = max((commit.step for commits in of_ranks.values() for commit in commits), default=0)
-        lacks = [rank for rank in range(number) if not of_ranks.get(rank)]
-        is_complete = (own if number == num_ranks else complete.get(number)) is not None
-        why = f"the store of rank {lacks[0]} is gone" if lacks else "they have no common step"
-        return f"those of {times(number, 'rank')} are " + (
-            f"complete, with step {complete[number].step if number in complete else step}"
-            if is_complete
-            else f"incomplete ({why}), with step {step}"
-        )
-
-    where = directories[0][0]
-    if own is not None and not _must_be_copied_again(own, complete.get(own.resharded_from or 0)):
-        before, old = complete.get(own.resharded_from or 0), runs.get(own.resharded_from or 0, {})
-        newer = [number for number in complete if number not in drafts and complete[number].number > own.number]
+    def _is_copy(self) -> OtherRanks | None:
+        """The own stores are a copy without a step of its own."""
+        own, complete = self._own, self._complete
+        if own is None or own.resharded_from is None:
+            return None
+        number = own.resharded_from
+        before, old = complete.get(number), self._runs.get(number, {})
+        if _must_be_copied_again(own, before):
+            return None
+        newer = [n for n in complete if n not in self._drafts and complete[n].number > own.number]
         is_copy = before is not None and (before.number, before.step) == (own.number, own.step)
         is_copy = is_copy or (before is None and _is_as_resharded(own, old))
-        if is_copy and not [number for number in newer if number != own.resharded_from]:
-            return found("resharded", own.resharded_from or 0, own)
-        if newer != [own.resharded_from] or not _is_same_run(own, old):
-            others = sorted({*newer, *([own.resharded_from] if old and own.resharded_from else [])})
-            raise ValueError(
-                f"{where} holds stores of several runs, and it is not clear which one continues: those of this run's "
-                f"{times(num_ranks, 'rank')} were resharded from {times(own.resharded_from or 0, 'rank')} at step "
-                f"{own.step}; {'; '.join(map(state_of, others))}. To continue from step {own.step}, move the folders "
-                "of the others to another place; to continue from another state, move the folders of this one, and "
-                "bring back what is missing"
-            )
-    candidates = [number for number in complete if number not in drafts] or [*complete]
-    every = [commit for report in reports for commit in report.committed]
-    resumable_own = [commit for commit in every if commit.is_resumable]
-    half_own = [commit for commit in resumable_own if commit.resharded_from is None]
-    own_stores = tuple(report.own_seen for report in reports if report.own_seen is not None and report.own_seen.commits)
-    if len(candidates) > 1 or (candidates and half_own and not _is_later(complete, runs, candidates[0], own_stores)):
-        numbers = sorted([*candidates, *([num_ranks] if half_own else [])])
-        counts = " and ".join(map(str, numbers))
-        advice = " or ".join(times(number, "rank") for number in candidates)
+        if is_copy and not [n for n in newer if n != number]:
+            return self._found("resharded", number, own)
+        if newer == [number] and _is_same_run(own, old):
+            return None
+        others = sorted({*newer, *([number] if old else [])})
         raise ValueError(
-            f"{where} holds stores of runs with {counts} ranks, and only one of these runs can continue: "
-            f"{'; '.join(map(state_of, numbers))}. Continue with {advice}, which "
-            f"{'are' if len(candidates) > 1 else 'is'} complete, or move the folders of the states that this run does "
-            "not continue to another place, on each ssd path"
+            f"{self._directories[0][0]} holds stores of several runs, and it is not clear which one continues: those "
+            f"of this run's {times(self._num_ranks, 'rank')} were resharded from {times(number, 'rank')} at step "
+            f"{own.step}; {'; '.join(map(self._state_of, others))}. To continue from step {own.step}, move the folders "
+            "of the others to another place; to continue from another state, move the folders of this one, and "
+            "bring back what is missing"
         )
-    for number in candidates:
-        commit = complete[number]
-        if commit.is_resumable:
-            copied = tuple((store.store_id, store.newest) for _, store in sorted(runs[number].items()))
-            own_left = tuple(store for store in own_stores if not _is_copy_of(store, number, copied))
-            return found("reshardable", number, commit, own_left=own_left)
-        return found("lost", number, commit, "they have no whole step, as with durability: checkpoint")
-    broken = [
-        (commit.step, number, commit)
-        for number, stores in runs.items()
-        for store in stores.values()
-        for commit in store.commits
-    ]
-    if broken:
+
+    def _is_complete(self) -> OtherRanks | None:
+        """All stores of another number of ranks are there."""
+        complete, own_stores = self._complete, self._own_stores
+        candidates = [number for number in complete if number not in self._drafts] or [*complete]
+        has_own_steps = any(commit.resharded_from is None for commit in self._resumable_own())
+        if not candidates:
+            return None
+        if len(candidates) > 1 or (has_own_steps and not _is_later(complete, self._runs, candidates[0], own_stores)):
+            numbers = sorted([*candidates, *([self._num_ranks] if has_own_steps else [])])
+            counts = " and ".join(map(str, numbers))
+            advice = " or ".join(times(number, "rank") for number in candidates)
+            raise ValueError(
+                f"{self._directories[0][0]} holds stores of runs with {counts} ranks, and only one of these runs can "
+                f"continue: {'; '.join(map(self._state_of, numbers))}. Continue with {advice}, which "
+                f"{'are' if len(candidates) > 1 else 'is'} complete, or move the folders of the states that this run "
+                "does not continue to another place, on each ssd path"
+            )
+        number = candidates[0]
+        if not complete[number].is_resumable:
+            why = "they have no whole step, as with durability: checkpoint"
+            return self._found("lost", number, complete[number], why)
+        copied = tuple((store.store_id, store.newest) for _, store in sorted(self._runs[number].items()))
+        own_left = tuple(store for store in own_stores if not _is_copy_of(store, number, copied))
+        return self._found("reshardable", number, complete[number], own_left=own_left)
+
+    def _is_incomplete(self) -> OtherRanks | None:
+        """A part of the stores of another number of ranks is gone."""
+        broken = [
+            (commit.step, number, commit)
+            for number, stores in self._runs.items()
+            for store in stores.values()
+            for commit in store.commits
+        ]
+        if not broken:
+            return None
         _, number, commit = max(broken, key=lambda found: found[0])
-        missing = [rank for rank in range(number) if rank not in runs[number] or not runs[number][rank].commits]
-        ranks = " and ".join(map(str, missing))
-        why = f"the store of rank {ranks} of {number} is gone" if missing else "their stores have no common step"
-        return found("lost", number, commit, why)
-    empty = [rank for rank, report in enumerate(reports) if not report.committed]
-    if resumable_own and empty:
-        commit = max(resumable_own, key=lambda kept: kept.step)
-        ranks = " and ".join(map(str, empty))
-        return found("lost", num_ranks, commit, f"the store of rank {ranks} of {num_ranks} is gone")
-    lost = [commit for report in reports for commit in report.lost if commit.launch_id in launches]
-    if lost and not every:
-        commit = max(lost, key=lambda kept: kept.step)
-        return found("lost", 0, commit, "a part of the stores is gone")
-    return OtherRanks("nothing", directories)
+        stores = self._runs[number]
+        missing = [rank for rank in range(number) if rank not in stores or not stores[rank].commits]
+        why = _are_gone(missing, number) if missing else "their stores have no common step"
+        return self._found("lost", number, commit, why)
+
+    def _is_own_lost(self) -> OtherRanks | None:
+        """A part of the stores of this number of ranks is gone."""
+        empty = [rank for rank, report in enumerate(self._reports) if not report.committed]
+        resumable = self._resumable_own()
+        if not resumable or not empty:
+            return None
+        commit = max(resumable, key=lambda kept: kept.step)
+        return self._found("lost", self._num_ranks, commit, _are_gone(empty, self._num_ranks))
+
+    def _is_set_aside(self) -> OtherRanks | None:
+        """An earlier attempt of this launch has set stores aside, because a part was gone."""
+        lost = [commit for report in self._reports for commit in report.lost if commit.launch_id in self._launches]
+        if not lost or self._own_stores:
+            return None
+        return self._found("lost", 0, max(lost, key=lambda kept: kept.step), "a part of the stores is gone")
+
+    def _resumable_own(self) -> list[Kept]:
+        return [commit for report in self._reports for commit in report.committed if commit.is_resumable]
+
+    def _seen_of(self, numbers: Sequence[int]) -> tuple[SeenStore, ...]:
+        """Return the stores of these numbers of ranks, once for each rank that sees them."""
+        assert self._num_ranks not in numbers, "a run does not set aside its own stores"
+        return tuple(
+            seen
+            for report in self._reports
+            for seen in report.others_seen
+            if seen.num_ranks in numbers and seen.store_id == self._runs[seen.num_ranks][seen.rank].store_id
+        )
+
+    def _found(
+        self,
+        state: Literal["reshardable", "resharded", "lost"],
+        number: int,
+        commit: Kept,
+        why_lost: str = "",
+        *,
+        own_left: tuple[SeenStore, ...] = (),
+    ) -> OtherRanks:
+        stores = tuple(store for _, store in sorted(self._runs.get(number, {}).items()))
+        commits = [commit, *(one for store in stores for one in store.commits)]
+        left_over = tuple({number, *self._drafts}) if state != "lost" else ()
+        visible = self._seen_of([number]) if stores else ()
+        return OtherRanks(
+            state,
+            self._directories,
+            num_ranks=number,
+            step=commit.step,
+            is_of_launch=any(one.launch_id in self._launches for one in commits),
+            why_lost=why_lost,
+            last_checkpoint=commit.last_checkpoint,
+            left_over=left_over,
+            output_dir=commit.output_dir,
+            run_id=commit.run_id,
+            fingerprint=stores[0].fingerprint if stores else "",
+            key=commit.key,
+            stores=stores,
+            visible={(seen.seen_by, seen.rank): seen.directories for seen in visible},
+            left_stores=self._seen_of(left_over),
+            own_left=own_left,
+        )
+
+    def _state_of(self, number: int) -> str:
+        """Describe the stores of a number of ranks for a message."""
+        if number == self._num_ranks:
+            of_ranks = dict(enumerate(report.committed for report in self._reports))
+        else:
+            of_ranks = {rank: store.commits for rank, store in self._runs[number].items()}
+        common = self._own if number == self._num_ranks else self._complete.get(number)
+        step = max((commit.step for commits in of_ranks.values() for commit in commits), default=0)
+        if common is not None:
+            step = step if number == self._num_ranks else common.step
+            how = "complete"
+        else:
+            lacks = [rank for rank in range(number) if not of_ranks.get(rank)]
+            how = f"incomplete ({f'the store of rank {lacks[0]} is gone' if lacks else 'they have no common step'})"
+        return f"those of {times(number, 'rank')} are {how}, with step {step}"
+
+
+def _are_gone(ranks: Sequence[int], num_ranks: int) -> str:
+    return f"the store of rank {' and '.join(map(str, ranks))} of {num_ranks} is gone"
 
 
 def _is_as_resharded(own: Kept, old: Mapping[int, SeenStore]) -> bool:

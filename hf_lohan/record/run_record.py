@@ -51,8 +51,10 @@ def record_folder(output_dir: Path, ranks: Ranks) -> Path:
     return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
 
-_CLEARLY_FITS = 0.8
-"""A run that needs less than this part of the device's memory is told that it need not be offloaded."""
+_CLEARLY_FITS = 0.7
+"""A run that needs less than this part of the device's memory is told that it need not be offloaded. It is less than
+16/22, because 16 bytes of a weight are counted, and the stock Trainer needs up to 22 (with a copy for autocast, and
+temporaries of an optimizer that is not fused). `offload="auto"` counts these, so it does not offload such a run."""
 
 
 class RunRecord:
