@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engines import ONE_GENERATOR
+from planned_models import TINY_EFFORT
 
 from hf_lohan.activations.layer_runs import RowMemory
 from hf_lohan.config import OffloadConfig
@@ -165,8 +166,15 @@ def taken_bytes(engine: OffloadEngine) -> int:
     return fixed_bytes + staging_bytes + engine.tiers.shared_ram.num_bytes
 
 
+@pytest.fixture(autouse=True)
+def unmeasured_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of computing stay for longer batches, so that two plans are for the same machine. Measuring them would take
+    a second of CPU in each run."""
+    monkeypatch.setattr(run_plan, "measure_computing", lambda profile, *_args, **_options: profile)
+
+
 @pytest.fixture
-def measured_again(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+def measured_again(unmeasured_computing: None, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """The shapes with which the device was measured again."""
     found: list[list[Any]] = []
 
@@ -175,6 +183,7 @@ def measured_again(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
         return measure_computing(profile, *args, matrix_shapes=matrix_shapes, **options)
 
     monkeypatch.setattr(run_plan, "measure_computing", measure)
+    monkeypatch.setattr(run_plan, "_MEASURING_AGAIN", TINY_EFFORT)
     return found
 
 
@@ -203,9 +212,7 @@ def test_a_device_that_cannot_be_measured_again_keeps_its_rates(
     assert "cannot be measured again" in caplog.text
 
 
-def test_a_longer_batch_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Both plans are compared on the same machine.
-    monkeypatch.setattr(run_plan, "measure_computing", lambda profile, *_args, **_options: profile)
+def test_a_longer_batch_is_planned_for(tmp_path: Path) -> None:
     lengths = [SHORT, SHORT, LONG, SHORT, LONG]
     run = run_lengths(lengths, tmp_path / "varying")
     first, now = run.plan.first, run.plan.now
@@ -447,14 +454,16 @@ def test_copies_that_a_run_has_made_stay_although_longer_rows_need_their_ram(tmp
 
 
 def test_keys_that_do_not_fit_cpu_memory_are_refused_before_their_forward(tmp_path: Path) -> None:
-    for run in run_shared([SHORT, 100 * LONG], tmp_path / "refused", cpu_memory="4MiB"):
+    # Many rows instead of longer ones, because attention takes the square of a row's length.
+    num_rows, length = 20, 5 * LONG
+    for run in run_shared([SHORT, length], tmp_path / "refused", batch_size=num_rows, cpu_memory="4MiB"):
         assert run.num_begun == 0 and len(run.losses) == 1
-        assert f"gradients of 2 x {100 * LONG} tokens that 2 ranks share (sequence_ranks)" in run.error
-        assert f"which take {keys_bytes(2 * 100 * LONG, 2) // 2} bytes" in run.error
+        assert f"gradients of {num_rows} x {length} tokens that 2 ranks share (sequence_ranks)" in run.error
+        assert f"which take {keys_bytes(num_rows * length, 2) // 2} bytes" in run.error
     advised = re.search(r"use shorter rows, or set cpu_memory to at least (\d+)", run.error)
     assert advised is not None
     for num_bytes, fits in ((int(advised[1]), True), (int(advised[1]) - 4096, False)):
-        found = run_shared([100 * LONG], tmp_path / f"{fits}", cpu_memory=num_bytes)
+        found = run_shared([length], tmp_path / f"{fits}", batch_size=num_rows, cpu_memory=num_bytes)
         assert [run.error == "" for run in found] == [fits, fits]
 
 
