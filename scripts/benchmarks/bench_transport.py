@@ -122,6 +122,7 @@ class Measured:
         if self.rank == 0:
             sending.start()
         yield
+        self.links.barrier("the messages to arrive")
         assert self.rank or sending.is_alive(), "the payload was sent, although nobody has taken it"
         self._may_take.set()
         if self.rank == 0:

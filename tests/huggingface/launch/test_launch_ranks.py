@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -68,6 +69,35 @@ state = accelerate.PartialState(cpu=True)
 links = links_to_other_ranks()
 links.barrier("the start")
 if state.process_index == 0:
+    raise OSError("the drive of my loop is full")
+links.barrier("the next step")
+"""
+
+
+FAILING_LOOPS = """
+import collections, os, socket, sys
+import accelerate
+from hf_lohan.huggingface.ranks import links_to_other_ranks
+
+ended = collections.Counter()
+for number in range(100):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    for rank in (0, 1):
+        pid = os.fork()
+        if not pid:
+            break
+    if not pid:
+        break
+    ended.update(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2))
+else:
+    print(dict(ended))
+    sys.exit()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+state = accelerate.PartialState(cpu=True)
+links = links_to_other_ranks()
+links.barrier("the start")
+if rank == number % 2:
     raise OSError("the drive of my loop is full")
 links.barrier("the next step")
 """
@@ -143,6 +173,19 @@ def test_an_exception_outside_train_ends_the_other_ranks(tmp_path: Path) -> None
     stderrs = [(tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1)]
     assert "OSError: the drive of my loop is full" in stderrs[0]
     assert "failed: OSError: the drive of my loop is full while rank 1 waited for the next step" in stderrs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_rank_of_two_hundred_that_fail_is_aborted(tmp_path: Path) -> None:
+    """Each process ends with the interpreter's own end."""
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING_LOOPS], cwd=tmp_path, env=os.environ | env, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "{1: 200}", done.stderr[-3000:]
+    assert not re.search("terminate called|Fatal Python error", done.stderr)
+    assert done.stderr.count("failed: OSError: the drive of my loop is full while rank") == 100
 
 
 @pytest.fixture(scope="module")
