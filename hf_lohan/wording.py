@@ -20,6 +20,7 @@ _BOTTLENECKS = {
     "cpu": "the optimizer on the CPU",
     "net": "the network",
     "host": "the RAM of a node",
+    "gpu_link": "the links between GPUs",
 }
 
 

@@ -64,6 +64,18 @@ _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,gradients=int4,within=int8."),
 ]
+_Transport = Annotated[
+    str | None,
+    typer.Option(
+        metavar="T", help="How GPUs of a machine get weights and gradients: host or nccl. Default: as --offload."
+    ),
+]
+_GpuLink = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE", help="Rate between GPUs, in each direction: 50GB/s. Default: as --hardware, or assumed."
+    ),
+]
 _ExpertParallel = Annotated[
     str | None,
     typer.Option(
@@ -235,6 +247,8 @@ def plan(
     boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
+    transport: _Transport = None,
+    gpu_link: _GpuLink = None,
     expert_parallel: _ExpertParallel = None,
     routing: _Routing = None,
     sequence_ranks: _SequenceRanks = None,
@@ -277,6 +291,8 @@ def plan(
             num_nodes=nodes,
             link=link,
             collectives=collectives,
+            transport=transport,
+            gpu_link=gpu_link,
             expert_parallel=expert_parallel,
             routing=routing,
             sequence_ranks=sequence_ranks,
@@ -303,6 +319,8 @@ def estimate(
     boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
+    transport: _Transport = None,
+    gpu_link: _GpuLink = None,
     expert_parallel: _ExpertParallel = None,
     routing: _Routing = None,
     paper: _Paper = False,
@@ -327,6 +345,8 @@ def estimate(
             num_nodes=nodes,
             link=link,
             collectives=collectives,
+            transport=transport,
+            gpu_link=gpu_link,
             expert_parallel=expert_parallel,
             routing=routing,
             paper=paper,

@@ -24,6 +24,7 @@ from hf_lohan.hardware import (
     cached_hardware,
     examine_machine,
     examine_path,
+    with_gpu_link,
     write_hardware,
 )
 from hf_lohan.optim import master_format
@@ -92,6 +93,7 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
             hardware = cached_hardware(
                 config, device, matrix_shapes=SHAPES, dtype=DTYPE, effort=EFFORT, measure_again=measure_again
             )
+            hardware = with_gpu_link(hardware)
             form = master_format(DTYPE, config.moment_dtype)
             update_bytes = DTYPE.itemsize + form.state_bytes_per_param
             checks += rate_checks(hardware, str(DTYPE).removeprefix("torch."), update_bytes=update_bytes)

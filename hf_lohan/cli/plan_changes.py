@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hf_lohan.cli.plan_ranks import divides_experts, loads_of_ranks
+from hf_lohan.cli.plan_ranks import divides_experts, gpu_links_of, loads_of_ranks
 from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, longest_row_of, plan_run
 from hf_lohan.model import find_experts
 from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, simulate_step, with_changed
@@ -53,7 +53,8 @@ def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
 def plan_facts(planned: PlannedRun) -> dict[str, Any]:
     """Return the plan, the life of the drives and useful changes, in JSON's types."""
     step, life = planned.plan.prediction, drive_life(planned.hardware, planned.plan.prediction)
-    longest, loads = longest_row_of(planned), loads_of_ranks(planned.plan, planned.profile)
+    longest, loads = longest_row_of(planned), loads_of_ranks(planned.plan, planned.profile, planned.setup)
+    between = gpu_links_of(planned.plan, planned.hardware, planned.request.gpu_link)
     return {
         **planned.plan.to_mapping(),
         "solvers": [asdict(solved) for solved in planned.plan.solvers],
@@ -65,6 +66,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, Any]:
         "drive_life": {"steps": life.steps, "tokens": life.tokens, "days": life.days} if life else None,
         "nearest_changes": [change.to_mapping() for change in nearest_changes(planned)] if step.fits else [],
         **({} if loads is None else {"most_loaded_rank": loads}),
+        **({} if between is None else {"gpu_links": asdict(between)}),
         **_expert_facts(planned),
     }
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_lohan.device import LinkKind
 from hf_lohan.planner import (
     Cluster,
     Collectives,
     HardwareProfile,
     ModelProfile,
     OffloadPlan,
+    TrainingSetup,
     all_ways,
     balanced_experts,
 )
 from hf_lohan.planner.collectives import COLLECTIVE_VALUES
 from hf_lohan.planner.costs.expert_costs import most_loaded
-from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
+from hf_lohan.planner.model_profile import ExpertsProfile
+from hf_lohan.wording import bottleneck_label, count, format_bytes, gb_per_s, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
 """Fraction of a line rate that is payload. Headers of Ethernet, IP and TCP take the rest, in frames of 1500 bytes."""
@@ -28,11 +31,13 @@ _COLLECTIVES = {
     "forward_weights": "weights, forward",
     "backward_weights": "weights, backward",
     "gradients": "gradients",
+    "forward_rows": "rows of embeddings",
     "forward_tokens": "tokens to experts, forward",
     "backward_tokens": "tokens to experts, backward",
 }
 _SOURCES = {"world": "all nodes", "ram": "each node's RAM", "ssd": "each node's SSDs"}
 _FORMS = {"exact": "exact", "delta": "exact, as a change", "int8": "int8", "int4": "int4"}
+_GPU_LINKS = {"nvlink": LinkKind.NVLINK, "pcie": LinkKind.PCIE, "none": LinkKind.NONE, "": LinkKind.UNKNOWN}
 _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -55,6 +60,70 @@ def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> Ha
             "the hardware profile"
         )
     return hardware
+
+
+def with_gpu_rate(hardware: HardwareProfile, rate: str | None) -> HardwareProfile:
+    """Return the machine with the rate of the links between its GPUs, if one is given. Raises ValueError."""
+    if rate is None:
+        return hardware
+    match = _LINK.fullmatch(rate.strip())
+    if match is None or match[3] != "B":
+        raise ValueError(
+            f"gpu_link = {rate!r} is not allowed; write bytes per second in each direction, such as 50GB/s"
+        )
+    return replace(hardware, gpu_link_bytes_per_s=link_bytes_per_s(rate))
+
+
+def why_gpus_do_not_send(hardware: HardwareProfile) -> str:
+    """Return why the devices of the machine cannot send to each other; "" if they can, or it is not known."""
+    if hardware.device.shares_cpu:
+        return "this run computes on the cpu, and only CUDA devices send to each other"
+    if hardware.gpu_link == "none":
+        return "the GPUs of this machine do not reach each other's memory (gpu_link: none)"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinksBetweenGpus:
+    """What a plan says about the links between the GPUs of a node."""
+
+    kind: str
+    """As `lohan doctor` names it."""
+    bytes_per_s: float
+    rate_is: str
+    """Where the rate comes from."""
+
+
+def gpu_links_of(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str | None) -> LinksBetweenGpus | None:
+    """Return the links between the GPUs of a node; None if there are none, because a node has one device, or none of
+    CUDA."""
+    if plan.cluster.num_local == 1 or hardware.device.shares_cpu:
+        return None
+    if hardware.gpu_link_bytes_per_s is not None:
+        rate_is = "given by --gpu-link" if given_rate is not None else "as in the hardware profile"
+    elif hardware.gpu_link == "nvlink":
+        rate_is = "assumed, as between two RTX 3090"
+    else:
+        rate_is = "assumed, as of copies from and to RAM"
+    return LinksBetweenGpus(_GPU_LINKS[hardware.gpu_link].value, hardware.between_gpus_bytes_per_s, rate_is)
+
+
+def between_gpus(plan: OffloadPlan, hardware: HardwareProfile, given_rate: str | None) -> Iterator[str]:
+    """Yield sentences on the links between the GPUs of a node, and on what takes them."""
+    links, ranks = gpu_links_of(plan, hardware, given_rate), plan.prediction.ranks
+    if links is None or ranks is None:
+        return
+    if plan.cluster.transport == "host":
+        yield f"Links between the GPUs of a node: {links.kind}. With transport: host nothing takes them."
+        return
+    moved = ranks.between_gpus
+    yield (
+        f"Links between the GPUs of a node: {links.kind}, {gb_per_s(links.bytes_per_s)} in each direction "
+        f"({links.rate_is}). In a step each GPU gets {format_bytes(moved.h2d)} of weights from the others, and sends "
+        f"them {format_bytes(moved.d2h)} of gradients (transport: nccl)."
+    )
+    if hardware.gpus_share_links:
+        yield "They take the links between GPUs and RAM, too, so those have no less to carry than with transport: host."
 
 
 def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
@@ -103,6 +172,7 @@ def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
         "forward_weights": _FORMS[ways.forward],
         "backward_weights": _FORMS[ways.forward] if ways.backward == "world" else f"from {_source(ways)}",
         "gradients": _FORMS[ways.gradients],
+        "forward_rows": _FORMS["exact"],
         "forward_tokens": _FORMS["exact"],
         "backward_tokens": _FORMS["exact"],
     }
@@ -168,7 +238,7 @@ def sent_in_a_line(plan: OffloadPlan) -> str:
     )
 
 
-def rows_of_experts(plan: OffloadPlan, profile: ModelProfile) -> Iterator[str]:
+def rows_of_experts(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSetup) -> Iterator[str]:
     """Yield lines that say what the rows of tokens cost if each expert belongs to one of several ranks, and how evenly
     ranks share the rows by a measured routing."""
     ranks = plan.prediction.ranks
@@ -177,18 +247,24 @@ def rows_of_experts(plan: OffloadPlan, profile: ModelProfile) -> Iterator[str]:
             f"Up to {count(ranks.rows_equal_weights_at_tokens)} tokens in a rank's micro-batch, the rows of tokens are "
             "fewer bytes between nodes than the experts' weights and gradients would be."
         )
-    loads = loads_of_ranks(plan, profile)
+    loads = loads_of_ranks(plan, profile, setup)
     if loads is not None:
+        most = f"the most loaded rank has {loads['now']:.2f} times the mean rows of experts"
+        if "owned" in loads:
+            most = (
+                f"the experts of the most loaded rank have {loads['owned']:.2f} times the mean rows; with "
+                f"balance_experts the most loaded rank computes {loads['now']:.2f} times the mean"
+            )
         yield (
-            f"By the rows that the run has counted, the most loaded rank has {loads['now']:.2f} times the mean rows of "
-            f"experts, for which each layer waits. With lohan reshard --balance it would have {loads['balanced']:.2f} "
-            "times."
+            f"By the rows that the run has counted, {most}, for which each layer waits. With lohan reshard --balance "
+            f"it would have {loads['balanced']:.2f} times."
         )
 
 
-def loads_of_ranks(plan: OffloadPlan, profile: ModelProfile) -> dict[str, float] | None:
+def loads_of_ranks(plan: OffloadPlan, profile: ModelProfile, setup: TrainingSetup) -> dict[str, float] | None:
     """Return the rows of the most loaded rank over the mean, as the mean over layers: "now", and "balanced" by `lohan
-    reshard --balance`. None if ranks divide no experts, or no routing is known."""
+    reshard --balance`. If ranks compute rows for each other's experts (`balance_experts`), both count that, and "owned"
+    is the load now without it. None if ranks divide no experts, or no routing is known."""
     cluster = plan.cluster
     layers = [experts for experts in profile.experts if experts.chances]
     if not divides_experts(plan) or not layers:
@@ -199,7 +275,13 @@ def loads_of_ranks(plan: OffloadPlan, profile: ModelProfile) -> dict[str, float]
         replace(experts, owners=tuple(of[expert] for expert in range(experts.num_experts)))
         for experts, of in zip(layers, owners, strict=True)
     ]
-    return {
-        name: statistics.fmean(most_loaded(experts, layer, cluster.num_ranks) for layer, experts in enumerate(of))
-        for name, of in (("now", layers), ("balanced", balanced))
-    }
+
+    def load(of: Sequence[ExpertsProfile], least_rows: int) -> float:
+        return statistics.fmean(
+            most_loaded(experts, layer, cluster.num_ranks, num_local=cluster.num_local, least_rows=least_rows)
+            for layer, experts in enumerate(of)
+        )
+
+    least_rows = setup.least_moved_rows
+    loads = {"now": load(layers, least_rows), "balanced": load(balanced, least_rows)}
+    return {**loads, "owned": load(layers, 0)} if least_rows else loads

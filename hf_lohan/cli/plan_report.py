@@ -25,6 +25,7 @@ from hf_lohan.cli.plan_changes import (
     with_other_experts,
 )
 from hf_lohan.cli.plan_ranks import (
+    between_gpus,
     divides_experts,
     nodes_send,
     of_each_rank,
@@ -162,20 +163,27 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
     if nodes_send(planned.plan):
         lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
-    hidden = (*rounded_within(planned.plan), hiding(planned), *what_hides(planned.plan))
     lines_below = (
         *_length(planned),
         *_rows(planned),
         *_experts(planned),
         *_other_experts(planned),
         *_wear(planned),
-        *hidden,
+        *_on_resources(planned),
         longest_row_text(planned),
         *_what_helps(planned),
         without_offloading(planned),
     )
     for line in (heading(planned), summary(planned), *figures, *lines_below):
         console.print(line, soft_wrap=True)
+
+
+def _on_resources(planned: PlannedRun) -> Iterable[str]:
+    """Yield sentences on links, and on the tokens that hide the drives and other resources."""
+    yield from rounded_within(planned.plan)
+    yield from between_gpus(planned.plan, planned.hardware, planned.request.gpu_link)
+    yield hiding(planned)
+    yield from what_hides(planned.plan)
 
 
 def print_plan(planned: PlannedRun, console: Console) -> None:
@@ -195,9 +203,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         *_experts(planned),
         *_other_experts(planned),
         *_wear(planned),
-        *rounded_within(planned.plan),
-        hiding(planned),
-        *what_hides(planned.plan),
+        *_on_resources(planned),
         longest_row_text(planned),
     ):
         console.print(line, soft_wrap=True)
@@ -507,7 +513,7 @@ def _experts(planned: PlannedRun) -> Iterable[str]:
 
 def _other_experts(planned: PlannedRun) -> Iterable[str]:
     """Yield sentences that compare divided and undivided experts of several ranks."""
-    yield from rows_of_experts(planned.plan, planned.profile)
+    yield from rows_of_experts(planned.plan, planned.profile, planned.setup)
     other = with_other_experts(planned)
     if other is None:
         return
@@ -533,12 +539,10 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
             f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {count(life.tokens)} tokens, "
             f"{life.days:.3g} days without a break."
         )
-    if planned.plan.commit_every_steps > 1:
-        every = planned.plan.commit_every_steps
-        lost_s = every * step.step_s
+    if (every := planned.plan.commit_every_steps) > 1:
         yield (
             f"One step of {every} is committed and writes the copies in RAM, so after a crash a run repeats at most "
-            f"{seconds(lost_s)}. With commit_every: 1 every step is committed."
+            f"{seconds(every * step.step_s)}. With commit_every: 1 every step is committed."
         )
     if planned.plan.durability == "checkpoint":
         yield "Two versions of the state do not fit, so after a crash a run resumes from its last checkpoint."

@@ -13,11 +13,12 @@ from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.checkpoint.resharding import RunRouting, routing_of
-from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
+from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
+from hf_lohan.engine.ranks import check_device_transport
 from hf_lohan.files import ForeignStoreError, StorageError
-from hf_lohan.hardware import cached_hardware, read_hardware
+from hf_lohan.hardware import cached_hardware, read_hardware, with_gpu_link
 from hf_lohan.hardware.gpu_direct import uses_direct_io
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.attention import cuttable_layers
@@ -88,6 +89,10 @@ class PlanRequest:
     """Rate of the link between nodes. None is the rate in the hardware profile."""
     collectives: str | None = None
     """How ranks exchange weights and gradients. None is the setting of the configuration."""
+    transport: str | None = None
+    """How the GPUs of a node get weights and gradients. None is the setting of the configuration."""
+    gpu_link: str | None = None
+    """Rate of the links between the GPUs of a node. None is the rate in the hardware profile, or an assumed one."""
     expert_parallel: str | None = None
     """Whether ranks divide experts. None is the setting of the configuration."""
     routing: str | None = None
@@ -156,6 +161,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         if request.expert_parallel == "none":  # ranks own no experts, so there are none to balance
             change["balance_experts"] = False
         asked = OffloadConfig.load(asked.to_dict() | change)
+    if request.transport is not None:
+        asked = OffloadConfig.load(asked.to_dict() | {"transport": request.transport})
     if request.sequence_ranks is not None:
         asked = replace(asked, sequence_ranks=request.sequence_ranks)
     check_sequence_ranks(asked.sequence_ranks, request.ranks)
@@ -235,15 +242,22 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ranks=ranks,
         owners=owners_by_name(routed.blocks_by_rank, names) if routed is not None and is_same else None,
     )
+    check_device_transport(layout, config)
     routing = None if routed is None or run is None else _routing(routed, layout, run, is_asked=request.routing == run)
+
+    def measure(traced: TracedModel, _shape: StepShape) -> HardwareProfile:
+        found = hardware or _measured(config, device, traced, dtype)
+        if ranks.num_local > 1 and request.hardware is None:
+            found = with_gpu_link(found, ranks.num_local)
+        check_device_transport(layout, config, why_gpus_do_not_send(found))
+        return with_gpu_rate(with_link(found, request.link, request.num_nodes), request.gpu_link)
+
     planned = plan_step(
         model,
         layout,
         config,
         shape,
-        measure=lambda traced, _shape: with_link(
-            hardware or _measured(config, device, traced, dtype), request.link, request.num_nodes
-        ),
+        measure=measure,
         fused_attention=not memory_is_host,
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
         routing=routing,

@@ -44,14 +44,18 @@ def resources_of(planned: PlannedRun) -> list[Resource]:
 
     compute, update = work("computing", "compute_s"), work("optimizer", "optimizer_s")
     to_device, to_host = work("copies to the device", "h2d_s"), work("copies from the device", "d2h_s")
+    gathered, exchanged = work("weights between GPUs", "gathered_s"), work("gradients between GPUs", "exchanged_s")
+    sends_between = [exchange for exchange in (gathered, exchanged) if exchange.forward_s + exchange.backward_s]
+    on_links = sends_between if planned.hardware.gpus_share_links else []
     ssds = Resource("SSDs", frozenset({"ssd"}), (work("reading", "ssd_read_s"), work("writing", "ssd_write_s")))
     if planned.hardware.device.shares_cpu:
         resources = [Resource("CPU", frozenset({"compute", "cpu"}), (compute, to_device, to_host, update)), ssds]
         return [*resources, *_shared(planned)]
     return [
         Resource("device", frozenset({"compute"}), (compute,)),
-        Resource("link to the device", frozenset({"h2d", "link"}), (to_device,)),
-        Resource("link from the device", frozenset({"d2h", "link"}), (to_host,)),
+        Resource("link to the device", frozenset({"h2d", "link"}), (to_device, *on_links)),
+        Resource("link from the device", frozenset({"d2h", "link"}), (to_host, *on_links)),
+        *([Resource("links between GPUs", frozenset({"gpu_link"}), tuple(sends_between))] if sends_between else []),
         ssds,
         Resource("CPU (optimizer)", frozenset({"cpu"}), (update,)),
         *_shared(planned),

@@ -167,20 +167,16 @@ def open_device_transport(
     together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
     ranks = links.ranks
     if ranks.num_ranks == 1:
-        if config.transport == "nccl":
-            raise ValueError(
-                "transport: 'nccl' sends weights and gradients between the GPUs of several ranks, and this is one "
-                "process; set transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
-            )
+        check_device_transport(layout, config)
         return None
     if config.transport != "nccl":
         return None
     identities = links.all_gather("the identities of devices", device.identity.encode())
     on_this_node = [identities[rank].decode() for rank in ranks.on_this_node if rank != ranks.rank]
-    reason = _why_not_served(layout, config) or device.why_no_group(on_this_node)
+    reason = why_not_served(layout, config) or device.why_no_group(on_this_node)
     reasons = links.all_gather("whether GPUs reach each other", reason.encode())
     if first := next(filter(None, reasons), None):
-        raise ValueError(f"transport: 'nccl' cannot be used, because {first.decode()}; set transport to host or auto")
+        raise _refused_transport(first.decode())
     try:
         transport = DeviceTransport.connect(links, device)
     except RankFailedError:
@@ -196,7 +192,25 @@ def open_device_transport(
     return transport
 
 
-def _why_not_served(layout: OffloadLayout, config: OffloadConfig) -> str:
+def check_device_transport(layout: OffloadLayout, config: OffloadConfig, why_no_links: str = "") -> None:
+    """Raise ValueError with the reason if the setting `transport` asks for what cannot be. ``why_no_links``: why the
+    devices cannot send to each other; "" if they can."""
+    if config.transport != "nccl":
+        return
+    if layout.ranks.num_ranks == 1:
+        raise ValueError(
+            "transport: 'nccl' sends weights and gradients between the GPUs of several ranks, and this is one "
+            "process; set transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
+        )
+    if reason := why_not_served(layout, config) or why_no_links:
+        raise _refused_transport(reason)
+
+
+def _refused_transport(reason: str) -> ValueError:
+    return ValueError(f"transport: 'nccl' cannot be used, because {reason}; set transport to host or auto")
+
+
+def why_not_served(layout: OffloadLayout, config: OffloadConfig) -> str:
     """Return the part of the run for which no weights go from device to device; "" if there is none."""
     refused = {
         f"collectives.within is {config.collectives.within!r}, which rounds weights between RAM and each GPU": (

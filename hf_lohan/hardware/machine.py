@@ -6,16 +6,17 @@ import os
 import platform
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import psutil
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, GpuLink, available_host_memory_bytes, links_between_gpus
+from hf_lohan.device import Device, GpuLink, LinkKind, available_host_memory_bytes, links_between_gpus
 from hf_lohan.hardware.gpu_direct import why_not
 from hf_lohan.hardware.paths import text_of
+from hf_lohan.planner import HardwareProfile
 from hf_lohan.threads import usable_cpus
 
 _ROOT = "/sys/fs/cgroup"
@@ -161,6 +162,24 @@ def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
         memory_limit_bytes=limits.memory_bytes,
         cpu_memory=config.cpu_memory,
     )
+
+
+def with_gpu_link(hardware: HardwareProfile, num_gpus: int | None = None) -> HardwareProfile:
+    """Return the profile with the link between the first ``num_gpus`` GPUs of this machine, by default between all. Of
+    several kinds it is the slowest. It stays as it is if the profile has one, and unknown if there are not as many
+    GPUs, or the driver does not answer for all."""
+    if hardware.gpu_link or hardware.device.shares_cpu:
+        return hardware
+    links = [link for link in links_between_gpus() if num_gpus is None or link.second < num_gpus]
+    kinds = {link.kind for link in links}
+    is_known = bool(links) and LinkKind.UNKNOWN not in kinds
+    if not is_known or (num_gpus is not None and len(links) < num_gpus * (num_gpus - 1) // 2):
+        return hardware
+    slowest = next(kind for kind in (LinkKind.NONE, LinkKind.PCIE, LinkKind.NVLINK) if kind in kinds)
+    return replace(hardware, gpu_link=_GPU_LINKS[slowest])
+
+
+_GPU_LINKS = {LinkKind.NVLINK: "nvlink", LinkKind.PCIE: "pcie", LinkKind.NONE: "none"}
 
 
 def _is_pinned(device: Device) -> bool:

@@ -25,6 +25,7 @@ ForwardCodec: TypeAlias = Literal["auto", "exact", "int8", "delta"]
 BackwardSource: TypeAlias = Literal["auto", "world", "node", "ram", "ssd"]
 GradientCodec: TypeAlias = Literal["exact", "int8", "int4"]
 WithinCodec: TypeAlias = Literal["exact", "int8", "int4"]
+NodeTransport: TypeAlias = Literal["host", "nccl"]
 
 SUM_BYTES = 4
 """Bytes of one element of a sum of gradients."""
@@ -247,6 +248,8 @@ class Cluster:
     num_local: int = 1
     """Number of ranks of a node."""
     collectives: Collectives = WAY_WITHIN_A_NODE
+    transport: NodeTransport = "host"
+    """Whether the ranks of a node exchange weights and gradients through its RAM, or through links between GPUs."""
 
     @property
     def num_ranks(self) -> int:
@@ -295,8 +298,10 @@ class Cluster:
 
 
 CollectiveName: TypeAlias = Literal[
-    "forward_weights", "backward_weights", "gradients", "forward_tokens", "backward_tokens"
+    "forward_weights", "backward_weights", "gradients", "forward_rows", "forward_tokens", "backward_tokens"
 ]
+SentAs: TypeAlias = Literal["weights", "gradients", "tokens"]
+"""The channels of ranks, as a run names them."""
 ONE_RANK = Cluster()
 
 

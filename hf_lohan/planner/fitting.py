@@ -29,6 +29,15 @@ number is for segments that grow (`DeviceProfile.grows_segments`), the second fo
 were 4 to 10 and 5 to 20. Growing segments return unused memory before the device runs out, so they need less margin."""
 WORKSPACES_BYTES = 64 << 20
 """cuBLAS workspaces for the threads of forward and backward. Each has 8 MiB, or 32 MiB on server cards."""
+NCCL_BUFFERS_BYTES = (4 << 20) + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8
+"""NCCL's buffers for one channel to one other GPU, one for each of its protocols: Simple (NCCL_BUFFSIZE), LL and LL128.
+These are the defaults of its `init.cc`."""
+NCCL_CHANNELS = {"pcie": 2}
+NCCL_MOST_CHANNELS = 8
+"""Channels of NCCL to each other GPU, by link: 2 over PCIe, and over NVLink 2 for each link, of which an RTX 3090 has 4
+(`paths.cc`). Server cards have more."""
+NCCL_OWN_BYTES = 128 << 20
+"""NCCL's kernels and its communicator. An assumption; not measured."""
 THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
 """cuBLAS workspaces of each further thread, for micro-batches that run together."""
 _WORKSPACES_SHARE = 16
@@ -82,6 +91,15 @@ def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes:
     return min(of_large, -(-held_bytes * (_WORKSPACES_SHARE * percent + 100) // (100 * _WORKSPACES_SHARE)))
 
 
+def nccl_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
+    """Return the bytes of the device that NCCL takes for exchanges with the other devices of the node; 0 without."""
+    cluster = setup.cluster
+    if cluster.transport != "nccl" or cluster.num_local == 1 or hardware.device.shares_cpu:
+        return 0
+    num_channels = NCCL_CHANNELS.get(hardware.gpu_link, NCCL_MOST_CHANNELS)
+    return NCCL_OWN_BYTES + (cluster.num_local - 1) * num_channels * NCCL_BUFFERS_BYTES
+
+
 def device_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
     """Return the bytes of the device that a step may take."""
     if setup.device_memory_bytes is None:
@@ -91,7 +109,7 @@ def device_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 
 def room_to_hold_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
     """Return the largest possible peak of a step beside the slots, in bytes. Negative if the slots do not fit."""
-    beside_bytes = device_limit_bytes(hardware, setup) - setup.gpu_fixed_bytes
+    beside_bytes = device_limit_bytes(hardware, setup) - setup.gpu_fixed_bytes - nccl_bytes(hardware, setup)
     if hardware.device.shares_cpu:
         return beside_bytes
     whole = 100 + _allocator_percent(hardware)
@@ -215,7 +233,7 @@ def _refuse_device(
     layer_bytes, outer_bytes = layer_working_bytes(model), outer_working_bytes(model)
     held_bytes, memory_bytes = kept_bytes + working_bytes, device_limit_bytes(hardware, setup)
     more_bytes = allocator_bytes(hardware, setup, held_bytes)
-    needed = setup.gpu_fixed_bytes + held_bytes + more_bytes
+    needed = setup.gpu_fixed_bytes + held_bytes + more_bytes + (of_nccl := nccl_bytes(hardware, setup))
     if needed <= memory_bytes:
         return None
     # With a smaller batch, all memory shrinks except the gradients of weights.
@@ -230,6 +248,7 @@ def _refuse_device(
     num_chunks = max((layer.num_chunks for layer in model.layers), default=1)
     in_chunks = f" in chunks of {-(-model.num_tokens // num_chunks)}" if num_chunks > 1 else ""
     allocator = f", {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""
+    allocator += f", {_shown(of_nccl)} for NCCL" if of_nccl else ""
     limit, larger = f"the {_shown(memory_bytes)} of the device", "a device with at least that much memory"
     if setup.device_memory_bytes is not None and setup.device_memory_bytes <= hardware.device.memory_bytes:
         limit = f"device_memory of {_shown(memory_bytes)}"

@@ -40,6 +40,12 @@ class DeviceProfile:
         return (flops - attention_flops) / self.flops_per_s + attention_flops / self.attention_flops_per_s
 
 
+GPU_LINKS = ("nvlink", "pcie", "none")
+"""Links between the GPUs of a machine."""
+ASSUMED_NVLINK_BYTES_PER_S = 45e9
+"""The rate of NVLink if it is not known: 80% of the bridge of two RTX 3090, which has four links of 14.06 GB/s in each
+direction. Server cards have more and faster links. Not measured."""
+
 COMPUTING_RATES = ("flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
 """Fields of `DeviceProfile` that depend on the shapes of a batch."""
 
@@ -88,6 +94,28 @@ class HardwareProfile:
     and writes share the time (simplex)."""
     net_bytes_per_s: float | None = None
     """Payload rate from this machine to others while it receives at the same rate; None without other machines."""
+    gpu_link: str = ""
+    """One of `GPU_LINKS`, if all pairs of GPUs of the machine have it. "" if it is not known."""
+    gpu_link_bytes_per_s: float | None = None
+    """Rate from one GPU to the others of the machine while it receives at the same rate; None if it is not known."""
+
+    @property
+    def between_gpus_bytes_per_s(self) -> float:
+        """The rate of links between GPUs. If it is not known, it is assumed: PCIe from GPU to GPU takes as long as the
+        slower direction of a copy from or to RAM."""
+        if self.gpu_link_bytes_per_s is not None:
+            return self.gpu_link_bytes_per_s
+        return ASSUMED_NVLINK_BYTES_PER_S if self.gpu_link == "nvlink" else self._slower_copy_bytes_per_s
+
+    @property
+    def gpus_share_links(self) -> bool:
+        """Whether bytes between GPUs take the links between RAM and devices. So do those of PCIe. What is faster than
+        these links is another link."""
+        return self.gpu_link != "nvlink" and self.between_gpus_bytes_per_s <= self._slower_copy_bytes_per_s
+
+    @property
+    def _slower_copy_bytes_per_s(self) -> float:
+        return min(self.h2d_bytes_per_s, self.d2h_bytes_per_s)
 
     @property
     def ssd_capacity_bytes(self) -> int:
@@ -154,6 +182,8 @@ def _value_of(section: Section, field: Field[Any]) -> Any:
             return _read(kind, section.require(field.name, allowed), field.name)
         case "ssd":
             return _read_ssds(section.require("ssd", _SSD_LIST))
+        case "gpu_link":
+            return section.choice("gpu_link", GPU_LINKS)
         case "shares_cpu" | "grows_segments" | "moves_files" | "name" | "path":
             return section.plain(field.name, field.default)
     if field.default is None and not section.has(field.name):
@@ -242,6 +272,15 @@ class Section:
         if not isinstance(value, type(default)):
             raise self._wrong(key, "text" if isinstance(default, str) else "true or false")
         return value
+
+    def choice(self, key: str, allowed: Collection[str]) -> str:
+        """Return one of these words; "" if the key is missing."""
+        value = self._values.get(key)
+        if value is None:
+            return ""
+        if value not in allowed:
+            raise self._wrong(key, " or ".join(allowed))
+        return str(value)
 
     def quantity(self, key: str, allowed: str) -> float:
         """Return a number above 0. A number of bytes may have a unit."""

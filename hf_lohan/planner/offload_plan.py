@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from hf_lohan.planner.collectives import ONE_RANK, Cluster, CollectiveName, TriedWay
+from hf_lohan.planner.collectives import ONE_RANK, Cluster, CollectiveName, SentAs, TriedWay
 from hf_lohan.planner.pool_plan import BudgetError, PoolPlan
 from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records
 
@@ -184,6 +184,9 @@ class Lanes:
     net_s: float = 0.0
     host_s: float = 0.0
     """Seconds of the RAM that the ranks of a node share."""
+    gathered_s: float = 0.0
+    exchanged_s: float = 0.0
+    """Seconds of links between GPUs, for weights and for gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,10 +204,17 @@ class RankPrediction:
     """The part of a prediction for several ranks."""
 
     bytes_by_collective: dict[CollectiveName, int]
-    """Bytes that one node sends in a step."""
+    """Bytes that one node sends to others in a step."""
+    sent_bytes: dict[SentAs, int]
+    """Bytes that one rank sends in a step, to ranks of its node too, by the names in the `sent_bytes` of a run's
+    summary. Rows of experts and of embeddings are "tokens". What ranks of a node read in memory that they share is not
+    sent."""
     link_bytes: LinkBytes
     exact_link_bytes: LinkBytes
     """The same bytes if nothing is rounded within a node."""
+    between_gpus: LinkBytes
+    """Bytes that one GPU gets from the others of its node, and sends to them, in a step: weights (`h2d`), and gradients
+    (`d2h`)."""
     hides_from_tokens: dict[str, float | None]
     """For each resource, the number of tokens per step (of all ranks) with which it is busy for as long as the devices
     compute. None if it takes longer than computing with any number of tokens."""
@@ -252,7 +262,7 @@ class StepPrediction:
     backward_bottleneck: str
     bottleneck: str
     """The resource that bounds the step. It is "compute", "h2d", "d2h", "link" (both directions together), "ssd" or
-    "cpu" (the optimizer)."""
+    "cpu" (the optimizer), and with several ranks "net", "host" or "gpu_link"."""
     floor_by_resource_s: dict[str, float]
     """Busy seconds of each resource alone, which are FLOPs over measured throughput, or bytes over measured bandwidth.
     No step is shorter than the longest of these."""

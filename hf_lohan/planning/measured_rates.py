@@ -103,6 +103,8 @@ def _as_seen(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
     optimizer_s = predicted.forward.optimizer_s + predicted.backward.optimizer_s
     if optimizer_s and measured.optimizer_s and _is_off(measured.optimizer_s / optimizer_s):
         seen = optimizer_slower(seen, measured.optimizer_s / optimizer_s)
+    if planned.setup.cluster.transport == "nccl":  # a lane of a link also has exchanges, over another link
+        return seen
     for num_bytes, busy_s, name in (
         (measured.h2d_bytes, measured.h2d_s, "h2d_bytes_per_s"),
         (measured.d2h_bytes, measured.d2h_s, "d2h_bytes_per_s"),
@@ -150,6 +152,8 @@ def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> Hardwar
             return drives_slower(hardware, factor)
         case "h2d" | "d2h" | "link":
             return _slower(hardware, factor, "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s")
+        case "gpu_link":
+            return replace(hardware, gpu_link_bytes_per_s=hardware.between_gpus_bytes_per_s / factor)
         case "cpu":
             return optimizer_slower(hardware, factor)
     slower = computing_slower(hardware, factor)

@@ -21,7 +21,13 @@ from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import AUTO, OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.files.durable_file import read_whole, replace_durably
-from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware, measure_computing
+from hf_lohan.hardware import (
+    MeasuringEffort,
+    cached_hardware,
+    has_cached_hardware,
+    measure_computing,
+    with_gpu_link,
+)
 from hf_lohan.planner import (
     MOST_WRONG_GUESSES,
     BudgetError,
@@ -428,6 +434,8 @@ class RunPlan:
         )
         if self._device.memory_is_host:
             return hardware
+        if self._config.transport == "nccl":
+            hardware = with_gpu_link(hardware)
         # The slots are allocated already, and the plan counts them.
         slots_bytes = self._layout.plan.gpu_pool_bytes - self._layout.plan.whole_device_bytes
         device = replace(hardware.device, memory_bytes=hardware.device.memory_bytes + slots_bytes)

@@ -485,6 +485,7 @@ def training_setup(
             num_nodes=ranks.num_nodes,
             num_local=ranks.num_local,
             collectives=layout.collectives or WAY_WITHIN_A_NODE,
+            transport="nccl" if config.transport == "nccl" else "host",
         ),
         copy_cpu_bytes=layout.copy_cpu_bytes,
         copy_ssd_bytes=ranks.num_local * layout.copy_bytes,

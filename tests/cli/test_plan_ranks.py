@@ -24,6 +24,7 @@ def test_four_ranks_on_two_nodes_are_planned(tmp_path: Path) -> None:
     assert values["cluster"] == {
         "num_nodes": 2,
         "num_local": 2,
+        "transport": "host",
         "collectives": {"forward": "delta", "backward": "ram", "gradients": "exact", "within": "exact"},
     }
     assert values["num_tokens"] == 4 * 4 * 8 * 1024
@@ -112,6 +113,57 @@ def test_codecs_within_a_node_save_bytes_of_each_link(llama_of_4_layers: str) ->
         assert of_coded < 0.6 * of_exact
     printed = plan(*arguments, "--collectives", "within=int4", batch_size=8).stdout
     assert "The link of each device carries" in printed and "of gradients in int4 instead of" in printed
+
+
+@pytest.mark.usefixtures("equal_requests_planned_once")
+def test_links_between_gpus_are_named_and_priced(tiny: str, tmp_path: Path) -> None:
+    linked = hardware_file(tmp_path / "linked.yaml", DESKTOP, gpu_link="nvlink")
+    offload = tmp_path / "offload.yaml"
+    offload.write_text("transport: nccl\n")
+    arguments = (tiny, "--hardware", linked, "--ranks", 2)
+    host = planned(*arguments, batch_size=8)
+    nccl = planned(*arguments, "--offload", offload, batch_size=8)
+    fast = planned(*arguments, "--transport", "nccl", "--gpu-link", "200GB/s", batch_size=8)
+    assert planned(*arguments, "--offload", offload, "--transport", "host", batch_size=8) == host
+    assert (
+        host["gpu_links"]
+        == nccl["gpu_links"]
+        == {"kind": "NVLink", "bytes_per_s": 45e9, "rate_is": "assumed, as between two RTX 3090"}
+    )
+    assert fast["gpu_links"] == {"kind": "NVLink", "bytes_per_s": 200e9, "rate_is": "given by --gpu-link"}
+    moved, link = nccl["ranks"]["between_gpus"], nccl["ranks"]["link_bytes"]
+    assert host["ranks"]["between_gpus"] == {"h2d": 0, "d2h": 0}
+    assert link["h2d"] == pytest.approx(host["ranks"]["link_bytes"]["h2d"] / 2) and moved["h2d"] == link["h2d"]
+    assert link["d2h"] == host["ranks"]["link_bytes"]["d2h"], "half of the sums, which are float32"
+    assert moved["d2h"] == link["d2h"] / 2
+    assert fast["forward"]["gathered_s"] == pytest.approx(nccl["forward"]["gathered_s"] * 45 / 200)
+    assert nccl["tier_bytes"]["gpu"]["nccl"] > 128 << 20 and "nccl" not in host["tier_bytes"]["gpu"]
+    printed = " ".join(plan(*arguments, "--offload", offload, batch_size=8).stdout.split())
+    assert "Links between the GPUs of a node: NVLink, 45 GB/s in each direction (assumed, as between two" in printed
+    assert "links between GPUs" in printed and "weights between GPUs" in printed
+    printed = " ".join(plan(*arguments, batch_size=8).stdout.split())
+    assert "Links between the GPUs of a node: NVLink. With transport: host nothing takes them." in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, ["--transport", "nccl"], "and this is one process"),
+        ({}, ["--transport", "tcp"], "'tcp'"),
+        ({"gpu_link": "none"}, ["--transport", "nccl", "--ranks", 2], "do not reach each other's memory"),
+        ({"device": {"shares_cpu": True}}, ["--transport", "nccl", "--ranks", 2], "computes on the cpu"),
+        ({}, ["--transport", "nccl", "--ranks", 2, "--nodes", 2, "--link", "1Gbit"], "are on several machines"),
+        ({}, ["--transport", "nccl", "--ranks", 2, "--collectives", "within=int8"], "collectives.within is 'int8'"),
+        ({}, ["--gpu-link", "100Gbit", "--ranks", 2], "gpu_link = '100Gbit' is not allowed; write bytes per second"),
+    ],
+)
+def test_a_transport_that_cannot_be_is_refused(
+    tiny: str, changes: dict[str, object], options: list[object], message: str, tmp_path: Path
+) -> None:
+    hardware = hardware_file(tmp_path / "machine.yaml", PAPER, **changes)
+    result = plan(tiny, "--hardware", hardware, *options, batch_size=1)
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.mark.usefixtures("equal_requests_planned_once")

@@ -19,6 +19,8 @@ from hf_lohan.device.gpu_links import (
     reaches,
     why_not_linked,
 )
+from hf_lohan.hardware import with_gpu_link
+from hf_lohan.planner import HardwareProfile
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV4\tPHB\tSYS\tPIX\t0-31\t0\t\tN/A
@@ -76,6 +78,31 @@ def test_links_have_a_kind_and_torch_s_numbers(monkeypatch: pytest.MonkeyPatch) 
         GpuLink(0, 2, LinkKind.NONE),
         GpuLink(1, 2, LinkKind.PCIE),
     ]
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "num_gpus", "found"),
+    [
+        (set(), 2, "nvlink"),  # 0 and 1 of the machine
+        (set(), None, "pcie"),  # the slowest link of three GPUs
+        (set(), 4, ""),  # there are three
+        ({frozenset((0, 2))}, 3, "none"),
+    ],
+)
+def test_a_profile_has_the_slowest_link(
+    unreachable: set[frozenset[int]], num_gpus: int | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Machine(monkeypatch, [0, 1, 2], unreachable)
+    machine = {
+        "device": {"flops_per_s": 1e12, "memory_bytes": "24GB"},
+        "h2d_bytes_per_s": 20e9,
+        "d2h_bytes_per_s": 20e9,
+        "ssd": [{"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9, "capacity_bytes": "1TB"}],
+        "cpu": {"memory_bytes": "64GB", "optimizer_params_per_s": 1e9},
+    }
+    assert with_gpu_link(HardwareProfile.from_mapping(machine), num_gpus).gpu_link == found
+    written = HardwareProfile.from_mapping(machine | {"gpu_link": "pcie"})
+    assert with_gpu_link(written, num_gpus) is written
 
 
 def test_without_nvidia_smi_no_link_is_called_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,8 +311,37 @@ def test_two_nodes_send_rows_and_no_expert() -> None:
     assert sent["forward_tokens"] == round(rows.forward_bytes)
     assert sent["backward_tokens"] >= round(rows.backward_bytes)
     assert prediction.forward.net_s == pytest.approx((sent["forward_weights"] + rows.forward_bytes) / 10.0)
+    assert prediction.ranks.sent_bytes == {
+        "weights": sent["forward_weights"] + sent["backward_weights"],
+        "gradients": sent["gradients"],
+        "tokens": pytest.approx(sent["forward_tokens"] + sent["backward_tokens"], abs=1),
+    }
     meets = prediction.ranks.rows_equal_weights_at_tokens
     assert meets is not None
     # Undivided, half of all experts would be sent as weights in both passes, and as gradients.
     undivided = 2 * (16 * EXPERT_BYTES // 2) + 16 * 20 // 2 * model.param_itemsize
     assert meets == pytest.approx(model.num_tokens * undivided / (sent["forward_tokens"] + sent["backward_tokens"]))
+
+
+def test_ranks_send_rows_within_their_node_too() -> None:
+    """Two nodes of two ranks. What a rank sends is the sum of rows to its neighbour, rows to the other node, rows that
+    it passes on to its neighbour, and results."""
+    model = moe_model()
+
+    def sent_by_rank(num_nodes: int, num_local: int) -> tuple[int, Any]:
+        cluster = Cluster(num_nodes=num_nodes, num_local=num_local, collectives=WAY_WITHIN_A_NODE)
+        step = plan_offload(model, machine(net_bytes_per_s=10.0), paper_setup(cluster=cluster)).prediction
+        assert step.ranks is not None
+        return step.ranks.sent_bytes["tokens"], step.ranks.bytes_by_collective
+
+    rows = row_traffic(model, 2)
+    tokens, by_collective = sent_by_rank(1, 2)
+    calls = round((tokens - rows.backward_bytes) / rows.forward_bytes)  # the backward may call experts again
+    assert calls >= 1 and tokens == pytest.approx(calls * rows.forward_bytes + rows.backward_bytes, abs=1)
+    assert by_collective["forward_tokens"] == 0, "no row leaves the node"
+    rows, to_nodes = row_traffic(model, 4), row_traffic(model, 4, 2)
+    to_neighbour = rows.to_owners() / 3
+    to_owners = to_neighbour + to_nodes.to_owners() + to_neighbour
+    forward_bytes = to_owners + rows.result_bytes
+    backward_bytes = 2 * to_owners + rows.result_bytes + rows.index_bytes
+    assert sent_by_rank(2, 2)[0] == pytest.approx(calls * forward_bytes + backward_bytes, abs=1)

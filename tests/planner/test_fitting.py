@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from hf_lohan.planner import (
     BudgetError,
+    Cluster,
     HardwareProfile,
     ModelProfile,
     OffloadPlan,
@@ -20,6 +21,8 @@ from hf_lohan.planner import (
     plan_offload,
     stock_training_fit,
 )
+from hf_lohan.planner.collectives import NodeTransport
+from hf_lohan.planner.fitting import NCCL_BUFFERS_BYTES, NCCL_OWN_BYTES
 
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
 
@@ -49,6 +52,29 @@ def test_buffers_larger_than_cpu_memory_are_refused() -> None:
     setup = paper_setup(cpu_memory_bytes=999, cpu_fixed_bytes=1000)
     needed = numbers_after("set cpu_memory to at least", plan_offload(MODEL, machine(), setup))
     assert plan_offload(MODEL, machine(), replace(setup, cpu_memory_bytes=needed)).fits
+
+
+def test_a_plan_leaves_room_for_nccl() -> None:
+    """Through RAM the same step fits without the room for NCCL. The refusal names what it takes."""
+    setup = paper_setup(gpu_memory_bytes=10**6, gpu_fixed_bytes=1000, activations="recompute")
+
+    def plan(transport: NodeTransport, num_local: int, memory_bytes: int, link: str = "pcie") -> OffloadPlan:
+        cluster = Cluster(num_local=num_local, transport=transport)
+        hardware = replace(machine(gpu_memory_bytes=memory_bytes), gpu_link=link)
+        return plan_offload(MODEL, hardware, replace(setup, cluster=cluster))
+
+    host = plan("host", 2, 10**9)
+    for num_local, link, num_channels in ((2, "pcie", 2), (4, "pcie", 6), (4, "nvlink", 24), (2, "", 8)):
+        of_nccl = NCCL_OWN_BYTES + num_channels * NCCL_BUFFERS_BYTES
+        found = plan("nccl", num_local, 10**9, link)
+        assert found.prediction.tier_bytes["gpu"]["nccl"] == of_nccl
+        assert found.least_device_bytes == host.least_device_bytes + of_nccl
+        assert plan("nccl", num_local, found.least_device_bytes, link).fits
+        refused = plan("nccl", num_local, found.least_device_bytes - 1, link)
+        assert refused.refusal is not None and f"{of_nccl} bytes" in refused.refusal and "NCCL" in refused.refusal
+    assert plan("host", 2, host.least_device_bytes).fits
+    assert "nccl" not in host.prediction.tier_bytes["gpu"]
+    assert plan("nccl", 1, host.least_device_bytes).fits, "one rank has no group"
 
 
 def test_a_batch_with_layers_larger_than_the_device_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from hf_lohan.planner import HardwareProfile, ProfileError
+from hf_lohan.planner.hardware_profile import ASSUMED_NVLINK_BYTES_PER_S
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 
@@ -62,9 +63,18 @@ def test_a_written_profile_reads_back_equal() -> None:
     values["device"] |= {"shares_cpu": True, "memory_bytes_per_s": 1e12, "name": "a device"}
     values["ssd"][0] |= {"endurance_bytes": "7PB", "path": "drive"}
     values["cpu"]["checksum_bytes_per_s"] = 1e10
+    values |= {"gpu_link": "nvlink", "gpu_link_bytes_per_s": "50GB/s"}
     profile = HardwareProfile.from_mapping(values)
     assert profile.ssd_read_bytes_per_s == 6e9
     assert HardwareProfile.from_mapping(yaml.safe_load(yaml.safe_dump(profile.to_mapping()))) == profile
+
+
+def test_the_rate_between_gpus_is_assumed_if_it_is_not_known() -> None:
+    profile = HardwareProfile.from_mapping(minimal())
+    assert profile.gpu_link == "" and profile.between_gpus_bytes_per_s == 20e9 and profile.gpus_share_links
+    pcie, nvlink = (HardwareProfile.from_mapping(minimal() | {"gpu_link": kind}) for kind in ("pcie", "nvlink"))
+    assert pcie.between_gpus_bytes_per_s == 20e9 and pcie.gpus_share_links
+    assert nvlink.between_gpus_bytes_per_s == ASSUMED_NVLINK_BYTES_PER_S and not nvlink.gpus_share_links
 
 
 def test_minimal_profiles_are_written_short() -> None:
@@ -95,6 +105,8 @@ def test_equal_drives_have_a_count() -> None:
         ("device.shares_cpu", "yes", ["device.shares_cpu", "'yes'", "true or false"]),
         ("device.tflops", 160, ["device.tflops", "160", "flops_per_s, memory_bytes"]),
         ("device.name", 4090, ["device.name", "4090", "text"]),
+        ("gpu_link", "NVLink", ["gpu_link", "'NVLink'", "nvlink or pcie or none"]),
+        ("gpu_link_bytes_per_s", 0, ["gpu_link_bytes_per_s", "0", "bytes per second"]),
         ("h2d_bytes_per_s", 0, ["h2d_bytes_per_s", "0", "bytes per second"]),
         ("h2d_bytes_per_s", float("nan"), ["h2d_bytes_per_s", "nan"]),
         ("h2d_bytes_per_s", "1e999", ["h2d_bytes_per_s", "1e999"]),

@@ -34,10 +34,11 @@ from hf_lohan.planner import (
     fastest_way,
     plan_offload,
 )
-from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE, NodeTransport
 from hf_lohan.planner.costs.rank_costs import RankStepCosts, step_costs
 from hf_lohan.planner.costs.step_costs import Choice, StepCosts
 from hf_lohan.planner.offload_plan import ClipMode
+from hf_lohan.planning.measured_rates import slowed
 
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
 P = 100
@@ -109,9 +110,9 @@ def test_each_node_stores_its_part_of_the_records() -> None:
     ("ways", "reads", "writes", "forward_net", "backward_net", "stored"),
     [
         ({}, 100 + 100 + 600, 700, 100, 100 + 100, 700),
-        ({"backward": "ram"}, 100 + 600, 700, 100, 100, 700),
+        ({"backward": "ram"}, 100 + 100 + 600, 700, 100, 100, 700),
         ({"backward": "ssd"}, 100 + 200 + 600, 700 + 100, 100, 100, 800),
-        ({"backward": "ram", "forward": "delta"}, 100 + 600, 700, 8, 100, 700),
+        ({"backward": "ram", "forward": "delta"}, 100 + 100 + 600, 700, 8, 100, 700),
         ({"backward": "ssd", "forward": "delta"}, 200 + 200 + 600, 700 + 100, 8, 100, 800),
         ({"forward": "int8", "gradients": "int4"}, 100 + 100 + 600, 700, 260, 260 + 34, 700),
     ],
@@ -127,6 +128,11 @@ def test_the_bytes_of_each_source_of_weights_for_backward(
     assert sum(step.tier_bytes["ssd"].values()) == stored
     assert step.tier_bytes["cpu"].get("weights", 0) == (200 if ways.get("backward") == "ram" else 0)
     assert step.ranks is not None and step.ranks.sent_bytes_per_step == forward_net + backward_net
+    assert sum(step.ranks.sent_bytes.values()) == forward_net + backward_net
+    # A quarter of the weights is still in slots. Of the shards that a node reads in backward, it reads three quarters.
+    turned = predict(cluster_of(2, 1, **ways), turnaround_bytes=50)
+    num_shards = 2 if ways.get("backward") == "ssd" else 1
+    assert step.ssd_read_bytes_per_step - turned.ssd_read_bytes_per_step == num_shards * 25
 
 
 @pytest.mark.parametrize(("source", "more"), [("ram", 0), ("ssd", 50)])
@@ -158,19 +164,100 @@ def test_nodes_send_the_rows_of_a_table_and_not_the_table(num_nodes: int, num_lo
     )
     assert without.ranks is not None and rows.ranks is not None and whole.ranks is not None
     more = {
-        name: size - without.ranks.bytes_by_collective[name] for name, size in rows.ranks.bytes_by_collective.items()
+        name: size - without.ranks.bytes_by_collective.get(name, 0)
+        for name, size in rows.ranks.bytes_by_collective.items()
     }
     assert by_rows.rows is not None
     elsewhere = (num_nodes - 1) / num_nodes
     itemsize = 4 if num_local > 1 else MODEL.param_itemsize  # a sum of a node is float32
     of_node = num_rows * (1 - (1 - 1 / num_rows) ** (num_local * MODEL.num_tokens))
     assert more == {
-        "forward_weights": round(elsewhere * num_local * by_rows.rows.loaded_bytes),
+        "forward_weights": 0,
+        "forward_rows": round(elsewhere * num_local * by_rows.rows.loaded_bytes),
         "backward_weights": 0,
         "gradients": pytest.approx(elsewhere * (of_node * width * itemsize + num_rows / 8), abs=1),
     }
     assert (rows.ranks.sent_bytes_per_step < whole.ranks.sent_bytes_per_step) == (num_nodes > 1)
     assert rows.ranks.link_bytes.d2h - without.ranks.link_bytes.d2h == by_rows.rows.loaded_bytes
+
+
+# Links between the devices of a node.
+
+
+def of_transport(
+    transport: NodeTransport, num_local: int, rate: float | None = None, link: str = "nvlink", **changes: Any
+) -> StepPrediction:
+    hardware = machine(net_bytes_per_s=10.0, gpu_link=link, gpu_link_bytes_per_s=rate)
+    return predict(replace(cluster_of(1, num_local), transport=transport), hardware, **changes)
+
+
+@pytest.mark.parametrize("num_local", [2, 4])
+def test_devices_of_a_node_send_each_other_weights_and_gradients(num_local: int) -> None:
+    """Of P = 100 parameters with 2 bytes each, 50 are in slots when the backward begins. The rates are 50 bytes/s of a
+    link to RAM, and 1000 between devices."""
+    host, nccl = (of_transport(word, num_local, 1000.0, turnaround_bytes=100) for word in ("host", "nccl"))
+    elsewhere = (num_local - 1) / num_local
+    for of_host, of_nccl, num_bytes in ((host.forward, nccl.forward, 200), (host.backward, nccl.backward, 100)):
+        assert of_host.gathered_s == 0
+        assert of_nccl.gathered_s == pytest.approx(elsewhere * num_bytes / 1000)
+        assert of_host.h2d_s - of_nccl.h2d_s == pytest.approx(elsewhere * num_bytes / 50)
+    # Each device copied its gradient to RAM. Now that of a chunk's owner copies the float32 sum.
+    assert host.backward.d2h_s - nccl.backward.d2h_s == pytest.approx((200 - 400 / num_local) / 50)
+    assert nccl.backward.exchanged_s == pytest.approx(elsewhere * 200 / 1000)
+    assert nccl.forward.exchanged_s == host.backward.exchanged_s == 0
+    moved = nccl.ranks.between_gpus
+    assert (moved.h2d, moved.d2h) == (elsewhere * 300, elsewhere * 200)
+    assert host.ranks.link_bytes.h2d - nccl.ranks.link_bytes.h2d == moved.h2d
+    assert nccl.ranks.link_bytes.d2h == 400 // num_local and host.ranks.link_bytes.d2h == 200
+    assert host.ranks.between_gpus.h2d == host.ranks.between_gpus.d2h == 0
+    assert nccl.ssd_read_bytes_per_step == host.ssd_read_bytes_per_step
+
+
+def test_sums_of_several_backwards_are_not_sent_between_devices() -> None:
+    several = of_transport("nccl", 2, 1000.0, num_micro_batches=2)
+    assert several.backward.exchanged_s == 0 and several.backward.gathered_s > 0
+    assert several.backward.d2h_s == of_transport("host", 2, num_micro_batches=2).backward.d2h_s
+    together = of_transport("nccl", 2, 1000.0, num_together=2)
+    assert together.backward.exchanged_s == pytest.approx(4 * P / 2 / 1000), "a sum on the device is float32"
+    assert of_transport("host", 2, num_together=2).backward.d2h_s == pytest.approx(4 * P / 50)
+
+
+def test_pcie_carries_what_devices_send_each_other_in_both_directions() -> None:
+    """A link to RAM that also carries the exchanges is busy for as long as without them, or longer."""
+    free = {"ssd_read_bytes_per_s": 1e9, "ssd_write_bytes_per_s": 1e9, "flops_per_s": 1e9}
+    setup = paper_setup(cluster=replace(cluster_of(1, 2), transport="nccl"))
+    choice = Choice(*(np.zeros(1) for _ in range(6)))
+    for link, rate in (("pcie", None), ("", None), ("", 50.0), ("", 51.0), ("nvlink", 50.0)):
+        hardware = machine(**free, gpu_link=link, gpu_link_bytes_per_s=rate)
+        costs = step_costs(MODEL, hardware, setup)
+        forward, backward = (costs.lanes(phase.load) for phase in costs.phases(choice, "none"))
+        is_shared = hardware.gpus_share_links
+        assert is_shared == ((link, rate) not in (("", 51.0), ("nvlink", 50.0)))
+        between = rate or 50.0
+        assert forward["h2d"].item() == pytest.approx(100 / 50 + 100 / between)
+        assert forward["d2h"].item() == pytest.approx(100 / 50 if is_shared else 0)
+        assert backward["h2d"].item() == pytest.approx(100 / 50 + (200 if is_shared else 100) / between)
+        assert backward["d2h"].item() == pytest.approx(200 / 50 + (200 if is_shared else 100) / between)
+        assert backward["gpu_link"].item() == pytest.approx(200 / between)
+
+
+@pytest.mark.parametrize(("rate", "binds"), [(1e6, "h2d"), (10.0, "gpu_link")])
+def test_links_between_devices_can_be_the_bottleneck(rate: float, binds: str) -> None:
+    fast = {"ssd_read_bytes_per_s": 1e9, "ssd_write_bytes_per_s": 1e9, "flops_per_s": 1e9}
+    hardware = machine(**fast, gpu_link="nvlink", gpu_link_bytes_per_s=rate)
+    setup = paper_setup(cluster=replace(cluster_of(1, 2), transport="nccl"), gpu_memory_bytes=10**6)
+    step = plan_offload(MODEL, hardware, setup).prediction
+    assert step.forward_bottleneck == binds
+    assert step.forward_s == pytest.approx(100 / 50 + 100 / rate), "an exchange stands behind the copy of a shard"
+    assert step.ranks.hides_from_tokens.keys() >= {"gpu_link"}
+    assert slowed(hardware, "gpu_link", 2.0).between_gpus_bytes_per_s == rate / 2
+
+
+def test_a_cpu_sends_nothing_between_devices() -> None:
+    hardware = machine(net_bytes_per_s=10.0)
+    cores = replace(hardware, device=replace(hardware.device, shares_cpu=True))
+    host, nccl = (predict(replace(cluster_of(1, 2), transport=word), cores) for word in ("host", "nccl"))
+    assert nccl == host
 
 
 def test_the_network_can_be_the_bottleneck() -> None:

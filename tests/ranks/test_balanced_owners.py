@@ -237,6 +237,13 @@ def test_a_plan_knows_the_rows_and_the_owners_of_a_run(
     assert planned(run)["most_loaded_rank"] == of_run["most_loaded_rank"], "the run that saved the model"
     _, text = lohan("plan", run, *options)
     assert "the most loaded rank has 2.00 times the mean rows" in " ".join(text.split())
+    # With 32 tokens of a rank and 2 choices of each, the two hot experts have 32 rows of each rank.
+    offload = tmp_path / "balance.yaml"
+    offload.write_text("balance_experts: 32\n")
+    lending = {"now": 1.0, "balanced": 1.0, "owned": 2.0}
+    assert planned(run, "--offload", offload)["most_loaded_rank"] == pytest.approx(lending)
+    _, text = lohan("plan", run, *options, "--offload", offload)
+    assert "with balance_experts the most loaded rank computes 1.00 times the mean" in " ".join(text.split())
     balance([str(run / STORE)], 2)
     assert planned(run)["most_loaded_rank"] == pytest.approx({"now": 1.0, "balanced": 1.0})
     shutil.copytree(run / STORE / "rank-0-of-2", run / STORE / "rank-0-of-3")

@@ -131,6 +131,10 @@ class RowTraffic:
         weights."""
         return 2 * self.row_bytes + 3 * self.index_bytes + self.result_bytes
 
+    def to_owners(self) -> float:
+        """Return the bytes of a forward without what the owner returns. Those of a backward are twice as many."""
+        return self.row_bytes + self.index_bytes
+
 
 _INDEX_BYTES = 4
 

@@ -2,9 +2,9 @@
 shares with other ranks.
 
 All ranks do the same work at the same time. Each rank has a device and a link to it. The ranks of a node share drives,
-CPU, RAM and the network to other nodes. They pass weights and gradients through RAM. Each of Y nodes owns 1/Y of the
-records, and its ranks read, update and write these. All weights go to every device, except those of streamed experts,
-to whose owners the rows of tokens go.
+CPU, RAM and the network to other nodes. They pass weights and gradients through RAM, or from device to device. Each of
+Y nodes owns 1/Y of the records, and its ranks read, update and write these. All weights go to every device, except
+those of streamed experts, to whose owners the rows of tokens go.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_lohan.planner.collectives import SUM_BYTES, Cluster, CollectiveName
+from hf_lohan.planner.collectives import SUM_BYTES, Cluster, CollectiveName, SentAs
 from hf_lohan.planner.costs.expert_costs import RowTraffic, most_loaded, row_traffic
 from hf_lohan.planner.costs.step_costs import (
     SHARED_CORES_EFFICIENCY,
@@ -94,7 +94,7 @@ class RankStepCosts(StepCosts):
         itemsize = cluster.sent_gradient_itemsize(model.param_itemsize, is_summed=setup.num_together > 1)
         for table in tables:
             loaded_bytes, gradient_bytes = _sent_of_table(table, model.num_tokens, cluster, itemsize)
-            self._sent_bytes["forward_weights"] += loaded_bytes
+            self._sent_bytes["forward_rows"] = self._sent_bytes.get("forward_rows", 0) + loaded_bytes
             self._sent_bytes["gradients"] += gradient_bytes
         self._rows = row_traffic(model, cluster.num_ranks)
         """Rows that leave a rank."""
@@ -102,14 +102,21 @@ class RankStepCosts(StepCosts):
         """Rows that leave a rank's node."""
         self._least_moved_rows = setup.least_moved_rows
         self._wait_for_most_loaded()
-        way, itemsize = cluster.collectives, model.param_itemsize
-        self._dense_gradient_bytes = model.dense_gradient_bytes
+        way, itemsize = cluster.collectives, self._gradient_itemsize
         coded_bytes = self._dense_gradient_bytes - sum(table.gradient_bytes(itemsize) for table in tables)
         self._saved_gradient_bytes = coded_bytes * (1 - way.gradient_fraction_within(itemsize))
         """Bytes of gradients that a codec saves on a device's link, in each backward."""
         self._copied_row_bytes = sum(table.loaded_bytes for table in tables) if self._is_copied else 0
+        self._from_devices = 1 - 1 / num_local if cluster.transport == "nccl" and self._is_copied else 0.0
+        """The share of weights that a device gets from other devices."""
+        self._devices_add = bool(self._from_devices) and setup.num_micro_batches == 1
+        """Whether devices add gradients. Sums of several backwards are in RAM."""
+        self._exchanged_gradient_bytes = self._from_devices * self._dense_gradient_bytes if self._devices_add else 0.0
+        # Of each chunk, its owner's device copies a sum to RAM instead of all devices their gradients.
+        sums_bytes = SUM_BYTES * model.dense_trainable_params / num_local
+        self._not_to_host_bytes = self._dense_gradient_bytes - sums_bytes if self._devices_add else 0.0
         # Blocks with packed weights, and rows, are not coded.
-        self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(itemsize)
+        self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(model.param_itemsize)
 
     def _backward_row_bytes(self, rows: RowTraffic, choice: Choice) -> Values:
         """Return the bytes of rows of a backward, which recomputes the experts of some layers."""
@@ -142,7 +149,34 @@ class RankStepCosts(StepCosts):
             lanes["net"] = load.net_bytes / hardware.net_bytes_per_s
         if hardware.cpu.memory_bytes_per_s:
             lanes["host"] = load.host_bytes / hardware.cpu.memory_bytes_per_s
+        if self._from_devices:
+            self._add_links_between_devices(lanes, load)
         return lanes
+
+    def _add_links_between_devices(self, lanes: dict[str, Values], load: ResourceUse) -> None:
+        """Add the lane of links between devices. An exchange stands in one queue with the copies of its direction. If
+        there is no other link between devices, it takes both directions of the link to RAM."""
+        hardware = self._hardware
+        gathered_s, exchanged_s = (
+            num_bytes / hardware.between_gpus_bytes_per_s for num_bytes in (load.gathered_bytes, load.exchanged_bytes)
+        )
+        both_s = lanes["gpu_link"] = gathered_s + exchanged_s
+        is_shared = hardware.gpus_share_links
+        lanes["h2d"] = lanes["h2d"] + (both_s if is_shared else gathered_s)
+        lanes["d2h"] = lanes["d2h"] + (both_s if is_shared else exchanged_s)
+        if is_shared and hardware.duplex_bytes_per_s:
+            both_bytes = 2 * (load.gathered_bytes + load.exchanged_bytes)
+            lanes["link"] = lanes["link"] + both_bytes / hardware.duplex_bytes_per_s
+
+    def _longest(self, load: ResourceUse) -> tuple[float, str]:
+        """Return the seconds of the longest lane, and its resource, which is the links between devices if exchanges are
+        most of a link's lane."""
+        seconds, resource = super()._longest(load)
+        if self._from_devices and resource in ("h2d", "d2h") and not self._hardware.gpus_share_links:
+            num_bytes = load.gathered_bytes if resource == "h2d" else load.exchanged_bytes
+            if 2 * num_bytes.item() / self._hardware.between_gpus_bytes_per_s > seconds:
+                return seconds, "gpu_link"
+        return seconds, resource
 
     def _forward_read_bytes(self) -> float:
         ways = self._cluster.collectives
@@ -152,21 +186,20 @@ class RankStepCosts(StepCosts):
         return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
 
     def _backward_read_bytes(self) -> float:
-        match self._cluster.collectives.backward:
-            case "world":
-                turnaround_bytes = self._setup.turnaround_bytes / self._cluster.num_nodes
-                return max(0, self._own_param_bytes - self._resident_param_bytes - turnaround_bytes)
-            case source if self._cluster.collectives.group_ranks is not None:  # nodes read what they send
-                own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
-                return own_bytes + (self._copied_bytes if source == "ssd" else 0)
-            case "ram":
-                return 0
-            case _:
-                return super()._backward_read_bytes()
+        # Ranks read their own shards again, whatever nodes have of the others' shards. Blocks that are still in slots
+        # are not loaded.
+        turnaround_bytes = self._setup.turnaround_bytes / self._cluster.num_nodes
+        own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes - turnaround_bytes)
+        if self._cluster.collectives.backward != "ssd":
+            return own_bytes
+        whole_bytes = self._param_bytes - self._table_bytes
+        share_in_slots = min(1.0, self._setup.turnaround_bytes / whole_bytes) if whole_bytes else 0.0
+        return own_bytes + (1 - share_in_slots) * self._copied_bytes
 
     def _forward(self, choice: Choice) -> ResourceUse:
         load = super()._forward(choice)
         coded_bytes = self._copied_param_bytes - self._copied_row_bytes
+        load = self._from_other_devices(load, coded_bytes)
         load = replace(load, h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * coded_bytes)
         copied_bytes = self._copied_bytes if self._cluster.collectives.backward == "ssd" else 0
         return self._passing_ram(
@@ -175,6 +208,7 @@ class RankStepCosts(StepCosts):
                 ssd_write_bytes=load.ssd_write_bytes + copied_bytes,
                 net_bytes=load.net_bytes
                 + self._sent_bytes["forward_weights"]
+                + self._sent_bytes.get("forward_rows", 0)
                 + self._num_local * self._rows_to_nodes.forward_bytes,
                 host_bytes=load.host_bytes + 2 * self._resident_param_bytes,
             )
@@ -196,14 +230,27 @@ class RankStepCosts(StepCosts):
         sent = self._sent_bytes
         row_bytes = self._num_local * self._backward_row_bytes(self._rows_to_nodes, choice)
         coded_bytes = max(0, self._copied_param_bytes - self._setup.turnaround_bytes - self._copied_row_bytes)
+        load = self._from_other_devices(load, coded_bytes)
+        added_on_host_bytes = self._num_local * self._gradient_bytes + sum_bytes
+        if self._devices_add:
+            load = replace(load, exchanged_bytes=load.exchanged_bytes + self._exchanged_gradient_bytes)
+            added_on_host_bytes = 0.0
         return self._passing_ram(
             replace(
                 load,
                 h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * coded_bytes,
-                d2h_bytes=load.d2h_bytes - self._saved_gradient_bytes,
+                d2h_bytes=load.d2h_bytes - self._saved_gradient_bytes - self._not_to_host_bytes,
                 net_bytes=load.net_bytes + sent["backward_weights"] + sent["gradients"] + row_bytes,
-                host_bytes=load.host_bytes + self._num_local * self._gradient_bytes + sum_bytes,
+                host_bytes=load.host_bytes + added_on_host_bytes,
             )
+        )
+
+    def _from_other_devices(self, load: ResourceUse, num_bytes: float) -> ResourceUse:
+        """Return the load of a pass that brings ``num_bytes`` of weights to each device. Without a transport between
+        devices, all of them come from RAM."""
+        gathered_bytes = self._from_devices * num_bytes
+        return replace(
+            load, h2d_bytes=load.h2d_bytes - gathered_bytes, gathered_bytes=load.gathered_bytes + gathered_bytes
         )
 
     def _update(self, choice: Choice) -> ResourceUse:
@@ -237,17 +284,39 @@ class RankStepCosts(StepCosts):
         copied_bytes = 2 * self._copied_param_bytes - min(self._copied_param_bytes, self._setup.turnaround_bytes)
         exact = LinkBytes(h2d=count * copied_bytes, d2h=count * self._dense_gradient_bytes)
         row_bytes = 2 * count * self._copied_row_bytes
+        between = LinkBytes(
+            h2d=round(self._from_devices * exact.h2d), d2h=round(count * self._exchanged_gradient_bytes)
+        )
+        exact = LinkBytes(h2d=exact.h2d - between.h2d, d2h=exact.d2h - round(count * self._not_to_host_bytes))
         coded = LinkBytes(
             h2d=row_bytes + round(self._weights_within * (exact.h2d - row_bytes)),
             d2h=exact.d2h - round(count * self._saved_gradient_bytes),
         )
+        by_lane: dict[SentAs, float] = {
+            "weights": sent_bytes["forward_weights"] + sent_bytes["backward_weights"],
+            "gradients": sent_bytes["gradients"],
+            "tokens": sent_bytes.get("forward_rows", 0) + self._num_local * self._row_bytes_of_rank(choice),
+        }
         return RankPrediction(
             bytes_by_collective={name: count * size for name, size in sent_bytes.items()},
+            sent_bytes={lane: round(count * num_bytes / self._num_local) for lane, num_bytes in by_lane.items()},
             link_bytes=coded,
             exact_link_bytes=exact,
+            between_gpus=between,
             hides_from_tokens=self._hides_from(choice, clip, num_tokens),
             rows_equal_weights_at_tokens=self._rows_equal_weights_at(sent_bytes),
         )
+
+    def _row_bytes_of_rank(self, choice: Choice) -> float:
+        """Return the bytes of rows of experts that a rank sends in a forward and a backward. Rows for a rank of its own
+        node go there from the rank that has them, or from the one to which their node has sent them once. Results go
+        straight to the rank of their rows."""
+        cluster, rows, to_nodes = self._cluster, self._rows, self._rows_to_nodes
+        share_within = cluster.num_nodes * (self._num_local - 1) / max(1, cluster.num_ranks - 1)
+        to_owners = share_within * rows.to_owners() + to_nodes.to_owners()
+        forward_bytes = to_owners + rows.result_bytes
+        num_forwards = 1 + choice.num_expert_calls.item() / max(1, len(self._model.experts))
+        return num_forwards * forward_bytes + 2 * to_owners + rows.result_bytes + rows.index_bytes
 
     def _rows_equal_weights_at(self, sent_bytes: dict[CollectiveName, int]) -> float | None:
         """Return the tokens of a rank's micro-batch whose rows are as many bytes between nodes as the experts' weights

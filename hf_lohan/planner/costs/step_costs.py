@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.collectives import ONE_RANK
+from hf_lohan.planner.collectives import ONE_RANK, SUM_BYTES
 from hf_lohan.planner.costs.expert_costs import ExpertCosts
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
@@ -70,6 +70,10 @@ class ResourceUse:
     updated_params: Values
     net_bytes: Values
     host_bytes: Values
+    gathered_bytes: Values
+    """Weights that a device gets from those of other ranks of its node."""
+    exchanged_bytes: Values
+    """Gradients that a device sends to those of other ranks of its node."""
     wait_s: Values
     """Seconds in which no resource can work."""
 
@@ -81,6 +85,8 @@ class ResourceUse:
 
 
 _AMOUNTS = [field.name for field in fields(ResourceUse)]
+_COUNTED_ALREADY = ("link", "gpu_link")
+"""Lanes whose seconds are also those of the link's two directions."""
 _SSD_AMOUNTS = ("ssd_read_bytes", "ssd_write_bytes")
 
 
@@ -193,7 +199,12 @@ class StepCosts:
         trainable_bytes = num_updated * model.param_itemsize
         state_bytes = num_updated * setup.state_bytes_per_param
         dense_bytes = model.dense_trainable_params * model.param_itemsize
-        self._gradient_bytes = model.dense_gradient_bytes + self._experts.gradient_bytes
+        # Gradients of micro-batches that run together are summed on the device.
+        self._gradient_itemsize = (
+            max(SUM_BYTES, model.param_itemsize) if setup.num_together > 1 else model.param_itemsize
+        )
+        self._dense_gradient_bytes = sum(block.gradient_bytes(self._gradient_itemsize) for block in model.blocks)
+        self._gradient_bytes = self._dense_gradient_bytes + self._experts.gradient_bytes
         self._updated_bytes: float = dense_bytes
         self._num_local = setup.cluster.num_local
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
@@ -240,7 +251,9 @@ class StepCosts:
         handed_over += self._num_local * self._experts.from_ssd * self._experts.gradient_bytes
         # New weights are copied to the device in any case. Without the updates the forward copies them, and its costs
         # count that.
-        copied_bytes = self._gradient_bytes if not self._is_copied else 0
+        copied_bytes = 0.0
+        if not self._is_copied:
+            copied_bytes = self._model.dense_gradient_bytes + self._experts.gradient_bytes
         return replace(
             load,
             ssd_read_bytes=load.ssd_read_bytes - handed_over,
@@ -306,7 +319,7 @@ class StepCosts:
         total: Values = np.zeros(1)
         for name, seconds in self.lanes(load).items():
             longest = np.maximum(longest, seconds)
-            total = total if name == "link" else total + seconds  # the link's two directions are already counted
+            total = total if name in _COUNTED_ALREADY else total + seconds
         if not self._setup.counts_fill:
             return longest
         return longest + np.maximum(0.0, total - longest) / self._num_blocks + load.wait_s
@@ -399,15 +412,21 @@ class StepCosts:
             optimizer_s=total("updated_params") / hardware.cpu.optimizer_params_per_s,
             net_s=total("net_bytes") / (hardware.net_bytes_per_s or math.inf),
             host_s=total("host_bytes") / (hardware.cpu.memory_bytes_per_s or math.inf),
+            gathered_s=total("gathered_bytes") / hardware.between_gpus_bytes_per_s,
+            exchanged_s=total("exchanged_bytes") / hardware.between_gpus_bytes_per_s,
         )
 
     def _bottleneck(self, phases: list[StepPhase]) -> str:
         """Return the resource that is the longest lane for most of the time."""
         waited_s: dict[str, float] = {}
         for phase in phases:
-            seconds, resource = max((seconds.item(), name) for name, seconds in self.lanes(phase.load).items())
+            seconds, resource = self._longest(phase.load)
             waited_s[resource] = waited_s.get(resource, 0.0) + phase.count * seconds
         return max(waited_s, key=lambda resource: waited_s[resource])
+
+    def _longest(self, load: ResourceUse) -> tuple[float, str]:
+        """Return the seconds of the longest lane, and its resource."""
+        return max((seconds.item(), name) for name, seconds in self.lanes(load).items())
 
     def _floors_s(self, whole: ResourceUse) -> dict[str, float]:
         floors = {name: float(seconds.item()) for name, seconds in self.lanes(whole, efficiency=1.0).items()}

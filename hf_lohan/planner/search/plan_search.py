@@ -20,6 +20,7 @@ from hf_lohan.planner.fitting import (
     fits_without_offloading,
     layer_working_bytes,
     measure_room,
+    nccl_bytes,
     outer_working_bytes,
     ram_copy_bytes,
     record_bytes,
@@ -277,7 +278,8 @@ class _Search:
             num_params=model.num_params,
             least_device_bytes=setup.gpu_fixed_bytes
             + self._least_held_bytes
-            + allocator_bytes(self._hardware, setup, self._least_held_bytes),
+            + allocator_bytes(self._hardware, setup, self._least_held_bytes)
+            + nccl_bytes(self._hardware, setup),
             cluster=setup.cluster,
             in_memory=fits_without_offloading(
                 model,
@@ -307,6 +309,7 @@ class _Search:
                 "activations": kept.num_bytes,
                 "working_set": working_bytes,
                 **({"allocator_and_workspaces": on_top} if (on_top := self._on_top(kept, working_bytes)) else {}),
+                **({"nccl": of_nccl} if (of_nccl := nccl_bytes(self._hardware, setup)) else {}),
             },
             "cpu": {name: num_local * num_bytes for name, num_bytes in own_bytes.items()},
             "ssd": {
