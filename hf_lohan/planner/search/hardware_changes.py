@@ -75,6 +75,9 @@ def _improvements(
     )
     links = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s")
     yield "a link to the device twice as fast", with_changed(hardware, _doubled, *links), setup
+    if setup.cluster.transport == "nccl":
+        rate = _doubled(hardware.between_gpus_bytes_per_s)
+        yield "links between GPUs twice as fast", replace(hardware, gpu_link_bytes_per_s=rate), setup
 
 
 def one_more_ssd(hardware: HardwareProfile) -> HardwareProfile:
