@@ -89,6 +89,23 @@ def test_on_shared_cores_only_the_length_of_a_step_counts(tmp_path: Path) -> Non
     assert corrected.device == planned.hardware.device
 
 
+def test_steps_correct_the_links_between_gpus(tmp_path: Path) -> None:
+    """The lane of a link also has exchanges, so its bytes and seconds do not say how fast copies are."""
+    hardware = replace(machine(FAST), ssd=(replace(SSD, read_bytes_per_s=1e12, write_bytes_per_s=1e12),))
+    hardware = replace(hardware, gpu_link="nvlink", gpu_link_bytes_per_s=1e5)
+    config = resolved(tmp_path, cpu_memory="4MiB", gpu_memory="4MiB", transport="nccl", resident_records="none")
+    model = tiny_model("llama")
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=Ranks(0, 2, 0, 2))
+    planned = plan_step(model, layout, config, StepShape(2, 16), measure=lambda *_: hardware)
+    step = planned.plan.prediction
+    assert planned.setup.cluster.transport == "nccl" and step.bottleneck == "gpu_link"
+    lanes = {"h2d_s": 1.0, "h2d_bytes": 1e6, "d2h_s": 1.0, "d2h_bytes": 1e6}
+    measured = StepTimes(2 * step.step_s, compute_s=compute_s(planned), waits_s=0.0, **lanes)
+    corrected = corrected_hardware(planned, measured)
+    assert corrected.between_gpus_bytes_per_s == pytest.approx(1e5 / 2)
+    assert (corrected.h2d_bytes_per_s, corrected.d2h_bytes_per_s) == (1e9, 1e9)
+
+
 def test_step_times_are_read_from_the_timeline() -> None:
     timeline = Timeline()
     before = StepTimes.so_far(timeline)

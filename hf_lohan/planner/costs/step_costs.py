@@ -167,6 +167,12 @@ def lending_layers(model: ModelProfile, hardware: HardwareProfile) -> list[Block
     return trained if hardware.device.shares_cpu else trained[::2]
 
 
+def gradient_itemsize(model: ModelProfile, setup: TrainingSetup) -> int:
+    """Return the bytes of an element of a gradient that leaves the device. Those of micro-batches that run together are
+    summed there, in float32."""
+    return max(SUM_BYTES, model.param_itemsize) if setup.num_together > 1 else model.param_itemsize
+
+
 class StepCosts:
     """The cost model of one model on one machine with one setup."""
 
@@ -199,10 +205,7 @@ class StepCosts:
         trainable_bytes = num_updated * model.param_itemsize
         state_bytes = num_updated * setup.state_bytes_per_param
         dense_bytes = model.dense_trainable_params * model.param_itemsize
-        # Gradients of micro-batches that run together are summed on the device.
-        self._gradient_itemsize = (
-            max(SUM_BYTES, model.param_itemsize) if setup.num_together > 1 else model.param_itemsize
-        )
+        self._gradient_itemsize = gradient_itemsize(model, setup)
         self._dense_gradient_bytes = sum(block.gradient_bytes(self._gradient_itemsize) for block in model.blocks)
         self._gradient_bytes = self._dense_gradient_bytes + self._experts.gradient_bytes
         self._updated_bytes: float = dense_bytes

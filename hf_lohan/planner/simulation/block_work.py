@@ -13,6 +13,7 @@ from hf_lohan.planner.costs.step_costs import (
     block_forward_s,
     cheap_recompute_s,
     experts_forward_s,
+    gradient_itemsize,
     lending_layers,
     operation_s,
     repeated_s,
@@ -122,7 +123,7 @@ def block_works(
         state_bytes = num_trained * setup.state_bytes_per_param
         in_ram = min(updated_in_ram[block.name], state_bytes + param_bytes)
         update_read = state_bytes + (param_bytes if setup.update_reads_param else 0.0)
-        gradient_bytes = block.gradient_bytes(model.param_itemsize) + of_one * (
+        gradient_bytes = block.gradient_bytes(gradient_itemsize(model, setup)) + of_one * (
             costs.gradient_bytes if block.experts is not None else 0.0
         )
         trained_bytes = block.num_trainable_params * model.param_itemsize
