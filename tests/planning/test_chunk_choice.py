@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engines import resolved
+from planned_models import one_plan_alone
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 
 import hf_lohan.cli.plan_request as plan_request
@@ -43,16 +44,16 @@ def planned(
     hardware = read_hardware(str(DESKTOP))
     hardware = replace(hardware, cpu=replace(hardware.cpu, memory_bytes=ram_gb * GB))
     monkeypatch.setattr(plan_request, "read_hardware", lambda _path: hardware)
-    return plan_run(
-        PlanRequest(
-            model=model,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            num_micro_batches=num_micro_batches,
-            hardware="H.yaml",
-            offload=offload,
-        )
+    request = PlanRequest(
+        model=model,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        num_micro_batches=num_micro_batches,
+        hardware="H.yaml",
+        offload=offload,
     )
+    with one_plan_alone():  # chunks are chosen before solvers are compared
+        return plan_run(request)
 
 
 def setting(folder: Path, value: str) -> str:
