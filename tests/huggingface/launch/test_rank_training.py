@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).parent / "trained_by_ranks.py")
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ONE_PROCESS = ("stock", "alone", "stock_loop")
+TOGETHER = ("whole", "rows")
+"""Runs of the same processes, one after another, because importing takes most of the time of a launch."""
 Run = Callable[..., str]
 
 
@@ -35,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
-    """Return a function that runs the script once and returns its stderr. Runs of one process run in this process."""
+    """Return a function that makes a run of the script once and returns its stderr. Runs of one process run in this
+    process."""
     done: dict[str, subprocess.CompletedProcess[str]] = {}
 
     def run_here(what: str) -> None:
@@ -51,13 +54,15 @@ def run(folder: Path) -> Run:
             done[what] = subprocess.CompletedProcess(what, 0, stderr="")
         elif what not in done:
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            done[what] = subprocess.run(
-                [sys.executable, *TWO_RANKS, SCRIPT, str(folder), what],
+            launched = TOGETHER if what in TOGETHER else (what,)
+            process = subprocess.run(
+                [sys.executable, *TWO_RANKS, SCRIPT, str(folder), *launched],
                 env=environment,
                 capture_output=True,
                 text=True,
                 timeout=280,
             )
+            done.update(dict.fromkeys(launched, process))
         assert done[what].returncode == status, done[what].stderr
         return done[what].stderr
 

@@ -1,5 +1,5 @@
-"""A script with Trainer that several processes run together: `torchrun ... trained_by_ranks.py <folder> <what>`. Every
-run writes its log, and its weights by `save_model`, to `<folder>/<what>`.
+"""A script with Trainer that several processes run together: `torchrun ... trained_by_ranks.py <folder> <what>...`.
+Every run writes its log, and its weights by `save_model`, to `<folder>/<what>`.
 """
 
 from __future__ import annotations
@@ -169,4 +169,5 @@ def main(folder: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    for one in sys.argv[2:]:
+        main(Path(sys.argv[1]), one)
