@@ -1,6 +1,5 @@
 """Load a checkpoint by streaming, train, and print the peak memory; `test_budgets` runs it in a new process.
 
-python train_within_budgets.py idle                                    anonymous memory after the imports alone
 python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
 python train_within_budgets.py merge CHECKPOINT OUT CPU_BYTES GPU_BYTES    adapters, merged and saved
 python train_within_budgets.py resave CHECKPOINT OUT CPU_BYTES GPU_BYTES   loaded and saved unchanged
@@ -20,7 +19,7 @@ import hf_lohan
 from hf_lohan.hardware import AnonymousMemoryPeak, anonymous_memory_bytes
 
 for name in hf_lohan.__all__:
-    getattr(hf_lohan, name)  # imports what the name needs, so that an idle process has imported the same
+    getattr(hf_lohan, name)  # imports what the name needs, before the memory of the idle process is measured
 NUM_STEPS = 3
 
 
@@ -48,9 +47,8 @@ def resave(checkpoint: str, output_dir: str, offload: dict[str, int]) -> None:
 
 def main(mode: str, *rest: str) -> dict[str, object]:
     torch.set_num_threads(2)
-    if mode == "idle":
-        dataset()
-        return {"anonymous_bytes": anonymous_memory_bytes()}
+    dataset()
+    idle_bytes = anonymous_memory_bytes()
     checkpoint, output_dir, cpu_bytes, gpu_bytes, *more = rest
     max_grad_norm, activations, batch_size, length = [*more, *("1.0", "recompute", "1", "32")[len(more) :]]
     peak = AnonymousMemoryPeak()
@@ -59,7 +57,7 @@ def main(mode: str, *rest: str) -> dict[str, object]:
         do = merge if mode == "merge" else resave
         do(checkpoint, output_dir, {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes)})
         peak.stop()
-        return {"peak_bytes": peak.peak_bytes}
+        return {"idle_bytes": idle_bytes, "peak_bytes": peak.peak_bytes}
     args = TrainingArguments(
         output_dir=output_dir,
         use_cpu=True,
@@ -78,6 +76,7 @@ def main(mode: str, *rest: str) -> dict[str, object]:
     peak.stop()
     engine = trainer.offload_engine
     return {
+        "idle_bytes": idle_bytes,
         "peak_bytes": peak.peak_bytes,
         "peak_cpu_pool_bytes": engine.tiers.peak_cpu_pool_bytes,
         "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,

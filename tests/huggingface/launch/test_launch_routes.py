@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,14 @@ ROUTES = {
 }
 
 
+QUICK_ROUTES = ("python", "lohan")
+"""`lohan launch` starts `accelerate launch -m hf_lohan.run`. So a launch by accelerate itself is slow."""
+Report = tuple[dict[str, Any], Path]
+
+
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, testrun_uid: str, worker_id: str
-) -> dict[str, tuple[dict[str, Any], Path]]:
-    """Return the script's report and output directory for every launcher and for the stock Trainer. All workers of
+def runs(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str, worker_id: str) -> dict[str, Report]:
+    """Return the script's report and output directory for the quick launchers and for the stock Trainer. All workers of
     pytest share them, because these tests may be divided among them."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / f"routes-{testrun_uid}"
@@ -74,13 +78,17 @@ def runs(
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "stock.json").exists():
-            run_all(folder)
-    return {route: (json.loads((folder / f"{route}.json").read_text()), folder / route) for route in ("stock", *ROUTES)}
+            run_all(folder, QUICK_ROUTES)
+    return {route: report_in(folder, route) for route in ("stock", *QUICK_ROUTES)}
 
 
-def run_all(folder: Path) -> None:
-    """Run the script by every launcher and as it is. The launchers run in parallel. Stock runs in this process, and
-    writes its report last."""
+def report_in(folder: Path, route: str) -> Report:
+    return json.loads((folder / f"{route}.json").read_text()), folder / route
+
+
+def run_all(folder: Path, routes: Sequence[str]) -> None:
+    """Run the script by launchers and as it is. The launchers run in parallel. Stock runs in this process, and writes
+    its report last."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "single.yaml").write_text(ACCELERATE_CONFIG)
     (folder / "offload.yaml").write_text("cpu_memory: 64MiB\ngpu_memory: 16MiB\n")
@@ -88,14 +96,14 @@ def run_all(folder: Path) -> None:
     environment.pop("OMP_NUM_THREADS", None)
     started = {
         route: subprocess.Popen(
-            [sys.executable, *command, str(folder / route), str(folder / f"{route}.json")],
+            [sys.executable, *ROUTES[route], str(folder / route), str(folder / f"{route}.json")],
             cwd=folder,
-            env=environment,
+            env=environment | ({"OMP_NUM_THREADS": "1"} if route == "python" else {}),  # as accelerate does
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for route, command in ROUTES.items()
+        for route in routes
     }
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["script.py", str(folder / "stock"), str(folder / "stock.part")])
@@ -106,10 +114,8 @@ def run_all(folder: Path) -> None:
     (folder / "stock.part").rename(folder / "stock.json")
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_an_unmodified_script_is_offloaded_and_trains_the_same(runs: dict[str, Any], route: str) -> None:
-    facts, output_dir = runs[route]
-    stock_facts, stock_dir = runs["stock"]
+def assert_offloaded_and_as_stock(ours: Report, stock: Report) -> None:
+    (facts, output_dir), (stock_facts, stock_dir) = ours, stock
     summary = json.loads((output_dir / "lohan" / "summary.json").read_text())
     assert summary["num_steps"] == 3
     assert summary["ssd_write_bytes"] > 0
@@ -119,14 +125,32 @@ def test_an_unmodified_script_is_offloaded_and_trains_the_same(runs: dict[str, A
     assert not (stock_dir / "lohan").exists()
 
 
-@pytest.mark.parametrize("route", ["accelerate", "lohan"])
-def test_the_settings_of_the_launcher_reach_the_script(runs: dict[str, Any], route: str) -> None:
-    summary = json.loads((runs[route][1] / "lohan" / "summary.json").read_text())
+@pytest.mark.parametrize("route", QUICK_ROUTES)
+def test_an_unmodified_script_is_offloaded_and_trains_the_same(runs: dict[str, Report], route: str) -> None:
+    assert_offloaded_and_as_stock(runs[route], runs["stock"])
+
+
+def assert_has_settings(output_dir: Path) -> None:
+    summary = json.loads((output_dir / "lohan" / "summary.json").read_text())
     assert summary["config"]["cpu_memory"] == 64 * 2**20
 
 
-def test_the_optimizer_uses_every_core_whatever_the_launcher_exports(runs: dict[str, Any]) -> None:
-    for route in ROUTES:
+def test_the_settings_of_the_launcher_reach_the_script(runs: dict[str, Report]) -> None:
+    assert_has_settings(runs["lohan"][1])
+
+
+def test_the_optimizer_uses_every_core_whatever_the_launcher_exports(runs: dict[str, Report]) -> None:
+    for route in QUICK_ROUTES:
         assert runs[route][0]["num_threads"] == usable_cpus()
-    assert runs["accelerate"][0]["omp_num_threads"] == "1", "accelerate no longer exports one thread"
+    assert runs["python"][0]["omp_num_threads"] == "1"
     assert runs["lohan"][0]["omp_num_threads"] == str(usable_cpus())
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_same(tmp_path: Path) -> None:
+    run_all(tmp_path, ["accelerate"])
+    ours = report_in(tmp_path, "accelerate")
+    assert_offloaded_and_as_stock(ours, report_in(tmp_path, "stock"))
+    assert_has_settings(ours[1])
+    assert ours[0]["num_threads"] == usable_cpus()
+    assert ours[0]["omp_num_threads"] == "1", "accelerate no longer exports one thread"
