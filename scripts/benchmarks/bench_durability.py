@@ -212,7 +212,8 @@ def main(
     only_peak: Annotated[str | None, typer.Option(hidden=True)] = None,
     peak_batch: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> dict[str, Any]:
-    device, settings = options.device, {**options.budgets, "clip": "defer"}
+    # The side without commits would never write copies in RAM to the drive.
+    device, settings = options.device, {**options.budgets, "clip": "defer", "resident_records": "none"}
     if only_peak is not None:
         side: Side = "on" if only_peak == "on" else "off"
         with folder_in(options.store) as folder:
