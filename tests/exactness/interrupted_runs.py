@@ -15,7 +15,7 @@ import hf_lohan
 from hf_lohan.testing.models import tiny_model
 
 SETTINGS: dict[str, Any] = {
-    "max_steps": 8,
+    "max_steps": 6,
     "logging_steps": 3,
     "lr_scheduler_type": "cosine",
     "max_grad_norm": 0.8,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interrupted_runs import COMMIT_EACH_STEP, SETTINGS, InterruptAfter, assert_same, interrupt, train_to_end
+from interrupted_runs import COMMIT_EACH_STEP, SETTINGS, InterruptAfter, Outcome, assert_same, interrupt, train_to_end
 from resharded_stores import form_of
 from trajectories import arguments, dataset
 
@@ -70,9 +72,31 @@ def in_memory(folder: Path, model: Any, *callbacks: Any, num_trained: int = 1, *
     )
 
 
+IN_MEMORY = "in memory"
+Undisturbed = Callable[[str], Outcome]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Return a function that returns the outcome of an uninterrupted run of a model in memory, or of adapters over a
+    base that streams with this `quantize`. Each run is made once."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    base().save_pretrained(folder / "base")
+
+    @functools.cache
+    def outcome(kind: str) -> Outcome:
+        is_streamed = kind != IN_MEMORY
+        return train_to_end(
+            over_path(folder / kind, folder / "base", kind) if is_streamed else in_memory(folder / kind, base())
+        )
+
+    return outcome
+
+
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_adapters_over_another_base_are_refused_and_the_run_resumes(quantize: str, bases: Path) -> None:
-    expected = train_to_end(over_path(bases / "whole", bases / "base", quantize))
+def test_adapters_over_another_base_are_refused_and_the_run_resumes(
+    quantize: str, bases: Path, undisturbed: Undisturbed
+) -> None:
     interrupt(over_path(bases / "run", bases / "base", quantize, InterruptAfter(3)))
     store = bases / "run" / "_lohan" / "store"
     before = {path.name: path.read_bytes() for path in store.glob("*.safetensors")}
@@ -84,13 +108,14 @@ def test_adapters_over_another_base_are_refused_and_the_run_resumes(quantize: st
     assert {path.name: path.read_bytes() for path in store.glob("*.safetensors")} == before
     assert hf_lohan.last_step(bases / "run") == 3
     resumed = train_to_end(over_path(bases / "run", bases / "base", quantize), resume="last_step")
-    assert_same(resumed, expected)
+    assert_same(resumed, undisturbed(quantize))
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(quantize: str, bases: Path) -> None:
+def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(
+    quantize: str, bases: Path, undisturbed: Undisturbed
+) -> None:
     """The old stores stay, and the run goes on over its own base."""
-    expected = train_to_end(over_path(bases / "whole", bases / "base", quantize))
     interrupt(over_path(bases / "run", bases / "base", quantize, InterruptAfter(3)))
     store = bases / "run" / "_lohan" / "store"
     reshard([str(store)], 2, form_of=form_of, removes_old=True)
@@ -104,11 +129,13 @@ def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(q
     assert f"first in base_model.model.{CHANGED}; load the base of that run to go on from there" in message
     assert trainer.offload_engine.is_closed, "its store may have weights of both bases"
     assert {path: path.read_bytes() for path in store.glob("rank-*/*.safetensors")} == before
-    assert_same(train_to_end(over_path(bases / "run", bases / "base", quantize), resume="last_step"), expected)
+    resumed = train_to_end(over_path(bases / "run", bases / "base", quantize), resume="last_step")
+    assert_same(resumed, undisturbed(quantize))
 
 
-def test_a_partly_frozen_model_over_another_base_is_refused_and_stays_in_memory(tmp_path: Path) -> None:
-    expected = train_to_end(in_memory(tmp_path / "whole", base()))
+def test_a_partly_frozen_model_over_another_base_is_refused_and_stays_in_memory(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     interrupt(in_memory(tmp_path / "run", base(), InterruptAfter(3)))
     other = base(is_other=True)
     weights = {name: parameter.detach().clone() for name, parameter in other.named_parameters()}
@@ -117,7 +144,7 @@ def test_a_partly_frozen_model_over_another_base_is_refused_and_stays_in_memory(
         with pytest.raises(ForeignStoreError, match=f"first in {CHANGED}; load the base of that run"):
             use()
     assert all(torch.equal(parameter, weights[name]) for name, parameter in other.named_parameters())
-    assert_same(train_to_end(in_memory(tmp_path / "run", base()), resume="last_step"), expected)
+    assert_same(train_to_end(in_memory(tmp_path / "run", base()), resume="last_step"), undisturbed(IN_MEMORY))
 
 
 def test_a_step_is_lost_if_a_frozen_weight_is_changed_by_hand(tmp_path: Path) -> None:
@@ -132,13 +159,12 @@ def test_a_step_is_lost_if_a_frozen_weight_is_changed_by_hand(tmp_path: Path) ->
     trainer.offload_engine.close()
 
 
-def test_training_that_begins_anew_over_another_base_is_refused(tmp_path: Path) -> None:
+def test_training_that_begins_anew_over_another_base_is_refused(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """As if the model was streamed, which is loaded before anybody knows whether `train` will resume."""
-    expected = train_to_end(in_memory(tmp_path / "whole", base()))
     interrupt(in_memory(tmp_path / "run", base(), InterruptAfter(3)))
     with pytest.raises(ForeignStoreError, match="or delete that store if its steps are no longer needed"):
         in_memory(tmp_path / "run", base(is_other=True)).train()
-    assert_same(train_to_end(in_memory(tmp_path / "run", base()), resume="last_step"), expected)
+    assert_same(train_to_end(in_memory(tmp_path / "run", base()), resume="last_step"), undisturbed(IN_MEMORY))
 
 
 def test_a_run_that_trains_all_weights_does_not_depend_on_the_loaded_ones(bases: Path) -> None:
@@ -174,8 +200,9 @@ def _load_and_die(folder: Path, path: Path, weight: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["base", "other"])
-def test_a_process_that_is_killed_while_it_loads_leaves_the_last_step(name: str, bases: Path) -> None:
-    expected = train_to_end(over_path(bases / "whole", bases / "base", "none"))
+def test_a_process_that_is_killed_while_it_loads_leaves_the_last_step(
+    name: str, bases: Path, undisturbed: Undisturbed
+) -> None:
     interrupt(over_path(bases / "run", bases / "base", "none", InterruptAfter(3)))
     for weight in ("embed_tokens.weight", CHANGED, *(["norm.weight"] if name == "base" else [])):
         process = multiprocessing.get_context("fork").Process(
@@ -184,4 +211,5 @@ def test_a_process_that_is_killed_while_it_loads_leaves_the_last_step(name: str,
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-    assert_same(train_to_end(over_path(bases / "run", bases / "base", "none"), resume="last_step"), expected)
+    resumed = train_to_end(over_path(bases / "run", bases / "base", "none"), resume="last_step")
+    assert_same(resumed, undisturbed("none"))

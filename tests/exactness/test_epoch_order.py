@@ -18,28 +18,28 @@ from trajectories import dataset
 )
 def test_a_resumed_epoch_keeps_its_order(settings: dict[str, Any], tmp_path: Path) -> None:
     """Resume within the third epoch, from the last step and from a checkpoint."""
-    settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8), **settings}
+    settings = {"gradient_accumulation_steps": 1, "max_steps": 9, "logging_steps": 1, "rows": dataset(6), **settings}
     whole = make_trainer(tmp_path / "whole", family="llama", **settings)
     expected = train_to_end(whole)
-    saving = {**settings, "save_strategy": "steps", "save_steps": 9}
-    broken = make_trainer(tmp_path / "run", InterruptAfter(10), family="llama", **saving)
+    saving = {**settings, "save_strategy": "steps", "save_steps": 7}
+    broken = make_trainer(tmp_path / "run", InterruptAfter(8), family="llama", **saving)
     interrupt(broken)
-    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-9")):
+    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-7")):
         torch.manual_seed(99)
         again = make_trainer(tmp_path / "run", family="llama", **saving)
         assert_same(train_to_end(again, resume), expected)
 
 
-@pytest.mark.parametrize("resume", [pytest.param("last_step", marks=pytest.mark.slow), "checkpoint-8"])
+@pytest.mark.parametrize("resume", [pytest.param("last_step", marks=pytest.mark.slow), "checkpoint-6"])
 def test_an_epoch_that_began_with_a_resume_keeps_its_order(resume: str, tmp_path: Path) -> None:
     """Interrupt at the end of the second epoch, and again within the third."""
-    settings = {"gradient_accumulation_steps": 1, "max_steps": 12, "logging_steps": 1, "rows": dataset(8)}
+    settings = {"gradient_accumulation_steps": 1, "max_steps": 9, "logging_steps": 1, "rows": dataset(6)}
     settings |= {"accelerator_config": {"use_seedable_sampler": False}, "family": "llama"}
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
-    expected, saving = outcome_of(whole), {**settings, "save_strategy": "steps", "save_steps": 8}
+    expected, saving = outcome_of(whole), {**settings, "save_strategy": "steps", "save_steps": 6}
     from_where = resume if resume == "last_step" else str(tmp_path / "run" / resume)
-    for step, resumed in ((8, None), (10, from_where)):
+    for step, resumed in ((6, None), (7, from_where)):
         broken = make_trainer(tmp_path / "run", InterruptAfter(step), **saving)
         interrupt(broken, resumed)
         torch.manual_seed(99)  # a new process has another seed

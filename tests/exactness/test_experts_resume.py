@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from expert_models import ALL_SLOTS, least_gpu_memory
-from interrupted_runs import InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
+from interrupted_runs import SETTINGS, InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from trajectories import arguments, assert_same_tensors, dataset, logged, stored_weights
 from transformers import AutoModelForCausalLM
 from transformers import Trainer as StockTrainer
@@ -38,9 +38,8 @@ def num_expert_slots(trainer: Any) -> int:
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Losses and weights of the stock Trainer."""
-    settings = {"max_steps": 8, "logging_steps": 3, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
     model = tiny_model(FAMILY)
-    args = arguments(tmp_path_factory.mktemp("stock"), max_grad_norm=0.0, **settings)
+    args = arguments(tmp_path_factory.mktemp("stock"), **{**SETTINGS, "max_grad_norm": 0.0})
     trainer = StockTrainer(model, args, train_dataset=dataset())
     trainer.train()
     return logged(trainer)[0], {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}

@@ -26,7 +26,7 @@ def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **
         family="qwen3_moe",
         rows=FEW_TOKENS,
         offload=offload,
-        **{"max_steps": 6, "logging_steps": 1, "per_device_train_batch_size": 1, **settings},
+        **{"max_steps": 5, "logging_steps": 1, "per_device_train_batch_size": 1, **settings},
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -42,7 +42,7 @@ def is_behind(trainer: Any) -> bool:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize("state_dtype", ["float32", "int8"])
 def test_equals_eager_experts(max_grad_norm: float, state_dtype: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_grad_norm": max_grad_norm, "eval_strategy": "steps", "eval_steps": 3}
+    settings: dict[str, Any] = {"max_grad_norm": max_grad_norm, "eval_strategy": "steps", "eval_steps": 2}
     eager = trained(tmp_path / "eager", EAGER | {"optimizer_state_dtype": state_dtype}, **settings)
     lazy = trained(tmp_path / "lazy", LAZY | {"optimizer_state_dtype": state_dtype}, **settings)
     assert is_behind(lazy) and not is_behind(eager)
@@ -71,6 +71,6 @@ def test_an_export_includes_all_steps(tmp_path: Path) -> None:
     assert is_behind(trainer)
     trainer.save_model(str(tmp_path / "saved"))
     trainer.offload_engine.close()
-    assert export_model(tmp_path / "run", tmp_path / "exported") == 6
+    assert export_model(tmp_path / "run", tmp_path / "exported") == 5
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported")]
     assert_same_tensors(*(dict(model.named_parameters()) for model in models))

@@ -37,7 +37,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
 
-MAX_STEPS = 4
+MAX_STEPS = 3
 MAX_GRAD_NORM = 0.05
 BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB"}
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "v_proj"]}

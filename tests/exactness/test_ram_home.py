@@ -32,10 +32,10 @@ SOME_IN_RAM = {"cpu_memory": "7MiB", "gpu_memory": "2MiB"}
     ("family", "offload", "max_grad_norm", "durability"),
     [
         ("llama", ALL_IN_RAM, 0.0, "step"),
-        ("llama", SOME_IN_RAM, 3.1, "step"),
+        ("llama", SOME_IN_RAM, 3.2, "step"),
         ("mixtral", ALL_IN_RAM, 2.9, "step"),
         ("mixtral", SOME_IN_RAM, 0.0, "step"),
-        ("llama", ALL_IN_RAM, 3.1, "checkpoint"),
+        ("llama", ALL_IN_RAM, 3.2, "checkpoint"),
         ("mixtral", SOME_IN_RAM, 0.0, "checkpoint"),
     ],
 )

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 import hf_lohan
 from hf_lohan.testing.models import FAMILIES, tiny_model
 
-NUM_STEPS = 6
-HALF = 3
+NUM_STEPS = 4
+HALF = 2
 SETTINGS: dict[str, Any] = {
     "max_steps": NUM_STEPS,
     "save_strategy": "steps",

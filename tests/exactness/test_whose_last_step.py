@@ -103,7 +103,7 @@ def test_the_error_of_a_torn_single_version_store_names_the_checkpoint(tmp_path:
     with pytest.raises(ValueError, match="checkpoint-2"):
         export_model(tmp_path / "run", tmp_path / "out")
     again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 8
+    assert again.state.global_step == 6
     again.offload_engine.close()
     export_model(tmp_path / "run", tmp_path / "out")  # a finished run leaves its store whole
 
