@@ -43,7 +43,14 @@ def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> 
 
 def save_buffers(model: nn.Module, folder: str | Path) -> None:
     """Write a model's persistent buffers, which are not in the store, if it has any."""
-    if buffers := _persistent_buffers(model):
+    # Not from `state_dict`, which would make a tensor of each weight. A commit needs the buffers after every step.
+    buffers = {
+        f"{path}.{name}".lstrip("."): buffer.detach().cpu().clone()
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    if buffers:
         save_file(buffers, Path(folder) / BUFFERS_NAME)
 
 
