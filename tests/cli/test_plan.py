@@ -239,6 +239,7 @@ def test_durability_is_checkpoint_if_two_versions_of_the_state_do_not_fit(model_
     assert planned(model_13b, "--hardware", hardware)["durability"] == "checkpoint"
 
 
+@pytest.mark.usefixtures("equal_requests_planned_once")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -38,7 +38,7 @@ SWAP = {"gpu_memory": "1MiB", "activations": "swap", "resident_records": "none",
 ALL_FIT: dict[str, Any] = {"num_layers": 6, "cpu_memory": "6MiB"}
 FEW_FIT: dict[str, Any] = {"num_layers": 10, "cpu_memory": "5MiB"}
 BOTH = pytest.mark.parametrize("room", [ALL_FIT, FEW_FIT], ids=["all_fit", "few_fit"])
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 class CountingFiles(FileBackend):

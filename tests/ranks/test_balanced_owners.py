@@ -13,6 +13,7 @@ import pytest
 import torch
 from divided_experts import Chosen
 from expert_models import expert_model
+from planned_models import one_plan_alone
 from resharded_stores import STORE, content_at, form_of, in_child, reshard_to
 from short_runs import train_until
 from torch import Tensor
@@ -226,8 +227,12 @@ def test_a_plan_knows_the_rows_and_the_owners_of_a_run(
     hardware = Path(__file__).parents[2] / "configs" / "hardware" / "rtx4090_desktop.yaml"
     options = ("--batch-size", 2, "--seq-len", 16, "--hardware", hardware, "--ranks", 2, "--expert-parallel", "world")
 
+    def lohan_plan(*arguments: object) -> tuple[int, str]:
+        with one_plan_alone():
+            return lohan("plan", *arguments, *options)
+
     def planned(*arguments: object) -> dict[str, Any]:
-        code, output = lohan("plan", *arguments, *options, "--json")
+        code, output = lohan_plan(*arguments, "--json")
         assert code == 0, output
         return json.loads(output)
 
@@ -235,7 +240,7 @@ def test_a_plan_knows_the_rows_and_the_owners_of_a_run(
     of_run = planned(tmp_path / "model", "--routing", run)
     assert of_run["most_loaded_rank"] == pytest.approx({"now": 2.0, "balanced": 1.0})
     assert planned(run)["most_loaded_rank"] == of_run["most_loaded_rank"], "the run that saved the model"
-    _, text = lohan("plan", run, *options)
+    _, text = lohan_plan(run)
     assert "the most loaded rank has 2.00 times the mean rows" in " ".join(text.split())
     # With 32 tokens of a rank and 2 choices of each, the two hot experts have 32 rows of each rank.
     offload = tmp_path / "balance.yaml"
@@ -250,12 +255,12 @@ def test_a_plan_knows_the_rows_and_the_owners_of_a_run(
     caplog.clear()
     assert "most_loaded_rank" not in planned(run), "the stores of two runs are there"
     assert f"planned without the routing of the run in {run}: " in caplog.text
-    code, text = lohan("plan", tmp_path / "model", *options, "--routing", run)
+    code, text = lohan_plan(tmp_path / "model", "--routing", run)
     assert code == 2 and "holds stores of runs with 2 and 3 ranks" in text
-    code, text = lohan("plan", tmp_path / "model", *options, "--routing", tmp_path)
+    code, text = lohan_plan(tmp_path / "model", "--routing", tmp_path)
     assert code == 2 and "is not the output folder of an offloaded run" in text
     train_until(tmp_path / "whole", 1, model=expert_model("mixtral"), **SETTINGS | {"experts": "with_layer"})
-    code, text = lohan("plan", tmp_path / "model", *options, "--routing", tmp_path / "whole")
+    code, text = lohan_plan(tmp_path / "model", "--routing", tmp_path / "whole")
     assert code == 2 and "has counted no rows of the experts of this model" in text
 
 

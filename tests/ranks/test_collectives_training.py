@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
 from hf_lohan.engine import ranks as engine_ranks
@@ -29,6 +30,8 @@ from hf_lohan.weights.joint_order import JointOrder
 
 NODES = [(2, 1), (4, 2), (3, 1)]
 """The number of ranks, and the number of ranks per node."""
+GROUPS = [pytest.param(4, 1, 2, marks=pytest.mark.slow), (6, 1, 3), (8, 2, 4)]
+"""These numbers, and the number of ranks of a group."""
 GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
 
 
@@ -139,7 +142,7 @@ def test_each_way_between_nodes_brings_the_same_bits_to_devices(
     num_ranks: int, num_local: int, forward: str, backward: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Weights are coded once for both hops, also if a node keeps them."""
-    training = Training(num_ranks, num_local, dtype=dtype, evaluates=True, cpu_memory="12MiB")
+    training = Training(num_ranks, num_local, num_steps=3, dtype=dtype, evaluates=True, cpu_memory="12MiB")
     expected = training.run(tmp_path / "expected", {"forward": "exact", "backward": "world", "within": "int8"})
     found = training.run(tmp_path / "found", {"forward": forward, "backward": backward, "within": "int8"})
     for ours, other in zip(found, expected, strict=True):
@@ -155,7 +158,7 @@ def test_each_way_between_nodes_brings_the_same_bits_to_devices(
 @pytest.mark.parametrize("gradients", ["exact", "int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2)])
 def test_each_backward_of_a_step_is_coded(num_ranks: int, num_local: int, gradients: str, tmp_path: Path) -> None:
-    training = Training(num_ranks, num_local, num_backwards=2)
+    training = Training(num_ranks, num_local, num_steps=3, num_backwards=2)
     oracle = Oracle(training, tmp_path)
     between = GRADIENT_CODECS.get(gradients)
     oracle.train(weights=WEIGHTS_INT8, gradients=between, gradients_within=GRADIENTS_WITHIN["int8"])
@@ -310,7 +313,9 @@ def test_kept_weights_change_no_bit(
     num_ranks: int, num_local: int, max_norm: float, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """An evaluation after each step fetches the changed weights."""
-    training = Training(num_ranks, num_local, max_norm, dtype=dtype, evaluates=True, decides_before_loads=False)
+    training = Training(
+        num_ranks, num_local, max_norm, num_steps=3, dtype=dtype, evaluates=True, decides_before_loads=False
+    )
     exact = training.run(tmp_path / "exact", "exact")
     for number, way in enumerate(EXACT_WAYS):
         for ours, other in zip(training.run(tmp_path / str(number), way), exact, strict=True):
@@ -371,7 +376,7 @@ def test_a_step_sends_only_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("forward", ["exact", "delta", "int8"])
 def test_copies_on_the_ssd_equal_copies_in_ram(forward: str, num_ranks: int, num_local: int, tmp_path: Path) -> None:
-    training = Training(num_ranks, num_local, dtype=torch.bfloat16, evaluates=True, cpu_memory="12MiB")
+    training = Training(num_ranks, num_local, num_steps=3, dtype=torch.bfloat16, evaluates=True, cpu_memory="12MiB")
     expected = training.run(tmp_path / "ram", {"forward": forward, "backward": "ram"})
     found = training.run(tmp_path / "ssd", {"forward": forward, "backward": "ssd"})
     assert any(ours.layout.copy_records for ours in found)  # a rank may have no part of any block
@@ -387,7 +392,7 @@ def test_copies_on_the_ssd_equal_copies_in_ram(forward: str, num_ranks: int, num
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("source", ["ram", "ssd"])
 @pytest.mark.parametrize("forward", ["exact", "int8"])
-@pytest.mark.parametrize(("num_ranks", "num_local", "group"), [(4, 1, 2), (6, 1, 3), (8, 2, 4)])
+@pytest.mark.parametrize(("num_ranks", "num_local", "group"), GROUPS)
 def test_groups_of_nodes_keep_one_copy_among_them(
     num_ranks: int, num_local: int, group: int, forward: Any, source: Any, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -423,7 +428,7 @@ def test_groups_of_nodes_keep_one_copy_among_them(
     assert of_all == (num_nodes // of_group - 1) * param_bytes, "each group keeps the weights of the others once"
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluates", slow_but([True], [False, True]))
 def test_a_group_is_used_by_its_number_of_ranks(evaluates: bool, tmp_path: Path) -> None:
     """Copies are decided in the middle of the first pass, and blocks are also coded on their way to devices."""
     training = Training(4, 1, num_steps=3, evaluates=evaluates, decides_before_loads=False)
