@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hf_lohan.compat.torch_private import persistent_buffers
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import write_failure
 from hf_lohan.model import dtype_name
@@ -43,13 +44,8 @@ def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> 
 
 def save_buffers(model: nn.Module, folder: str | Path) -> None:
     """Write a model's persistent buffers, which are not in the store, if it has any."""
-    # Not from `state_dict`, which would make a tensor of each weight. A commit needs the buffers after every step.
-    buffers = {
-        f"{path}.{name}".lstrip("."): buffer.detach().cpu().clone()
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+    # Not those of `_persistent_buffers`, because a commit needs them after every step.
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model).items()}
     if buffers:
         save_file(buffers, Path(folder) / BUFFERS_NAME)
 

@@ -131,6 +131,16 @@ def is_compiled() -> bool:
 # Tensors.
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that `state_dict` has, by name. `state_dict` would also make a tensor of each parameter."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often the tensor or an alias of it was written to."""
     return int(tensor._version)

@@ -48,6 +48,17 @@ def test_compiled_code_is_detected() -> None:
     assert seen == [True] and not private.is_compiled()
 
 
+def test_persistent_buffers_are_those_of_the_state_dict() -> None:
+    norm = nn.BatchNorm1d(3, affine=False)
+    model = nn.Sequential(norm, nn.Sequential(norm))
+    model.register_buffer("own", torch.zeros(2))
+    model.register_buffer("not_saved", torch.zeros(2), persistent=False)
+    model.register_buffer("absent", None)
+    found, expected = private.persistent_buffers(model), model.state_dict()
+    assert list(found) == list(expected) and len(found) == 7
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_muon_equals_its_parts() -> None:
     """`newton_schulz` and `adjusted_muon_lr` together give the update of `torch.optim.Muon`."""
     parameter = nn.Parameter(torch.zeros(8, 4))
