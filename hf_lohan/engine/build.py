@@ -320,7 +320,9 @@ def _local_weights(
 
 def _decoder(tiers: Tiers, blocks: Sequence[Block], staging: BufferPool) -> Decoder | None:
     packed = [block for block in blocks if block.packed_slices]
-    return Decoder(tiers.device, packed, staging.buffer_bytes) if packed else None
+    if not packed:
+        return None
+    return Decoder(tiers.device, packed, staging.buffer_bytes, between_devices=tiers.transport is not None)
 
 
 def _expert_loader(

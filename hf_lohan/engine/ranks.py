@@ -28,6 +28,7 @@ from hf_lohan.ranks import (
     Links,
     MeasuredCodec,
     RankFailedError,
+    Ranks,
     RanksDisagreeError,
     SharedRegion,
     StepAgreement,
@@ -160,9 +161,7 @@ def check_equal_settings(settings: Mapping[str, Any], links: Links) -> None:
                 )
 
 
-def open_device_transport(
-    layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links
-) -> DeviceTransport | None:
+def open_device_transport(config: OffloadConfig, device: Device, links: Links) -> DeviceTransport | None:
     """Connect the devices of a node's ranks, or return None if all goes through host memory. All ranks call this
     together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
     ranks = links.ranks
@@ -173,7 +172,7 @@ def open_device_transport(
         return None
     identities = links.all_gather("the identities of devices", device.identity.encode())
     on_this_node = [identities[rank].decode() for rank in ranks.on_this_node if rank != ranks.rank]
-    reason = why_not_served(layout, config) or device.why_no_group(on_this_node)
+    reason = why_not_served(ranks) or device.why_no_group(on_this_node)
     reasons = links.all_gather("whether GPUs reach each other", reason.encode())
     if first := next(filter(None, reasons), None):
         raise _refused_transport(first.decode())
@@ -185,9 +184,9 @@ def open_device_transport(
         raise ValueError(f"NCCL does not connect the GPUs ({error}); set transport to host or auto") from error
     if ranks.rank == 0:
         logger.warning(
-            "transport: nccl sends weights and gradients from GPU to GPU, which has not been run on GPUs yet; blocks "
-            "that not all ranks load, and gradients that a step sums over several backwards, go through the machine's "
-            "RAM"
+            "transport: nccl sends weights and gradients from GPU to GPU of a machine, which has not been run on GPUs "
+            "yet; blocks that not all ranks load, and gradients that a step sums over several backwards, go through "
+            "the machine's RAM"
         )
     return transport
 
@@ -202,7 +201,7 @@ def check_device_transport(layout: OffloadLayout, config: OffloadConfig, why_no_
             "transport: 'nccl' sends weights and gradients between the GPUs of several ranks, and this is one "
             "process; set transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
         )
-    if reason := why_not_served(layout, config) or why_no_links:
+    if reason := why_not_served(layout.ranks) or why_no_links:
         raise _refused_transport(reason)
 
 
@@ -210,21 +209,9 @@ def _refused_transport(reason: str) -> ValueError:
     return ValueError(f"transport: 'nccl' cannot be used, because {reason}; set transport to host or auto")
 
 
-def why_not_served(layout: OffloadLayout, config: OffloadConfig) -> str:
-    """Return the part of the run for which no weights go from device to device; "" if there is none."""
-    refused = {
-        f"collectives.within is {config.collectives.within!r}, which rounds weights between RAM and each GPU": (
-            config.collectives.within != "exact"
-        ),
-        "the experts of this model stream one by one (experts, expert_parallel)": bool(layout.model_blocks.experts),
-        "embedding: rows brings rows of the table through RAM": layout.model_blocks.table is not None,
-        "each rank decodes packed weights from RAM (quantize)": any(block.packed_slices for block in layout.blocks),
-        f"sequence_ranks: {config.sequence_ranks} sends keys and values through RAM": config.sequence_ranks > 1,
-        "the ranks are on several machines, and only those of one machine are connected by GPUs": (
-            layout.ranks.num_nodes > 1
-        ),
-    }
-    return next((reason for reason, applies in refused.items() if applies), "")
+def why_not_served(ranks: Ranks) -> str:
+    """Return why no devices of these ranks can send to each other; "" if they may."""
+    return "each machine has one rank, and only GPUs of one machine are connected" if ranks.num_local == 1 else ""
 
 
 def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> None:

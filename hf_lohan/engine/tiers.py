@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -93,14 +94,20 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
     RanksDisagreeError if ranks have other settings."""
     plan, links = layout.plan, links or Links.alone()
     embedding = "whole" if layout.model_blocks.table is None else "rows"
-    equal = {"collectives": config.collectives.to_setting(), "embedding": embedding, "transport": config.transport}
+    equal: dict[str, Any] = {
+        "collectives": config.collectives.to_setting(),
+        "embedding": embedding,
+        "transport": config.transport,
+    }
+    if config.transport == "nccl":  # devices exchange packed weights in pieces of this size
+        equal["staging_buffer_bytes"] = plan.staging_buffer_bytes
     check_equal_settings(equal, links)
     codecs = LinkCodecs(config.collectives, links)
     assert links.ranks == layout.ranks, "the layout is for other ranks"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     # What may refuse comes before anything is written.
     with contextlib.ExitStack() as cleanup:
-        transport = open_device_transport(layout, config, device, links)
+        transport = open_device_transport(config, device, links)
         if transport is not None:
             cleanup.callback(transport.close)
         direct = open_direct_io(config, device)

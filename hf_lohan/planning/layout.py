@@ -495,7 +495,7 @@ def lay_out(
         rows_granule_bytes=rows_granule_bytes(form.model_blocks),
         num_rows_buffers=shards.num_rows_buffers(memory_is_host=memory_is_host),
         lent_expert_bytes=expert_bytes,
-        num_adding_devices=ranks.num_local if config.transport == "nccl" else 1,
+        num_adding_devices=ranks.num_local + (ranks.num_nodes > 1) if config.transport == "nccl" else 1,
     )
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0

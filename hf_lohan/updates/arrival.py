@@ -138,8 +138,8 @@ class GradientArrivals:
             keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
             buffer = on_device = None
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=block.name):
-                if self._goes_to_devices and block.owner is None:
-                    is_half = flat.dtype.itemsize < torch.float32.itemsize
+                if self._goes_to_devices and block.owner is None and block.size_class is not SizeClass.ROWS:
+                    is_half = codec is None and flat.dtype.itemsize < torch.float32.itemsize
                     on_device = self._acquire_buffer(block, half=is_half, pool=self._to_devices)
                 if on_device is None or self._pipeline.updates_chunk(piece.chunk):
                     buffer = self._acquire_buffer(block, half=keeps_dtype)

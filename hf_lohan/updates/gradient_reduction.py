@@ -15,6 +15,7 @@ from hf_lohan.device import Buffer, BufferPool, Device, Lane
 from hf_lohan.model import Chunk
 from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import (
+    CodedValues,
     CompleteGradient,
     DeviceSums,
     GradientExchange,
@@ -23,6 +24,7 @@ from hf_lohan.ranks import (
     SharedRegion,
     TableRows,
 )
+from hf_lohan.ranks.collectives.rank_order_sum import memory_of
 from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.gradients import ChunkGradient
@@ -95,6 +97,7 @@ class GradientReduction:
             },
             sums=self._sums,
             place=self._place_for,
+            gaps_of=lambda key: self._chunks[key].gaps,
         )
         this = weakref.ref(self)  # the links live longer
         self._links.add_failure_callback(lambda error: _note_failure(this(), error))
@@ -141,9 +144,11 @@ class GradientReduction:
             )
         codec, gradient.codec = gradient.codec, None  # its mean is not coded
         values, sent_buffer, key = gradient.published_values, gradient.on_device or gradient.buffer, self._key_of[chunk]
-        for piece in chunk.pieces if codec is None else ():
+        for piece in chunk.pieces if codec is None or gradient.on_device else ():
             if piece.param_slice not in gradient.slices:  # this part was not initialized
-                self._zero(values[piece.start_in_chunk : piece.stop_in_chunk], is_on_device=bool(gradient.on_device))
+                start, stop = piece.start_in_chunk, piece.stop_in_chunk
+                part = values[start:stop] if codec is None else CodedValues.in_place_of(values, codec).part(start, stop)
+                self._zero(part, is_on_device=bool(gradient.on_device))
         self.published.add(chunk)
         if self.owns(chunk):  # the mean will be written to its buffer on the host
             sent_buffer = gradient.on_device
@@ -154,10 +159,10 @@ class GradientReduction:
         is_on_device = gradient.leave_device()
         self._exchange.publish(key, values, _slice_bits(gradient), sent_buffer, codec, is_on_device=is_on_device)
 
-    def _zero(self, values: Tensor, *, is_on_device: bool) -> None:
+    def _zero(self, values: Tensor | CodedValues, *, is_on_device: bool) -> None:
         if is_on_device:  # in the lane of the gradients, so that a later one in this buffer comes after it
-            work = partial(_fill_with_zeros, values)
-            self._device.run(Lane.D2H, work, fills=values, reads=(values,), name="zero")
+            work, memory = partial(_fill_with_zeros, values), memory_of(values)
+            self._device.run(Lane.D2H, work, fills=memory[0], reads=memory, name="zero")
             self._device.record(Lane.D2H).synchronize()  # it is sent in another lane
         else:
             _fill_with_zeros(values)
@@ -195,10 +200,7 @@ class GradientReduction:
         else:
             gradient, apply = ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected
         use_all_cores()  # torch would measure it on all cores
-        if not complete.is_summed:
-            complete.sum_into(gradient.values)
-        for start, stop in chunk.gaps if complete.is_summed else ():
-            gradient.values[start:stop].zero_()  # devices send no zeros there
+        complete.sum_into(gradient.values)
         complete.release()
         bits = complete.slice_bits
         gradient.slices = {piece.param_slice for index, piece in enumerate(chunk.pieces) if bits >> index & 1}
@@ -273,7 +275,7 @@ def _note_failure(reduction: GradientReduction | None, error: BaseException) -> 
         reduction.note_failure(error)
 
 
-def _fill_with_zeros(values: Tensor) -> None:
+def _fill_with_zeros(values: Tensor | CodedValues) -> None:
     values.zero_()
 
 

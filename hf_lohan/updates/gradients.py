@@ -76,7 +76,8 @@ class ArrivedChunk:
 
     def _coded_values(self) -> CodedValues:
         assert self.codec is not None
-        return CodedValues.in_place_of(self._host.view(torch.float32, self.chunk.numel), self.codec)
+        memory = self.on_device or self._host
+        return CodedValues.in_place_of(memory.view(torch.float32, self.chunk.numel), self.codec)
 
     def wait_coded(self) -> None:
         """Wait until the whole gradient is in the buffer. It stays coded, with zeros in the padding and for parameters
@@ -344,7 +345,10 @@ class HeldGradients:
         if arrived.on_device is not None:
             assert gradient is None, "an earlier backward of the step sent its gradient to the host"
             arrived.wait_for_copies()
-            return ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.dtype, on_device=arrived.on_device)
+            gradient = ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.dtype, on_device=arrived.on_device)
+            if arrived.codec is not None:
+                gradient.codec, gradient.dtype = arrived.codec, torch.float32
+            return gradient
         if gradient is None and may_stay_coded and arrived.codec is not None:
             arrived.wait_coded()
             return ChunkGradient(arrived.chunk, arrived.buffer, slices, codec=arrived.codec)

@@ -219,6 +219,13 @@ class JointOrder:
             self._undeclared.append(number)
             self._notify()
 
+    def note_cut(self, number: int) -> None:
+        """Note a cut that another rank has declared."""
+        with self._links.lock:
+            if self.is_common(number):
+                self._cuts[period_of(number)] = number
+            self._notify()
+
     def declare_cuts(self) -> bool:
         """Tell the others this rank's new cuts. Returns whether there were any."""
         with self._links.lock:
@@ -251,11 +258,7 @@ class JointOrder:
                 self.cut(number)
 
     def _on_cut(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
-        (number,) = numbers
-        with self._links.lock:
-            if self.is_common(number):
-                self._cuts[period_of(number)] = number
-            self._notify()
+        self.note_cut(*numbers)
 
     def _on_period(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
         period, *summary, num_ended = numbers

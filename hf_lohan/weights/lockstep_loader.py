@@ -49,8 +49,9 @@ class JointSource(Protocol):
     def is_whole(self, number: int) -> bool:
         """Return whether the shards of all ranks have arrived."""
 
-    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
-        """Enqueue the copy of a whole block to device memory, after ``free``. Loads are finished in their order."""
+    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event | None:
+        """Enqueue the copy of a whole block to device memory, after ``free``. Loads are finished in their order.
+        Returns None if the load turned out not to be common."""
 
     def is_common(self, number: int) -> bool:
         """Return whether the load is carried out by all ranks. If not, no later load of its period is."""
@@ -216,8 +217,9 @@ class LockstepLoader(BlockLoader):
             return True
         if not self._source.is_whole(load.number) or self._is_borrowed(load.slot):
             return False
-        self._begun.popleft()
-        self._publish(load, self._source.finish_load(load.number, load.weights, load.free))
+        if (ready := self._source.finish_load(load.number, load.weights, load.free)) is not None:
+            self._begun.popleft()
+            self._publish(load, ready)
         return True
 
     def _begin_next(self) -> bool:

@@ -25,6 +25,8 @@ from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import Decoder
 
 _PAGE_BYTES = 4096
+_PART_MULTIPLE = 256
+"""The parts of a block that ranks of a node copy to their devices begin at multiples of so many elements."""
 _CODED_PIECE_NUMEL = 256 * 1024
 """Elements that are coded at once. This is a multiple of the codec's block."""
 _RAW, _CODED, _CHANGES, _GROUPED = range(4)
@@ -81,8 +83,8 @@ class DeviceCopies:
         blocks: Sequence[Block],
         transport: DeviceTransport | None,
     ) -> None:
-        """``transport``: brings the other ranks' shards from their devices, which get only their own shards from the
-        shared memory."""
+        """``transport``: sends from device to device. Each device then gets only a part of a block from the shared
+        memory, and the rest from the others."""
         self._device = device
         self._ranks = ranks
         self._within = parts.within
@@ -90,54 +92,89 @@ class DeviceCopies:
         self._transport = transport
         self._payload: Tensor | None = None
         """Device memory for the payload of one block. Work of the H2D lane alone uses it."""
-        if parts.within is not None and not device.memory_is_host:
+        if parts.within is not None and (transport is not None or not device.memory_is_host):
             self._payload = device.empty(max(map(parts.coded_bytes, blocks)))
 
-    def copy(self, number: int, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None) -> Event:
+    def copy(self, number: int, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None) -> Event | None:
         """Enqueue the copy of a block to ``weights`` in the slot. ``number``: the load. ``entry`` and ``coded``: the
-        block and its payload in shared memory. Returns the event of its end. With a transport, all ranks of the node
-        call this for the same load, and it waits for them. Raises RankFailedError or RankTimeoutError."""
-        if block.packed_slices:
-            assert self._decoder is not None, f"{block} has packed weights"
-            self._decoder.load(block, weights, entry)
-        elif coded is not None:
-            self._copy_coded(coded, weights)
-        elif self._transport is not None:
-            return self._exchange(self._transport, number, block, weights, entry)
-        else:
-            self._device.copy(Lane.H2D, weights, entry)
-        return self._device.record(Lane.H2D)
+        block and its payload in shared memory, complete. Returns the event of its end. With a transport, all ranks of
+        the node call this for the same load, and it waits for them. It then returns None if not all ranks carry out
+        the load together. Raises RankFailedError or RankTimeoutError."""
+        transport = self._transport
+        if transport is None:
+            self._fill(block, weights, entry, coded, partial(self._device.copy, Lane.H2D))
+            return self._device.record(Lane.H2D)
+        ready: list[Event] = []
+        is_one = not block.packed_slices  # packed weights go through a small buffer, piece by piece
+        if is_one:
+            self._copy_part(*((weights, entry) if coded is None else (self._payload_for(coded), coded)))
 
-    def _exchange(self, transport: DeviceTransport, number: int, block: Block, weights: Tensor, entry: Tensor) -> Event:
-        """Copy this rank's shard to the slot, and fill the slot with those of other ranks. A slot without all of them
-        is never published, because this waits."""
-        ranges_by_rank = [block.rank_ranges[rank] for rank in self._ranks.on_this_node]
-        start, stop = ranges_by_rank[self._ranks.local_rank]
-        own, ready = weights[start:stop], list[Event]()
-        if own.numel():
-            self._device.copy(Lane.H2D, own, entry[start:stop])
+        def bring(memory: Tensor, shared: Tensor) -> None:
+            if not is_one:
+                self._copy_part(memory, shared)
+            self._gather(transport, memory)
 
         def fill() -> None:
-            work = partial(transport.fill_from_all, weights, ranges_by_rank)
-            self._device.run(Lane.H2D, work, fills=weights, reads=(own,), name="gather")
+            self._fill(block, weights, entry, coded, bring)
+            # A slot without all parts is never published, because this waits.
             ready.append(self._device.record(Lane.H2D))
             ready[0].synchronize()
 
-        transport.take_part(number, f"its shard of {block.name} on its device", fill)
-        return ready[0]
+        if transport.take_part(number, f"its part of {block.name} on its device", fill):
+            return ready[0]
+        self._device.record(Lane.H2D).synchronize()  # shared memory is soon free
+        return None
 
-    def _copy_coded(self, coded: Tensor, weights: Tensor) -> None:
-        """Copy the payload of a block to the device, and decode it there to ``weights``."""
-        within, payload = self._within, self._payload
-        assert within is not None
-        if payload is None:
-            payload = coded
+    def _fill(
+        self,
+        block: Block,
+        weights: Tensor,
+        entry: Tensor,
+        coded: Tensor | None,
+        bring: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        """Fill the slot. ``bring`` fills memory of the device with what is in shared memory. With a transport, all
+        ranks of the node call it with the same sizes, in the same order."""
+        if block.packed_slices:
+            assert self._decoder is not None, f"{block} has packed weights"
+            self._decoder.load(block, weights, entry, bring)
+        elif coded is not None:
+            self._bring_coded(coded, weights, bring)
         else:
-            payload = payload[: coded.numel()]
-            self._device.copy(Lane.H2D, payload, coded)
+            bring(weights, entry)
+
+    def _payload_for(self, coded: Tensor) -> Tensor:
+        """Return memory of the device for a payload, which is its shared memory if the device can read that."""
+        return coded if self._payload is None else self._payload[: coded.numel()]
+
+    def _copy_part(self, memory: Tensor, shared: Tensor) -> None:
+        """Copy this rank's part of what is in shared memory to its device."""
+        start, stop = _equal_parts(memory.numel(), self._ranks.num_local)[self._ranks.local_rank]
+        if start < stop:
+            self._device.copy(Lane.H2D, memory[start:stop], shared[start:stop])
+
+    def _gather(self, transport: DeviceTransport, memory: Tensor) -> None:
+        """Send this rank's part of memory of its device to the others, and get theirs."""
+        parts = _equal_parts(memory.numel(), self._ranks.num_local)
+        start, stop = parts[self._ranks.local_rank]
+        work = partial(transport.fill_from_all, memory, parts)
+        self._device.run(Lane.H2D, work, fills=memory, reads=(memory[start:stop],), name="gather")
+
+    def _bring_coded(self, coded: Tensor, weights: Tensor, bring: Callable[[Tensor, Tensor], object]) -> None:
+        """Bring the payload of a block to the device, and decode it there to ``weights``."""
+        within, payload = self._within, self._payload_for(coded)
+        assert within is not None
+        if payload is not coded:
+            bring(payload, coded)
         work = partial(within.codec.decode, payload, weights)
         self._device.run(Lane.H2D, work, fills=weights, reads=(payload,))
         within.count(weights.nbytes, coded.numel())
+
+
+def _equal_parts(numel: int, num_parts: int) -> list[tuple[int, int]]:
+    """Return the ranges of parts that differ little in size and begin at multiples of `_PART_MULTIPLE`."""
+    size = -(-numel // (num_parts * _PART_MULTIPLE)) * _PART_MULTIPLE
+    return [(min(part * size, numel), min((part + 1) * size, numel)) for part in range(num_parts)]
 
 
 class NodeShards:

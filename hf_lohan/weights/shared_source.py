@@ -127,6 +127,8 @@ class SharedWeights:
         self._to_device = DeviceCopies(device, links.ranks, self._parts, decoder, blocks, transport)
         self._regions = SharedRegions(memory.numel())
         self._order = JointOrder(links, changes, self._begin_period, self.notify)
+        if transport is not None:
+            transport.leave_out(self._order.is_common)
         self._lent = LentShards(
             device,
             store,
@@ -309,11 +311,14 @@ class SharedWeights:
     def is_whole(self, number: int) -> bool:
         return self._order.is_common(number) and len(self._filled.get(number, ())) == self._ranks.num_local
 
-    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event:
+    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event | None:
         if free is not None:
             self._device.wait(Lane.H2D, free)
         load = self._loads[number]
         ready = self._to_device.copy(number, load.block, weights, load.entry, load.coded)
+        if ready is None:
+            self._order.note_cut(number)
+            return None
         with self._links.lock:
             del self._loads[number], self._filled[number]
         self._copier.submit(lambda: self._wait_for_copy(number, ready))

@@ -63,35 +63,52 @@ class _SliceRead:
 class Decoder:
     """Decodes packed weights into slots, in the order of the H2D lane. One loader uses it, block by block."""
 
-    def __init__(self, device: Device, blocks: Sequence[Block], codes_bytes: int) -> None:
-        """``blocks`` are those with packed weights. Codes come in at most ``codes_bytes`` at a time."""
+    def __init__(
+        self, device: Device, blocks: Sequence[Block], codes_bytes: int, *, between_devices: bool = False
+    ) -> None:
+        """``blocks`` are those with packed weights. Codes come in at most ``codes_bytes`` at a time.
+        ``between_devices``: whether packed weights also come from other devices."""
         self._device = device
         self._scales = device.empty(max(block.scales_bytes for block in blocks))
         self._codes_bytes = codes_bytes
-        self._codes = None if device.memory_is_host else device.empty(codes_bytes)
+        is_direct = device.memory_is_host and not between_devices
+        self._codes = None if is_direct else device.empty(codes_bytes)
 
     def take_scales(self, start: int, scales: Tensor) -> None:
         """Enqueue a copy of a block's scales from byte ``start`` on. Its codes come next."""
         self._device.copy(Lane.H2D, self._scales[start : start + scales.numel()], scales)
 
-    def load(self, block: Block, weights: Tensor, fetched: Tensor) -> None:
+    def load(
+        self, block: Block, weights: Tensor, fetched: Tensor, bring: Callable[[Tensor, Tensor], object] | None = None
+    ) -> None:
         """Enqueue a whole block: copy and decode what was read of it, ``fetched`` [block.fetched_numel] in host
-        memory, to ``weights`` [block.numel]."""
+        memory, to ``weights`` [block.numel]. ``bring``: enqueues copies from the host, from the second tensor to the
+        first; by default `Device.copy`."""
+        bring = bring or partial(self._device.copy, Lane.H2D)
         for part in block.fetched_parts(0, block.fetched_numel):
             content = fetched[part.first : part.last]
             if part.kind == PARAM:
-                self._device.copy(Lane.H2D, weights[: content.numel()], content)
+                bring(weights[: content.numel()], content)
             elif part.kind == "scales":
-                self.take_scales(0, content.view(torch.uint8))
+                bring(self._scales[: content.nbytes], content.view(torch.uint8))
             else:
                 codes = content.view(torch.uint8)
                 for start, stop in ranges(codes.numel(), self._codes_bytes):
-                    self.decode(block, weights, start, codes[start:stop])
+                    self.decode(block, weights, start, codes[start:stop], bring)
 
-    def decode(self, block: Block, weights: Tensor, start: int, codes: Tensor) -> None:
-        """Enqueue the decoding of a block's codes from byte ``start`` on into ``weights`` [block.numel]."""
+    def decode(
+        self,
+        block: Block,
+        weights: Tensor,
+        start: int,
+        codes: Tensor,
+        bring: Callable[[Tensor, Tensor], object] | None = None,
+    ) -> None:
+        """Enqueue the decoding of a block's codes from byte ``start`` on into ``weights`` [block.numel]. ``bring``: see
+        `load`."""
         if self._codes is not None:
-            self._device.copy(Lane.H2D, self._codes[: codes.numel()], codes)
+            bring = bring or partial(self._device.copy, Lane.H2D)
+            bring(self._codes[: codes.numel()], codes)
             codes = self._codes[: codes.numel()]
         stop = start + codes.numel()
         for part in block.packed_slices:

@@ -7,12 +7,24 @@ from __future__ import annotations
 import queue
 import random
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hf_lohan.ranks import Channel, CompleteGradient, GradientExchange, Links, SharedRegion
+from hf_lohan.device import CpuDevice
+from hf_lohan.ranks import (
+    Channel,
+    CompleteGradient,
+    DeviceSums,
+    DeviceTransport,
+    GradientExchange,
+    Links,
+    MeasuredCodec,
+    RankFailedError,
+    SharedRegion,
+)
 
 BUFFER_BYTES = 4 * 600_000
 NUM_BUFFERS = 12
@@ -113,7 +125,7 @@ class OwnersSums:
 class RankOfExchange:
     """One rank with buffers in shared memory and a thread that sums complete gradients."""
 
-    def __init__(self, links: Links, backwards: Backwards) -> None:
+    def __init__(self, links: Links, backwards: Backwards, coded: MeasuredCodec | None = None) -> None:
         self.links = links
         self.backwards = backwards
         self.sums = OwnersSums()
@@ -133,6 +145,7 @@ class RankOfExchange:
             completed=self._complete.put,
             release=self._take_back,
             abandoned=lambda step, rank: self.abandoned.append((step, rank)),
+            coded=coded,
         )
         self._thread = threading.Thread(target=self._sum_all, daemon=True)
         self._thread.start()
@@ -187,8 +200,92 @@ class RankOfExchange:
         self.sums.sums[gradient.step, gradient.key] = (total, gradient.slice_bits)
 
 
-def exchange_all(links: Links, backwards: Backwards) -> OwnersSums:
-    rank = RankOfExchange(links, backwards)
+class RankWithDevice:
+    """One rank whose device adds its gradients, while its loads of weights come in between."""
+
+    def __init__(self, links: Links, backwards: Backwards, coded: MeasuredCodec | None = None) -> None:
+        self.links, self.backwards, self.found = links, backwards, OwnersSums()
+        device = CpuDevice()
+        self.transport = DeviceTransport.connect(links, device)
+        self.num_free = NUM_BUFFERS
+        self.places: dict[tuple[int, int], Tensor] = {}
+        self.complete: queue.SimpleQueue[CompleteGradient | None] = queue.SimpleQueue()
+        self.exchange = GradientExchange(
+            links,
+            backwards.owners,
+            None,
+            completed=self.complete.put,
+            release=self._take_back,
+            sums=DeviceSums(device, self.transport, links.ranks, BUFFER_BYTES),
+            place=self._place,
+            coded=coded,
+        )
+        self.owner = threading.Thread(target=self._take_all, daemon=True)
+        self.owner.start()
+        links.barrier("all exchanges")
+
+    def _place(self, step: int, key: int) -> Tensor:
+        return self.places.setdefault((step, key), torch.full((self.backwards.numel(key),), float("nan")))
+
+    def _take_all(self) -> None:
+        with suppress(RankFailedError):
+            while (complete := self.complete.get()) is not None:
+                self._take(complete)
+
+    def _take(self, complete: CompleteGradient) -> None:
+        total = self.places.get((complete.step, complete.key))
+        assert complete.is_summed == (total is not None)
+        if complete.numel:
+            total = complete.sum_into(torch.full((complete.numel,), float("nan")) if total is None else total)
+        self.found.sums[complete.step, complete.key] = (total, complete.slice_bits)
+        complete.release()
+
+    def _take_back(self, buffer: object) -> None:
+        assert isinstance(buffer, Tensor)
+        buffer.fill_(float("nan"))  # a late reader would find it
+        with self.links.lock:
+            self.num_free += 1
+            self.links.notify()
+
+    def load_all(self, num_loads: int) -> None:
+        """Exchange weights, in the order of loads."""
+        rank, num_ranks = self.links.ranks.local_rank, self.links.ranks.num_local
+        parts = [(10 * member, 10 * member + 10) for member in range(num_ranks)]
+        for load in range(num_loads):
+            whole = torch.full((10 * num_ranks,), -1.0)
+            whole[10 * rank : 10 * rank + 10] = 100 * load + rank
+            what = "its shard of a test"
+            self.transport.take_part(load, what, lambda whole=whole: self.transport.fill_from_all(whole, parts))
+            assert whole[::10].tolist() == [100 * load + member for member in range(num_ranks)]
+
+    def run(self, num_loads: int) -> OwnersSums:
+        loads = threading.Thread(target=self.load_all, args=(num_loads,))
+        loads.start()
+        for step in range(self.backwards.num_steps):
+            for key in self.backwards.order(step, self.links.ranks.rank):
+                self.links.wait_for(lambda: self.num_free, "a buffer")
+                with self.links.lock:
+                    self.num_free -= 1
+                gradient = self.backwards.gradient(step, self.links.ranks.rank, key)
+                assert gradient is not None
+                bits = self.backwards.slice_bits(step, self.links.ranks.rank, key)
+                self.exchange.publish(key, gradient, bits, gradient, is_on_device=True)
+            assert self.exchange.wait_until_complete(self.exchange.end_backward())
+        loads.join(20)
+        assert not loads.is_alive()
+        self.complete.put(None)
+        self.owner.join()
+        self.links.barrier("all sums to be made")
+        self.links.wait_for(lambda: self.num_free == NUM_BUFFERS, "its own buffers")
+        self.links.barrier("all buffers to be back")
+        self.found.sent_bytes = self.links.sent_bytes[Channel.GRADIENTS]
+        self.exchange.close()
+        self.transport.close()
+        return self.found
+
+
+def exchange_all(links: Links, backwards: Backwards, coded: MeasuredCodec | None = None) -> OwnersSums:
+    rank = RankOfExchange(links, backwards, coded)
     for step in range(backwards.num_steps):
         for key in backwards.order(step, links.ranks.rank):
             rank.publish(step, key)

@@ -17,7 +17,7 @@ import pytest
 import test_branches
 import torch
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
-from exchanged_gradients import BUFFER_BYTES, NUM_BUFFERS, Backwards, OwnersSums, check
+from exchanged_gradients import BUFFER_BYTES, NUM_BUFFERS, Backwards, OwnersSums, RankWithDevice, check, exchange_all
 from peft import LoraConfig, get_peft_model
 from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
 from test_training import LR, NUM_STEPS, Trained, seed_of, train_rank, train_stock
@@ -30,11 +30,12 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import (
-    CompleteGradient,
+    GRADIENTS_INT8,
     DeviceSums,
     DeviceTransport,
     GradientExchange,
     Links,
+    MeasuredCodec,
     RankFailedError,
     RanksDisagreeError,
     RankTimeoutError,
@@ -77,87 +78,41 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 # The exchange.
 
 
-class RankWithDevice:
-    """One rank whose device adds its gradients, while its loads of weights come in between."""
-
-    def __init__(self, links: Links, backwards: Backwards) -> None:
-        self.links, self.backwards, self.found = links, backwards, OwnersSums()
-        device = CpuDevice()
-        self.transport = DeviceTransport.connect(links, device)
-        self.num_free = NUM_BUFFERS
-        self.places: dict[tuple[int, int], Tensor] = {}
-        self.exchange = GradientExchange(
-            links,
-            backwards.owners,
-            None,
-            completed=self._take,
-            release=self._take_back,
-            sums=DeviceSums(device, self.transport, links.ranks, BUFFER_BYTES),
-            place=self._place,
-        )
-        links.barrier("all exchanges")
-
-    def _place(self, step: int, key: int) -> Tensor:
-        return self.places.setdefault((step, key), torch.full((self.backwards.numel(key),), float("nan")))
-
-    def _take(self, complete: CompleteGradient) -> None:
-        total = self.places.get((complete.step, complete.key))
-        assert complete.is_summed == (total is not None)
-        self.found.sums[complete.step, complete.key] = (total, complete.slice_bits)
-        complete.release()
-
-    def _take_back(self, buffer: object) -> None:
-        assert isinstance(buffer, Tensor)
-        buffer.fill_(float("nan"))  # a late reader would find it
-        with self.links.lock:
-            self.num_free += 1
-            self.links.notify()
-
-    def load_all(self, num_loads: int) -> None:
-        """Exchange weights, in the order of loads."""
-        rank, num_ranks = self.links.ranks.rank, self.links.ranks.num_ranks
-        parts = [(10 * member, 10 * member + 10) for member in range(num_ranks)]
-        for load in range(num_loads):
-            whole = torch.full((10 * num_ranks,), -1.0)
-            whole[10 * rank : 10 * rank + 10] = 100 * load + rank
-            what = "its shard of a test"
-            self.transport.take_part(load, what, lambda whole=whole: self.transport.fill_from_all(whole, parts))
-            assert whole[::10].tolist() == [100 * load + member for member in range(num_ranks)]
-
-    def run(self, num_loads: int) -> OwnersSums:
-        loads = threading.Thread(target=self.load_all, args=(num_loads,))
-        loads.start()
-        for step in range(self.backwards.num_steps):
-            for key in self.backwards.order(step, self.links.ranks.rank):
-                self.links.wait_for(lambda: self.num_free, "a buffer")
-                with self.links.lock:
-                    self.num_free -= 1
-                gradient = self.backwards.gradient(step, self.links.ranks.rank, key)
-                assert gradient is not None
-                bits = self.backwards.slice_bits(step, self.links.ranks.rank, key)
-                self.exchange.publish(key, gradient, bits, gradient, is_on_device=True)
-            assert self.exchange.wait_until_complete(self.exchange.end_backward())
-        loads.join(20)
-        assert not loads.is_alive()
-        self.links.barrier("all sums to be made")
-        self.links.wait_for(lambda: self.num_free == NUM_BUFFERS, "its own buffers")
-        self.links.barrier("all buffers to be back")
-        self.exchange.close()
-        self.transport.close()
-        return self.found
-
-
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))])
 def test_devices_add_in_rank_order_in_any_order_of_arrival(seed: int) -> None:
     draw = random.Random(seed)
     num_ranks = draw.choice([2, 3, 4])
+    num_nodes = 1 + seed % 3
     dtype, without = draw.choice([torch.float32, torch.bfloat16]), draw.choice([0.0, 0.3, 0.8])
     num_chunks, max_numel = draw.randint(1, 12), draw.choice([10, 5000, 300_000])
-    backwards = Backwards(num_ranks, num_ranks, seed, dtype, num_chunks, 2, without, max_numel)
-    check(
-        backwards,
-        run_ranks(num_ranks, lambda links: RankWithDevice(links, backwards).run(seed % 5 * 4), delays_seed=seed),
+    num_local, num_ranks = num_ranks, num_ranks * num_nodes
+    backwards = Backwards(num_ranks, num_local, seed, dtype, num_chunks, 2, without, max_numel)
+
+    def run(links: Links) -> OwnersSums:
+        return RankWithDevice(links, backwards).run(seed % 5 * 4)
+
+    check(backwards, run_ranks(num_ranks, run, num_local=num_local, delays_seed=seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_are_coded_for_other_nodes_as_on_the_host(seed: int) -> None:
+    """The gradient of a single rank is coded before it is multiplied by a sixth."""
+    backwards = Backwards(6, 2, seed, torch.bfloat16, share_without=0.5)
+
+    def run(links: Links, on_devices: bool) -> OwnersSums:
+        coded = MeasuredCodec("gradients", GRADIENTS_INT8)
+        return RankWithDevice(links, backwards, coded).run(0) if on_devices else exchange_all(links, backwards, coded)
+
+    host, nccl = (
+        run_ranks(6, lambda links, on_devices=on_devices: run(links, on_devices), num_local=2)  # type: ignore[misc]
+        for on_devices in (False, True)
     )
+    for ours, theirs in zip(nccl, host, strict=True):
+        assert ours.sums.keys() == theirs.sums.keys() and ours.sent_bytes == theirs.sent_bytes
+        for name, (total, bits) in theirs.sums.items():
+            mean, our_bits = ours.sums[name]
+            assert our_bits == bits and (mean is None) == (total is None)
+            assert mean is None or torch.equal(mean.view(torch.int32), total.view(torch.int32))
 
 
 def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
@@ -181,18 +136,20 @@ def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("what", ["die", "hang"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(victim: int, what: Any) -> None:
-    """The victim publishes its gradients, or has begun to. Rank 0 orders the exchanges."""
+@pytest.mark.parametrize(("num_ranks", "num_local", "victim"), [(3, 3, 0), (3, 3, 1), (3, 3, 2), (4, 2, 1), (4, 2, 2)])
+def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(
+    num_ranks: int, num_local: int, victim: int, what: Any
+) -> None:
+    """The victim publishes its gradients, or has begun to. The first rank of each node orders the exchanges."""
     timeout_s = 2.0 if what == "hang" else 10.0
-    backwards = Backwards(3, 3, seed=3, num_chunks=NUM_BUFFERS, num_steps=10, share_without=0.0)
+    backwards = Backwards(num_ranks, num_local, seed=3, num_chunks=NUM_BUFFERS, num_steps=10, share_without=0.0)
 
     def run(links: Links) -> None:
         RankWithDevice(links, backwards).run(0)
 
-    outcomes = rank_outcomes(3, run, faults=[Fault(victim, what, 60)], timeout_s=timeout_s)
+    outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[Fault(victim, what, 60)], timeout_s=timeout_s)
     assert outcomes[victim].error is not None or what == "hang", "the fault did not happen"
-    for rank in {0, 1, 2} - {victim}:
+    for rank in set(range(num_ranks)) - {victim}:
         error = outcomes[rank].error
         assert isinstance(error, RankFailedError), error
         assert isinstance(error, RankTimeoutError) or what == "die" or "said nothing" in str(error), error

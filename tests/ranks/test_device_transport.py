@@ -5,24 +5,36 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import divided_experts
+import embedding_ranks
 import pytest
+import test_branches
+import test_packed_weights
 import torch
-from engines import RANK_SETTINGS, resolved
+from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
+from packed_bases import base_of
+from test_branches import CASES
 from test_training import NUM_STEPS, Trained, train_rank, train_stock
 from torch import Tensor
+from trained_nodes import Training
 
 from hf_lohan.device import CpuDevice, gpu_links
 from hf_lohan.engine import OffloadEngine, open_tiers
 from hf_lohan.engine.ranks import open_device_transport
+from hf_lohan.huggingface.attention import run_layers_in_chunks
+from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
+from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import DeviceTransport, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.gloo_devices import gloo_between_cpus
-from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
 ROOM = {"gpu_memory": "4MiB"}
@@ -213,10 +225,9 @@ def test_all_ranks_learn_the_error_of_one_in_an_exchange(over_gloo: None) -> Non
 # The setting.
 
 
-def open_transport(links: Links, folder: Path, family: str = "llama", **settings: Any) -> DeviceTransport | None:
+def open_transport(links: Links, folder: Path, **settings: Any) -> DeviceTransport | None:
     config = resolved(folder, cpu_memory="6MiB", gpu_memory="1MiB", **settings)
-    layout = lay_out(tiny_model(family), config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
-    return open_device_transport(layout, config, CpuDevice(), links)
+    return open_device_transport(config, CpuDevice(), links)
 
 
 @pytest.mark.parametrize("transport", ["auto", "host"])
@@ -246,16 +257,11 @@ def test_nccl_is_refused_on_cpu_devices(tmp_path: Path) -> None:
         "transport: 'nccl' cannot be used, because this run computes on the cpu, and only CUDA devices send to each "
         "other; set transport to host or auto"
     )
-    within = refusal(tmp_path, collectives={"within": "int8"})
-    assert "within is 'int8', which rounds weights between RAM and each GPU" in within
+    assert "each machine has one rank" in refusal(tmp_path, num_local=1)
 
 
 def test_nccl_is_refused_for_what_it_does_not_carry(tmp_path: Path, over_gloo: None) -> None:
-    assert "collectives.within is 'int4'" in refusal(tmp_path, collectives={"within": "int4"})
-    assert "experts of this model stream" in refusal(tmp_path, family="mixtral", experts="streamed")
-    assert "embedding: rows brings rows" in refusal(tmp_path, embedding="rows")
-    assert "sequence_ranks: 2 sends keys" in refusal(tmp_path, sequence_ranks=2)
-    assert "the ranks are on several machines" in refusal(tmp_path, num_local=1)
+    assert "each machine has one rank, and only GPUs of one machine" in refusal(tmp_path, num_local=1)
     with pytest.raises(ValueError, match=r"transport: 'nccl' .* and this is one process"):
         open_transport(Links.alone(), tmp_path, transport="nccl")
 
@@ -345,3 +351,206 @@ def test_no_wait_is_missing_if_copies_run_late(seed: int, tmp_path: Path, over_g
         assert all(map(torch.equal, ours.norms, stock.norms))
     assert not sum(device.num_races for device in devices)
     assert len(stock.norms) == NUM_STEPS
+
+
+# Several nodes, and codecs.
+
+
+def compare_transports(training: Training, folder: Path, collectives: Any) -> None:
+    """Compare ranks that train with devices that send to each other with ranks that send through host memory."""
+    host, nccl = (
+        replace(training, transport=transport).run(folder / transport, collectives) for transport in ("host", "nccl")
+    )
+    for ours, theirs in zip(nccl, host, strict=True):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+        assert all(map(torch.equal, ours.norms, theirs.norms))
+        assert all(map(torch.equal, ours.losses, theirs.losses))
+        assert ours.sent == theirs.sent
+        assert coded_bytes(ours) == coded_bytes(theirs)
+
+
+def coded_bytes(trained: Any) -> dict[str, Any]:
+    names = ("exact_bytes", "sent_bytes")
+    return {lane: [figures[name] for name in names] for lane, figures in trained.figures["coded"].items()}
+
+
+def nodes(num_ranks: int, num_local: int, **options: Any) -> Training:
+    """Return a training with a step in which coding errors are not measured any more."""
+    return Training(num_ranks, num_local, num_steps=4, gpu_memory="8MiB", **options)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_ranks", [4, 6])
+@pytest.mark.parametrize(
+    "collectives",
+    ["exact", "quantized", {"backward": "node", "gradients": "int8"}, {"forward": "delta", "within": "int8"}],
+    ids=["exact", "quantized", "node", "delta"],
+)
+def test_nodes_train_as_through_host_memory(
+    collectives: Any, num_ranks: int, dtype: torch.dtype, tmp_path: Path, over_gloo: None
+) -> None:
+    """With three nodes, the owner's sum is added after those of two others."""
+    compare_transports(nodes(num_ranks, 2, dtype=dtype, evaluates=True), tmp_path, collectives)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize("within", ["int8", "int4"])
+def test_coded_weights_and_gradients_go_from_device_to_device(
+    within: str, num_backwards: int, tmp_path: Path, over_gloo: None
+) -> None:
+    compare_transports(nodes(3, 3, num_backwards=num_backwards), tmp_path, {"within": within})
+
+
+def test_nodes_whose_batches_pass_different_layers(tmp_path: Path, over_gloo: None) -> None:
+    """A node keeps the weights of the other one, so it needs nothing of a rank that loads another block."""
+    case = CASES["alternating"]
+    case = replace(
+        case, branches=[[*step, *other] for step, other in zip(case.branches, case.branches[1:], strict=False)]
+    )
+
+    def train(links: Links, transport: str) -> Any:
+        ways: Any = {"forward": "exact", "backward": "node", "gradients": "exact"}
+        folder = tmp_path / transport
+        return test_branches.train_rank(links, folder, case, 0.5, collectives=ways, **{**ROOM, "transport": transport})
+
+    host, nccl = ([*run_ranks(4, lambda links, by=by: train(links, by), num_local=2)] for by in ("host", "nccl"))  # type: ignore[misc]
+    test_branches.check(host[0], nccl)
+
+
+def test_a_load_that_not_all_ranks_carry_out_is_left_out(over_gloo: None) -> None:
+    """Rank 1 knows it and takes no part. The first rank tells it the one that does."""
+
+    def run(links: Links) -> list[bool]:
+        transport, has_cut = DeviceTransport.connect(links, CpuDevice()), [False]
+        transport.leave_out(lambda load: load != 1 or not has_cut[0])
+        parts = [(0, 8), (8, 16), (16, 20)]
+        found = [transport.take_part(0, "load 0", lambda: transport.fill_from_all(torch.zeros(20), parts))]
+
+        def know() -> None:
+            has_cut[0] = True
+            links.notify()
+
+        if links.ranks.rank == 2:
+            found.append(transport.take_part(1, "load 1", lambda: pytest.fail("not all take part")))
+        elif links.ranks.rank == 0:
+            links.wait_for(lambda: any(name[1] == 1 for name in transport._ready), "the other rank to be ready")
+            know()
+        links.barrier("the next load")
+        found.append(transport.take_part(8, "load 8", lambda: transport.fill_from_all(torch.zeros(20), parts)))
+        links.barrier("the end")
+        transport.close()
+        return found
+
+    assert run_ranks(3, run) == [[True, True], [True, True], [True, False, True]]
+
+
+# What goes beside devices, and packed weights.
+
+
+@pytest.mark.parametrize("num_local", [2, 4])
+@pytest.mark.parametrize("kind", ["llama", "llama-fp8", "mixtral"])
+def test_packed_weights_are_decoded_on_each_device(
+    kind: str, num_local: int, tmp_path: Path, over_gloo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and scales go from device to device."""
+    gathered: list[int] = []
+    fill_from_all = DeviceTransport.fill_from_all
+
+    def note(transport: DeviceTransport, whole: Tensor, parts: Any) -> None:
+        gathered.append(whole.nbytes)
+        fill_from_all(transport, whole, parts)
+
+    monkeypatch.setattr(DeviceTransport, "fill_from_all", note)
+
+    def trained(transport: str) -> list[Any]:
+        settings: dict[str, Any] = {"experts": "with_layer", "transport": transport, "gpu_memory": "8MiB"}
+        form = None if "-" in kind else test_packed_weights.NF4
+        folder = tmp_path / transport
+        return test_packed_weights.train_ranks(
+            folder, lambda: base_of(kind, form, folder=tmp_path / "base"), num_ranks=4, num_local=num_local, **settings
+        )
+
+    host, nccl = trained("host"), trained("nccl")
+    for ours, theirs in zip(nccl, host, strict=True):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+        assert all(map(torch.equal, ours.norms, theirs.norms)) and ours.norms
+        assert all(map(torch.equal, ours.losses, theirs.losses))
+    layers = {block.codes_bytes for block in nccl[0].layout.blocks} - {0}
+    assert layers and sum(gathered) >= 2 * 3 * sum(layers)  # in forward and backward of each step
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2)])
+def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tmp_path: Path, over_gloo: None) -> None:
+    found = []
+    for transport in ("host", "nccl"):
+        run = embedding_ranks.Run(num_ranks, num_local, max_norm=0.5, settings={**ROOM, "transport": transport})
+        found.append(run.ranks(tmp_path / transport, "rows"))
+    for theirs, ours in zip(*found, strict=True):
+        assert ours.rows_bytes == theirs.rows_bytes
+        assert all(torch.equal(ours.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+        assert all(map(torch.equal, ours.losses, theirs.losses)) and all(map(torch.equal, ours.norms, theirs.norms))
+
+
+def test_ranks_share_rows_beside_devices(tmp_path: Path, over_gloo: None) -> None:
+    """Keys and values go through shared memory, layer by layer, while devices send weights and gradients."""
+
+    def train(links: Links, transport: str) -> Trained:
+        rank = links.ranks.rank
+        with ONE_GENERATOR:
+            model = tiny_model("llama").train()
+        settings = {**RANK_SETTINGS, **ROOM, "sequence_ranks": 2, "transport": transport}
+        config = resolved(tmp_path / f"{transport}-{rank}", **settings)
+        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
+        engine = open_engine(model, layout, config, None, links)
+        layers = {layer: f"model.layers.{number}" for number, layer in enumerate(model.model.layers)}
+        run_layers_in_chunks(model, engine.activations, layers, engine.tiers.row_memory).cut(None)
+        found = Trained({}, [], [])
+        try:
+            optimizer = OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
+            for step in range(NUM_STEPS):
+                own = cut_rows(dict(tiny_batch(seed=step)), rank, 2)
+                rows = own.pop(ROWS)
+                with sharing_rows(model, rows, own["shift_labels"]):
+                    loss = model(**own, num_items_in_batch=torch.tensor(16)).loss
+                loss.backward()
+                found.losses.append(loss.detach())
+                found.norms.append(engine.clip_grad_norm(0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.weights.update((name, engine.parameters.read_parameter(name)) for name, _ in model.named_parameters())
+            return found
+        finally:
+            engine.close()
+
+    host, nccl = ([*run_ranks(2, lambda links, by=by: train(links, by))] for by in ("host", "nccl"))  # type: ignore[misc]
+    for ours, theirs in zip(nccl, host, strict=True):
+        compare(ours, theirs)
+
+
+@pytest.mark.parametrize("num_local", [2, 4])
+def test_experts_stream_beside_devices(num_local: int, tmp_path: Path, over_gloo: None) -> None:
+    make_model = partial(divided_experts.expert_model, "mixtral")
+    found = []
+    for transport in ("host", "nccl"):
+        settings: dict[str, Any] = {"gpu_memory": "4MiB", "transport": transport}
+        train = partial(divided_experts.train_rank, folder=tmp_path / transport, make_model=make_model, **settings)
+        found.append(run_ranks(4, train, num_local=num_local))
+    for theirs, ours in zip(*found, strict=True):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+        assert all(map(torch.equal, ours.losses, theirs.losses)) and ours.sent_bytes == theirs.sent_bytes > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_no_wait_is_missing_on_nodes_if_copies_run_late(seed: int, tmp_path: Path, over_gloo: None) -> None:
+    devices = [AsyncDevice(seed + rank, max_delay_s=5e-4) for rank in range(4)]  # their threads outlive the ranks
+    host = nodes(4, 2)
+    for name, parts in {"exact": "exact", "coded": {"within": "int8", "gradients": "int4"}}.items():
+        left = iter(devices)
+        nccl = replace(host, transport="nccl", make_device=lambda left=left: next(left))
+        of_host, of_nccl = host.run(tmp_path / name, parts), nccl.run(tmp_path / f"{name}-late", parts)
+        for ours, theirs in zip(of_nccl, of_host, strict=True):
+            assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
+            assert all(map(torch.equal, ours.norms, theirs.norms))
+    assert not sum(device.num_races for device in devices)

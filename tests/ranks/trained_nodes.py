@@ -42,6 +42,8 @@ class Training:
     num_backwards: int = 1
     """Backwards of a step, each with its own batch."""
     make_device: Callable[[], Device] = CpuDevice
+    transport: str = "host"
+    gpu_memory: str = "1MiB"
     decides_before_loads: bool = True
     """Whether copies are decided before the first block is loaded, so that all loads use them."""
 
@@ -53,8 +55,9 @@ class Training:
         return Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
 
     def layout(self, model: Any, rank: int, folder: Path, collectives: Any = "exact") -> tuple[OffloadLayout, Any]:
-        settings = {"gpu_memory": "1MiB", "io_threads": 1, "activations": "recompute", "prefetch_blocks": 1}
+        settings: dict[str, Any] = {"io_threads": 1, "activations": "recompute", "prefetch_blocks": 1}
         settings |= {"cpu_memory": self.cpu_memory, "resident_records": "none", "collectives": collectives}
+        settings |= {"gpu_memory": self.gpu_memory, "transport": self.transport}
         config = resolved(folder / f"rank-{rank}", **settings)
         holds = self.max_norm > 0
         layout = lay_out(model, config, working_dtype=self.dtype, hold_gradients=holds, ranks=self.ranks(rank))

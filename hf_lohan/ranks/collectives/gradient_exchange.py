@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -25,10 +25,12 @@ from hf_lohan.ranks.collectives.rank_order_sum import (
     CodedValues,
     DeviceSums,
     Gradient,
+    NodeSum,
     ValuesOnDevice,
     numel_of,
     sum_gradients_,
 )
+from hf_lohan.ranks.transport.device_transport import GRADIENTS_OF_DEVICES
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Kind, PayloadReader
@@ -90,7 +92,7 @@ class CompleteGradient:
         self.parts = parts
         """The gradients of this node's ranks, in rank order."""
         self.is_summed = any(isinstance(part.values, ValuesOnDevice) for part in parts)
-        """Whether devices have written the average to the memory that `place` of the exchange returned."""
+        """Whether devices have written the sum of this node to the memory that `place` of the exchange returned."""
         self.numel = max(numel for numel, _ in nodes.values())
         """Elements of the gradient; 0 if no rank has one."""
         self.slice_bits = 0
@@ -101,12 +103,13 @@ class CompleteGradient:
     def sum_into(self, out: Tensor) -> Tensor:
         """Write the average over all ranks to `out`, float32 [numel]. Each part is multiplied by float32(1 / number of
         ranks). Parts are summed in rank order in each node, and these sums in the order of nodes. `out` may share
-        memory with one part as `sum_gradients_` allows. From the third node on, this part is copied first. This
-        waits for other nodes, so do not call it on a receiving thread."""
+        memory with one part as `sum_gradients_` allows. From the third node on, this part is copied first. If
+        `is_summed`, `out` has the sum of this node. This waits for other nodes, so do not call it on a receiving
+        thread."""
         exchange = self._exchange
-        values = _values_of(self.parts)
+        values = None if self.is_summed else _values_of(self.parts)
         if self._nodes == [exchange.ranks.node]:
-            return sum_gradients_(out, values, exchange.ranks.num_ranks)
+            return out if values is None else sum_gradients_(out, values, exchange.ranks.num_ranks)
         exchange.sums.sum_nodes((self.step, self.key), out, values, self._nodes)
         self._nodes = []  # other nodes released their gradients after sending the sum
         return out
@@ -132,12 +135,14 @@ class GradientExchange:
         rows: Mapping[int, TableRows] | None = None,
         sums: DeviceSums | None = None,
         place: Callable[[int, int], Tensor | None] = lambda step, key: None,
+        gaps_of: Callable[[int], Sequence[tuple[int, int]]] = lambda key: (),
     ) -> None:
         """`owners`: the owner of each chunk by its key, equal on all ranks. `region`: shared memory with all gradients
         that another rank of this node sums. The callbacks run on any thread and must not wait. `completed` gets a chunk
         of this rank that all ranks have published. `release` gets a published buffer that may be used again.
         `abandoned` gets a step and the rank that abandoned it. `coded`: the codec of sums between nodes. ``rows``:
-        see `NodeSums`. ``sums``: adds gradients in memory of devices. ``place``: see `DeviceSums.start`."""
+        see `NodeSums`. ``sums``: adds gradients in memory of devices. ``place`` and ``gaps_of``: see
+        `DeviceSums.start`."""
         self.ranks = links.ranks
         self._links = links
         self._owners = dict(owners)
@@ -158,10 +163,12 @@ class GradientExchange:
         self._complete: dict[int, set[int]] = defaultdict(set)
         """By step, the keys of this rank's complete chunks."""
         self.sums = NodeSums(links, self._on_sum_sent, coded, rows)
-        self._on_device: dict[ChunkName, Tensor] = {}
+        self._on_device: dict[ChunkName, Gradient] = {}
         """This rank's gradients in memory of its device, whose buffers are not released."""
         self._awaited_sums: set[ChunkName] = set()
-        """Sums that devices have not added yet, of steps that no rank has dropped."""
+        """Sums of this rank's chunks that devices have not added yet, of steps that no rank has dropped."""
+        self._pulled_sum: ChunkName | None = None
+        """The sum that devices add for the owner on another node, which has asked for it."""
         self._device_sums = sums
         if sums is not None:
             sums.start(
@@ -170,7 +177,9 @@ class GradientExchange:
                 self._parts_on_devices,
                 place,
                 self._on_added,
-                needs_sum=lambda: bool(self._awaited_sums),
+                needs_sum=lambda: bool(self._awaited_sums) or self._pulled_sum is not None,
+                is_owner=self._own.__contains__,
+                gaps_of=gaps_of,
             )
         links.set_handler(Kind.CHUNK, self._on_chunk)
         links.set_handler(Kind.NO_GRADIENT, self._on_no_gradient)
@@ -207,13 +216,13 @@ class GradientExchange:
             if not is_dropped:
                 self._buffers[step, key] = buffer
                 if is_on_device:
-                    self._on_device[step, key] = flat
+                    self._on_device[step, key] = _as_coded(flat, codec)
         if is_dropped:
             self._release_buffer(buffer)
             return
         collector = self._collectors[key]
         if collector == self.ranks.rank:
-            values = ValuesOnDevice(flat.numel(), flat.dtype) if is_on_device else _as_coded(flat, codec)
+            values = ValuesOnDevice(flat.numel(), flat.dtype, codec) if is_on_device else _as_coded(flat, codec)
             self._record_part(step, key, GradientPart(collector, values, slice_bits))
             return
         offset = self._region.offset_of(flat) if self._region is not None and not is_on_device else None
@@ -326,7 +335,7 @@ class GradientExchange:
     def _on_chunk(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         step, key, offset, numel, form, *bits = numbers
         dtype, codec = (DTYPES[form], None) if form < len(DTYPES) else (torch.float32, _CODECS[form - len(DTYPES)])
-        values: Gradient | ValuesOnDevice = ValuesOnDevice(numel, dtype)
+        values: Gradient | ValuesOnDevice = ValuesOnDevice(numel, dtype, codec)
         if offset != _ON_DEVICE:
             assert self._region is not None
             memory = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
@@ -421,11 +430,11 @@ class GradientExchange:
     def _local_owner_of(self, key: int) -> int:
         return self._owners[key] % self.ranks.num_local
 
-    def _values_on_device(self, step: int, key: int) -> Tensor:
+    def _values_on_device(self, step: int, key: int) -> Gradient:
         return self._on_device[step, key]
 
     def _parts_on_devices(self, step: int, key: int) -> list[tuple[int, ValuesOnDevice]]:
-        """Return the gradients of a chunk of this rank, by local rank, in their order."""
+        """Return the gradients of a chunk that this rank collects, by local rank, in their order."""
         return [
             (self.ranks.of_rank(part.rank).local_rank, part.values)
             for part in self._chunks[step, key].in_rank_order()
@@ -435,13 +444,38 @@ class GradientExchange:
     def _on_added(self, step: int, key: int) -> None:
         with self._links.lock:
             self._awaited_sums.discard((step, key))
-        self._complete_chunk(step, key, self._chunks[step, key])
+            if self._pulled_sum == (step, key):
+                self._pulled_sum = None
+                self._links.notify()
+        if key in self._own:
+            self._complete_chunk(step, key, self._chunks[step, key])
 
     def _on_pull(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """Send this node's sum to the owner, which asks for it."""
         step, key = numbers
-        values = _values_of(self._chunks[step, key].in_rank_order())
-        self.sums.send((step, key), values, peer)
+        values = _values_of(parts := self._chunks[step, key].in_rank_order())
+        num_on_device = sum(isinstance(part.values, ValuesOnDevice) for part in parts)
+        if num_on_device:
+            self.sums.send((step, key), lambda: [self._added_on_device(step, key)], peer, num_on_device)
+        else:
+            self.sums.send((step, key), lambda: values, peer, len(values))
+
+    def _added_on_device(self, step: int, key: int) -> NodeSum:
+        """Have devices add the gradients of a chunk for another node, and wait for it. Their memory holds one such sum,
+        so it is called when the sum before is sent. Until then gradients wait in their buffers, as in RAM."""
+        assert self._device_sums is not None
+        sums, transport = self._device_sums, self._device_sums.transport
+        with self._links.lock:
+            self._pulled_sum = step, key
+        sums.order(step, key)
+
+        def is_over() -> bool:
+            return self._pulled_sum is None or transport.has_ended
+
+        self._links.wait_for(is_over, GRADIENTS_OF_DEVICES, peers=transport.choosing_rank)
+        if self._pulled_sum is not None:
+            transport.raise_error(GRADIENTS_OF_DEVICES)
+        return sums.sum_for_other_node(step, key)
 
     def _on_sum_sent(self, name: tuple[int, int]) -> None:
         with self._links.lock:

@@ -10,7 +10,7 @@ pieces wait only for the first node's, and so on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,8 +21,10 @@ from torch import Tensor
 from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT8
 from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
 from hf_lohan.ranks.collectives.rank_order_sum import (
+    SUM_PIECE_NUMEL,
     CodedValues,
     Gradient,
+    NodeSum,
     numel_of,
     overlap,
     part_of_gradient,
@@ -34,7 +36,6 @@ from hf_lohan.threads import FirstFailure, WorkThread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of gradients. A message has the index of one."""
-SUM_PIECE_NUMEL = 256 * 1024
 _CODECS = (GRADIENTS_INT8, GRADIENTS_INT4)
 """A piece has one of `DTYPES`, or is encoded by one of these codecs. Its head has the index in the two lists joined."""
 ChunkName = tuple[int, int]
@@ -113,18 +114,23 @@ class NodeSums:
             self._thread.start()
             links.set_handler(Kind.PIECE, self._add_piece)
 
-    def send(self, name: ChunkName, values: list[Gradient], owner: int) -> None:
-        """Send the sum of the gradients of this node's ranks. Does not wait."""
+    def send(
+        self, name: ChunkName, values: Callable[[], Sequence[Gradient | NodeSum]], owner: int, num_parts: int
+    ) -> None:
+        """Send the sum of the gradients of this node's ranks, which are ``num_parts``. Does not wait. ``values`` is
+        called on the sending thread, one chunk after the other, and may wait for devices of this node."""
         assert self._thread is not None
-        self._thread.submit(partial(self._send, name, values, owner))
+        self._thread.submit(partial(self._send, name, values, owner, num_parts))
 
-    def sum_nodes(self, name: ChunkName, out: Tensor, values: list[Gradient], nodes: list[int]) -> Tensor:
-        """Set `out` to the sum over `nodes`. ``values``: the gradients of this node."""
+    def sum_nodes(self, name: ChunkName, out: Tensor, values: list[Gradient] | None, nodes: list[int]) -> Tensor:
+        """Set `out` to the sum over `nodes`. ``values``: the gradients of this node; None if their sum is in ``out``
+        already."""
         links, ranks = self._links, self._links.ranks
         under_way = _Sum(out, nodes, ranks.node)
         is_own_first = under_way.num_before_own < 2
         if not is_own_first:  # when its turn comes, `out` has sums of other nodes
-            values = [value.clone() if _overlaps(out, value) else value for value in values]
+            num_averaged = 1 if values is None else ranks.num_ranks
+            values = [value.clone() if _overlaps(out, value) else value for value in values or [out]]
         with links.lock:
             self._under_way[name] = under_way
         peers = [ranks.rank_at(node, ranks.local_rank) for node in nodes if node != ranks.node]
@@ -136,19 +142,19 @@ class NodeSums:
             under_way.takes_pieces = True
             links.notify()
         if not is_own_first:
-            self._add_own(under_way, name, values)
+            self._add_own(under_way, name, values or [], num_averaged)
         links.wait_for(under_way.is_complete, _what(name), peers=lambda: self._ranks_of(under_way.missing_nodes()))
         with links.lock:
             del self._under_way[name]
         return out
 
-    def _add_own(self, under_way: _Sum, name: ChunkName, values: list[Gradient]) -> None:
-        """Add this node's sum when its turn comes, piece by piece."""
+    def _add_own(self, under_way: _Sum, name: ChunkName, values: list[Gradient], num_averaged: int) -> None:
+        """Add this node's sum when its turn comes, piece by piece. ``num_averaged``: see `sum_gradients_`."""
         numel = numel_of(values[0])
         scratch = torch.empty(min(SUM_PIECE_NUMEL, numel))
         for start in range(0, numel, SUM_PIECE_NUMEL):
             parts = [part_of_gradient(value, start, start + SUM_PIECE_NUMEL) for value in values]
-            piece = sum_gradients_(scratch[: numel_of(parts[0])], parts, self._links.ranks.num_ranks)
+            piece = sum_gradients_(scratch[: numel_of(parts[0])], parts, num_averaged)
             self._add_at_turn(under_way, name, self._links.ranks.node, start, piece)
 
     def _add_at_turn(self, under_way: _Sum, name: ChunkName, node: int, start: int, piece: Tensor) -> None:
@@ -168,9 +174,12 @@ class NodeSums:
             self._links.remove_handler(Kind.PIECE)
             self._thread.close()
 
-    def _send(self, name: ChunkName, values: list[Gradient], owner: int) -> None:
+    def _send(
+        self, name: ChunkName, make_values: Callable[[], Sequence[Gradient | NodeSum]], owner: int, num_parts: int
+    ) -> None:
         """Send a sum. The receiver scales the gradient of a single rank, because it may have fewer bytes than the
         scaled gradient."""
+        values = make_values()
         numel, rows = numel_of(values[0]), self._rows.get(name[1])
         coded = None if rows is not None else self._coded
         scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(SUM_PIECE_NUMEL, numel))
@@ -185,7 +194,7 @@ class NodeSums:
                 coded.count(exact_bytes, payload.nbytes)
             if rows is not None:
                 payload = rows.pack_rows(payload, start)
-            numbers = (*name, start, size, form, len(parts))
+            numbers = (*name, start, size, form, num_parts)
             self._links.send(owner, Kind.PIECE, *numbers, payload=payload, channel=Channel.GRADIENTS)
         self._sent(name)
 

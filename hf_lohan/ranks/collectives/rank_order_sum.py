@@ -20,6 +20,8 @@ from hf_lohan.ranks.transport.topology import Ranks
 
 SUM_TILE_NUMEL = 64 * 1024
 """Number of elements that are added at once. They stay in a core's cache."""
+SUM_PIECE_NUMEL = 256 * 1024
+"""Elements of a node's sum in one message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,17 +77,41 @@ class ValuesOnDevice:
 
     num_values: int
     dtype: torch.dtype
+    codec: BlockCodec | None = None
 
 
 Gradient: TypeAlias = Tensor | CodedValues
 
 
-def numel_of(gradient: Gradient | ValuesOnDevice) -> int:
+@dataclass(frozen=True, eq=False)
+class NodeSum:
+    """A node's sum in memory of its device. The host gets it in pieces."""
+
+    device: Device
+    values: Tensor
+    dtype: torch.dtype
+    piece: Tensor
+    """Host memory for `SUM_PIECE_NUMEL` elements, float32."""
+
+    @property
+    def num_values(self) -> int:
+        return self.values.numel()
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return the values [start, stop), which are overwritten by the next call. Waits for their copy."""
+        values = self.values[start:stop]
+        piece = self.piece[: values.numel()]
+        self.device.copy(Lane.D2H_ASIDE, piece, values)
+        self.device.record(Lane.D2H_ASIDE).synchronize()
+        return piece.to(self.dtype)
+
+
+def numel_of(gradient: Gradient | NodeSum | ValuesOnDevice) -> int:
     return gradient.numel() if isinstance(gradient, Tensor) else gradient.num_values
 
 
-def part_of_gradient(gradient: Gradient, start: int, stop: int) -> Gradient:
-    return gradient.part(start, stop) if isinstance(gradient, CodedValues) else gradient[start:stop]
+def part_of_gradient(gradient: Gradient | NodeSum, start: int, stop: int) -> Gradient:
+    return gradient[start:stop] if isinstance(gradient, Tensor) else gradient.part(start, stop)
 
 
 def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Tensor:
@@ -164,8 +190,9 @@ def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
 
 
 class DeviceSums:
-    """Adds the gradients of a node's ranks on the device of each chunk's owner, in rank order, and copies the sums to
-    host memory. `DeviceTransport` gives all ranks the same order of sums, and its thread carries them out."""
+    """Adds the gradients of a node's ranks on the device of each chunk's collector, in rank order. If that rank owns
+    the chunk, it copies the sum to host memory; otherwise it keeps the sum for the owner on another node.
+    `DeviceTransport` gives all ranks the same order of sums, and its thread carries them out."""
 
     def __init__(self, device: Device, transport: DeviceTransport, ranks: Ranks, buffer_bytes: int) -> None:
         """``buffer_bytes``: bytes of the largest chunk's gradient in float32."""
@@ -175,71 +202,122 @@ class DeviceSums:
         numel = buffer_bytes // torch.float32.itemsize
         self._received = [device.empty(buffer_bytes) for _ in range(ranks.num_local - 1)]
         self._total = device.empty(buffer_bytes).view(torch.float32)
+        self._for_other_node = self._piece = self._total[:0]
+        """The sum of a chunk that a rank of another node owns, and host memory for a piece of it."""
+        if ranks.num_nodes > 1:
+            self._for_other_node = device.empty(buffer_bytes).view(torch.float32)
+            self._piece = device.host_empty(SUM_PIECE_NUMEL * torch.float32.itemsize).view(torch.float32)
         self._scratch = device.empty(min(numel, LINK_TILE_NUMEL) * torch.float32.itemsize).view(torch.float32)
 
     def start(
         self,
         local_owner_of: Callable[[int], int],
-        values_of: Callable[[int, int], Tensor],
+        values_of: Callable[[int, int], Gradient],
         parts_of: Callable[[int, int], Sequence[tuple[int, ValuesOnDevice]]],
         place: Callable[[int, int], Tensor | None],
         completed: Callable[[int, int], object],
         needs_sum: Callable[[], bool],
+        is_owner: Callable[[int], bool] = lambda key: True,
+        gaps_of: Callable[[int], Sequence[tuple[int, int]]] = lambda key: (),
     ) -> None:
         """Begin to take part in sums. The functions get a step and a key. ``values_of``: this rank's gradient, in
-        memory of its device that the host knows to be filled. ``parts_of``: the gradients of a chunk of this rank by
-        local rank, in their order. ``place``: host memory for their sum; None if it is unwanted. ``completed`` is
-        called when the sum is there. ``local_owner_of`` gets a key alone, and returns the local rank of the owner.
-        ``needs_sum``: see `DeviceTransport.add_with`."""
+        memory of its device that the host knows to be filled. ``parts_of``: the gradients of a chunk that this rank
+        collects, by local rank, in their order. ``place``: host memory for the sum of a chunk that this rank owns; None
+        if it is unwanted. ``completed`` is called when the sum is there. ``needs_sum``: see `DeviceTransport.add_with`.
+        The others get a key alone. ``local_owner_of``: the local rank of the owner. ``is_owner``: whether this rank
+        owns the chunk. ``gaps_of``: the ranges of the chunk that are zero, and that no rank sends."""
         self._local_owner_of, self._values_of, self._parts_of = local_owner_of, values_of, parts_of
-        self._place, self._completed = place, completed
+        self._place, self._completed, self._is_owner, self._gaps_of = place, completed, is_owner, gaps_of
         self.transport.add_with(self._add, needs_sum)
 
     def order(self, step: int, key: int) -> None:
-        """Have all ranks of the node send their gradient of a chunk of this rank. All have published it."""
+        """Have all ranks of the node send their gradient of a chunk that this rank collects. All have published it."""
         members = sum(1 << member for member, _ in self._parts_of(step, key))
         self.transport.order_sum(step, key, members)
 
+    def sum_for_other_node(self, step: int, key: int) -> NodeSum:
+        """Return the sum of a chunk that this rank does not own, which was added last of all such chunks. The gradient
+        of a single rank is not scaled."""
+        parts = [part for _, part in self._parts_of(step, key)]
+        values = self._for_other_node[: parts[0].num_values]
+        is_single = len(parts) == 1 and parts[0].codec is None
+        self._device.enter_thread()
+        return NodeSum(self._device, values, parts[0].dtype if is_single else torch.float32, self._piece)
+
     def _add(self, names: Sequence[tuple[int, ...]]) -> Callable[[], object]:
-        """Send this rank's gradients of chunks of other ranks, and add those of a chunk of this rank."""
+        """Send this rank's gradients of chunks that other ranks collect, and add those of a chunk of this rank."""
         own: tuple[int, int] | None = None
-        sends: list[tuple[int, Tensor]] = []
+        sends: list[tuple[int, Gradient]] = []
         for step, key, members in names:
-            owner = self._local_owner_of(key)
-            if owner == self._ranks.local_rank:
+            collector = self._local_owner_of(key)
+            if collector == self._ranks.local_rank:
                 own = step, key
             elif members >> self._ranks.local_rank & 1:
-                sends.append((owner, self._values_of(step, key)))
+                sends.append((collector, self._values_of(step, key)))
         receives, parts = self._own_parts(*own) if own is not None else ([], [])
-        total = self._total[: parts[0].numel() if parts else 0]
+        is_owner = own is None or self._is_owner(own[1])
+        total = (self._total if is_owner else self._for_other_node)[: numel_of(parts[0]) if parts else 0]
+        num_averaged = 1 if len(parts) == 1 and not is_owner else self._ranks.num_ranks
 
         def work() -> None:
-            as_bytes = [[(member, values.view(torch.uint8)) for member, values in each] for each in (sends, receives)]
-            self.transport.exchange(*as_bytes)
-            if parts:
-                sum_in_rank_order_(total, parts, self._ranks.num_ranks, self._scratch)
+            self.transport.exchange(_as_bytes(sends), _as_bytes(receives))
+            if own is None or not parts:
+                return
+            _add_on_device(total, parts, num_averaged, self._scratch)
+            for start, stop in self._gaps_of(own[1]):
+                total[start:stop].zero_()
 
         device, lane = self._device, Lane.D2H_ASIDE
-        reads = [values for _, values in sends] + parts
+        reads = [memory for values in (*(values for _, values in sends), *parts) for memory in memory_of(values)]
         device.run(lane, work, fills=total, reads=reads, name="add gradients")
-        if own is not None and (place := self._place(*own)) is not None:
+        if own is not None and is_owner and (place := self._place(*own)) is not None:
             device.copy(lane, place, total)
         device.record(lane).synchronize()
         return lambda: self._end(own)
 
-    def _own_parts(self, step: int, key: int) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
+    def _own_parts(self, step: int, key: int) -> tuple[list[tuple[int, Gradient]], list[Gradient]]:
         """Return the parts of a sum in their order, and those of them that other ranks send, by local rank."""
-        receives: list[tuple[int, Tensor]] = []
-        parts: list[Tensor] = []
+        receives: list[tuple[int, Gradient]] = []
+        parts: list[Gradient] = []
         for member, values in self._parts_of(step, key):
             if member == self._ranks.local_rank:
                 parts.append(self._values_of(step, key))
                 continue
-            memory = self._received[len(receives)][: values.num_values * values.dtype.itemsize]
-            parts.append(memory.view(values.dtype))
+            memory = self._received[len(receives)][: values.num_values * values.dtype.itemsize].view(values.dtype)
+            parts.append(memory if values.codec is None else CodedValues.in_place_of(memory, values.codec))
             receives.append((member, parts[-1]))
         return receives, parts
 
     def _end(self, own: tuple[int, int] | None) -> None:
         if own is not None:
             self._completed(*own)
+
+
+def memory_of(gradient: Gradient) -> list[Tensor]:
+    """Return the memory of a gradient, as bytes."""
+    memory = [gradient] if isinstance(gradient, Tensor) else [gradient.codes, gradient.scales]
+    return [values.view(torch.uint8) for values in memory]
+
+
+def _as_bytes(gradients: Sequence[tuple[int, Gradient]]) -> list[tuple[int, Tensor]]:
+    return [(member, memory) for member, values in gradients for memory in memory_of(values)]
+
+
+def _add_on_device(out: Tensor, parts: Sequence[Gradient], num_ranks: int, scratch: Tensor) -> None:
+    """As `sum_gradients_`, in memory of a device. The parts are coded all or none, and share no memory with ``out``."""
+    exact = [part for part in parts if isinstance(part, Tensor)]
+    if exact:
+        sum_in_rank_order_(out, exact, num_ranks, scratch)
+        return
+    for start in range(0, out.numel(), LINK_TILE_NUMEL):
+        goal = out[start : start + LINK_TILE_NUMEL]
+        tiles = [part.part(start, start + goal.numel()) for part in parts if isinstance(part, CodedValues)]
+        codec = tiles[0].codec
+        torch.ops.lohan.dequantize_sum.out(
+            [tile.codes for tile in tiles],
+            [tile.scales for tile in tiles],
+            codec.num_bits,
+            codec.block_numel,
+            1.0 / num_ranks,
+            values=goal,
+        )

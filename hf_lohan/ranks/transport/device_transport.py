@@ -5,6 +5,14 @@ their order, and tells it to the others. It chooses only exchanges for which all
 rank that waits for another one. A group cannot tell why an operation takes long, and its waits have no timeout. So
 another thread watches each exchange through the links, which know the ranks that have failed or are silent. It aborts
 the group if the exchange cannot end.
+
+With several nodes, each node has its own group, order and threads, and groups share nothing. *No wait is circular.* An
+exchange begins when all ranks of the node have the memory that it reads and fills, so it ends whatever other nodes do.
+Waits for other nodes may wait for an exchange, but no exchange waits for them. Ranks become ready for a load in the
+order of loads, after they have sent their shard of it to other nodes. So the first load that is not over waits for no
+later one. A node may be ready for a load that others do not carry out, because it needs nothing of theirs. A rank that
+knows this takes no part in the load. So the node's first rank, which learns it like all others, tells those that are
+ready that there is nothing to wait for (`leave_out`). Only its order decides, so all ranks of a node do the same.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from hf_lohan.ranks.transport.messages import Kind, PayloadReader
 from hf_lohan.threads import start_thread
 
 _MEETING = "the devices of a machine's ranks to connect"
-_GRADIENTS = "gradients that devices add"
+GRADIENTS_OF_DEVICES = "gradients that devices add"
 
 Name: TypeAlias = tuple[int, int, int, int]
 """What an exchange brings: `_Brings`, and up to three numbers."""
@@ -43,6 +51,8 @@ class _Brings(enum.IntEnum):
     """Shards of all ranks, for all. The number is that of the load."""
     GRADIENT = 1
     """Gradients of some ranks, for the owner of a chunk. The numbers are those of `order_sum`."""
+    NO_WEIGHTS = 2
+    """Nothing, because not all ranks carry out this load together."""
 
 
 @dataclass(eq=False)
@@ -52,6 +62,7 @@ class _ReadyLoad:
     what: str
     enqueue: Callable[[], object]
     is_done: bool = False
+    is_void: bool = False
 
 
 class DeviceTransport:
@@ -76,6 +87,7 @@ class DeviceTransport:
         """The next exchanges of this rank. Those of one list are one operation."""
         self._add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]] | None = None
         self._needs_sum: Callable[[], bool] = lambda: False
+        self._is_common: Callable[[int], bool] = lambda _load: True
         self._awaited = ""
         """What the exchange in progress brings; "" without one."""
         self._num_exchanges = 0
@@ -107,17 +119,24 @@ class DeviceTransport:
         ranks = links.ranks
         tokens = links.all_gather(_MEETING, str(secrets.randbits(31)).encode())
         token = int(tokens[ranks.on_this_node[0]])
-        open_it = partial(device.open_group, f"lohan/devices/{token}", ranks.local_rank, ranks.num_local)
+        meeting = f"lohan/devices/{token}/{ranks.node}"
+        open_it = partial(device.open_group, meeting, ranks.local_rank, ranks.num_local)
         transport = cls(links, device, _on_another_thread(links, open_it), token)
         links.barrier(_MEETING)
         return transport
 
     # Exchanges for which ranks are ready.
 
-    def take_part(self, load: int, what: str, enqueue: Callable[[], object]) -> None:
+    def leave_out(self, is_common: Callable[[int], bool]) -> None:
+        """Set what says whether all ranks carry out a load together. It is called with the links' lock. On several
+        nodes, one node may begin a load that another has not."""
+        self._is_common = is_common
+
+    def take_part(self, load: int, what: str, enqueue: Callable[[], object]) -> bool:
         """Have the transport's thread call ``enqueue`` when all ranks of the node have called this for the load, and
         wait for its end. It calls `fill_from_all` in a lane of the device, and waits for that. Loads come in their
-        order. ``what`` completes "rank 0 waited for ...". Raises RankFailedError or RankTimeoutError if the memory has
+        order. ``what`` completes "rank 0 waited for ...". Returns False if no rank of the node calls ``enqueue``,
+        because not all ranks carry out the load together. Raises RankFailedError or RankTimeoutError if the memory has
         no values."""
         name, offer = (_Brings.WEIGHTS, load, 0, 0), _ReadyLoad(what, enqueue)
         with self._links.lock:
@@ -128,15 +147,16 @@ class DeviceTransport:
 
         def is_over() -> bool:
             has_closed = name in self._offers and bool(self._absent(self._num_exchanges + 1))
-            return offer.is_done or self._has_ended or has_closed
+            return offer.is_done or offer.is_void or self.has_ended or has_closed
 
         try:
             self._links.wait_for(is_over, what, peers=lambda: self._not_ready(name))
         except RankTimeoutError as error:
             self._links.fail(error)  # before `close` tells the others that this rank has ended
             raise
-        if not offer.is_done:
-            self._raise_error(what)
+        if not (offer.is_done or offer.is_void):
+            self.raise_error(what)
+        return offer.is_done
 
     def _missing_for(self, name: Name) -> list[int]:
         return [rank for rank in self._others if rank not in self._ready.get(name, ())]
@@ -149,7 +169,7 @@ class DeviceTransport:
         """Return the rank that must choose the next exchange if all are ready for one. Empty if it is this rank, while
         an exchange is in progress, for which `_watch` waits, and after the last one. The caller holds the links'
         lock."""
-        return [] if self._awaited or self._has_ended or self._first == self._ranks.rank else [self._first]
+        return [] if self._awaited or self.has_ended or self._first == self._ranks.rank else [self._first]
 
     def add_with(
         self, add: Callable[[Sequence[tuple[int, ...]]], Callable[[], object]], needs_sum: Callable[[], bool]
@@ -166,7 +186,9 @@ class DeviceTransport:
         if self._is_closed:
             return
         if self._error is not None:
-            self._links.fail(self._error if isinstance(self._error, RankFailedError) else self._lost(_GRADIENTS))
+            self._links.fail(
+                self._error if isinstance(self._error, RankFailedError) else self._lost(GRADIENTS_OF_DEVICES)
+            )
         elif self._first == self._ranks.rank:
             _note_ready(self, self._ranks.rank, self._token, _Brings.GRADIENT, *numbers)
         else:
@@ -222,10 +244,10 @@ class DeviceTransport:
             if self._is_closed:
                 return []
             if not self._orders:
-                self._raise_error(_GRADIENTS)
+                self.raise_error(GRADIENTS_OF_DEVICES)
             names = self._orders.popleft()
             for name in names:
-                self._ready.pop(name, None)
+                self._ready.pop((_Brings.WEIGHTS, *name[1:]) if name[0] == _Brings.NO_WEIGHTS else name, None)
                 if name[0] == _Brings.WEIGHTS:
                     self._last_load = name[1]
         payload = b"".join(_NAME.pack(*name) for name in names)
@@ -235,12 +257,15 @@ class DeviceTransport:
 
     def _choose(self) -> list[Name]:
         """Return exchanges for which all ranks are ready: a load, because compute may wait for it, or else gradients,
-        at most one for each owner. The caller holds the links' lock."""
+        at most one for each owner. Or a load that not all ranks carry out together. The caller holds the links'
+        lock."""
         of_owners: dict[int, Name] = {}
         for name, ready in self._ready.items():
             if name[0] == _Brings.GRADIENT:
                 (owner,) = ready
                 of_owners.setdefault(owner, name)
+            elif not self._is_common(name[1]):
+                return [(_Brings.NO_WEIGHTS, *name[1:])]
             elif len(ready) == self._ranks.num_local:
                 return [name]
         return list(of_owners.values())
@@ -248,9 +273,16 @@ class DeviceTransport:
     def _carry_out(self, names: list[Name]) -> None:
         if names[0][0] == _Brings.GRADIENT:
             assert self._add is not None
-            with self._watching(_GRADIENTS):
+            with self._watching(GRADIENTS_OF_DEVICES):
                 finish = self._add([name[1:] for name in names])
             finish()
+            return
+        if names[0][0] == _Brings.NO_WEIGHTS:
+            # A rank that is not ready for this load will not be, or hears this once more.
+            with self._links.lock:
+                if (void := self._offers.pop((_Brings.WEIGHTS, *names[0][1:]), None)) is not None:
+                    void.is_void = True
+                    self._links.notify()
             return
         offer = self._offers.pop(names[0])
         with self._watching(offer.what):
@@ -274,17 +306,19 @@ class DeviceTransport:
             with self._links.lock:
                 self._awaited = ""
                 self._links.notify()
-        if self._has_ended:
-            self._raise_error(what)
+        if self.has_ended:
+            self.raise_error(what)
         self._num_ended = self._num_exchanges
 
     # Faults.
 
     @property
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether this rank takes part in no more exchanges. The links' lock guards it."""
         return self._error is not None or self._is_closed
 
-    def _raise_error(self, what: str) -> NoReturn:
+    def raise_error(self, what: str) -> NoReturn:
+        """Raise RankFailedError after `has_ended`, with its cause."""
         if isinstance(self._error, RankFailedError):
             raise self._error
         self._links.raise_cause(what)
@@ -317,7 +351,7 @@ class DeviceTransport:
                     is_over = partial(self._is_over, number)
                     self._links.wait_for(is_over, what, peers=partial(self._missing, number))
                     if not self._has_passed(number):
-                        self._raise_error(what)
+                        self.raise_error(what)
         except Exception as error:  # of another rank, or of this one
             self._break_off(error)
 
@@ -333,7 +367,7 @@ class DeviceTransport:
 
     def _break_off(self, error: BaseException) -> None:
         with self._links.lock:
-            is_first = not self._has_ended
+            is_first = not self.has_ended
             self._error = self._error or error
             self._links.notify()
         if is_first:
