@@ -14,12 +14,10 @@ from typing import Any
 import divided_experts
 import embedding_ranks
 import pytest
-import test_branches
 import test_packed_weights
 import torch
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
 from packed_bases import base_of
-from test_branches import CASES
 from test_training import NUM_STEPS, Trained, train_rank, train_stock
 from torch import Tensor
 from trained_nodes import Training
@@ -36,6 +34,8 @@ from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+from hf_lohan.weights import SharedWeights
+from hf_lohan.weights.load_order import first_of_period
 
 ROOM = {"gpu_memory": "4MiB"}
 """Also for gradients that devices add."""
@@ -403,20 +403,36 @@ def test_coded_weights_and_gradients_go_from_device_to_device(
     compare_transports(nodes(3, 3, num_backwards=num_backwards), tmp_path, {"within": within})
 
 
-def test_nodes_whose_batches_pass_different_layers(tmp_path: Path, over_gloo: None) -> None:
-    """A node keeps the weights of the other one, so it needs nothing of a rank that loads another block."""
-    case = CASES["alternating"]
-    case = replace(
-        case, branches=[[*step, *other] for step, other in zip(case.branches, case.branches[1:], strict=False)]
-    )
+def test_a_load_is_given_up_after_a_rank_is_ready_for_it(
+    tmp_path: Path, over_gloo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a rank of another node, of which this node needs nothing, loaded another block. A cut changes no bits."""
+    has_taken_part: list[bool] = []
+    take_part, is_whole = DeviceTransport.take_part, SharedWeights.is_whole
 
-    def train(links: Links, transport: str) -> Any:
-        ways: Any = {"forward": "exact", "backward": "node", "gradients": "exact"}
-        folder = tmp_path / transport
-        return test_branches.train_rank(links, folder, case, 0.5, collectives=ways, **{**ROOM, "transport": transport})
+    def note(transport: DeviceTransport, load: int, *args: Any) -> bool:
+        has_taken_part.append(take_part(transport, load, *args))
+        return has_taken_part[-1]
 
-    host, nccl = ([*run_ranks(4, lambda links, by=by: train(links, by), num_local=2)] for by in ("host", "nccl"))  # type: ignore[misc]
-    test_branches.check(host[0], nccl)
+    def find_out(source: SharedWeights, number: int) -> bool:
+        is_here = is_whole(source, number)
+        if not is_here or source._ranks.rank == 0 or number != first_of_period(2) + 2:
+            return is_here
+        transport = source._to_device._transport
+        assert transport is not None
+        with source._links.lock:
+            if any(name[1] == number and 0 in ready for name, ready in transport._ready.items()):
+                source._order.cut(number)
+        source.notify()
+        return False
+
+    monkeypatch.setattr(DeviceTransport, "take_part", note)
+    monkeypatch.setattr(SharedWeights, "is_whole", find_out)
+    stock = train_stock("llama", 2, 0.5)
+    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, transport="nccl", **ROOM)):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+        assert all(map(torch.equal, ours.norms, stock.norms))
+    assert has_taken_part.count(False) == 1 and has_taken_part.count(True)
 
 
 def test_a_load_that_not_all_ranks_carry_out_is_left_out(over_gloo: None) -> None:
@@ -485,7 +501,8 @@ def test_packed_weights_are_decoded_on_each_device(
 def test_rows_of_embeddings_go_beside_devices(num_ranks: int, num_local: int, tmp_path: Path, over_gloo: None) -> None:
     found = []
     for transport in ("host", "nccl"):
-        run = embedding_ranks.Run(num_ranks, num_local, max_norm=0.5, settings={**ROOM, "transport": transport})
+        settings = {"gpu_memory": "32MiB", "transport": transport}  # chunks of the same size
+        run = embedding_ranks.Run(num_ranks, num_local, max_norm=0.5, num_steps=2, settings=settings)
         found.append(run.ranks(tmp_path / transport, "rows"))
     for theirs, ours in zip(*found, strict=True):
         assert ours.rows_bytes == theirs.rows_bytes
