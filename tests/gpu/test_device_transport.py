@@ -14,8 +14,15 @@ import pytest
 import torch
 
 from hf_lohan.device import DeviceGroup, Lane, device_for, num_gpus
-from hf_lohan.ranks import DeviceSums, DeviceTransport
-from hf_lohan.ranks.collectives.rank_order_sum import ValuesOnDevice
+from hf_lohan.ranks import GRADIENTS_WITHIN, DeviceSums, DeviceTransport
+from hf_lohan.ranks.collectives.rank_order_sum import (
+    SUM_PIECE_NUMEL,
+    CodedValues,
+    NodeSum,
+    ValuesOnDevice,
+    add_on_device,
+    sum_gradients_,
+)
 from hf_lohan.ranks.transport.messages import Kind
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -123,6 +130,30 @@ def test_the_device_of_an_owner_adds_in_rank_order_and_copies_the_sum_to_the_hos
     run_ranks(2, run)
     for key, place in enumerate(places):
         assert torch.equal(place, own[key] * 0.5 + theirs[key] * 0.5)
+
+
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_a_device_adds_coded_gradients_as_the_host_does(word: str) -> None:
+    """The sum for another node then reaches the host in pieces."""
+    device, codec, numel = device_for("cuda:0"), GRADIENTS_WITHIN[word], 300_000
+    generator = torch.Generator().manual_seed(0)
+    messages = [torch.empty(codec.message_bytes(numel), dtype=torch.uint8) for _ in range(3)]
+    for message in messages:
+        codec.encode(torch.randn(numel, generator=generator), message)
+
+    def coded(message: torch.Tensor) -> CodedValues:
+        codes, scales = message.tensor_split([codec.codes_bytes(numel)])
+        return CodedValues(codec, codes.view(torch.int8), scales.view(codec.scale_dtype), numel)
+
+    expected = sum_gradients_(torch.empty(numel), [coded(message) for message in messages], 6)
+    total, scratch = (device.empty(4 * numel).view(torch.float32) for _ in range(2))
+    parts = [coded(message.to(device.torch_device)) for message in messages]
+    torch.cuda.synchronize()
+    device.run(Lane.D2H_ASIDE, lambda: add_on_device(total, parts, 6, scratch), fills=total, reads=())
+    piece = device.host_empty(4 * SUM_PIECE_NUMEL).view(torch.float32)
+    found = NodeSum(device, total, torch.float32, piece)
+    starts = range(0, numel, SUM_PIECE_NUMEL)
+    assert torch.equal(torch.cat([found.part(start, start + SUM_PIECE_NUMEL).clone() for start in starts]), expected)
 
 
 def exchange(rank: int, num_ranks: int, port: int, connection: Connection) -> None:

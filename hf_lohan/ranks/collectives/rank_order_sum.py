@@ -263,7 +263,7 @@ class DeviceSums:
             self.transport.exchange(_as_bytes(sends), _as_bytes(receives))
             if own is None or not parts:
                 return
-            _add_on_device(total, parts, num_averaged, self._scratch)
+            add_on_device(total, parts, num_averaged, self._scratch)
             for start, stop in self._gaps_of(own[1]):
                 total[start:stop].zero_()
 
@@ -303,7 +303,7 @@ def _as_bytes(gradients: Sequence[tuple[int, Gradient]]) -> list[tuple[int, Tens
     return [(member, memory) for member, values in gradients for memory in memory_of(values)]
 
 
-def _add_on_device(out: Tensor, parts: Sequence[Gradient], num_ranks: int, scratch: Tensor) -> None:
+def add_on_device(out: Tensor, parts: Sequence[Gradient], num_ranks: int, scratch: Tensor) -> None:
     """As `sum_gradients_`, in memory of a device. The parts are coded all or none, and share no memory with ``out``."""
     exact = [part for part in parts if isinstance(part, Tensor)]
     if exact:
