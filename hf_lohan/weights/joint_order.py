@@ -119,7 +119,7 @@ class JointOrder:
         self._summaries: defaultdict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
         """By period and rank, what the rank had loaded before the period."""
         self.handlers: Mapping[Kind, Handler] = {
-            Kind.LOADS_DIFFER: self._on_cut,
+            Kind.LOADS_DIFFER: lambda _rank, numbers, _payload: self.note_cut(*numbers),
             Kind.LOAD_PERIOD: self._on_period,
             Kind.LOAD_WANTED: self._on_wanted,
         }
@@ -256,9 +256,6 @@ class JointOrder:
             block, place = self._own[number]
             if block != wanted.block or wanted.place not in (place, UNKNOWN_PLACE):
                 self.cut(number)
-
-    def _on_cut(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
-        self.note_cut(*numbers)
 
     def _on_period(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
         period, *summary, num_ended = numbers
