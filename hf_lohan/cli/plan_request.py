@@ -242,14 +242,14 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ranks=ranks,
         owners=owners_by_name(routed.blocks_by_rank, names) if routed is not None and is_same else None,
     )
-    check_device_transport(layout, config)
+    check_device_transport(layout.ranks, config)
     routing = None if routed is None or run is None else _routing(routed, layout, run, is_asked=request.routing == run)
 
     def measure(traced: TracedModel, _shape: StepShape) -> HardwareProfile:
         found = hardware or _measured(config, device, traced, dtype)
         if ranks.num_local > 1 and request.hardware is None:
             found = with_gpu_link(found, ranks.num_local)
-        check_device_transport(layout, config, why_gpus_do_not_send(found))
+        check_device_transport(layout.ranks, config, why_gpus_do_not_send(found))
         return with_gpu_rate(with_link(found, request.link, request.num_nodes), request.gpu_link)
 
     planned = plan_step(

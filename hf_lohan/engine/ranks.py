@@ -166,7 +166,7 @@ def open_device_transport(config: OffloadConfig, device: Device, links: Links) -
     together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
     ranks = links.ranks
     if ranks.num_ranks == 1:
-        check_device_transport(layout, config)
+        check_device_transport(ranks, config)
         return None
     if config.transport != "nccl":
         return None
@@ -191,17 +191,17 @@ def open_device_transport(config: OffloadConfig, device: Device, links: Links) -
     return transport
 
 
-def check_device_transport(layout: OffloadLayout, config: OffloadConfig, why_no_links: str = "") -> None:
+def check_device_transport(ranks: Ranks, config: OffloadConfig, why_no_links: str = "") -> None:
     """Raise ValueError with the reason if the setting `transport` asks for what cannot be. ``why_no_links``: why the
     devices cannot send to each other; "" if they can."""
     if config.transport != "nccl":
         return
-    if layout.ranks.num_ranks == 1:
+    if ranks.num_ranks == 1:
         raise ValueError(
             "transport: 'nccl' sends weights and gradients between the GPUs of several ranks, and this is one "
             "process; set transport to auto, or start a rank for each GPU (lohan launch --num_processes)"
         )
-    if reason := why_not_served(layout.ranks) or why_no_links:
+    if reason := why_not_served(ranks) or why_no_links:
         raise _refused_transport(reason)
 
 

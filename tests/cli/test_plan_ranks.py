@@ -152,8 +152,7 @@ def test_links_between_gpus_are_named_and_priced(tiny: str, tmp_path: Path) -> N
         ({}, ["--transport", "tcp"], "'tcp'"),
         ({"gpu_link": "none"}, ["--transport", "nccl", "--ranks", 2], "do not reach each other's memory"),
         ({"device": {"shares_cpu": True}}, ["--transport", "nccl", "--ranks", 2], "computes on the cpu"),
-        ({}, ["--transport", "nccl", "--ranks", 2, "--nodes", 2, "--link", "1Gbit"], "are on several machines"),
-        ({}, ["--transport", "nccl", "--ranks", 2, "--collectives", "within=int8"], "collectives.within is 'int8'"),
+        ({}, ["--transport", "nccl", "--ranks", 2, "--nodes", 2, "--link", "1Gbit"], "each machine has one rank"),
         ({}, ["--gpu-link", "100Gbit", "--ranks", 2], "gpu_link = '100Gbit' is not allowed; write bytes per second"),
     ],
 )

@@ -214,6 +214,23 @@ def test_devices_of_a_node_send_each_other_weights_and_gradients(num_local: int)
     assert nccl.ssd_read_bytes_per_step == host.ssd_read_bytes_per_step
 
 
+def test_devices_send_each_other_coded_bytes() -> None:
+    """The sum of a chunk is float32, so no codec saves bytes of it on the link to RAM."""
+    exact, cluster = of_transport("nccl", 2, 1000.0), cluster_of(1, 2)
+    way = replace(cluster.collectives, within="int8")
+    hardware = machine(net_bytes_per_s=10.0, gpu_link="nvlink", gpu_link_bytes_per_s=1000.0)
+    coded = predict(replace(cluster, transport="nccl", collectives=way), hardware)
+    weights, gradients = way.weight_fraction_within(2), way.gradient_fraction_within(2)
+    for ours, theirs in ((coded.forward, exact.forward), (coded.backward, exact.backward)):
+        assert ours.gathered_s == pytest.approx(weights * theirs.gathered_s) and ours.gathered_s > 0
+        assert theirs.h2d_s - ours.h2d_s == pytest.approx((1 - weights) * 2 * P / 2 / 50)
+    assert coded.backward.exchanged_s == pytest.approx(gradients * exact.backward.exchanged_s)
+    assert coded.backward.d2h_s == pytest.approx(exact.backward.d2h_s)
+    assert coded.ranks is not None and exact.ranks is not None
+    assert coded.ranks.between_gpus.h2d == pytest.approx(weights * exact.ranks.between_gpus.h2d, abs=1)
+    assert coded.ranks.link_bytes.h2d == pytest.approx(weights * exact.ranks.link_bytes.h2d, abs=1)
+
+
 def test_sums_of_several_backwards_are_not_sent_between_devices() -> None:
     several = of_transport("nccl", 2, 1000.0, num_micro_batches=2)
     assert several.backward.exchanged_s == 0 and several.backward.gathered_s > 0

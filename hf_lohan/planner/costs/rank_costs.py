@@ -104,17 +104,18 @@ class RankStepCosts(StepCosts):
         self._wait_for_most_loaded()
         way, itemsize = cluster.collectives, self._gradient_itemsize
         coded_bytes = self._dense_gradient_bytes - sum(table.gradient_bytes(itemsize) for table in tables)
-        self._saved_gradient_bytes = coded_bytes * (1 - way.gradient_fraction_within(itemsize))
-        """Bytes of gradients that a codec saves on a device's link, in each backward."""
+        coded_fraction = way.gradient_fraction_within(itemsize)
         self._copied_row_bytes = sum(table.loaded_bytes for table in tables) if self._is_copied else 0
         self._from_devices = 1 - 1 / num_local if cluster.transport == "nccl" and self._is_copied else 0.0
         """The share of weights that a device gets from other devices."""
         self._devices_add = bool(self._from_devices) and setup.num_micro_batches == 1
         """Whether devices add gradients. Sums of several backwards are in RAM."""
-        self._exchanged_gradient_bytes = self._from_devices * self._dense_gradient_bytes if self._devices_add else 0.0
-        # Of each chunk, its owner's device copies a sum to RAM instead of all devices their gradients.
-        sums_bytes = SUM_BYTES * model.dense_trainable_params / num_local
-        self._not_to_host_bytes = self._dense_gradient_bytes - sums_bytes if self._devices_add else 0.0
+        self._saved_gradient_bytes = 0.0 if self._devices_add else coded_bytes * (1 - coded_fraction)
+        """Bytes of gradients that a codec saves on a device's link to RAM, in each backward."""
+        self._exchanged_gradient_bytes = self._from_devices * coded_fraction * coded_bytes if self._devices_add else 0.0
+        # Of each chunk, one device copies a sum to RAM instead of all devices their gradients.
+        num_summed = model.dense_trainable_params - sum(table.num_trainable_params for table in tables)
+        self._not_to_host_bytes = coded_bytes - SUM_BYTES * num_summed / num_local if self._devices_add else 0.0
         # Blocks with packed weights, and rows, are not coded.
         self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(model.param_itemsize)
 
@@ -199,7 +200,7 @@ class RankStepCosts(StepCosts):
     def _forward(self, choice: Choice) -> ResourceUse:
         load = super()._forward(choice)
         coded_bytes = self._copied_param_bytes - self._copied_row_bytes
-        load = self._from_other_devices(load, coded_bytes)
+        load = self._from_other_devices(load, self._weights_within * coded_bytes)
         load = replace(load, h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * coded_bytes)
         copied_bytes = self._copied_bytes if self._cluster.collectives.backward == "ssd" else 0
         return self._passing_ram(
@@ -230,7 +231,7 @@ class RankStepCosts(StepCosts):
         sent = self._sent_bytes
         row_bytes = self._num_local * self._backward_row_bytes(self._rows_to_nodes, choice)
         coded_bytes = max(0, self._copied_param_bytes - self._setup.turnaround_bytes - self._copied_row_bytes)
-        load = self._from_other_devices(load, coded_bytes)
+        load = self._from_other_devices(load, self._weights_within * coded_bytes)
         added_on_host_bytes = self._num_local * self._gradient_bytes + sum_bytes
         if self._devices_add:
             load = replace(load, exchanged_bytes=load.exchanged_bytes + self._exchanged_gradient_bytes)
@@ -284,10 +285,11 @@ class RankStepCosts(StepCosts):
         copied_bytes = 2 * self._copied_param_bytes - min(self._copied_param_bytes, self._setup.turnaround_bytes)
         exact = LinkBytes(h2d=count * copied_bytes, d2h=count * self._dense_gradient_bytes)
         row_bytes = 2 * count * self._copied_row_bytes
+        gathered_bytes = self._from_devices * (exact.h2d - row_bytes)
         between = LinkBytes(
-            h2d=round(self._from_devices * exact.h2d), d2h=round(count * self._exchanged_gradient_bytes)
+            h2d=round(self._weights_within * gathered_bytes), d2h=round(count * self._exchanged_gradient_bytes)
         )
-        exact = LinkBytes(h2d=exact.h2d - between.h2d, d2h=exact.d2h - round(count * self._not_to_host_bytes))
+        exact = LinkBytes(h2d=exact.h2d - round(gathered_bytes), d2h=exact.d2h - round(count * self._not_to_host_bytes))
         coded = LinkBytes(
             h2d=row_bytes + round(self._weights_within * (exact.h2d - row_bytes)),
             d2h=exact.d2h - round(count * self._saved_gradient_bytes),
