@@ -165,6 +165,7 @@ class _Fate:
         self.world = world
         self.sockets: list[_RankSocket] = []
         self.hangs = False
+        self.is_dead = False
         self._faults = faults
         self._num_sent: dict[Channel | None, int] = {}
         self._lock = threading.Lock()
@@ -182,6 +183,7 @@ class _Fate:
             return happens
 
     def die(self) -> None:
+        self.is_dead = True  # the rank must not tell others that the first ones to hear of it have ended
         for rank_socket in self.sockets:
             rank_socket.cut()
 
@@ -210,6 +212,8 @@ class _RankSocket:
         """Send at most the rest of one message, so that each message begins with a call."""
         if self._fate.hangs:
             self._fate.hang()
+        if self._fate.is_dead:
+            raise BrokenPipeError("this rank has died")
         first = buffers[0]
         if not self._num_left and not self._head:
             self._delay(self._delays)

@@ -287,6 +287,25 @@ class ReducingRank:
         self.reduction.publish_gradient(gradient, lambda gradient: None, lambda: None)
 
 
+def test_a_sum_that_cannot_come_ends_the_run_with_its_cause() -> None:
+    """The devices of other ranks know that one is gone, a moment before this rank hears why."""
+
+    def run(links: Links) -> None:
+        transport = DeviceTransport.connect(links, CpuDevice())
+        try:
+            if links.ranks.rank == 1:
+                time.sleep(0.1)
+                raise OSError("the drive is full")
+            transport._break_off(RuntimeError("Connection closed by peer"))
+            transport.order_sum(0, 0, 3)
+            links.wait_for(lambda: False, "the end")
+        finally:
+            transport.close()
+
+    error = rank_outcomes(2, run)[0].error
+    assert isinstance(error, RankFailedError) and "the drive is full" in str(error) and error.rank == 1, error
+
+
 def test_a_wait_for_a_buffer_ends_if_the_rank_that_orders_sums_hangs() -> None:
     """All ranks have published, and rank 1 itself owns the gradients that fill its buffers."""
     has_ended = threading.Event()

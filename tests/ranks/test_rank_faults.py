@@ -7,14 +7,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
 from hf_lohan.ranks import Channel, Kind, Links, RankFailedError, Ranks, RankTimeoutError
-from hf_lohan.ranks.transport.connection import Socket
+from hf_lohan.ranks.transport.connection import Connection, Socket
 from hf_lohan.ranks.transport.messages import Head
-from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes
+from hf_lohan.testing.thread_ranks import Fault, Outcome, _RankSocket, rank_outcomes
 
 SOON_S = 1.0
 
@@ -59,6 +61,66 @@ def test_the_error_of_a_dead_rank_names_the_wait() -> None:
     names = [str(error) for error in errors_of(outcomes, but=2)]
     assert all(re.match(r"rank 2 \(pid \d+, \S+\) ended while rank \d ", name) for name in names)
     assert any(re.search(r"waited for the norm of step \d+$", name) for name in names)
+
+
+def test_a_dead_rank_sends_nothing_while_its_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it could tell some ranks that the others have ended."""
+    cut, send, sent = _RankSocket.cut, _RankSocket.sendmsg, list[int]()
+    is_dying = threading.Event()
+
+    def cut_slowly(end: _RankSocket) -> None:
+        is_dying.set()
+        cut(end)
+        time.sleep(0.01)
+
+    def note(end: _RankSocket, *message: Any) -> int:
+        was_dying, num_bytes = is_dying.is_set(), send(end, *message)
+        if was_dying and end in end._fate.sockets and end._fate._faults:
+            sent.append(num_bytes)
+        return num_bytes
+
+    def wait(links: Links) -> str:
+        def die() -> None:
+            with suppress(RankFailedError):
+                while True:
+                    links.send(2, Kind.PIECE, payload=torch.zeros(1), channel=Channel.GRADIENTS)
+
+        links.set_handler(Kind.PIECE, lambda *_: None)
+        if links.ranks.rank == 1:
+            threading.Thread(target=die).start()
+        links.wait_for(lambda: False, "the end")
+        return ""
+
+    monkeypatch.setattr(_RankSocket, "cut", cut_slowly)
+    monkeypatch.setattr(_RankSocket, "sendmsg", note)
+    outcomes = rank_outcomes(3, wait, faults=[Fault(1, "die", 60, Channel.GRADIENTS)])
+    assert not sent
+    assert all(re.match(r"rank 1 \(.*\) ended while rank \d ", str(error)) for error in errors_of(outcomes, but=1))
+
+
+def test_a_rank_that_closes_has_told_all_others_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they name it, although it has ended because of another rank."""
+    post, has_begun = Connection.post, threading.Event()
+
+    def post_slowly(connection: Connection, kind: int, *message: Any) -> None:
+        if kind == Kind.FAILED:
+            has_begun.set()
+            time.sleep(0.1)
+        post(connection, kind, *message)
+
+    def fail(links: Links) -> str:
+        if links.ranks.rank != 0:
+            return many_steps(links)
+        thread = threading.Thread(target=links.fail, args=(RankFailedError("rank 7 ended", 7),))
+        thread.start()
+        assert has_begun.wait(5.0)
+        links.close()
+        thread.join()
+        return ""
+
+    monkeypatch.setattr(Connection, "post", post_slowly)
+    for error in errors_of(rank_outcomes(3, fail), but=0):
+        assert isinstance(error, RankFailedError) and error.rank == 7, error
 
 
 def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:

@@ -186,9 +186,8 @@ class DeviceTransport:
         if self._is_closed:
             return
         if self._error is not None:
-            self._links.fail(
-                self._error if isinstance(self._error, RankFailedError) else self._lost(GRADIENTS_OF_DEVICES)
-            )
+            # This may be the thread that learns which rank has failed.
+            start_thread(self._end_run, f"lohan-rank-{self._ranks.rank}-devices-end", beside_kernels=False)
         elif self._first == self._ranks.rank:
             _note_ready(self, self._ranks.rank, self._token, _Brings.GRADIENT, *numbers)
         else:
@@ -325,6 +324,12 @@ class DeviceTransport:
         if closed := self._absent(self._num_exchanges + 1):
             raise self._closed_before(closed[0], what)
         raise self._lost(what)
+
+    def _end_run(self) -> None:
+        try:
+            self.raise_error(GRADIENTS_OF_DEVICES)
+        except Exception as error:
+            self._links.fail(error)
 
     def _absent(self, number: int) -> list[int]:
         """Return the ranks that have closed before the end of an exchange, by its number, so that it cannot end."""

@@ -104,6 +104,8 @@ class Links:
         self._failure = FirstRankFailure(ranks.rank, self.changed, self.lock)
         self._handlers = MessageHandlers(self.changed, self.lock, lambda: self._failure.is_known or self._is_closing)
         self._is_closing = False
+        self._announcing = threading.Lock()
+        """Held while this rank tells the others of a failure, so that `close` does not cut that short."""
         self._num_gathers: dict[str, int] = defaultdict(int)
         """Number of this rank's calls of `all_gather`, by sequence."""
         self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = defaultdict(dict)
@@ -525,13 +527,14 @@ class Links:
 
     def _announce_failure(self) -> None:
         """Tell the others of a failure, once."""
-        failure = self._failure.to_announce()
-        if failure is None:
-            return
-        is_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
-        payload = failure.text[:_MAX_TEXT_CHARS].encode()
-        for peer in self._peers.values():
-            peer.connections[Channel.CONTROL].post(Kind.FAILED, (failure.rank, is_own), payload)
+        with self._announcing:
+            failure = self._failure.to_announce()
+            if failure is None:
+                return
+            is_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
+            payload = failure.text[:_MAX_TEXT_CHARS].encode()
+            for peer in self._peers.values():
+                peer.connections[Channel.CONTROL].post(Kind.FAILED, (failure.rank, is_own), payload)
 
     def _silent_peers(self, peers: Collection[Peer], since_s: float) -> list[Peer]:
         now_s = time.monotonic()
