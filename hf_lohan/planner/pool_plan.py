@@ -166,7 +166,8 @@ class PoolRequest:
     lent_expert_bytes: int = 0
     """Bytes of the largest expert that ranks of a node lend each other. 0 if they lend none."""
     num_adding_devices: int = 1
-    """Number of devices that send each other gradients, and add them. 1 if gradients are added on the host."""
+    """Number of devices that send each other gradients, and add them. 1 if gradients are added on the host. With
+    several nodes it is one more, for memory in which a sum waits for another node."""
 
     @property
     def rows_buffer_bytes(self) -> int:

@@ -25,6 +25,7 @@ from hf_lohan.planner import (
     BlockProfile,
     Cluster,
     Collectives,
+    ExpertsProfile,
     HardwareProfile,
     ModelProfile,
     SizeClass,
@@ -37,7 +38,7 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE, NodeTransport
 from hf_lohan.planner.costs.rank_costs import RankStepCosts, step_costs
-from hf_lohan.planner.costs.step_costs import Choice, StepCosts
+from hf_lohan.planner.costs.step_costs import Choice, ResourceUse, StepCosts
 from hf_lohan.planner.offload_plan import ClipMode
 from hf_lohan.planning.measured_rates import slowed
 
@@ -238,6 +239,32 @@ def test_sums_of_several_backwards_are_not_sent_between_devices() -> None:
     together = of_transport("nccl", 2, 1000.0, num_together=2)
     assert together.backward.exchanged_s == pytest.approx(4 * P / 2 / 1000), "a sum on the device is float32"
     assert of_transport("host", 2, num_together=2).backward.d2h_s == pytest.approx(4 * P / 50)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_devices_add_no_gradients_of_streamed_experts(num_nodes: int) -> None:
+    """Nor do they send each other weights of experts. Sums of nodes are added in RAM."""
+    experts = ExpertsProfile(
+        num_experts=4, num_chosen=4, num_params=20, num_trainable_params=20, param_bytes=40, num_tokens=8
+    )
+    mixture = replace(MODEL, blocks=tuple(replace(block, experts=experts) for block in MODEL.blocks))
+    choice = Choice(*(np.zeros(1) for _ in range(6)))
+
+    def backward(model: ModelProfile, transport: NodeTransport) -> dict[str, float]:
+        setup = paper_setup(cluster=replace(cluster_of(num_nodes, 2), transport=transport))
+        load = step_costs(model, machine(net_bytes_per_s=10.0), setup).phases(choice, "none")[-1].load
+        return {name: getattr(load, name).item() for name in ResourceUse.__slots__}
+
+    host, nccl, host_experts, nccl_experts = (
+        backward(model, word) for model in (MODEL, mixture) for word in ("host", "nccl")
+    )
+    assert nccl["gathered_bytes"] == nccl_experts["gathered_bytes"] > 0
+    assert nccl["exchanged_bytes"] == nccl_experts["exchanged_bytes"] > 0
+    for name, num_bytes in host_experts.items():
+        assert num_bytes - host[name] == pytest.approx(nccl_experts[name] - nccl[name])
+    links_bytes = 2 * sum(host[name] - nccl[name] for name in ("h2d_bytes", "d2h_bytes"))
+    # Without devices, the RAM of a node has the gradients of two ranks, and the float32 sums of all parameters.
+    assert host["host_bytes"] - nccl["host_bytes"] - links_bytes == pytest.approx(2 * 2 * P + 4 * P)
 
 
 def test_pcie_carries_what_devices_send_each_other_in_both_directions() -> None:

@@ -116,6 +116,9 @@ class RankStepCosts(StepCosts):
         # Of each chunk, one device copies a sum to RAM instead of all devices their gradients.
         num_summed = model.dense_trainable_params - sum(table.num_trainable_params for table in tables)
         self._not_to_host_bytes = coded_bytes - SUM_BYTES * num_summed / num_local if self._devices_add else 0.0
+        self._not_on_host_bytes = coded_bytes if self._devices_add else 0.0
+        self._num_added_params = num_summed / num_nodes if self._devices_add else 0.0
+        """Of `_num_summed_params`, those that devices add."""
         # Blocks with packed weights, and rows, are not coded.
         self._weights_within = 1.0 if self._decoded_numel else way.weight_fraction_within(model.param_itemsize)
 
@@ -226,21 +229,19 @@ class RankStepCosts(StepCosts):
         load = self._with_rows(super()._backward(choice), self._backward_row_bytes(self._rows, choice))
         # Every rank's gradients are read, and their sum is written. Then all nodes' sums of this node's part are read.
         num_nodes = self._cluster.num_nodes
-        sums = num_nodes + (num_nodes + 1 if num_nodes > 1 else 0)
-        sum_bytes = SUM_BYTES * self._num_summed_params * sums
+        num_sums = num_nodes * (self._num_summed_params - self._num_added_params)
+        num_sums += (num_nodes + 1 if num_nodes > 1 else 0) * self._num_summed_params
+        added_on_host_bytes = self._num_local * (self._gradient_bytes - self._not_on_host_bytes) + SUM_BYTES * num_sums
         sent = self._sent_bytes
         row_bytes = self._num_local * self._backward_row_bytes(self._rows_to_nodes, choice)
         coded_bytes = max(0, self._copied_param_bytes - self._setup.turnaround_bytes - self._copied_row_bytes)
         load = self._from_other_devices(load, self._weights_within * coded_bytes)
-        added_on_host_bytes = self._num_local * self._gradient_bytes + sum_bytes
-        if self._devices_add:
-            load = replace(load, exchanged_bytes=load.exchanged_bytes + self._exchanged_gradient_bytes)
-            added_on_host_bytes = 0.0
         return self._passing_ram(
             replace(
                 load,
                 h2d_bytes=load.h2d_bytes - (1 - self._weights_within) * coded_bytes,
                 d2h_bytes=load.d2h_bytes - self._saved_gradient_bytes - self._not_to_host_bytes,
+                exchanged_bytes=load.exchanged_bytes + self._exchanged_gradient_bytes,
                 net_bytes=load.net_bytes + sent["backward_weights"] + sent["gradients"] + row_bytes,
                 host_bytes=load.host_bytes + added_on_host_bytes,
             )
