@@ -239,9 +239,8 @@ class OffloadConfig:
     """How the ranks of a machine get a block's weights to their GPUs, and gradients from them. "host" copies the whole
     block from RAM to each GPU, and each gradient to RAM. "nccl" copies a part of the block to each GPU, and NCCL sends
     the parts from GPU to GPU, and each gradient to one GPU, which adds them. Packed and coded weights go as they are,
-    and each GPU decodes them. It needs several GPUs in a machine that
-    reach each other's memory, and is refused where it cannot be used. It has not been run on GPUs yet, so "auto" is
-    "host". No number depends on it."""
+    and each GPU decodes them. It needs several GPUs in a machine that reach each other's memory, and is refused where
+    it cannot be used. It has not been run on GPUs yet, so "auto" is "host". No number depends on it."""
 
     net_timeout: int | float | Literal["auto"] = AUTO
     """Seconds to wait for a rank before it counts as lost; "auto" is ten times the slowest step so far, but at least
