@@ -132,6 +132,7 @@ def test_an_exchange_ends_with_the_name_of_a_rank_that_dies_or_hangs(what: Any, 
             if links.ranks.rank == 1:
                 while True:
                     links.send_heartbeat()
+                    links.raise_if_failed("was running")  # a heartbeat is then not sent
                     time.sleep(5e-3)
             fill(transport, links.ranks.rank, [(0, 8), (8, 16), (16, 20)])
         finally:
