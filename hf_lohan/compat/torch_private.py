@@ -89,11 +89,15 @@ def begin_sends(group: Any, sends: Sequence[tuple[int, Tensor]], receives: Seque
     a CUDA group they follow the present stream."""
     if not (sends or receives):
         return []  # a group that has coalesced nothing returns no work
+    works: list[Any] = []
     if group.supports_coalescing:
         group._start_coalescing()
-    works = [group.send([tensor], peer, 0) for peer, tensor in sends]
-    works += [group.recv([tensor], peer, 0) for peer, tensor in receives]
-    return [group._end_coalescing()] if group.supports_coalescing else works
+    try:
+        works += [group.send([tensor], peer, 0) for peer, tensor in sends]
+        works += [group.recv([tensor], peer, 0) for peer, tensor in receives]
+    finally:  # NCCL carries out no abort by this thread before that
+        coalesced = group._end_coalescing() if group.supports_coalescing else None
+    return works if coalesced is None else [coalesced]
 
 
 def wake_gloo(group: Any, peer: int) -> None:

@@ -99,7 +99,8 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         "embedding": embedding,
         "transport": config.transport,
     }
-    if config.transport == "nccl":  # devices exchange packed weights in pieces of this size
+    if config.transport == "nccl" and any(block.packed_slices for block in layout.blocks):
+        # Devices exchange packed weights in pieces of this size.
         equal["staging_buffer_bytes"] = plan.staging_buffer_bytes
     check_equal_settings(equal, links)
     codecs = LinkCodecs(config.collectives, links)

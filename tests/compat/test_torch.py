@@ -143,6 +143,27 @@ def test_a_group_that_coalesces_gets_no_empty_operation() -> None:
     assert private.begin_sends(group, [(1, torch.empty(1))], []) == [group]
 
 
+def test_a_group_that_refuses_an_operation_ends_what_was_begun() -> None:
+    """Until then NCCL keeps all calls of the thread, an abort among them."""
+    calls: list[str] = []
+
+    class Group:
+        supports_coalescing = True
+
+        def _start_coalescing(self) -> None:
+            calls.append("start")
+
+        def send(self, *_operation: object) -> None:
+            raise RuntimeError("NCCL communicator was aborted")
+
+        def _end_coalescing(self) -> None:
+            calls.append("end")
+
+    with pytest.raises(RuntimeError, match="was aborted"):
+        private.begin_sends(Group(), [(1, torch.empty(1))], [])
+    assert calls == ["start", "end"]
+
+
 def test_groups_of_gpus_have_the_methods_that_we_call() -> None:
     if not torch.distributed.is_nccl_available():
         pytest.skip("this torch was built without NCCL")
