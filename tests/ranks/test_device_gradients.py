@@ -140,11 +140,15 @@ def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
 def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(
     num_ranks: int, num_local: int, victim: int, what: Any
 ) -> None:
-    """The victim publishes its gradients, or has begun to. The first rank of each node orders the exchanges."""
+    """The victim publishes its gradients, or has begun to. The first rank of each node orders the exchanges. Another
+    node waits for sums of the victim's node, which does not send them, so its ranks wait longer to hear of the
+    victim."""
     timeout_s = 2.0 if what == "hang" else 10.0
     backwards = Backwards(num_ranks, num_local, seed=3, num_chunks=NUM_BUFFERS, num_steps=10, share_without=0.0)
 
     def run(links: Links) -> None:
+        if links.ranks.node != victim // num_local:
+            links.set_timeout(2 * timeout_s)
         RankWithDevice(links, backwards).run(0)
 
     outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[Fault(victim, what, 60)], timeout_s=timeout_s)
