@@ -129,15 +129,7 @@ def sum_gradients_(out: Tensor, parts: Sequence[Gradient], num_ranks: int) -> Te
             sum_in_rank_order_(total := torch.empty_like(goal), list(decoded), num_ranks)
             goal.copy_(total)
             continue
-        codec = coded[0].codec
-        torch.ops.lohan.dequantize_sum.out(
-            [tile.codes for tile in coded],
-            [tile.scales for tile in coded],
-            codec.num_bits,
-            codec.block_numel,
-            1.0 / num_ranks,
-            values=goal,
-        )
+        _decode_and_add(goal, coded, num_ranks)
     return out
 
 
@@ -176,6 +168,19 @@ def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int, scr
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two contiguous tensors share memory."""
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+
+
+def _decode_and_add(out: Tensor, tiles: Sequence[CodedValues], num_ranks: int) -> None:
+    """Decode coded values and write their average to ``out``. They are added in rank order."""
+    codec = tiles[0].codec
+    torch.ops.lohan.dequantize_sum.out(
+        [tile.codes for tile in tiles],
+        [tile.scales for tile in tiles],
+        codec.num_bits,
+        codec.block_numel,
+        1.0 / num_ranks,
+        values=out,
+    )
 
 
 def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
@@ -312,12 +317,4 @@ def add_on_device(out: Tensor, parts: Sequence[Gradient], num_ranks: int, scratc
     for start in range(0, out.numel(), LINK_TILE_NUMEL):
         goal = out[start : start + LINK_TILE_NUMEL]
         tiles = [part.part(start, start + goal.numel()) for part in parts if isinstance(part, CodedValues)]
-        codec = tiles[0].codec
-        torch.ops.lohan.dequantize_sum.out(
-            [tile.codes for tile in tiles],
-            [tile.scales for tile in tiles],
-            codec.num_bits,
-            codec.block_numel,
-            1.0 / num_ranks,
-            values=goal,
-        )
+        _decode_and_add(goal, tiles, num_ranks)
