@@ -5,7 +5,7 @@ borrows them from its `WeightProvider`. In a forward, autograd saves handles (`s
 that a slot can be reused before the backward. `stand_ins` finds the weight that a placeholder or a copy belongs to.
 """
 
-from hf_lohan.absent.absent_parameter import AbsentParameter, gathered_parameters
+from hf_lohan.absent.absent_parameter import AbsentParameter, gathered_parameters, parameter_behind
 from hf_lohan.absent.saved_weights import saved_weight_hooks
 from hf_lohan.absent.stand_ins import StandIns
 from hf_lohan.absent.weight_provider import BorrowedWeights, MovedGradients, WeightProvider, WeightView, weight_refusal
@@ -18,6 +18,7 @@ __all__ = [
     "WeightProvider",
     "WeightView",
     "gathered_parameters",
+    "parameter_behind",
     "saved_weight_hooks",
     "weight_refusal",
 ]

@@ -140,6 +140,18 @@ class AbsentParameter(nn.Parameter):
             provider.moved_gradients.forget_gradient(self)
 
 
+def parameter_behind(tensor: Any) -> nn.Parameter | None:
+    """Return the absent parameter that ``tensor`` is, or is a view of with the same elements in the same order, as
+    `state_dict()` and `.data` return it. None for other tensors."""
+    if isinstance(tensor, AbsentParameter):
+        return tensor
+    if not isinstance(tensor, AbsentTensor) or isinstance(tensor, AbsentGradient):
+        return None
+    whole, part = _on_meta(tensor.weight_view.parameter), _on_meta(tensor)
+    is_whole = (part.shape, part.stride(), part.dtype) == (whole.shape, whole.stride(), whole.dtype)
+    return tensor.weight_view.parameter if is_whole else None
+
+
 @contextmanager
 def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
     """Make parameters of offloaded models, or all parameters of a module, ordinary tensors within this context.

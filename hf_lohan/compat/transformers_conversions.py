@@ -440,7 +440,7 @@ class SavingConversion:
 
 @contextlib.contextmanager
 def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTensor]]:
-    """Have `save_pretrained` of a state dict of meta tensors call ``write_file`` for each shard of the checkpoint.
+    """Have `save_pretrained` of a state dict with meta tensors call ``write_file`` for each shard of the checkpoint.
 
     Yields a mapping from the `id` of each converted meta tensor to its `SavedTensor`. The context keeps these tensors
     alive.
@@ -459,13 +459,16 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
             results = _run(self, stock_convert, tensors, layer_name, *args, **kwargs)
             return [tensor[0] if isinstance(tensor, list) else tensor for tensor in results.values()]
 
-        converted = _run(self, stock_convert, inputs, layer_name, *args, **kwargs)
+        shape_of = {id(tensor): tensor.to("meta") for tensor in every}  # a caller's tensors have values
+        own = {id(shape_of[id(tensor)]): tensor for tensor in every}
+        shapes = {pattern: [shape_of[id(tensor)] for tensor in tensors] for pattern, tensors in inputs.items()}
+        converted = _run(self, stock_convert, shapes, layer_name, *args, **kwargs)
         conversion = _saving_conversion(self.operations, run, inputs, len(converted))
         forms: dict[str, Tensor] = {}
         for index, (name, tensor) in enumerate(converted.items()):
             result = tensor[0] if isinstance(tensor, list) else tensor
-            if any(result is weight for weight in every):
-                forms[name] = result  # not converted
+            if id(result) in own:
+                forms[name] = own[id(result)]  # not converted
                 continue
             # A view would not do, because transformers counts the bytes of a tensor's storage.
             forms[name] = torch.empty(result.shape, dtype=result.dtype, device="meta")

@@ -256,11 +256,11 @@ class OffloadEngine:
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
             return self._step.clip_gradients(max_norm, norm_type)
 
-    def drop_gradients(self) -> None:
-        """Forget gradients that have not been applied."""
+    def drop_gradients(self, *, to_none: bool = True) -> None:
+        """Forget gradients that have not been applied. ``to_none``: as `set_to_none` of torch's `zero_grad`."""
         self._micro_batches.refuse_within("zero_grad()")
         self._pass.recover()
-        self._step.abandon_gradients()
+        self._step.abandon_gradients(to_none=to_none)
         self._ring.moved_gradients.clear()
 
     @property

@@ -203,7 +203,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap=unwrap)
         if not unwrap:
             return {}
-        weights = StoredWeights(StoredModel.from_engine(engine), model)
+        weights = StoredWeights(StoredModel.from_engine(engine), model.named_parameters(remove_duplicate=False))
         return {name: weights.get(name, tensor) for name, tensor in model.state_dict().items()}
 
 

@@ -391,7 +391,7 @@ def _refuse_saving(class_name: str, *args: Any, **kwargs: Any) -> None:
 
 def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
     """Do what `Module.zero_grad` does, and also drop gradients in host memory."""
-    engine.drop_gradients()
+    engine.drop_gradients(to_none=set_to_none)
     type(engine.model).zero_grad(engine.model, set_to_none)
 
 

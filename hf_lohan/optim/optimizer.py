@@ -20,7 +20,7 @@ class StepTarget(Protocol):
 
     def step(self) -> None: ...
 
-    def drop_gradients(self) -> None: ...
+    def drop_gradients(self, *, to_none: bool = True) -> None: ...
 
     @property
     def step_was_skipped(self) -> bool: ...
@@ -83,11 +83,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self._engine.step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that have not been applied yet."""
+        """Drop gradients that have not been applied yet. With ``set_to_none=False`` a later step refuses a parameter
+        that torch would then update by a gradient of zeros."""
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
-        self._engine.drop_gradients()
+        self._engine.drop_gradients(to_none=set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load only the hyperparameters. Moments and masters are in the store."""
@@ -145,7 +146,8 @@ class JointOptimizer(OffloadOptimizer):
         """The optimizers that the training loop steps, in the order of their groups."""
         self._stepped: dict[OptimizerPart, list[dict[str, Any]]] = {}
         """Optimizers that have stepped and wait for others, with their groups' hyperparameters at their step."""
-        self._zeroed: set[OptimizerPart] = set()
+        self._zeroed: dict[OptimizerPart, bool] = {}
+        """Optimizers that have dropped their gradients and wait for others, with their `set_to_none`."""
 
     def step_part(self, part: OptimizerPart) -> None:
         """Run the step if the other optimizers have stepped. Raises RuntimeError if one steps twice."""
@@ -174,12 +176,13 @@ class JointOptimizer(OffloadOptimizer):
         """Return whether this optimizer has stepped and another has not."""
         return part in self._stepped
 
-    def zero_part(self, part: OptimizerPart) -> None:
+    def zero_part(self, part: OptimizerPart, set_to_none: bool) -> None:
         """Drop gradients after `zero_grad` of all optimizers. Raises RuntimeError if only some have stepped."""
-        self._zeroed.add(part)
+        self._zeroed[part] = set_to_none
         if len(self._zeroed) == len(self.parts):
+            to_none = all(self._zeroed.values())
             self._zeroed.clear()
-            self.zero_grad()
+            self.zero_grad(to_none)
             if self._stepped:
                 self._fall_out_of_step()
 
@@ -240,4 +243,4 @@ class OptimizerPart(OffloadOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that have not been applied yet, after `zero_grad` of all optimizers."""
-        self._joint.zero_part(self)
+        self._joint.zero_part(self, set_to_none)

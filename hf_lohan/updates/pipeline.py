@@ -149,6 +149,14 @@ class GradientPipeline:
         first."""
         return self._norms.total()
 
+    def with_gradient(self) -> Set[ParamSlice]:
+        """Return the parameters that have a gradient in the step, on any rank. Call `wait_for_norms` first."""
+        return self._norms.with_gradient | _trained_in(self._passed)
+
+    def announced(self) -> Set[ParamSlice]:
+        """Return the parameters of the chunks of which a gradient has arrived in the step."""
+        return _trained_in((*self._announced, *self._passed))
+
     def first_not_finite(self) -> str | None:
         """Return the name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
         return self._norms.first_not_finite()
@@ -345,8 +353,10 @@ class RankGradientPipeline(GradientPipeline):
         self._is_agreed = True
 
     def _updated_by_others(self) -> Set[ParamSlice]:
-        passed = {piece.param_slice for chunk in self._passed_elsewhere for piece in chunk.pieces}
-        return self._norms.with_gradient | {part for part in passed if part.parameter.requires_grad}
+        return self._norms.with_gradient | _trained_in(self._passed_elsewhere)
+
+    def with_gradient(self) -> Set[ParamSlice]:
+        return super().with_gradient() | _trained_in(self._passed_elsewhere)
 
     def abandon_step(self) -> tuple[set[Block], bool]:
         had_gradients = self.has_gradients
@@ -371,3 +381,9 @@ class RankGradientPipeline(GradientPipeline):
     def close(self) -> None:
         super().close()
         self._exchange.close()
+
+
+def _trained_in(chunks: Iterable[Chunk]) -> set[ParamSlice]:
+    """Return the parameters of these chunks that require a gradient."""
+    parts = (piece.param_slice for chunk in chunks for piece in chunk.pieces)
+    return {part for part in parts if part.parameter.requires_grad}

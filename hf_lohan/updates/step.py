@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -120,6 +120,10 @@ class StepTransaction:
         self._has_taken_gradients = False
         """Whether the last step took the gradients, and zero_grad() was not called afterwards. Torch would still have
         these gradients."""
+        self._since_none: set[ParamSlice] = set()
+        """Parameters that had a gradient since gradients were last dropped as `zero_grad(set_to_none=True)` does."""
+        self._zeroed: frozenset[ParamSlice] = frozenset()
+        """Parameters whose gradient torch would have set to zeros."""
         self._is_ending = False
         self._leaves_updates = False
         self.last: StepResult | None = None
@@ -237,6 +241,7 @@ class StepTransaction:
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
         self._agree_on_norms()  # no gradient may still arrive when the step's norms are forgotten
+        self._refuse_zeros(self._pipeline.with_gradient())
         with self._slots.changing():
             if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
                 changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)
@@ -254,6 +259,17 @@ class StepTransaction:
         self._is_ending = self._leaves_updates = False
         return result
 
+    def _refuse_zeros(self, with_gradient: Set[ParamSlice]) -> None:
+        """Note the step's gradients. Raises ValueError if torch has a gradient of zeros for another parameter."""
+        self._since_none |= with_gradient
+        missing = sorted(part.name for part in self._zeroed - with_gradient)
+        if missing:
+            raise ValueError(
+                f"{missing[0]} ({len(missing)} of {len(self._zeroed)} parameters) has no gradient in this step, and "
+                "after zero_grad(set_to_none=False) torch would still move it, by a gradient of zeros, which offload "
+                "does not keep; call zero_grad(), whose default sets gradients to None"
+            )
+
     def recover(self) -> None:
         """Abandon the rest of the step if an exception ended a method."""
         if self._is_ending:
@@ -267,8 +283,11 @@ class StepTransaction:
                 self._slots.forget(self._blocks)
             self._is_ending = False
 
-    def abandon_gradients(self) -> None:
-        """Forget the step's gradients, and undo its updates if the store can."""
+    def abandon_gradients(self, *, to_none: bool = True) -> None:
+        """Forget the step's gradients, and undo its updates if the store can. ``to_none``: whether torch would have no
+        gradients, and not zeros in their place."""
+        self._since_none = set() if to_none else self._since_none | self._pipeline.announced()
+        self._zeroed = frozenset(self._since_none)
         touched, remains = self._abandon()
         if remains:
             logger.warning("gradients were dropped, but backward had already updated %d blocks with them", len(touched))

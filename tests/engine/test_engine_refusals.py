@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from engines import HELD_OR_ACTIVE, EngineFactory, TwinsFactory
+from torch import Tensor
 
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -179,6 +182,60 @@ def test_a_second_step_with_the_same_gradients_is_refused(hold_gradients: bool, 
     assert float(engine.clip_grad_norm(float("inf"))) == 0.0
     engine.wait_for_updates()
     assert set(engine.step_counts.values()) == {1}
+
+
+def loss_without_head(model: Any) -> Tensor:
+    return model(**tiny_batch(seed=1), output_hidden_states=True).hidden_states[-1].sum()
+
+
+@HELD_OR_ACTIVE
+def test_gradients_of_zeros_that_torch_would_apply_are_refused(
+    hold_gradients: bool, build_engine: EngineFactory
+) -> None:
+    """After `zero_grad(set_to_none=False)` torch moves a weight without a gradient by momentum and decay."""
+    model, stock = tiny_model("llama").train(), tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, engine=build_engine(model, hold_gradients=hold_gradients))
+    pairs = ((stock, torch.optim.AdamW(stock.parameters(), lr=1e-2, fused=True)), (model, optimizer))
+    refused = pytest.raises(ValueError, match=r"^lm_head\.weight \(1 of \d+ parameters\).*call zero_grad\(\)")
+    for each, own in pairs:
+        loss_without_head(each).backward()
+        own.step()
+        own.zero_grad(set_to_none=False)
+        loss_without_head(each).backward()  # the head never had a gradient
+        own.step()
+        own.zero_grad(set_to_none=False)
+        each(**tiny_batch(seed=2)).loss.backward()
+        own.step()
+        own.zero_grad()
+        loss_without_head(each).backward()  # its gradient is None
+        own.step()
+        own.zero_grad(set_to_none=False)
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(model.get_parameter(name).clone(), parameter), name
+    model(**tiny_batch(seed=3)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    loss_without_head(model).backward()
+    with refused:
+        optimizer.step()
+
+
+def test_a_step_after_its_gradients_were_set_to_zeros_is_refused(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model))
+    model(**tiny_batch(seed=1)).loss.backward()
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(ValueError, match=r"has no gradient in this step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    model(**tiny_batch(seed=1)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model.lm_head.requires_grad_(False)
+    model(**tiny_batch(seed=2)).loss.backward()
+    with pytest.raises(ValueError, match=r"^lm_head\.weight "):  # torch would go on moving it
+        optimizer.step()
 
 
 @HELD_OR_ACTIVE

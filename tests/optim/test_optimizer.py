@@ -30,8 +30,8 @@ class Target:
         self.calls.append("step")
         self.learning_rates.append(AdamWGroup.from_group(self.optimizer.param_groups[0]).lr)
 
-    def drop_gradients(self) -> None:
-        self.calls.append("drop")
+    def drop_gradients(self, *, to_none: bool = True) -> None:
+        self.calls.append("drop" if to_none else "set to zeros")
 
     def check_groups(self) -> None:
         self.calls.append("check")
@@ -96,7 +96,17 @@ def test_zero_grad_forgets_gradients_here_and_in_the_engine(target: Target) -> N
         parameter.grad = torch.ones(2)
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in params)
-    assert target.calls == ["drop"]
+    optimizer.zero_grad(set_to_none=False)
+    assert target.calls == ["drop", "set to zeros"]
+
+
+@pytest.mark.parametrize(("ways", "call"), [((True, True), "drop"), ((True, False), "set to zeros")])
+def test_parts_set_gradients_to_zeros_if_one_does(ways: tuple[bool, bool], call: str, target: Target) -> None:
+    settings = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [[{"params": [parameter], **settings}] for parameter in parameters(2)]
+    for part, to_none in zip(JointOptimizer(groups, engine=target).parts, ways, strict=True):
+        part.zero_grad(set_to_none=to_none)
+    assert target.calls == [call]
 
 
 def test_a_closure_runs_before_the_step_with_gradients_on(target: Target) -> None:

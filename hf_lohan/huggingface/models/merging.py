@@ -30,7 +30,7 @@ from hf_lohan.huggingface.models.loading import (
     warn_of_unused,
 )
 from hf_lohan.huggingface.models.quantized_checkpoints import check_safetensors, quantized_checkpoint
-from hf_lohan.huggingface.models.saving import save_weights
+from hf_lohan.huggingface.models.saving import dtype_of_config, on_meta, save_weights
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.progress import advance
 from hf_lohan.ranks import Links
@@ -91,7 +91,11 @@ def merge(
     merge_through_store(adapted, lambda *result: merged.append(result), weights.keys())
     adapted.merge_and_unload()
     ((model, merges),) = merged
-    save = functools.partial(save_weights, model, _MergedWeights(model, weights, merges), type(model).save_pretrained)
+    merged_weights = _MergedWeights(model, weights, merges)
+    state_dict, dtype_of_model = on_meta(model.state_dict(), merged_weights), dtype_of_config(model, merged_weights)
+    save = functools.partial(
+        save_weights, model, state_dict, merged_weights, dtype_of_model, type(model).save_pretrained
+    )
     with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
         save(unfinished / target.name)
         _copy_tokenizer(folder, checkpoint.folder, unfinished / target.name)

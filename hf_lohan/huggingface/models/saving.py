@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.absent import parameter_behind
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
 from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversion, saved_by
 from hf_lohan.compat.transformers_private import config_saved_with
@@ -94,15 +95,14 @@ class StoredWeights(Mapping[str, Tensor]):
     """A model's weights by their names in its state dict, including aliases of tied weights. Each access reads the
     store."""
 
-    def __init__(self, stored_model: StoredModel, root: nn.Module | None = None) -> None:
-        """`root`: the module whose state dict has the names; default is the model."""
+    def __init__(self, stored_model: StoredModel, parameters: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
+        """`parameters`: the weights and their names; default is the model's."""
         self._stored_model = stored_model
-        root = root or stored_model.model
+        if parameters is None:
+            parameters = stored_model.model.named_parameters(remove_duplicate=False)
         self._name_of = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
         self._stored_name: dict[str, str] = {
-            name: self._name_of[parameter]
-            for name, parameter in root.named_parameters(remove_duplicate=False)
-            if parameter in self._name_of
+            name: self._name_of[parameter] for name, parameter in parameters if parameter in self._name_of
         }
         self._last_merged: dict[nn.Parameter, Tensor] = {}
 
@@ -204,28 +204,50 @@ def save_from_store(
 ) -> Any:
     """Call the stock `save_pretrained` with the stored weights in place of placeholders. Weights are written piece by
     piece, and experts one by one. If transformers makes a tensor from several weights, or reorders a weight's rows,
-    those weights are in RAM meanwhile. A `state_dict` argument is ignored with a warning, because scripts pass the
-    result of `accelerator.get_state_dict`, which has the same weights."""
-    model = stored_model.model
-    if kwargs.pop("state_dict", None) is not None:
-        logger.warning("save_pretrained saves the weights of the store and ignores its state_dict argument")
+    those weights are in RAM meanwhile. Of a `state_dict` argument the tensors are saved, and the stored weights in
+    place of its placeholders."""
+    model, given = stored_model.model, kwargs.pop("state_dict", None)
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
         adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
         with torch.no_grad():  # PEFT runs its prompt encoders
-            state_dict = _adapter_state_dict(stored_model, adapters, embeddings)
+            state_dict = _adapter_state_dict(stored_model, given, adapters, embeddings)
             return stock(model, save_directory, state_dict=state_dict, **kwargs)
-    return save_weights(model, StoredWeights(stored_model), stock, save_directory, **kwargs)
+    dtype = dtype_of_config(model, StoredWeights(stored_model))
+    return save_weights(model, *saved_state_dict(stored_model, given), dtype, stock, save_directory, **kwargs)
+
+
+def saved_state_dict(
+    stored_model: StoredModel, given: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], StoredWeights]:
+    """Return the state dict to save, with stored weights on meta, and these weights by the same names. ``given``: the
+    state dict of the caller, such as averages. Its placeholders mean the weights in the store."""
+    if given is None:
+        weights = StoredWeights(stored_model)
+        return on_meta(stored_model.model.state_dict(), weights), weights
+    behind = {name: parameter_behind(tensor) for name, tensor in given.items()}
+    weights = StoredWeights(stored_model, ((name, p) for name, p in behind.items() if p is not None))
+    return on_meta(given, weights), weights
+
+
+def dtype_of_config(model: nn.Module, weights: SavedWeights) -> torch.dtype | None:
+    """Return the dtype that a saved model's config names: that of its first weight."""
+    return next((weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights), None)
 
 
 def save_weights(
-    model: Any, weights: SavedWeights, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+    model: Any,
+    state_dict: dict[str, Tensor],
+    weights: SavedWeights,
+    dtype: torch.dtype | None,
+    stock: Callable[..., Any],
+    save_directory: str | Path,
+    **kwargs: Any,
 ) -> Any:
-    """Call the stock `save_pretrained` with these weights in place of placeholders, as `save_from_store` does."""
-    state_dict = on_meta(model, weights)
+    """Call the stock `save_pretrained` with ``weights`` in place of the meta tensors of ``state_dict``, as
+    `save_from_store` does. ``dtype``: the dtype that the config names."""
     # The stock method removes tied weights from the dict. This reference keeps their `id`s from being used again.
     forms = {name: state_dict[name] for name in weights}
     names = {id(form): name for name, form in forms.items()}
-    saved_dtype = next((weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights), None)
 
     def write_file(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str]) -> None:
         pieces = _FilePieces(weights, names, converted)
@@ -237,17 +259,17 @@ def save_weights(
 
     with (
         long_work(f"saving {save_directory}", num_bytes(forms)),
-        config_saved_with(getattr(model, "config", None), saved_dtype),
+        config_saved_with(getattr(model, "config", None), dtype),
         saved_by(model, write_file) as converted,
     ):
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
 
 
-def on_meta(model: Any, weights: SavedWeights) -> dict[str, Tensor]:
+def on_meta(state_dict: Mapping[str, Tensor], weights: SavedWeights) -> dict[str, Tensor]:
     """Return the state dict, with stored weights on meta in their saved dtype."""
     return {
         name: torch.empty(tensor.shape, dtype=weights.dtype_of(name), device="meta") if name in weights else tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in state_dict.items()
     }
 
 
@@ -306,14 +328,17 @@ class _FilePieces:
 
 
 def _adapter_state_dict(
-    stored_model: StoredModel, selected_adapters: Sequence[str] | None, save_embedding_layers: bool | str
+    stored_model: StoredModel,
+    given: Mapping[str, Tensor] | None,
+    selected_adapters: Sequence[str] | None,
+    save_embedding_layers: bool | str,
 ) -> dict[str, Tensor]:
     """Return the state dict for PEFT. The tensors that PEFT saves (adapters, perhaps embeddings) have values, and all
     others are on meta."""
     from peft import get_peft_model_state_dict
 
-    weights, model = StoredWeights(stored_model), stored_model.model
-    state_dict = on_meta(model, weights)
+    model = stored_model.model
+    state_dict, weights = saved_state_dict(stored_model, given)
     saved = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name in weights}
     names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
     with warnings.catch_warnings():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
-from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, num_bytes, on_meta, save_together
+from hf_lohan.huggingface.models.saving import StoredModel, num_bytes, save_together, saved_state_dict
 from hf_lohan.huggingface.progress import long_work
 
 WEIGHTS_NAME = "model"
@@ -33,14 +33,13 @@ def saves_itself(model: Any) -> bool:
 
 
 class _StateDict:
-    """A model's state dict, with each tied weight only once."""
+    """A state dict to save, with each tied weight only once."""
 
-    def __init__(self, stored_model: StoredModel) -> None:
-        self._weights = StoredWeights(stored_model)
+    def __init__(self, stored_model: StoredModel, given: Mapping[str, Tensor] | None = None) -> None:
+        """``given``: as for `saved_state_dict`."""
+        forms, self._weights = saved_state_dict(stored_model, given)
         aliases = self._weights.aliases()
-        self.forms = {
-            name: form for name, form in on_meta(stored_model.model, self._weights).items() if name not in aliases
-        }
+        self.forms = {name: form for name, form in forms.items() if name not in aliases}
 
     def write(self, file: Path, names: Iterable[str]) -> None:
         """Write the tensors with these names to a file."""
@@ -52,11 +51,11 @@ class _StateDict:
         write_safetensors(file, specs)
 
 
-def save_state_dict(stored_model: StoredModel, file: str | Path) -> None:
-    """Write a model's state dict to one file. All ranks call this together."""
+def save_state_dict(stored_model: StoredModel, file: str | Path, given: Mapping[str, Tensor] | None = None) -> None:
+    """Write a model's state dict to one file. All ranks call this together. ``given``: as for `saved_state_dict`."""
 
     def save(model: StoredModel) -> None:
-        state_dict = _StateDict(model)
+        state_dict = _StateDict(model, given)
         with long_work(f"saving {file}", num_bytes(state_dict.forms)):
             state_dict.write(Path(file), state_dict.forms)
 

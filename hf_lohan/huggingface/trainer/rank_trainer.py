@@ -303,7 +303,7 @@ class RankTrainerMixin(_TrainerBase):
             super()._save(output_dir, state_dict)
         elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
             super()._save(output_dir, {})  # without weights, because upstream would save placeholders
-            save_state_dict(StoredModel.from_engine(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
+            save_state_dict(StoredModel.from_engine(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors", state_dict)
         elif self.args.should_save:
             super()._save(output_dir, state_dict)
         else:

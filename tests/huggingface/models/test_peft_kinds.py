@@ -105,6 +105,19 @@ def test_adapters_equal_those_of_a_base_in_memory(kind: str, tmp_path: Path) -> 
     engine.close()
 
 
+def test_a_given_state_dict_of_adapters_is_saved(tmp_path: Path) -> None:
+    stock, ours = adapted("modules_to_save"), adapted("modules_to_save")
+    engine = offload_model(ours, OFFLOAD, torch_device="cpu", default_ssd_path=tmp_path / "store")
+    averages = {name: tensor * 0.5 for name, tensor in stock.state_dict().items()}
+    kept = {name: tensor for name, tensor in stock.state_dict().items() if "lora_A" in name}
+    placeholders = {name: tensor for name, tensor in ours.state_dict().items() if name in kept}
+    stock.save_pretrained(tmp_path / "stock", state_dict={**averages, **kept})
+    ours.save_pretrained(tmp_path / "ours", state_dict={**averages, **placeholders})
+    files = [load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("ours", "stock")]
+    assert_same(*files)
+    engine.close()
+
+
 def test_several_adapters_train_one_by_one_and_are_saved(tmp_path: Path) -> None:
     def two() -> Any:
         model = adapted("lora")

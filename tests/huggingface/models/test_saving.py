@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Callable
@@ -110,13 +111,37 @@ def test_bfloat16_weights_are_saved_without_masters_if_set(offload: Offload, tmp
         assert torch.equal(parameter, engine.parameters.read_parameter(name)), name
 
 
-def test_a_passed_state_dict_is_ignored(offload: Offload, tmp_path: Path) -> None:
-    """Trainer and Accelerate pass a state dict of placeholders."""
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("given", ["all", "some", "none"])
+def test_a_given_state_dict_is_saved(given: str, family: str, offload: Offload, tmp_path: Path) -> None:
+    """A caller's averages, placeholders of the model, and a mixture. Experts are one tensor each in a checkpoint."""
+    model = tiny_model(family)
+    weights = copy.deepcopy(model).state_dict()
+    averages = {
+        name: tensor * 0.5 if given == "all" or (given == "some" and "layers.1" not in name) else tensor
+        for name, tensor in weights.items()
+    }
+    model.save_pretrained(tmp_path / "stock", state_dict=dict(averages))
+    offload(model)
+    placeholders = model.state_dict()
+    is_placeholder = {name: averages[name] is weights[name] for name in weights}
+    mixed = {name: placeholders[name] if is_placeholder[name] else averages[name] for name in averages}
+    model.save_pretrained(tmp_path / "ours", state_dict=mixed, max_shard_size="100KB")
+    stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
+    configs = [json.loads((tmp_path / whose / "config.json").read_text()) for whose in ("ours", "stock")]
+    assert configs[0] == configs[1]
+
+
+def test_a_placeholder_with_another_name_is_saved_under_it(offload: Offload, tmp_path: Path) -> None:
     model = tiny_model("llama")
     expected = model.lm_head.weight.detach().clone()
     offload(model)
-    model.save_pretrained(tmp_path, state_dict=model.state_dict())
-    assert torch.equal(tensors_in(tmp_path)["lm_head.weight"], expected)
+    for tensor in (model.lm_head.weight, model.lm_head.weight.data):
+        model.save_pretrained(tmp_path, state_dict={"model.embed_tokens.weight": tensor})
+        assert torch.equal(tensors_in(tmp_path)["model.embed_tokens.weight"], expected)
+    with pytest.raises(RuntimeError, match="in the store"):
+        model.save_pretrained(tmp_path, state_dict={"model.embed_tokens.weight": model.lm_head.weight.T})
 
 
 def test_placeholders_stay_alive_while_stock_saves(offload: Offload, tmp_path: Path) -> None:

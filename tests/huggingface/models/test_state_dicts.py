@@ -99,6 +99,20 @@ def test_trainer_saves_and_resumes_a_plain_module(tmp_path: Path) -> None:
     assert_same(tensors_in(tmp_path / "resumed"), expected)
 
 
+def test_a_state_dict_that_is_given_to_trainer_is_saved(tmp_path: Path) -> None:
+    """Averages of weights, and placeholders among them."""
+    ours = trainer(tmp_path / "ours", offload=BUDGETS, save_strategy="no")
+    ours.train()
+    placeholders = ours.model.state_dict()
+    averages = {name: torch.full(tensor.shape, 0.5) for name, tensor in placeholders.items() if name != "head.weight"}
+    ours._save(str(tmp_path / "given"), state_dict=averages)
+    assert_same(tensors_in(tmp_path / "given"), averages)
+    expected = ours.accelerator.get_state_dict(ours.model)["embed.weight"]
+    ours._save(str(tmp_path / "mixed"), state_dict={**averages, "embed.weight": placeholders["embed.weight"]})
+    assert_same(tensors_in(tmp_path / "mixed"), {**averages, "embed.weight": expected})
+    ours.offload_engine.close()
+
+
 def prepared(folder: Path, seed: int = 0) -> SimpleNamespace:
     accelerator = hf_lohan.Accelerator(
         cpu=True, lohan_plugin=hf_lohan.LohanPlugin(offload={**BUDGETS, "ssd": str(folder)})
