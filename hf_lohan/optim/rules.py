@@ -181,18 +181,32 @@ def _in_tiles(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segmen
     return update_
 
 
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """A learning rate that is a tensor, with which torch computes in the tensor's dtype."""
+
+    value: float
+    dtype: torch.dtype
+
+
 @lru_cache(maxsize=64)
 def _as_keywords(settings: Any) -> dict[str, Any]:
-    return dict(settings)
+    return {
+        name: torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Scalar) else value
+        for name, value in settings
+    }
 
 
 def _settings(*names: str) -> Callable[[Mapping[str, Any]], RuleSettings]:
-    """Return a function that reads these settings and the learning rate, which may be a tensor, from a param group."""
-    return lambda group: (("lr", float(group["lr"])), *((name, _hashable(group[name])) for name in names))
+    """Return a function that reads the learning rate and these settings from a param group."""
+    return lambda group: tuple((name, _hashable(group[name])) for name in ("lr", *names))
 
 
 def _hashable(value: Any) -> Any:
-    """Convert a list to a tuple, because betas from a JSON file are lists."""
+    """Convert a list to a tuple, because betas from a JSON file are lists, and a tensor to a number with its dtype,
+    because a scheduler writes to it."""
+    if isinstance(value, Tensor):
+        return _Scalar(float(value), value.dtype)
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -296,8 +310,7 @@ def _torch_adafactor_settings(group: Mapping[str, Any]) -> RuleSettings:
 
 def _transformers_adafactor_settings(group: Mapping[str, Any]) -> RuleSettings:
     names = ("clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter", "relative_step", "warmup_init")
-    lr = None if group["lr"] is None else float(group["lr"])
-    return (("lr", lr), ("eps", tuple(group["eps"])), *((name, group[name]) for name in names))
+    return (*_settings(*names)(group), ("eps", tuple(group["eps"])))
 
 
 def _transformers_adafactor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:

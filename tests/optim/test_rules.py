@@ -32,6 +32,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr_decay=0.01, initial_accumulator_value=0.1),
     "RMSprop": lambda params: torch.optim.RMSprop(params, weight_decay=0.1),
     "RMSprop-all": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+    "RAdam-tensor": lambda params: torch.optim.RAdam(
+        params, lr=torch.tensor(1e-3), weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "Adagrad-tensor": lambda params: torch.optim.Adagrad(params, lr=torch.tensor(1e-2), lr_decay=0.01),
 }
 
 
@@ -92,8 +96,8 @@ def test_steps_equal_those_of_torch(make: Callable[[Any], torch.optim.Optimizer]
 
 def test_lion_equals_its_package() -> None:
     lion = pytest.importorskip("lion_pytorch")
-    for betas in ((0.9, 0.99), [0.95, 0.98]):  # YAML files have lists
-        flat = Flat(lambda params, betas=betas: lion.Lion(params, lr=0.01, betas=betas, weight_decay=0.1))
+    for lr, betas in ((0.01, (0.9, 0.99)), (0.01, [0.95, 0.98]), (torch.tensor(0.01), (0.9, 0.99))):  # YAML has lists
+        flat = Flat(lambda params, lr=lr, betas=betas: lion.Lion(params, lr=lr, betas=betas, weight_decay=0.1))
         for step in range(12):
             flat.step(skipped=step % 4 if step < 8 else None)
         flat.assert_equal()
@@ -115,7 +119,11 @@ def test_cuts_change_no_bit(make: Callable[[Any], torch.optim.Optimizer]) -> Non
 
 ADAFACTORS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch": lambda params: torch.optim.Adafactor(params, lr=0.05, weight_decay=0.1),
+    "torch-tensor": lambda params: torch.optim.Adafactor(params, lr=torch.tensor(0.05), weight_decay=0.1),
     "transformers": lambda params: Adafactor(params, lr=0.05, relative_step=False, scale_parameter=False),
+    "transformers-tensor": lambda params: Adafactor(
+        params, lr=torch.tensor(0.05), relative_step=False, scale_parameter=False, weight_decay=0.1
+    ),
     "transformers-own-rate": lambda params: Adafactor(params, beta1=0.9, weight_decay=0.1, warmup_init=True),
 }
 
