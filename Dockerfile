@@ -12,7 +12,7 @@ ARG TORCH_INDEX=
 # Triton compiles the code that starts its kernels, when they first run.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/hf-lohan
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.11,<2.15"
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.11,<2.16"
 COPY pyproject.toml README.md LICENSE ./
 COPY hf_lohan hf_lohan
 RUN pip install --no-cache-dir ".[trl]"

@@ -109,7 +109,9 @@ def wake_gloo(group: Any, peer: int) -> None:
 
 def set_collectives_timeout(timeout_s: float) -> None:
     """Set the timeout of the default process group's collectives."""
-    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+    # Public since torch 2.15, where the private function warns.
+    set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout_s))
 
 
 def cpu_has_bfloat16_units() -> bool:
