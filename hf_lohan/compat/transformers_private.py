@@ -49,6 +49,15 @@ def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
         setattr(trainer, name, type(getattr(trainer, name))(sums[name]))
 
 
+def add_logged_loss(trainer: Any, loss: Tensor) -> None:
+    """Add the loss of a micro-batch to the sum for the log, as Trainer does with what `training_step` returns."""
+    if trainer.args.logging_nan_inf_filter and not loss.isfinite():
+        num_steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        trainer._tr_loss += trainer._tr_loss / num_steps
+    else:
+        trainer._tr_loss += loss
+
+
 # Generation.
 
 

@@ -13,10 +13,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -74,15 +78,23 @@ _starting = threading.Lock()
 
 @contextlib.contextmanager
 def number_of_threads_kept() -> Iterator[None]:
-    """Restore the number of kernel threads after the context, because a thread that sets its own number also sets it
-    for later threads. The lock keeps concurrent callers from saving each other's temporary number, which would change
-    the order of sums."""
+    """Restore the number of kernel threads of later threads after the context, because a thread that sets its own
+    number also sets theirs. The lock keeps concurrent callers from saving each other's temporary number, which would
+    change the order of sums. The number of the calling thread may be another one."""
     with _starting:
-        num_threads = torch.get_num_threads()
+        num_threads = _in_new_thread(torch.get_num_threads)
         try:
             yield
         finally:
-            torch.set_num_threads(num_threads)
+            _in_new_thread(partial(torch.set_num_threads, num_threads))
+
+
+def _in_new_thread(work: Callable[[], _Result]) -> _Result:
+    results = list[_Result]()
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool) -> threading.Thread:
@@ -114,12 +126,8 @@ def use_all_cores() -> None:
     kernels whose result depends on the number of threads, such as sums."""
     if getattr(_here, "runs_alone", False):
         _here.runs_alone = False
-        defaults = list[int]()
-        thread = threading.Thread(target=lambda: defaults.append(torch.get_num_threads()))
         with _starting:  # avoids reading a temporary number
-            thread.start()
-            thread.join()
-        torch.set_num_threads(defaults[0])
+            torch.set_num_threads(_in_new_thread(torch.get_num_threads))
 
 
 def run_kernels_alone() -> None:

@@ -17,14 +17,15 @@ _Value = TypeVar("_Value")
 
 
 class ThreadSettings:
-    """Torch's per-thread settings that affect a forward. These are gradient recording, autocast and the default device.
-    Modes and saved-tensor hooks are not included."""
+    """Torch's per-thread settings that affect a forward. These are gradient recording, autocast, the default device and
+    the number of kernel threads. Modes and saved-tensor hooks are not included."""
 
     def __init__(self, device_type: str) -> None:
         """Capture the calling thread's settings, for models on devices of this type."""
         self._records = torch.is_grad_enabled()
         self._default_device = torch.get_default_device()
         self._caches_casts = torch.is_autocast_cache_enabled()
+        self._num_threads = torch.get_num_threads()
         self._autocast = {
             kind: torch.get_autocast_dtype(kind)
             for kind in dict.fromkeys((device_type, "cpu"))
@@ -35,6 +36,9 @@ class ThreadSettings:
     def applied(self, *others: contextlib.AbstractContextManager[object]) -> Iterator[None]:
         """Apply these settings to the calling thread in this context, and enter ``others`` too."""
         with contextlib.ExitStack() as stack:
+            # A new thread has the number that any thread set last, perhaps for a moment, and sums depend on it.
+            if torch.get_num_threads() != self._num_threads:
+                torch.set_num_threads(self._num_threads)
             for other in others:
                 stack.enter_context(other)
             stack.enter_context(torch.set_grad_enabled(self._records))

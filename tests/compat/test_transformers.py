@@ -90,6 +90,22 @@ def test_the_loss_sums_of_trainer_can_be_read_and_restored(tmp_path: Path) -> No
     assert isinstance(trainer._globalstep_last_logged, int), "Trainer.global_step is no longer an int"
 
 
+@pytest.mark.parametrize("filters", [True, False])
+def test_logged_losses_are_added_as_trainer_adds_them(filters: bool, tmp_path: Path) -> None:
+    losses = [0.1, float("nan"), 0.7, float("-inf"), 1e7, 0.3] if filters else [0.1, 0.7, 1e7, 0.3, float("nan")]
+    trainer = make_trainer(tmp_path)
+    trainer.args.logging_nan_inf_filter, trainer.args.max_steps = filters, len(losses)
+    returned = iter(losses)
+    trainer.training_step = lambda *_args, **_kwargs: torch.tensor(next(returned))
+    ours = make_trainer(tmp_path)
+    ours.args.logging_nan_inf_filter, ours._tr_loss, ours._globalstep_last_logged = filters, torch.zeros(()), 0
+    trainer.train()
+    for number, loss in enumerate(losses):
+        ours.state.global_step = number
+        private.add_logged_loss(ours, torch.tensor(loss))
+    assert torch.equal(ours._tr_loss, trainer._tr_loss) or (ours._tr_loss.isnan() and trainer._tr_loss.isnan())
+
+
 def test_missing_loss_sums_raise() -> None:
     with pytest.raises(AttributeError):
         private.log_sums(object())  # type: ignore[arg-type]

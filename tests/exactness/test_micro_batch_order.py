@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trajectories import arguments, assert_same_tensors, dataset, logged, stored_weights
+import torch
+from trajectories import arguments, assert_same_tensors, dataset, finish, logged, stored_weights
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
@@ -44,10 +45,10 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def trained(folder: Path, trainer_class: Any = hf_lohan.Trainer, model: Any = None, **settings: Any) -> Any:
-    """Return an offloaded trainer after two steps."""
+    """Return an offloaded trainer after two steps, or `max_steps`."""
     offload = settings.pop("offload", BUDGETS)
     rest = {name: settings.pop(name) for name in ("callbacks", "compute_loss_func") if name in settings}
-    args = arguments(folder, max_steps=2, gradient_accumulation_steps=ACCUMULATED, **settings)
+    args = arguments(folder, **{"max_steps": 2, "gradient_accumulation_steps": ACCUMULATED, **settings})
     model = model or tiny_model("llama")
     trainer = trainer_class(model, args, train_dataset=ROWS, offload=offload, **rest)
     trainer.train()
@@ -61,29 +62,36 @@ def ran_together(trainer: Any) -> bool:
     return num_together > 1
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_micro_batches_run_together_on_a_slow_drive_and_equal_stock(
-    max_grad_norm: float, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def llama() -> Any:
+    return tiny_model("llama")
+
+
+def adapted_llama() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+@pytest.mark.parametrize(("make_model", "max_grad_norm"), [(llama, 0.0), (llama, 1.0), (adapted_llama, 0.1)])
+def test_the_speed_of_the_drive_changes_the_order_and_no_bit(
+    make_model: Any, max_grad_norm: float, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drive(SLOW)
-    stock_model = tiny_model("llama")
-    settings = {"max_steps": 2, "gradient_accumulation_steps": ACCUMULATED, "max_grad_norm": max_grad_norm}
-    stock = StockTrainer(stock_model, arguments(tmp_path / "stock", **settings), train_dataset=ROWS)
-    stock.train()
-    with caplog.at_level(logging.INFO, logger="hf_lohan"):
-        trainer = trained(tmp_path / "ours", max_grad_norm=max_grad_norm)
-    assert ran_together(trainer)
-    assert "its micro-batches together (one after the other: " in caplog.text and REASON not in caplog.text
-    assert logged(trainer)[1:] == logged(stock)[1:]
-    assert_same_tensors(stored_weights(trainer), dict(stock_model.named_parameters()))
-    trainer.offload_engine.close()
-
-
-def test_micro_batches_run_one_after_the_other_on_a_fast_drive(drive: Any, tmp_path: Path) -> None:
-    drive(FAST)
-    trainer = trained(tmp_path)
-    assert not ran_together(trainer)
-    trainer.offload_engine.close()
+    """The losses of twelve micro-batches are added for the log as in stock."""
+    settings = {"max_grad_norm": max_grad_norm, "max_steps": 3, "logging_steps": 3}
+    args = arguments(tmp_path / "stock", gradient_accumulation_steps=ACCUMULATED, **settings)
+    stock = finish(StockTrainer(make_model(), args, train_dataset=ROWS))
+    for bytes_per_s in (SLOW, FAST):
+        caplog.clear()
+        drive(bytes_per_s)
+        with caplog.at_level(logging.INFO, logger="hf_lohan"):
+            trainer = trained(tmp_path / str(bytes_per_s), model=make_model(), **settings)
+        assert ran_together(trainer) == (bytes_per_s == SLOW)
+        assert "its micro-batches together (one after the other: " in caplog.text or bytes_per_s == FAST
+        assert REASON not in caplog.text
+        assert logged(trainer) == (stock.losses, stock.norms, stock.learning_rates)
+        assert_same_tensors(stored_weights(trainer), stock.weights)
+        trainer.offload_engine.close()
 
 
 def test_another_number_of_micro_batches_is_planned_anew(drive: Any, tmp_path: Path) -> None:

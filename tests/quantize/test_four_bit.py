@@ -55,6 +55,20 @@ def test_codes_scales_and_decoded_weights_equal_bitsandbytes(form: Quantization,
         assert torch.equal(decoded, their_decoded)
 
 
+def test_the_number_of_threads_changes_no_bit() -> None:
+    """Scales of 2 million elements are summed by several threads, and a mean of them all depends on their number."""
+    form = Quantization(method="nf4", double=True, block=32)
+    weight = torch.randn(512, 4096, generator=torch.Generator().manual_seed(2))
+    before, packed = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 3, 5):
+            torch.set_num_threads(num_threads)
+            packed.append(packed_in_rows(weight, form, rows_at_once=512)[1])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(scales, packed[0]) for scales in packed)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.method}-{form.double}-{form.block}")
 @pytest.mark.parametrize("shape", [(20, 72), (7, 9), (50, 100), (3, 129), (300, 72)])
 def test_a_width_that_is_no_multiple_of_the_block_equals_bitsandbytes(

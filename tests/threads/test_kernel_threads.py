@@ -10,7 +10,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_lohan.threads import KernelThreads, set_compute_threads, start_thread, usable_cpus, use_all_cores
+from hf_lohan.threads import (
+    KernelThreads,
+    TaskThreads,
+    ThreadSettings,
+    set_compute_threads,
+    start_thread,
+    usable_cpus,
+    use_all_cores,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +103,52 @@ def test_a_thread_beside_kernels_does_not_change_the_setting_of_other_threads() 
     torch.set_num_threads(3)
     start_thread(lambda: None, "beside", beside_kernels=True).join()
     assert threads_of_a_new_thread() == torch.get_num_threads() == 3
+
+
+def test_a_thread_beside_kernels_may_start_others() -> None:
+    torch.set_num_threads(3)
+    seen = list[int]()
+
+    def run() -> None:
+        KernelThreads(2).close()
+        start_thread(lambda: None, "beside a thread", beside_kernels=True).join()
+        seen.append(torch.get_num_threads())
+
+    start_thread(run, "beside", beside_kernels=True).join()
+    assert seen == [1] and threads_of_a_new_thread() == torch.get_num_threads() == 3
+
+
+def test_no_switch_of_threads_changes_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each switch, a running thread and a new thread compute a sum that depends on the number of threads."""
+    torch.set_num_threads(3)
+    values = torch.logspace(-3, 3, 300_000).sin_()
+    expected, settings = values.sum(), ThreadSettings("cpu")
+    sums, numbers = list[torch.Tensor](), list[int]()
+    running, set_num_threads = TaskThreads(1, "computes"), torch.set_num_threads
+    running.submit(lambda: sums.append(values.sum()))
+
+    def compute() -> None:
+        numbers.append(torch.get_num_threads())  # a new thread has the number of the switch
+        with settings.applied():
+            sums.append(values.sum())
+
+    def switch(num_threads: int) -> None:
+        set_num_threads(num_threads)
+        if num_threads != 3:
+            done = threading.Event()
+            running.submit(lambda: sums.append(values.sum()))
+            running.submit(done.set)
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+            assert done.wait(60)
+
+    monkeypatch.setattr(torch, "set_num_threads", switch)
+    KernelThreads(1).close()
+    start_thread(use_all_cores, "beside", beside_kernels=True).join()
+    running.close()
+    assert numbers == [1, 1] and len(sums) == 5
+    assert all(torch.equal(value, expected) for value in sums)
 
 
 def test_all_cores_is_the_current_setting_of_torch() -> None:

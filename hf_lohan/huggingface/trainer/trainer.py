@@ -29,7 +29,7 @@ from hf_lohan.checkpoint.optimizer_states import load_master_residuals, load_opt
 from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.checkpoint.whole_folder import remove_unfinished
 from hf_lohan.compat.accelerate_private import become
-from hf_lohan.compat.transformers_private import use_one_gpu
+from hf_lohan.compat.transformers_private import add_logged_loss, use_one_gpu
 from hf_lohan.compat.trl_private import default_arguments, step_number, trained_on
 from hf_lohan.config import ALL_AUTO, FITS_OR_NOT, OffloadConfig
 from hf_lohan.engine import OffloadEngine
@@ -493,9 +493,9 @@ class OffloadTrainerMixin(
             return super().evaluation_loop(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Same as upstream, but micro-batches that run together wait for the last one of the step. Its call returns the
-        loss of all, and the other calls return zero. Each micro-batch runs upstream's `training_step` with a deferred
-        backward."""
+        """Same as upstream, but micro-batches that run together wait for the last one of the step. The other calls
+        return zero, and the last adds their losses to the sum for the log, one after the other as upstream does. Each
+        micro-batch runs upstream's `training_step` with a deferred backward."""
         record = self._record
         if record is None:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -509,7 +509,9 @@ class OffloadTrainerMixin(
                 self._waiting_micro_batches = waiting
                 return torch.zeros((), device=self.args.device)
             self._waiting_micro_batches = ()
-            loss = run() if len(waiting) == 1 else torch.stack(record.engine.run_micro_batches(waiting)).sum()
+            *others, loss = [run()] if len(waiting) == 1 else record.engine.run_micro_batches(waiting)
+            for other in others:
+                add_logged_loss(self, other)
         else:
             number = step_number(self)
             loss = run()
