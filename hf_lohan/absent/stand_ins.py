@@ -39,7 +39,7 @@ class StandIns:
         self._max_storages = _MIN_STORAGES
 
     def placeholder(self, block: Block, part: ParamSlice) -> Tensor:
-        """Return one NaN, expanded to the parameter's shape. No operation computes with it."""
+        """Return one NaN, or one integer, expanded to the parameter's shape. No operation computes with it."""
         placeholder = self._placeholders.get(id(part))
         if placeholder is None:
             placeholder = self._one_nan(block.master.working_dtype).expand(part.shape)
@@ -49,7 +49,7 @@ class StandIns:
         return placeholder
 
     def _one_nan(self, dtype: torch.dtype) -> Tensor:
-        return torch.full((), float("nan"), dtype=dtype, device=self._device.torch_device)
+        return torch.full((), float("nan")).to(self._device.torch_device, dtype)
 
     def add_view(self, view: Tensor, block: Block, part: ParamSlice, steps: tuple[Callable[[Any], Any], ...]) -> None:
         """Give a view of a placeholder its own storage, and remember the parameter and ``steps``."""

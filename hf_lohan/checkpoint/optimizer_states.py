@@ -266,7 +266,7 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSli
     """Return the trainable parameters by name. Raises ValueError unless the index has all states of each."""
     trainable: dict[str, list[ParamSlice]] = {}
     for part in engine.parameter_slices:
-        if part.trainable:
+        if part.trainable and part.numel:
             trainable.setdefault(part.name, []).append(part)
     if trainable.keys() != index.parameters.keys():
         difference = sorted(trainable.keys() ^ index.parameters.keys())

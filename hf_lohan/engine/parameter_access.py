@@ -129,7 +129,7 @@ class ParameterAccess:
         return self._piece_numel * torch.float32.itemsize
 
     def write_parameter(self, name: str, source: Tensor) -> None:
-        """Store a weight of any float dtype on any device. A bfloat16 store keeps its float32 values exactly, as the
+        """Store a weight of any dtype on any device. A bfloat16 store keeps its float32 values exactly, as the
         master."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
@@ -162,7 +162,7 @@ class ParameterAccess:
                     offset = part.start + begin - part.first
                     low, high = self._own_range(block, offset, offset + end - begin)
                     before = begin - first + low - offset
-                    for start, stop in ranges(high - low, self._piece_numel):
+                    for start, stop in self._pieces(high - low, block.master.working_dtype):
                         self._write_piece(block, part, low + start, flat[before + start : before + stop], buffers)
 
     def takes_rows(self, name: str) -> bool:
@@ -269,6 +269,10 @@ class ParameterAccess:
             yield first, piece[first - low : stop - low]
             first = stop
 
+    def _pieces(self, numel: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """Yield the [start, stop) of pieces of which each fits a buffer."""
+        return ranges(numel, self._piece_numel * torch.float32.itemsize // max(dtype.itemsize, torch.float32.itemsize))
+
     def _own_range(self, block: Block, start: int, stop: int) -> tuple[int, int]:
         """Return this rank's part of elements [start, stop) of a block, which may be empty."""
         first, last = block.rank_ranges[self._links.ranks.rank]
@@ -278,7 +282,7 @@ class ParameterAccess:
     def _write_piece(self, block: Block, part: ParamSlice, offset: int, piece: Tensor, buffers: list[Buffer]) -> None:
         numel = piece.numel()
         bounce = buffers[0].bytes
-        master = buffers[1].view(torch.float32, numel)
+        master = buffers[1].view(torch.float32 if block.master.has_residual else block.master.working_dtype, numel)
         master.copy_(piece)
         if not block.master.has_residual:
             self._store.write_unaligned(block.name, "param", offset, master, bounce, may_tear=self._may_tear)
@@ -356,8 +360,9 @@ class ParameterAccess:
                 yield start, piece
             return
         with self._buffers(1) as (landing,):
-            for start, stop in ranges(last - first, self._piece_numel):
-                piece = landing.view(block.master.state_dtype(kind), stop - start)
+            dtype = block.master.state_dtype(kind)
+            for start, stop in self._pieces(last - first, dtype):
+                piece = landing.view(dtype, stop - start)
                 links.broadcast(piece, owner, tag)
                 yield start, piece
 
@@ -369,7 +374,7 @@ class ParameterAccess:
             yield from self._read_ahead(record, dtype, first, last)
             return
         with self._buffers(2) as (bounce, landing):  # a small parameter shares a granule with others
-            for start, stop in ranges(last - first, self._piece_numel):
+            for start, stop in self._pieces(last - first, dtype):
                 piece = landing.view(dtype, stop - start)
                 self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
                 yield start, piece
@@ -381,7 +386,7 @@ class ParameterAccess:
         reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
         with self._buffers(2) as buffers:
             try:
-                for number, (start, stop) in enumerate(ranges(last - first, self._piece_numel)):
+                for number, (start, stop) in enumerate(self._pieces(last - first, dtype)):
                     read_stop = min(round_up(first + stop, record.granule_numel), record.first + record.numel)
                     landing = buffers[number % 2].view(dtype, read_stop - first - start)
                     read = self._store.read(record.block, record.kind, first + start, landing)

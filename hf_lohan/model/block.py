@@ -170,7 +170,7 @@ class Block:
 
     @cached_property
     def numel(self) -> int:
-        return round_up(max(self.state_numel, *(part.stop for part in self.slices)), RECORD_ALIGN_NUMEL)
+        return round_up(max(self.state_numel, *(part.stop for part in self.slices)), self._align_numel)
 
     @property
     def packed_slices(self) -> list[ParamSlice]:
@@ -182,7 +182,12 @@ class Block:
         if not self.packed_slices:
             return self.numel
         stops = (part.stop for part in self.slices if part.packed is None)
-        return round_up(max(self.state_numel, *stops, 0), RECORD_ALIGN_NUMEL)
+        return round_up(max(self.state_numel, *stops, 0), self._align_numel)
+
+    @property
+    def _align_numel(self) -> int:
+        """Records of weights have a multiple of this, which is whole sectors."""
+        return max(RECORD_ALIGN_NUMEL, SECTOR_BYTES // self.master.working_dtype.itemsize)
 
     @cached_property
     def codes_bytes(self) -> int:
@@ -253,6 +258,11 @@ class Block:
         """Sizes of the units of records with states, in whole granules (`cut_units`)."""
         starts = [part.start for part in self.trainable_slices if part.start % self.granule_numel == 0]
         return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
+
+    @property
+    def least_buffer_numel(self) -> int:
+        """Size of a buffer for one granule of its weights, in float32 elements."""
+        return self.granule_numel * max(1, self.master.working_dtype.itemsize // torch.float32.itemsize)
 
     @property
     def needs_whole(self) -> bool:

@@ -174,8 +174,9 @@ def discover_blocks(
     """Cut `model` into blocks. Every parameter is in exactly one block. Tied weights are in the first block that uses
     them. Fused experts are in the block of their layer, or each in a separate block with `streams_experts`.
 
-    `working_dtype` is the dtype of all parameters except those in `kept_in_float32`. With None, each parameter keeps
-    its dtype. A block has parameters of one dtype and one rule, so a module with several has several blocks.
+    `working_dtype` is the dtype of all parameters except integers and those in `kept_in_float32`. With None, each
+    parameter keeps its dtype. A block has parameters of one dtype and one rule, so a module with several has several
+    blocks.
     `by_rows` is the weight of which only rows come to the device (`table_of_rows`), unless it stays there.
     `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a dtype
     that cannot be trained or a quantization that packs nothing.
@@ -189,8 +190,10 @@ def discover_blocks(
         rule = rule_of.get(parameter, ADAMW)
         if parameter.requires_grad:
             rule.refuse_shape(names[parameter], tuple(parameter.shape))
-        dtype = torch.float32 if names[parameter] in kept else working_dtype or parameter.dtype
-        return master_format(dtype, moment_dtype, rule)
+        cast_dtype = torch.float32 if names[parameter] in kept else working_dtype
+        dtype = cast_dtype if cast_dtype and parameter.is_floating_point() else parameter.dtype
+        trained_name = names[parameter] if parameter.requires_grad else None
+        return master_format(dtype, moment_dtype, rule, trained_name=trained_name)
 
     forms = packed_forms(model, layers, quantization or Quantization())
     packed = {names[parameter]: form for parameter, form in forms.items()}

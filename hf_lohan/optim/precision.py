@@ -110,10 +110,15 @@ class MasterFormat:
 
 
 def master_format(
-    working_dtype: torch.dtype, moment_dtype: MomentDtype = "float32", rule: UpdateRule = ADAMW
+    working_dtype: torch.dtype,
+    moment_dtype: MomentDtype = "float32",
+    rule: UpdateRule = ADAMW,
+    *,
+    trained_name: str | None = "a weight",
 ) -> MasterFormat:
     """Return the format for a working dtype, with moments of `rule` stored as `moment_dtype`. Raises ValueError for a
-    working dtype without an exact master (float16), and for a `moment_dtype` that only AdamW's moments can have."""
+    working dtype without an exact master (float16), and for a `moment_dtype` that only AdamW's moments can have.
+    ``trained_name``: the parameter's name for the error, or None for a frozen one, which may have any dtype."""
     if moment_dtype != "float32" and rule != ADAMW:
         raise ValueError(
             f"optimizer_state_dtype={moment_dtype} is only for AdamW, and this run has {rule}; set it to float32"
@@ -123,10 +128,12 @@ def master_format(
             return MasterFormat(working_dtype, False, moment_dtype, rule)
         case torch.bfloat16:
             return MasterFormat(working_dtype, True, moment_dtype, rule)
+        case _ if trained_name is None:
+            return MasterFormat(working_dtype, False, moment_dtype, rule)
         case _:
             raise ValueError(
-                f"working weights of {working_dtype} cannot be trained under offload; load the model with "
-                "dtype=torch.float32 or torch.bfloat16, or pass bf16=True"
+                f"{trained_name} is {working_dtype}, which cannot be trained under offload; load the model with "
+                "dtype=torch.float32 or torch.bfloat16, pass bf16=True, or freeze it"
             )
 
 

@@ -157,7 +157,7 @@ def _copied_bytes(traffic: Sequence[RecordTraffic], record_bytes: int) -> int:
 def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
     """Return the elements of a buffer for weights. It is large enough for the drives, and at most half a block, so that
     one buffer is read while another is copied."""
-    chunk_numel = max(block.granule_numel for block in blocks)
+    chunk_numel = max(block.least_buffer_numel for block in blocks)
     largest_bytes = max(block.param_bytes for block in blocks)
     most_bytes = min(GOOD_STAGING_BYTES, largest_bytes // 2, cpu_memory_bytes // STAGING_SHARE)
     while 2 * chunk_numel * MASTER_ITEMSIZE_BYTES <= most_bytes:

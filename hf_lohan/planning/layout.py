@@ -489,7 +489,7 @@ def lay_out(
         stages_codes=any(block.packed_slices for block in blocks),
         coded_block_bytes=max(coded_bytes_within(block, within) for block in blocks),
         coded_gradient_bytes=0.0 if within == "exact" else GRADIENT_FORMATS_WITHIN[within].bytes_per_value,
-        min_chunk_numel=max(block.granule_numel for block in blocks),
+        min_chunk_numel=max(block.least_buffer_numel for block in blocks),
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
         rows_granule_bytes=rows_granule_bytes(form.model_blocks),

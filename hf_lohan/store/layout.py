@@ -23,7 +23,12 @@ _STATE_KINDS = (
     *("momentum_buffer", "square_avg", "grad_avg", "sum", "variance"),
 )
 KINDS = ("param", "codes", "scales", "master_residual", *_STATE_KINDS, "gradient", "activation")
-DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
+DTYPE_BYTES = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
 """Kinds whose elements each belong to several parameters. Their granules are smaller by this factor, so that equal
 granule numbers belong to the same parameters."""

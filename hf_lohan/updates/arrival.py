@@ -122,7 +122,7 @@ class GradientArrivals:
             flat = flat[param_slice.first : param_slice.last]
         self._pipeline.measure_gradient(param_slice, flat if rows is None else rows.to_measure())
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
-        for piece in self._pieces[param_slice]:
+        for piece in self._pieces.get(param_slice, ()):  # none without elements
             # Copy one piece after the other, because a parameter may have more chunks than the pool has buffers.
             arrived = self._copy_piece(piece, flat, rows)
             if len(arrived.pieces) == len(arrived.chunk.pieces):

@@ -161,6 +161,12 @@ class GradientPipeline:
         """Return the name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
         return self._norms.first_not_finite()
 
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether the step had a backward in which no trained weight got a gradient, on any rank. Call `wait_for_norms`
+        first."""
+        return self._num_backwards > 0 and not self.with_gradient()
+
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
         """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change, and how
         the step was applied.

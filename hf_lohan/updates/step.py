@@ -232,7 +232,8 @@ class StepTransaction:
         """Apply the held gradients with this step's hyperparameters, and make the step count. If a gradient is not
         finite, undo the step's updates and forget its gradients instead. (Updates that cannot be undone had finite
         gradients.) Raises RuntimeError if no gradient arrived after the last step, and torch would apply that step's
-        gradients again."""
+        gradients again, and if no trained weight got a gradient in the step's backwards, which torch refuses unless a
+        tensor outside the model requires a gradient."""
         if self._has_taken_gradients:
             raise RuntimeError(
                 "step() was called a second time with the same gradients, which the first call has used; call it once "
@@ -242,6 +243,13 @@ class StepTransaction:
         self._is_ending = True
         self._agree_on_norms()  # no gradient may still arrive when the step's norms are forgotten
         self._refuse_zeros(self._pipeline.with_gradient())
+        if self._pipeline.trains_nothing:
+            self._abandon()
+            raise RuntimeError(
+                "no trained weight got a gradient in this step, so the loss does not depend on any (torch calls this "
+                "'element 0 of tensors does not require grad'); unmerge or enable the adapters, and compute the loss "
+                "from outputs of the model that are not detached"
+            )
         with self._slots.changing():
             if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
                 changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)

@@ -5,7 +5,7 @@ batches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.thread_ranks import run_ranks
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 NUM_STEPS = 4
 LR = 1e-3
@@ -211,6 +211,42 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(max_norm: float, tmp_pa
     assert sum(skipped) == 2
     for ours in trained:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+
+
+@pytest.mark.parametrize("trains", [(True, False), (False, False)])
+def test_a_step_trains_the_weights_that_have_a_gradient_on_any_rank(trains: Sequence[bool], tmp_path: Path) -> None:
+    def loss_of(model: Any, rank: int) -> Tensor:
+        output = model(**tiny_batch(seed=rank), output_hidden_states=True)
+        return output.loss if trains[rank] else output.hidden_states[-1].mean()
+
+    def only_the_head_trains() -> Any:
+        with ONE_GENERATOR:
+            model = tiny_model("llama").train()
+        model.model.requires_grad_(False)
+        model.enable_input_require_grads()
+        return model
+
+    def train(links: Links) -> Tensor:
+        rank, model = links.ranks.rank, only_the_head_trains()
+        config = resolved(tmp_path / f"rank-{rank}", **RANK_SETTINGS)
+        layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, ranks=links.ranks)
+        engine = open_engine(model, layout, config, links=links)
+        try:
+            optimizer = OffloadAdamW(model.lm_head.parameters(), lr=LR, engine=engine)
+            loss_of(model, rank).backward()
+            optimizer.step()
+            return engine.parameters.read_parameter("lm_head.weight")
+        finally:
+            engine.close()
+
+    if not any(trains):
+        outcomes = rank_outcomes(2, train)
+        assert all("does not require grad" in str(outcome.error) for outcome in outcomes)
+        return
+    stock = only_the_head_trains()
+    (loss_of(stock, 0) / 2).backward()
+    torch.optim.AdamW(stock.lm_head.parameters(), lr=LR, fused=True).step()
+    assert all(torch.equal(ours, stock.lm_head.weight) for ours in run_ranks(2, train))
 
 
 def test_ranks_may_evaluate_together_between_steps(tmp_path: Path) -> None:

@@ -402,13 +402,21 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
     else:
         total_bytes = _stored_bytes(engine.parameters, engine.parameters.parts)
         with long_work(f"streaming {path}", total_bytes), streamed_to(sink):
-            loaded = type(model).from_pretrained(path, dtype="auto")
+            loaded = type(model).from_pretrained(path, dtype=_dtype_to_reload(engine, model))
         for name, parameter in loaded.named_parameters():
             if parameter.device.type != "meta":
                 sink.store_weight(name, parameter)
         copy_buffers(model, loaded.state_dict())
         expected = set(engine.parameters.parts)
     _end_reload(engine, path, expected, sink)
+
+
+def _dtype_to_reload(engine: OffloadEngine, model: nn.Module) -> torch.dtype | str:
+    """Return the `dtype` with which `from_pretrained` rounds no weight. A config names the dtype of one weight."""
+    kept, blocks = kept_in_float32(model), engine.layout.blocks
+    dtypes = {block.master.working_dtype for block in blocks for part in block.slices if part.name not in kept}
+    widest = max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: dtype.itemsize)
+    return widest if widest.itemsize >= torch.float32.itemsize else "auto"
 
 
 def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path) -> None:
@@ -563,7 +571,7 @@ def make_placeholders(
             continue
         dtype = (dtypes or {}).get(name, parameter.dtype)
         placeholder = nn.Parameter(
-            torch.full((1,), float("nan"), dtype=dtype).expand(parameter.shape),
+            torch.full((1,), float("nan")).to(dtype).expand(parameter.shape),
             requires_grad=parameter.requires_grad,
         )
         # Keep the parameter object, so that weights stay tied. `.data` of a meta parameter cannot be set.

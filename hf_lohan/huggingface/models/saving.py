@@ -230,8 +230,9 @@ def saved_state_dict(
 
 
 def dtype_of_config(model: nn.Module, weights: SavedWeights) -> torch.dtype | None:
-    """Return the dtype that a saved model's config names: that of its first weight."""
-    return next((weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights), None)
+    """Return the dtype that a saved model's config names: that of its first weight, except integers."""
+    dtypes = (weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights)
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 def save_weights(

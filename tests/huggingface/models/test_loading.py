@@ -294,7 +294,7 @@ def test_float16_is_loaded_exactly(bf16: bool, load_streamed: Load, tmp_path: Pa
 
 def test_float16_is_refused_as_an_explicit_dtype(load_streamed: Load, tmp_path: Path) -> None:
     tiny_model("llama").half().save_pretrained(tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match=r"torch\.float16 cannot be trained under offload"):
+    with pytest.raises(ValueError, match=r"torch\.float16, which cannot be trained under offload"):
         load_streamed(tmp_path / "checkpoint", dtype="float16")
 
 

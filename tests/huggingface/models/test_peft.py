@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from transformers import TrainingArguments
 
 import hf_lohan
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.huggingface.models.adapters import adding_adapters, finished
+from hf_lohan.optim import OffloadAdamW
 from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -135,6 +138,67 @@ def test_a_run_with_adapters_resumes(stock: StockTrainer, tmp_path: Path) -> Non
     for name, parameter in stock.model.named_parameters():
         assert torch.equal(found[name], parameter), name
     engine_of(second).close()
+
+
+def loss_of(model: Any, part: str = "", seed: int = 0) -> Tensor:
+    """Return an ordinary loss, or one in which no trained weight has a part."""
+    output = model(**tiny_batch(seed=seed), output_hidden_states=True)
+    hidden = output.hidden_states[1]
+    return {"detached": hidden.detach(), "a constant": torch.ones(())}.get(part, output.loss).mean()
+
+
+def offloaded_adapters(folder: Path, **settings: Any) -> tuple[Any, OffloadAdamW, OffloadEngine]:
+    model, config = adapted().train(), hf_lohan.OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB"})
+    engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder, **settings)
+    return model, OffloadAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, engine=engine), engine
+
+
+SWITCHES = {
+    "merged": ("merge_adapter", "unmerge_adapter"),
+    "off": ("disable_adapter_layers", "enable_adapter_layers"),
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
+@pytest.mark.parametrize("part", [*SWITCHES, "detached", "a constant"])
+def test_a_step_that_trains_nothing_is_refused_as_by_torch(part: str, hold_gradients: bool, tmp_path: Path) -> None:
+    stock, (ours, optimizer, engine) = adapted(), offloaded_adapters(tmp_path, hold_gradients=hold_gradients)
+    off, on = SWITCHES.get(part, ("eval", "train"))
+    for model in (stock, ours):
+        getattr(model.base_model, off)()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss_of(stock, part).backward()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss_of(ours, part).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    getattr(ours.base_model, on)()
+    loss_of(ours).backward()
+    optimizer.step()
+    engine.wait_for_updates()
+    assert set(engine.step_counts.values()) == {0, 1}  # nothing is left of the refused step
+    engine.close()
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_one_of_two_micro_batches_may_train_nothing(without: int, tmp_path: Path) -> None:
+    """Torch allows it if inputs require a gradient, as TRL has it."""
+    stock, (ours, optimizer, engine) = adapted().train(), offloaded_adapters(tmp_path)
+    stock.enable_input_require_grads()
+    in_memory = torch.optim.AdamW([p for p in stock.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    for step in range(2):
+        for number in range(2):
+            engine.announce_backward(is_final=number == 1)
+            for model in (stock, ours):
+                with model.disable_adapter() if number == without else contextlib.nullcontext():
+                    loss_of(model, seed=2 * step + number).backward()
+        for each in (in_memory, optimizer):
+            each.step()
+            each.zero_grad()
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(engine.parameters.read_parameter(name), parameter), name
+    engine.close()
 
 
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
