@@ -134,6 +134,7 @@ def build_updates(
         recall=tiers.recall,
         missed=records.missed,
     )
+    agreement.compare_settings(lambda: {"step": max(step_counts.values()) + 1, **groups.values_to_compare()})
     pipeline = _gradient_pipeline(setup, tiers, chunks, agreement)
     interval = CommitInterval.asked_for(config.commit_every)
     is_alone = tiers.rank_memory is None

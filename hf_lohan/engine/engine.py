@@ -25,7 +25,7 @@ from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.ranks import all_agree
+from hf_lohan.engine.ranks import all_agree, check_equal_groups
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.experts import BalancedRows, ComputeExpert
@@ -178,6 +178,7 @@ class OffloadEngine:
         if self._optimizer is not None:
             self.wait_for_updates()  # running updates belong to the earlier optimizer and count as its steps
         self._groups.bind_optimizer(optimizer)
+        check_equal_groups(self._groups, self.links)
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
                 self.step_counts[part] = 0

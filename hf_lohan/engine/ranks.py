@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_lohan.config import Collectives, OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval
+from hf_lohan.model import dtype_name
 from hf_lohan.planning import OffloadLayout, StepShape, lending_bytes
 from hf_lohan.ranks import (
     GRADIENTS_INT4,
@@ -32,8 +33,10 @@ from hf_lohan.ranks import (
     RanksDisagreeError,
     SharedRegion,
     StepAgreement,
+    check_equal,
 )
 from hf_lohan.store import Store
+from hf_lohan.updates import ParamGroups
 from hf_lohan.weights import PeerWeightCache, RamPeerWeights, SsdPeerWeights
 from hf_lohan.wording import format_bytes, percent
 
@@ -147,18 +150,41 @@ class LinkCodecs:
         return {"sent_bytes": sent, "coded": coded, "waited_s": waited_s}
 
 
-def check_equal_settings(settings: Mapping[str, Any], links: Links) -> None:
-    """Raise RanksDisagreeError if a rank has another value of these settings. All ranks call this together."""
-    if not links.ranks.others:
-        return
-    answers = links.all_gather("the settings", json.dumps(settings).encode())
-    for rank, answer in enumerate(answers):
-        for name, theirs in json.loads(answer).items():
-            if theirs != settings[name]:
-                raise RanksDisagreeError(
-                    f"rank {links.ranks.rank} has {name}={json.dumps(settings[name])}, and rank {rank} has "
-                    f"{json.dumps(theirs)}; give all ranks the same settings"
-                )
+def check_equal_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
+    """Raise RanksDisagreeError if a rank trains, stores or sends something else. All ranks call this together."""
+    advice = "give all ranks the same settings, and the same model with the same weights frozen"
+    check_equal("the model and its layout", partial(_layout_values, layout, config), links, advice)
+
+
+def _layout_values(layout: OffloadLayout, config: OffloadConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"collectives": config.collectives.to_setting(), "transport": config.transport}
+    parts = [(block, part) for block in layout.blocks for part in block.slices]
+    model = {
+        part.name: f"{'trained' if part.trainable else 'frozen'}, {tuple(part.shape)} of {dtype_name(dtype)}"
+        for dtype, part in ((block.master.working_dtype, part) for block, part in parts)
+    }
+    places = {
+        f"the place of {part.name} from element {part.first} on": (
+            f"{block.name}, element {part.start}, {part.packed or block.master.rule}"
+        )
+        for block, part in parts
+    }
+    memory: dict[str, Any] = {
+        "embedding": "whole" if layout.model_blocks.table is None else "rows",
+        "holds_gradients": layout.holds_gradients,
+        "keeps_gradient_dtypes": layout.keeps_gradient_dtypes,
+        "chunk_numel": layout.plan.chunk_numel,
+    }
+    if config.transport == "nccl" and layout.packs:
+        # Devices exchange packed weights in pieces of this size.
+        memory["staging_buffer_bytes"] = layout.plan.staging_buffer_bytes
+    return {**settings, **model, **memory, **places}
+
+
+def check_equal_groups(groups: ParamGroups, links: Links) -> None:
+    """Raise RanksDisagreeError if a rank has other param groups. All ranks call this together."""
+    advice = "give the optimizers of all ranks the same arguments and parameters"
+    check_equal("the param groups", lambda: {**groups.values(), **groups.places()}, links, advice)
 
 
 def open_device_transport(config: OffloadConfig, device: Device, links: Links) -> DeviceTransport | None:

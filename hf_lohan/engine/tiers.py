@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from hf_lohan.engine.ranks import (
     LinkCodecs,
     RankMemory,
     agree_on_commits,
-    check_equal_settings,
+    check_equal_layout,
     open_device_transport,
     open_rank_memory,
 )
@@ -91,18 +90,9 @@ class Tiers:
 def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None) -> Tiers:
     """Allocate the memory and open or create the model's store, whose records are zeros until they are loaded. The last
     commit of an earlier run stays until the next commit. Raises CapacityError, StorageError or ForeignStoreError, and
-    RanksDisagreeError if ranks have other settings."""
+    RanksDisagreeError if ranks have another model or other settings."""
     plan, links = layout.plan, links or Links.alone()
-    embedding = "whole" if layout.model_blocks.table is None else "rows"
-    equal: dict[str, Any] = {
-        "collectives": config.collectives.to_setting(),
-        "embedding": embedding,
-        "transport": config.transport,
-    }
-    if config.transport == "nccl" and any(block.packed_slices for block in layout.blocks):
-        # Devices exchange packed weights in pieces of this size.
-        equal["staging_buffer_bytes"] = plan.staging_buffer_bytes
-    check_equal_settings(equal, links)
+    check_equal_layout(layout, config, links)
     codecs = LinkCodecs(config.collectives, links)
     assert links.ranks == layout.ranks, "the layout is for other ranks"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"

@@ -37,10 +37,11 @@ from hf_lohan.huggingface.models.state_dicts import (
     saves_itself,
 )
 from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
-from hf_lohan.huggingface.ranks import gather_number
+from hf_lohan.huggingface.ranks import gather_number, links_to_other_ranks
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_same_layers
+from hf_lohan.ranks import check_equal
 from hf_lohan.record import LoopRecord, record_folder
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 
@@ -321,6 +322,13 @@ class Accelerator(OffloadAwareAccelerator):
                 "optimizer='muon' is for Trainer only; leave it out, and prepare torch.optim.Muon over the layers' "
                 "matrices together with an optimizer for the other parameters"
             )
+        settings = {
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "bf16": self._computes_in_bfloat16,
+            "max_grad_norm": plugin.max_grad_norm,
+        }
+        advice = "give the Accelerator of all ranks the same arguments"
+        check_equal("the arguments of the Accelerator", lambda: settings, links_to_other_ranks(), advice)
         return offload_model(
             model,
             config,

@@ -47,6 +47,7 @@ from hf_lohan.experts import ROUTED_ROWS, RoutedRows, StreamedExperts, run_exper
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.attention import run_layers_in_chunks
+from hf_lohan.huggingface.equal_runs import check_equal_configs
 from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_store, needs_all_kept
 from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
@@ -165,6 +166,7 @@ def offload_model(
         owners=owners_as_stored(model, config, links_to_other_ranks()),
     )
     layout = replace(layout, saved_dtypes=dtypes_to_save(layout, config.save_dtype, dtypes_of(model)))
+    check_equal_configs(getattr(model, "config", None), links_to_other_ranks())
     check_equal_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:

@@ -32,6 +32,7 @@ from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.lock import DirectoryLock
+from hf_lohan.huggingface.equal_runs import check_equal_packages
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
@@ -95,13 +96,15 @@ def ranks_here() -> Ranks:
 
 def links_to_other_ranks() -> Links:
     """Return the connections to all other processes that a launcher started with this one; empty if this is the only
-    process. Raises RankFailedError or RankTimeoutError if another process does not connect."""
+    process. Raises RankFailedError or RankTimeoutError if another process does not connect, and RanksDisagreeError if
+    it has other packages."""
     global _links
     if _links is None:
         ranks = ranks_here()
         if not ranks.others:
             return Links.alone()
         _links = connect(ranks, default_process_group_store(), _FIRST_TIMEOUT_S)
+        check_equal_packages(_links)
     return _links
 
 

@@ -21,6 +21,7 @@ from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL, CodedValue
 from hf_lohan.ranks.collectives.row_exchange import CallOfRank, ExpertCall, RowExchange
 from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
+from hf_lohan.ranks.equal_values import check_equal
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
 from hf_lohan.ranks.transport.connection import Handler
 from hf_lohan.ranks.transport.device_transport import DeviceTransport
@@ -67,6 +68,7 @@ __all__ = [
     "StepAgreement",
     "StepDelta",
     "TableRows",
+    "check_equal",
     "connect",
     "newest_common_commit",
     "one_rank_at_a_time",

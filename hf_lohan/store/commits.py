@@ -63,7 +63,8 @@ class Commit:
     model_files: Mapping[str, str] = field(default_factory=dict)
     """xxh3 of each model file, by name."""
     group_id: str = ""
-    """Identifies the ranks that commit together and use the same commit numbers."""
+    """Identifies one start of the ranks that commit together and use the same commit numbers. Earlier versions of this
+    library kept it over all starts of a run."""
     layout_id: str = ""
     """Identifies the manifest that describes the records; "" in stores of an older version of this library."""
 

@@ -139,9 +139,10 @@ class GradientPipeline:
 
     # Called at the end of a step.
 
-    def wait_for_norms(self) -> None:
+    def wait_for_norms(self, max_norm: float | None = None) -> None:
         """Wait until the norms of all the step's gradients are known. With several ranks, no rank adds to the step's
-        gradients afterwards. Raises RanksDisagreeError if a rank drops them."""
+        gradients afterwards. ``max_norm``: the norm to which this rank clips them. Raises RanksDisagreeError if a rank
+        drops them, or clips or updates otherwise."""
         self._thread.call(self._worker.measure_rest)
 
     def total_norm(self) -> Tensor:
@@ -349,13 +350,13 @@ class RankGradientPipeline(GradientPipeline):
     def publish_held(self, chunk: Chunk, buffer: Buffer) -> None:
         self._thread.submit(partial(self._worker.publish_held, chunk, buffer))
 
-    def wait_for_norms(self) -> None:
+    def wait_for_norms(self, max_norm: float | None = None) -> None:
         if self._is_agreed:
             return
         self._thread.call(self._worker.publish_rest)
         self._exchange.wait_for_sums()
         self._thread.call(self._worker.measure_rest)
-        self._norms.replace_with(self._agreement.apply_gradients(self._norms.measured()))
+        self._norms.replace_with(self._agreement.apply_gradients(self._norms.measured(), max_norm))
         self._is_agreed = True
 
     def _updated_by_others(self) -> Set[ParamSlice]:

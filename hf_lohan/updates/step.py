@@ -6,14 +6,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.optim import UpdateRule
+from hf_lohan.optim import AdamWGroup, UpdateRule
 from hf_lohan.planner import MOST_WRONG_GUESSES
 from hf_lohan.updates.gradients import NonFiniteGradientError
 from hf_lohan.updates.handover import WeightChange, WeightSlots
@@ -179,10 +179,10 @@ class StepTransaction:
         if self._pipeline.updates_in_backward:
             self._before_updates()
 
-    def _agree_on_norms(self) -> None:
+    def _agree_on_norms(self, max_norm: float | None = None) -> None:
         """Wait until the norms of the step's gradients are known. Other ranks may update from then on."""
         self._before_updates()
-        self._pipeline.wait_for_norms()
+        self._pipeline.wait_for_norms(max_norm)
 
     def undo_guesses(self) -> None:
         """Undo guesses, because the step needs its old weights again. Later steps probably will too, so no step guesses
@@ -212,7 +212,7 @@ class StepTransaction:
                 f"the gradients of this step were clipped to {self._max_norm:g} before, and clipping them to "
                 f"{max_norm:g} would scale them twice; call clip_grad_norm_ once per step, with the smallest max_norm"
             )
-        self._agree_on_norms()
+        self._agree_on_norms(max_norm)
         norm = self._pipeline.total_norm()
         if self._max_norm is not None:
             return norm * self._clip_coefficient
@@ -377,6 +377,8 @@ class ParamGroups:
         """The hyperparameters of each group, for each rule of its parameters."""
         self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
         self._at_backward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
+        self._at_step: dict[str, Any] = {}
+        """The `values` of the last step."""
 
     def bind_optimizer(self, optimizer: HasGroups) -> None:
         """Use the groups of an optimizer, whose values schedulers change. Raises ValueError if they do not fit the
@@ -440,7 +442,26 @@ class ParamGroups:
                 "the updates used the old values; change it before backward(), or set max_grad_norm > 0 to keep "
                 "gradients until step()"
             )
+        self._at_step = self.values()
         return lambda part: settings[_index_in(index, part), self._rules[part]]
+
+    def values(self) -> dict[str, Any]:
+        """Return the present hyperparameters of all groups, as JSON values by name."""
+        pairs = sorted(self._settings().items(), key=lambda pair: (pair[0][0], str(pair[0][1])))
+        return {
+            f"{name} of param group {number}": value
+            for (number, _), settings in pairs
+            for name, value in _by_name(settings).items()
+        }
+
+    def values_to_compare(self) -> dict[str, Any]:
+        """Return the `values`, and those with which the step before was taken, because a loop may change them after the
+        ranks have compared them."""
+        return {**self.values(), **{f"{name} in the step before": value for name, value in self._at_step.items()}}
+
+    def places(self) -> dict[str, str]:
+        """Return the group of each parameter with states, by name."""
+        return {part.name: f"in param group {number}" for part, number in self._taken[1].items()}
 
     def has_any(self) -> bool:
         """Return whether an optimizer is bound."""
@@ -469,6 +490,13 @@ class ParamGroups:
                     "requires_grad=True on every parameter that is ever trained before the model is offloaded, and "
                     "freeze it afterwards with requires_grad_(False), which can be undone between any two steps"
                 )
+
+
+def _by_name(settings: Hashable) -> dict[str, Any]:
+    if isinstance(settings, AdamWGroup):
+        return asdict(settings)
+    assert isinstance(settings, tuple), "as other rules have them"
+    return dict(settings)
 
 
 def _refuse_without_group(parameters: Mapping[nn.Parameter, Sequence[ParamSlice]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.ranks.transport.agreements import CommitAgreement, newest_common_commit
 from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store
+from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 from hf_lohan.testing.thread_ranks import Outcome, rank_outcomes, run_ranks
 
@@ -244,7 +246,7 @@ def test_the_error_of_an_empty_folder_names_the_rank(tmp_path: Path, engine: IoE
     def go_on(links: Links) -> None:
         with Store.open_or_create(path_of(tmp_path, links.ranks.rank), RECORDS, model=MODEL, engine=engine) as store:
             before = store.committed
-            with pytest.raises(RanksDisagreeError, match="that all ranks hold: rank 0 holds commit 2 of run"):
+            with pytest.raises(RanksDisagreeError, match="that all ranks hold: rank 0 holds commit 2 of start"):
                 CommitAgreement(links).restore_common_commit(store)
             assert store.committed is before
 
@@ -315,10 +317,65 @@ def test_stores_of_another_run_are_refused(tmp_path: Path, engine: IoEngine) -> 
     run_ranks(2, go_on)
 
 
+def trained_on(root: Path, engine: IoEngine, num_steps: int, *, seed: int = 0) -> list[Content]:
+    """Continue the run of two ranks below ``root``. Returns the last contents of their stores."""
+
+    def train(links: Links) -> Content:
+        trained = TrainedRank(links, root, engine, None, seed)
+        with trained.store as store:
+            trained.train(num_steps)
+            return content_of(store)
+
+    return run_ranks(2, train)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("of_other", [0, 1])
+def test_two_continuations_of_a_run_are_not_mixed(
+    tmp_path: Path, engine: IoEngine, num_steps: int, of_other: int
+) -> None:
+    """Drives are restored from copies, and one of them later from a copy of another time. All commits have the same
+    numbers."""
+    for rank in range(2):
+        (tmp_path / "one" / f"rank-{rank}").mkdir(parents=True)
+    begun = trained_on(tmp_path / "one", engine, 2)
+    for name in ("other", "mixed"):
+        shutil.copytree(tmp_path / "one", tmp_path / name)
+    for name, seed in (("one", 1), ("other", 2)):
+        trained_on(tmp_path / name, engine, num_steps, seed=seed)
+    for rank in range(2):
+        shutil.rmtree(tmp_path / "mixed" / f"rank-{rank}")
+        source = tmp_path / ("other" if rank == of_other else "one")
+        shutil.copytree(source / f"rank-{rank}", tmp_path / "mixed" / f"rank-{rank}")
+
+    if num_steps == 1:  # both still have the commit with which they began
+        assert trained_on(tmp_path / "mixed", engine, 0) == begun
+    else:
+        with pytest.raises(RanksDisagreeError, match="there is no commit that all ranks hold"):
+            trained_on(tmp_path / "mixed", engine, 0)
+    assert len(trained_on(tmp_path / "one", engine, 1)) == 2, "each continuation by itself goes on"
+
+
+def test_stores_with_one_group_for_all_starts_go_on(tmp_path: Path, engine: IoEngine) -> None:
+    """As earlier versions made them."""
+    contents = []
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}").mkdir()
+        with Store.create(path_of(tmp_path, rank), RECORDS, model=MODEL, engine=engine, num_homes=2) as store:
+            store.agree_on_commits(ImmediateAgreement("run", keeps_previous=True))
+            for _ in range(3):
+                store.write("a", "param", 0, aligned(RECORDS[0], 2048, Random(rank))).wait()
+                store.commit()
+            contents.append(content_of(store))
+    assert trained_on(tmp_path, engine, 0) == contents
+    trained_on(tmp_path, engine, 2)
+    assert len(trained_on(tmp_path, engine, 1)) == 2
+
+
 def test_the_newest_common_commit() -> None:
     assert newest_common_commit([[("a", 7), ("a", 6)], [("a", 6), ("a", 5)], [("a", 7), ("a", 6)]]) == ("a", 6)
     assert newest_common_commit([[("a", 1), ("", 0)], [("", 0)]]) == ("", 0)
-    with pytest.raises(RanksDisagreeError, match="rank 0 holds commit 7 of run a; rank 1 holds nothing"):
+    with pytest.raises(RanksDisagreeError, match="rank 0 holds commit 7 of start a; rank 1 holds nothing"):
         newest_common_commit([[("a", 7)], [("", 0)]])
 
 

@@ -90,6 +90,32 @@ def test_a_rank_that_drops_a_step_of_another_is_named() -> None:
     )
 
 
+def step_by_ranks(*of_ranks: tuple[float, float | None]) -> list[BaseException | None]:
+    """Let ranks take a step, each with its (learning rate, norm of the clip), and return their errors."""
+
+    def run(links: Links) -> None:
+        lr, max_norm = of_ranks[links.ranks.rank]
+        agreement = StepAgreement(links)
+        agreement.compare_settings(lambda: {"step": 7, "lr of param group 0": lr})
+        agreement.apply_gradients(b"measured", max_norm)
+
+    return [outcome.error for outcome in rank_outcomes(len(of_ranks), run)]
+
+
+@pytest.mark.parametrize(
+    ("of_rank_2", "expected"),
+    [
+        ((0.2, 1.0), "lr of param group 0 is 0.1 on rank 0 and 0.2 on rank 2; step 7 was not taken"),
+        ((0.1, 2.0), "max_norm is 1.0 on rank 0 and 2.0 on rank 2; step 7 was not taken"),
+        ((0.1, None), "max_norm is 1.0 on rank 0 and null on rank 2; step 7 was not taken"),
+    ],
+)
+def test_a_rank_with_other_hyperparameters_is_named(of_rank_2: tuple[float, float | None], expected: str) -> None:
+    errors = step_by_ranks((0.1, 1.0), (0.1, 1.0), of_rank_2)
+    assert all(isinstance(error, RanksDisagreeError | RankFailedError) and expected in str(error) for error in errors)
+    assert any(isinstance(error, RanksDisagreeError) for error in errors)
+
+
 def test_a_rank_in_another_exchange_is_named_while_others_wait_for_its_gradients() -> None:
     """The error is raised at once. Both ranks are healthy and would otherwise wait for each other."""
     backwards = Backwards(2, 2, seed=3, num_steps=1, share_without=0.0)
@@ -149,6 +175,33 @@ def disagreement(outcomes: Sequence[Outcome[list[Tensor]]]) -> str:
     texts = [str(outcome.error) for outcome in outcomes if isinstance(outcome.error, RanksDisagreeError)]
     assert texts, "no rank knows the cause"
     return texts[0]
+
+
+def change_lr(engine: OffloadEngine) -> None:
+    assert engine.optimizer is not None
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= 2
+
+
+def test_a_learning_rate_that_one_rank_changes_ends_all_ranks(tmp_path: Path) -> None:
+    """Each rank would update its shard with its own, in silence."""
+
+    def between(engine: OffloadEngine, rank: int, step: int) -> bool:
+        if (rank, step) == (1, 1):  # after the ranks compared those of this step
+            change_lr(engine)
+        return True
+
+    told = disagreement(train_differently(tmp_path, between))
+    assert re.match(r"lr of param group 0.* is 0.001 on rank 0 and 0.002 on rank 1; step 3 was not taken", told), told
+
+
+def test_a_learning_rate_that_all_ranks_change_is_used(tmp_path: Path) -> None:
+    def between(engine: OffloadEngine, rank: int, step: int) -> bool:
+        change_lr(engine)
+        return True
+
+    outcomes = train_differently(tmp_path, between, num_steps=3)
+    assert [outcome.error for outcome in outcomes] == [None, None]
 
 
 def test_gradients_that_one_rank_drops_after_the_norm_is_agreed_end_all_ranks(tmp_path: Path) -> None:

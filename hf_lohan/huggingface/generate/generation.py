@@ -21,6 +21,7 @@ from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.engine.ranks import all_agree, check_equal_weights
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
+from hf_lohan.huggingface.equal_runs import check_equal_checkpoints
 from hf_lohan.huggingface.models.encoded_checkpoints import encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
 from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
@@ -136,6 +137,7 @@ def load_for_generation(
     )
     layout = lay_out_for_this(skeleton)
     checkpoint.fetch_weights(layout.records, config, links)
+    check_equal_checkpoints(checkpoint.folder, links, model_config)
     fingerprint = _fingerprint(checkpoint.folder, wanted_dtype)
     tiers = open_tiers_or_take_over(layout, config, device)
     try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -97,7 +98,7 @@ class Checkpoint:
         folder, sizes, reason = _small_files(name, hub, with_code="trust_remote_code" in code, only_config=not weights)
         if not weights:
             return cls(name, folder, hub, code)
-        wanted = _weight_files(folder, sizes)
+        wanted = weight_files(folder, sizes)
         absent = next((file for file in wanted if sizes and file not in sizes), None)
         if absent is not None:
             raise ValueError(
@@ -266,7 +267,7 @@ def _is_small(file: str, *, with_code: bool) -> bool:
     return any(fnmatch(file, pattern) for pattern in (*_SMALL_FILES, *([_CODE] if with_code else [])))
 
 
-def _weight_files(folder: str, sizes: Mapping[str, int]) -> list[str]:
+def weight_files(folder: str, sizes: Mapping[str, int] = MappingProxyType({})) -> list[str]:
     """Names of the files with the model's weights. ``sizes``: those of all files, as far as they are known."""
     config = json.loads((Path(folder) / CONFIG_NAME).read_text()) if _has(folder, CONFIG_NAME) else {}
     file = config.get("transformers_weights")

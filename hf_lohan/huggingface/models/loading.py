@@ -33,6 +33,7 @@ from hf_lohan.huggingface.attachment import (
     refuse_chunks,
     settings_given,
 )
+from hf_lohan.huggingface.equal_runs import check_equal_checkpoints, check_equal_configs
 from hf_lohan.huggingface.models.adapters import (
     adding_adapters,
     check_peft_config,
@@ -293,6 +294,7 @@ def from_pretrained(
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())
     check_safetensors(checkpoint.folder)
+    check_equal_checkpoints(checkpoint.folder, links_to_other_ranks(), own_config)
     is_beside_others = (
         is_trained
         and given_paths != "auto"
@@ -318,6 +320,7 @@ def from_pretrained(
         )
         if not is_trained:
             model.requires_grad_(False)
+        check_equal_configs(getattr(model, "config", None), links_to_other_ranks())
         check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads are in no checkpoint
         store_the_rest(model, access, names)
         if finish is not None:
@@ -395,6 +398,7 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
     if not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained")):
         reload_state_dict(engine, model, path)
         return
+    check_equal_checkpoints(path, engine.links)
     sink = WeightSink(engine.parameters)
     if hasattr(model, "peft_config"):
         _stream_adapters(model, path, sink)
@@ -421,6 +425,7 @@ def _dtype_to_reload(engine: OffloadEngine, model: nn.Module) -> torch.dtype | s
 
 def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path) -> None:
     """Overwrite the weights in the store with the state dict of a file or a folder."""
+    check_equal_checkpoints(path, engine.links)
     access = engine.parameters
     stored = {part.parameter: part.name for part in engine.parameter_slices}
     names = {

@@ -46,6 +46,7 @@ from hf_lohan.huggingface.attachment import (
     run_plan_of,
     settings_given,
 )
+from hf_lohan.huggingface.equal_runs import check_equal_arguments
 from hf_lohan.huggingface.guards import (
     check_arguments,
     check_given_model,
@@ -326,6 +327,7 @@ class OffloadTrainerMixin(
         """Load the model to train with `from_pretrained`."""
         config = self._offload_config
         assert config is not None
+        check_equal_arguments(args, self._links)
         micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
         with trainer_line(args, "loading"):
             return from_pretrained(
@@ -406,6 +408,7 @@ class OffloadTrainerMixin(
             if self.args.should_save:
                 remove_unfinished(self.args.output_dir)
             self._links.barrier("the removal of a killed save's files")
+            check_equal_arguments(self.args, self._links)
             self._resume_point = ResumePoint()  # if `choose` raises, an earlier call's point must not remain
             self._resume_point = ResumePoint.choose(
                 self._asked_of_ranks(resume_from_checkpoint),

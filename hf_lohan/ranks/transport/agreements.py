@@ -1,8 +1,9 @@
 """Decisions that all ranks make together on the end of a step, and on which commits count.
 
 *A step* ends with one small exchange after its last backward. Each rank sends what it measured of the gradients,
-whether it applies or drops them, whether the next step is to be committed, and whether it was asked to end the run.
-From these, every rank computes the norm, the clipping, whether a guess was right, and whether the step is skipped.
+whether it applies or drops them, whether the next step is to be committed, whether it was asked to end the run, and a
+digest of the hyperparameters. From these, every rank computes the norm, the clipping, whether a guess was right, and
+whether the step is skipped. Ranks whose hyperparameters differ end with an error before they apply the step.
 
 *A commit* is made by each rank separately, and announced to the others when it is durable. The previous commit stays,
 because no rank overwrites its records or its file before all ranks have the new commit. The first write after a commit
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from hf_lohan.ranks.equal_values import DIGEST_BYTES, NamedValues, are_equal, digest_of, refuse_difference
 from hf_lohan.ranks.transport.failures import RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.messages import Kind, PayloadReader
@@ -35,12 +37,17 @@ class StepAgreement:
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        self._settings: Callable[[], NamedValues] = dict
         self._requests_end = False
         self._requests_commit = False
         self._ends_run = False
         self.commits_next: bool | None = None
         """Whether the step after the last applied one is committed, because all ranks requested it; None before the
         first applied step."""
+
+    def compare_settings(self, settings: Callable[[], NamedValues]) -> None:
+        """Compare what ``settings`` returns in each step. It has the number of the step as "step"."""
+        self._settings = settings
 
     def request_end(self) -> None:
         """Request the end of the run."""
@@ -55,21 +62,30 @@ class StepAgreement:
         """Whether all ranks end after the last step, because a rank had requested it when that step ended."""
         return self._ends_run or (self._requests_end and not self._links.ranks.others)
 
-    def apply_gradients(self, measured: bytes) -> list[bytes]:
-        """Agree to apply the step's gradients. ``measured``: what this rank measured of them. Returns what each rank
-        measured, in rank order. Raises RanksDisagreeError if another rank drops them."""
-        votes = self._exchange(0, measured)
+    def apply_gradients(self, measured: bytes, max_norm: float | None = None) -> list[bytes]:
+        """Agree to apply the step's gradients. ``measured``: what this rank measured of them. ``max_norm``: the norm to
+        which this rank clips them; None if it does not clip. Returns what each rank measured, in rank order. Raises
+        RanksDisagreeError if another rank drops them, or has other hyperparameters."""
+        settings = {**self._settings(), "max_norm": max_norm}
+        votes = self._exchange(0, digest_of(settings) + measured)
+        if not are_equal(told[:DIGEST_BYTES] for _, told in votes):
+            step = f"step {settings.get('step')}"
+            advice = (
+                f"{step} was not taken; give all ranks the same hyperparameters and clipping, and look for a callback "
+                "or a scheduler that only some of them run"
+            )
+            refuse_difference(f"the hyperparameters of {step}", settings, self._links, advice)
         self.commits_next = all(flags & _COMMITS_NEXT for flags, _ in votes)
         self._ends_run = any(flags & _ENDS_RUN for flags, _ in votes)
-        return [others for _, others in votes]
+        return [told[DIGEST_BYTES:] for _, told in votes]
 
     def drop_gradients(self) -> None:
         """Agree to drop the step's gradients. Raises RanksDisagreeError if another rank applies them."""
         self._exchange(_DROPS, b"")
 
-    def _exchange(self, drops: int, measured: bytes) -> list[tuple[int, bytes]]:
+    def _exchange(self, drops: int, told: bytes) -> list[tuple[int, bytes]]:
         flags = drops | _COMMITS_NEXT * self._requests_commit | _ENDS_RUN * self._requests_end
-        packed = self._links.all_gather(END_OF_STEP, bytes([flags]) + measured)
+        packed = self._links.all_gather(END_OF_STEP, bytes([flags]) + told)
         votes = [(vote[0], vote[1:]) for vote in packed]
         for rank, (others_flags, _) in enumerate(votes):
             if others_flags & _DROPS != drops:
@@ -135,14 +151,16 @@ class CommitAgreement:
         if store.num_homes == 1:
             return None
         commits_by_rank = [[(str(group), int(count)) for group, count in of_rank["held"]] for of_rank in descriptions]
-        group_id, number = newest_common_commit(commits_by_rank)
-        chosen = kept.get((group_id, number))
+        newest = newest_common_commit(commits_by_rank)
+        chosen = kept.get(newest)
         store.restore_commit(chosen)
         # A commit that a rank gives up must be removed on every rank before another commit gets its number, even if the
         # run is killed.
         self._links.barrier("all ranks are at the same commit")
-        self.group_id = group_id or str(descriptions[0]["group_id"])
-        self._durable = dict.fromkeys(self._links.ranks.others, number)
+        # A new group for each start, so that commits of two continuations of one run, which have the same numbers, are
+        # never taken for commits of one step.
+        self.group_id = str(descriptions[0]["group_id"])
+        self._durable = dict.fromkeys(self._links.ranks.others, newest[1])
         self._links.set_handler(Kind.PREPARED, self._on_prepared)
         store.agree_on_commits(self)
         return chosen
@@ -172,13 +190,14 @@ def newest_common_commit(commits_by_rank: Sequence[Sequence[tuple[str, int]]]) -
         return max(common, key=lambda commit: commit[1])
     shown = "; ".join(f"rank {rank} holds {_format_commits(commits)}" for rank, commits in enumerate(commits_by_rank))
     raise RanksDisagreeError(
-        f"there is no commit that all ranks hold: {shown}. Give each rank the folder of its store of the same run; to "
-        "start from a checkpoint, or anew, remove the stores of all ranks first"
+        f"there is no commit that all ranks hold: {shown}. Give each rank the folder of its store of the same run, "
+        "and restore copies of the same time on all drives; to start from a checkpoint, or anew, remove the stores of "
+        "all ranks first"
     )
 
 
 def _format_commits(commits: Sequence[tuple[str, int]]) -> str:
-    words = [f"commit {number} of run {group_id[:8]}" for group_id, number in commits if number]
+    words = [f"commit {number} of start {group_id[:8]}" for group_id, number in commits if number]
     return " and ".join(words) or "nothing"
 
 

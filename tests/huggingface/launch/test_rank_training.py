@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).parent / "trained_by_ranks.py")
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ONE_PROCESS = ("stock", "alone", "stock_loop")
-TOGETHER = ("whole", "rows")
-"""Runs of the same processes, one after another, because importing takes most of the time of a launch."""
+TOGETHER = ("whole", "rows", "differ")
+"""Runs of the same processes, one after another, because importing takes most of the time of a launch. The last ends
+their connections."""
 Run = Callable[..., str]
 
 
@@ -113,6 +114,19 @@ def test_rows_of_embeddings_equal_stock(run: Run, folder: Path) -> None:
     summary = folder / "by_rows" / "lohan" / "summary.json"
     loaded_bytes = json.loads(summary.read_text())["embedding_rows_bytes"]
     assert loaded_bytes > 0 and loaded_bytes % (64 * 4) == 0
+
+
+def test_ranks_that_begin_differently_are_refused_by_name(run: Run, folder: Path) -> None:
+    """Before a store is made, and before the first step."""
+    run("differ")
+    of_ranks = [json.loads((folder / "differ" / str(rank) / "told.json").read_text()) for rank in range(2)]
+    for told in of_ranks:
+        for what in ("from_pretrained", "by path", "generation"):
+            assert re.match(r'lm_head.weight in model.safetensors is "\w+" on rank 0 and "\w+" on rank 1', told[what])
+        assert "max_grad_norm is 0.0 on rank 0 and 1.0 on rank 1; give the Accelerator" in told["Accelerator"]
+        assert "rms_norm_eps of the config is 1e-06 on rank 0 and 2e-06 on rank 1" in told["config"]
+        assert told["stores"] == ""
+        assert "learning_rate is 0.01 on rank 0 and 0.02 on rank 1; give all ranks the same training" in told["train"]
 
 
 def test_a_step_has_one_exchange_for_its_decisions(run: Run, folder: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_lohan
-from hf_lohan.ranks import Links
+from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_model
 
 ON_CUDA = os.environ.get("LOHAN_TEST_DEVICE") == "cuda"
@@ -135,10 +137,53 @@ def loop(folder: Path, what: str) -> None:
         (folder / what / "facts.json").write_text(json.dumps({"norms": norms}))
 
 
+def differ(folder: Path) -> None:
+    """Begin runs in which rank 1 has something else, and write what each rank is told. The last run ends the ranks'
+    connections."""
+    rank = int(os.environ["RANK"])
+    own, told = folder / "differ" / str(rank), dict[str, str]()
+    for of_rank in range(NUM_RANKS) if rank == 0 else ():  # transformers saves on rank 0 only
+        model = tiny_model("llama", num_layers=2)
+        with torch.no_grad():
+            model.lm_head.weight += of_rank
+        model.save_pretrained(folder / "differ" / str(of_rank) / "model")
+    links_to_other_ranks().barrier("the models to be saved")
+    args = arguments(folder / "differ" / "run", is_alone=False)
+    args.eval_strategy = "no"
+
+    def refused(what: str, begin: Callable[[], Any]) -> None:
+        try:
+            begin()
+            told[what] = "nothing"
+        except (RanksDisagreeError, RankFailedError) as error:
+            told[what] = str(error)
+
+    refused("from_pretrained", lambda: hf_lohan.from_pretrained(own / "model", OFFLOAD, default_ssd_path=own / "store"))
+    refused("by path", lambda: hf_lohan.Trainer(str(own / "model"), args, offload=OFFLOAD))
+    refused(
+        "generation",
+        lambda: hf_lohan.load_for_generation(own / "model", OFFLOAD | {"ssd": str(own / "store")}, max_length=8),
+    )
+    plugin = hf_lohan.LohanPlugin(offload=OFFLOAD, ssd_path=own / "store", max_grad_norm=float(rank))
+    accelerator = hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin)
+    refused("Accelerator", lambda: accelerator.prepare(tiny_model("llama")))
+    model = tiny_model("llama")
+    model.config.rms_norm_eps *= 1 + rank
+    refused("config", lambda: hf_lohan.Trainer(model, args, offload=OFFLOAD)._ensure_engine())
+    told["stores"] = " ".join(map(str, (folder / "differ").glob("**/manifest.json")))
+    args.learning_rate *= 1 + rank
+    trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows(8, seed=1), offload=OFFLOAD)
+    refused("train", trainer.train)
+    (own / "told.json").write_text(json.dumps(told))
+
+
 def main(folder: Path, what: str) -> None:
     torch.set_num_threads(1)
     if what.endswith("loop"):
         loop(folder, what)
+        return
+    if what == "differ":
+        differ(folder)
         return
     run = folder / (_FOLDERS.get(what, "run"))
     args = arguments(run, is_alone=what in ("stock", "alone"))
