@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_runs import SETTINGS, InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
+from interrupted_runs import (
+    COMMIT_EACH_STEP,
+    SETTINGS,
+    InterruptAfter,
+    assert_same,
+    interrupt,
+    make_trainer,
+    outcome_of,
+    train_to_end,
+)
 from short_runs import StopsAfter
 from trajectories import arguments, dataset
 from transformers import TrainerCallback
@@ -96,7 +105,7 @@ def runs_of(make_model: Callable[[], Any], folder: Path) -> Callable[..., Any]:
             args=arguments(folder / name, **SETTINGS),
             train_dataset=dataset(),
             callbacks=list(callbacks),
-            offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+            offload=COMMIT_EACH_STEP,
         )
 
     return run
@@ -265,7 +274,7 @@ def test_persistent_buffers_are_committed_with_the_step(tmp_path: Path) -> None:
             arguments(tmp_path, max_steps=4),
             train_dataset=dataset(),
             callbacks=list(callbacks),
-            offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+            offload=COMMIT_EACH_STEP,
         )
 
     first = trainer(StopsAfter(3))

@@ -32,7 +32,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 peft = pytest.importorskip("peft")
 
 DESKTOP = Path(__file__).resolve().parents[2] / "configs" / "hardware" / "rtx4090_desktop.yaml"
-BUDGETS = {"cpu_memory": "16MiB", "gpu_memory": "16MiB"}
+BUDGETS = {"cpu_memory": "16MiB", "gpu_memory": "16MiB", "commit_every": 1}
 SETTINGS: dict[str, Any] = {"max_steps": 3, "max_grad_norm": 0.1, "learning_rate": 1e-2}
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 

@@ -39,7 +39,7 @@ peft = pytest.importorskip("peft")
 
 MAX_STEPS = 3
 MAX_GRAD_NORM = 0.05
-BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB"}
+BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "commit_every": 1}
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "v_proj"]}
 
 

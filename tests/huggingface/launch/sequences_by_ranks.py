@@ -22,7 +22,14 @@ from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
 
 LENGTH = 509
 NUM_STEPS = 6
-OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "io_threads": 1, "durability": "step"}
+OFFLOAD = {
+    "cpu_memory": "64MiB",
+    "gpu_memory": "16MiB",
+    "cpu_threads": 1,
+    "io_threads": 1,
+    "durability": "step",
+    "commit_every": 1,
+}
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 

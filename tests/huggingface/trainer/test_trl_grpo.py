@@ -93,12 +93,13 @@ class KilledInStep3(TrainerCallback):  # type: ignore[misc]
 def test_a_resumed_run_uses_the_tokens_generated_before_it_was_killed(checkpoint: Path, tmp_path: Path) -> None:
     settings = {**SETTINGS, "max_steps": 5, "steps_per_generation": 3, "logging_steps": 5}
     given = {"model": str(checkpoint), "reward_funcs": vowels, "train_dataset": prompts()}
-    whole = run("GRPO", arguments("GRPO", tmp_path / "a", **settings), offload=BUDGETS, **given)
+    given["offload"] = {**BUDGETS, "commit_every": 1}
+    whole = run("GRPO", arguments("GRPO", tmp_path / "a", **settings), **given)
     trl_runs.close(whole)
     args = arguments("GRPO", tmp_path / "b", **settings)
     with pytest.raises(Killed):
-        run("GRPO", args, offload=BUDGETS, callbacks=[KilledInStep3()], **given)
-    resumed = hf_lohan.trl.GRPOTrainer(args=args, offload=BUDGETS, **given)
+        run("GRPO", args, callbacks=[KilledInStep3()], **given)
+    resumed = hf_lohan.trl.GRPOTrainer(args=args, **given)
     resumed.train(resume_from_checkpoint="last_step")
     assert trl_runs.comparable(resumed.state.log_history)[0] == whole.logs[0]
     weights = trl_runs.weights_of(resumed.model)
