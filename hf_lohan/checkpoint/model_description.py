@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_lohan.compat.torch_private import persistent_buffers
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import write_failure
-from hf_lohan.model import dtype_name
+from hf_lohan.model import base_of, dtype_name
 
 FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
@@ -64,7 +64,7 @@ def copy_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _write_description(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str, Tensor]) -> None:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = base_of(model)
     configs: list[Any] = [getattr(base, "config", None), getattr(base, "generation_config", None)]
     for config in configs:
         if hasattr(config, "save_pretrained"):

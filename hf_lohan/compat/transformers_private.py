@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, Trainer, TrainingArguments, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments, masking_utils
 from transformers import trainer as stock_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -162,6 +162,12 @@ def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
     finally:
         PreTrainedConfig.save_pretrained = stock
         config.dtype = own
+
+
+def saves_active_adapter(model: Any) -> bool:
+    """Return whether a model of transformers has adapters by `add_adapter`, so that `save_pretrained` saves only the
+    active one."""
+    return isinstance(model, PreTrainedModel) and bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def is_loaded(parameter: nn.Parameter) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_lohan.absent import saved_weight_hooks, weight_refusal
 from hf_lohan.compat.torch_private import is_compiled
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, PassPhase
-from hf_lohan.model import Block, ModelBlocks, ParamSlice
+from hf_lohan.model import Block, ModelBlocks, ParamSlice, wrapped_models
 from hf_lohan.planning import StepShape
 from hf_lohan.weights import Slot
 
@@ -32,6 +33,8 @@ class ModelHooks:
         self._forward_pass: ForwardPass = self._one_forward
         self._shared = set(model_blocks.shared)
         self._handles: list[Any] = []
+        self._of_thread = threading.local()
+        """Has the `outermost` model whose forward is in progress on this thread."""
         self._attach(model, model_blocks)
 
     @contextlib.contextmanager
@@ -74,8 +77,9 @@ class ModelHooks:
         for buffer_owner in model.modules():
             for name, buffer in list(buffer_owner.named_buffers(recurse=False, remove_duplicate=False)):
                 setattr(buffer_owner, name, buffer.to(self._parts.device.torch_device))
-        self._handles.append(model.register_forward_pre_hook(self._on_model_forward, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(self._on_model_output, always_call=True))
+        for whole in wrapped_models(model):
+            self._handles.append(whole.register_forward_pre_hook(self._on_model_forward, with_kwargs=True))
+            self._handles.append(whole.register_forward_hook(self._on_model_output, always_call=True))
         layers = {layer: index for index, layer in enumerate(model_blocks.layers)}
         for module, blocks in model_blocks.needs.items():
             self._handles.append(module.register_forward_pre_hook(partial(self._on_module_forward, blocks)))
@@ -84,7 +88,11 @@ class ModelHooks:
 
     # Forward.
 
-    def _on_model_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        outermost = getattr(self._of_thread, "outermost", None)
+        if outermost is not None and outermost is not module:
+            return  # it is a part of a forward in progress
+        self._of_thread.outermost = module
         if is_compiled():
             raise RuntimeError(
                 "an offloaded model was called in torch.compile, which does not support streamed weights; call the "
@@ -97,7 +105,10 @@ class ModelHooks:
         else:
             self._parts.plan.see_evaluation(step_shape(args, kwargs))
 
-    def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _on_model_output(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if self._of_thread.outermost is not module:
+            return
+        self._of_thread.outermost = None
         # Without an output, the forward has raised. The next forward cleans up.
         if output is None:
             self._parts.plan.memory.out_of_memory.add_to_current_error()
@@ -122,7 +133,7 @@ class ModelHooks:
         if torch.is_grad_enabled() and self._pass.phase not in (PassPhase.FORWARD, PassPhase.FORWARD_WITH_HEADS):
             raise RuntimeError(
                 "a layer was called outside its model's forward with gradients enabled, where the weights that "
-                "autograd saves cannot be tracked; call the model instead"
+                "autograd saves cannot be tracked; call the model instead, or call the layer under torch.no_grad()"
             )
         self._pass.spans.end_span()
         self._forward_pass.enter(blocks)

@@ -27,6 +27,7 @@ from hf_lohan.huggingface.guards import (
     check_schedule,
     check_streamed,
 )
+from hf_lohan.huggingface.models.adapters import saves_adapters
 from hf_lohan.huggingface.models.loading import reload_state_dict, reload_weights
 from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, save_together
 from hf_lohan.huggingface.models.state_dicts import (
@@ -397,7 +398,7 @@ class Accelerator(OffloadAwareAccelerator):
             engine = engine_of(model)
             if engine is not None:
                 weights.pop(models.index(model))
-                if hasattr(model, "peft_config"):
+                if saves_adapters(model):
                     model.save_pretrained(Path(output_dir) / _MODEL_FOLDER)
                 else:
                     save_state_dict(StoredModel.from_engine(engine), _weights_file(output_dir, num_others))
@@ -409,7 +410,7 @@ class Accelerator(OffloadAwareAccelerator):
             if engine is not None:
                 models.remove(model)
                 file = _weights_file(input_dir, len([other for other in models if engine_of(other) is None]))
-                if file.is_file() and not hasattr(model, "peft_config"):
+                if file.is_file() and not saves_adapters(model):
                     reload_state_dict(engine, model, file)
                 else:
                     reload_weights(engine, model, Path(input_dir) / _MODEL_FOLDER)

@@ -61,7 +61,15 @@ from hf_lohan.huggingface.ranks import (
     links_to_other_ranks,
 )
 from hf_lohan.huggingface.sequences import check_model_of_rows
-from hf_lohan.model import Rules, experts_as_stored, owners_as_stored, why_whole
+from hf_lohan.model import (
+    Rules,
+    experts_as_stored,
+    has_adapters,
+    is_of_peft,
+    is_peft_model,
+    owners_as_stored,
+    why_whole,
+)
 from hf_lohan.planning import (
     OffloadLayout,
     PlannedStep,
@@ -243,7 +251,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         check_model_of_rows(model)
     config = replace(config, trace=tiers.device.timeline.is_tracing)
     if config.activations != "keep" and needs_all_kept(model):
-        logger.info("activations are kept, because layers cannot be recomputed under prefix tuning")
+        logger.info("activations are kept, because layers cannot be recomputed under learned prefixes")
         config = config.with_all_activations_kept()
     if config.embedding == "rows" and layout.model_blocks.table is None:
         logger.info("embedding: whole, because %s", why_whole(model))
@@ -266,7 +274,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
     _save_through(engine, model)
-    if hasattr(model, "peft_config"):
+    if has_adapters(model):
         packed = {part.parameter for part in engine.parameter_slices if part.packed is not None}
         merge_through_store(model, functools.partial(_save_through, engine), packed)
     model.zero_grad = functools.partial(_zero_grad, engine)
@@ -325,11 +333,11 @@ def _save_through(engine: OffloadEngine, model: Any, merges: PendingMerges | Non
     """Make ``model.save_pretrained`` save the weights from the engine's store, with adapters merged into them."""
     setattr(model, _ENGINE_ATTRIBUTE, engine)
     stored = replace(StoredModel.from_engine(engine), model=model, merges=merges)
-    if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
+    if isinstance(model, PreTrainedModel) or is_peft_model(model):
         model.save_pretrained = functools.partial(save_pretrained_from_store, stored, type(model).save_pretrained)
     elif is_of_diffusers(model):
         model.save_pretrained = functools.partial(save_diffusers_model, stored)
-    elif hasattr(model, "save_pretrained"):
+    elif hasattr(model, "save_pretrained") and not is_of_peft(model):  # PEFT itself refuses to save mixed adapters
         model.save_pretrained = functools.partial(_refuse_saving, type(model).__name__)
 
 

@@ -18,7 +18,7 @@ from transformers.training_args import OptimizerNames
 from hf_lohan.compat.torch_private import mark_optimizer_stepped
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.model import Rules, hidden_matrices
+from hf_lohan.model import Rules, has_adapters, hidden_matrices
 from hf_lohan.optim import (
     ADAMW,
     OPTIMIZERS,
@@ -285,7 +285,7 @@ def _redirect(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None
 def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
     """Warn about frozen weights in an optimizer, because the caller may want to train them later. Adapters are exempt:
     their base stays frozen."""
-    if hasattr(engine.model, "peft_config"):
+    if has_adapters(engine.model):
         return
     in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     frozen = [part.name for part in engine.parameter_slices if part.parameter in in_groups and not part.trainable]

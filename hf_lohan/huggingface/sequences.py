@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_lohan.activations.token_ranges import CutRows, RowPieces
 from hf_lohan.compat.transformers_private import documents_of, is_causal_lm_loss
 from hf_lohan.huggingface.attention import computes_a_part, next_forward_of
+from hf_lohan.model import base_of
 from hf_lohan.ranks import RanksDisagreeError, RowLinks
 
 ROWS = "rows_of_ranks"
@@ -116,7 +117,7 @@ def cut_rows(batch: Any, number: int, num_ranks: int) -> dict[str, Any]:
 def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
     """In this context, a training forward computes a part of ``rows``. Raises ValueError if its loss is not that of
     ``targets``."""
-    base = _base_of(model)
+    base = base_of(model)
     stock, has_own = base.loss_function, "_loss_function" in vars(base)
     num_calls = 0
 
@@ -142,10 +143,6 @@ def sharing_rows(model: Any, rows: CutRows, targets: Tensor) -> Iterator[None]:
             del base._loss_function
 
 
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _foreign_loss(model: Any) -> ValueError:
     return ValueError(
         f"sequence_ranks divides the loss of causal language models among ranks, and that of {type(model).__name__} "
@@ -155,7 +152,7 @@ def _foreign_loss(model: Any) -> ValueError:
 
 def check_model_of_rows(model: nn.Module) -> None:
     """Raise ValueError for a model that needs all tokens of a row outside its layers."""
-    base = _base_of(model)
+    base = base_of(model)
     name, config = type(base).__name__, getattr(base, "config", None)
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not is_causal_lm_loss(base.loss_function):
         raise _foreign_loss(base)

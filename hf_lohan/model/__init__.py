@@ -4,6 +4,7 @@
 records of the block. `stored_form` lists the records of a model.
 """
 
+from hf_lohan.model.adapted import base_of, has_adapters, is_of_peft, is_peft_model, wrapped_models
 from hf_lohan.model.block import (
     PARAM_ALIGN_NUMEL,
     Block,
@@ -65,13 +66,17 @@ __all__ = [
     "StoredForm",
     "adamw_everywhere",
     "assign_shards",
+    "base_of",
     "common_blocks",
     "discover_blocks",
     "dtype_name",
     "experts_as_stored",
     "experts_by_rank",
     "find_experts",
+    "has_adapters",
     "hidden_matrices",
+    "is_of_peft",
+    "is_peft_model",
     "kept_in_float32",
     "lay_out_block",
     "muon_for_matrices",
@@ -88,4 +93,5 @@ __all__ = [
     "table_to_load_by_rows",
     "why_whole",
     "with_rows",
+    "wrapped_models",
 ]

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_lohan.compat.torch_private import has_gradient_hook
 from hf_lohan.config import OffloadConfig
+from hf_lohan.model import base_of
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.planner import BlockProfile, ModelProfile, SizeClass
 
@@ -57,7 +58,7 @@ def why_not_together(model: Any) -> str | None:
     drawn = random_numbers_of(model)
     if drawn is not None:
         return f"the model draws random numbers ({drawn}), which would change"
-    root = _root_of(model)
+    root = base_of(model)
     if type(root).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
         return f"{type(root).__name__} is not a model of transformers, so its forward may keep something"
     beside = layer_beside_text(model)
@@ -78,7 +79,7 @@ def random_numbers_of(model: Any) -> str | None:
     """Return the module or setting that makes a training forward draw random numbers; None if it draws none."""
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return "dropout"
-    config: Any = getattr(_root_of(model), "config", None)
+    config: Any = getattr(base_of(model), "config", None)
     for name, value in _numbers(config.to_dict() if hasattr(config, "to_dict") else {}):
         if value and any(word in name for word in _DRAWING) and not name.startswith(_OF_OTHER_HEADS):
             return f"{name}={value:g}"
@@ -88,7 +89,7 @@ def random_numbers_of(model: Any) -> str | None:
 def layer_beside_text(model: Any) -> str | None:
     """The name of a layer that a batch of text alone does not reach, such as one of a vision tower; None: there is
     none."""
-    root = _root_of(model)
+    root = base_of(model)
     others = getattr(getattr(root, "config", None), "sub_configs", {})
     if not any("vision" in name or "audio" in name for name in others) or not hasattr(root, "get_decoder"):
         return None
@@ -118,10 +119,6 @@ def check_together(model: Any) -> None:
             "micro-batch after the other; set vertical_micro_batches to false or auto, or "
             f"{drawn.partition('=')[0]} to 0"
         )
-
-
-def _root_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

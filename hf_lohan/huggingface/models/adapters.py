@@ -8,14 +8,18 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, MovedGradients, WeightView, gathered_parameters
+from hf_lohan.checkpoint.model_description import copy_buffers
+from hf_lohan.compat.transformers_private import saves_active_adapter
 from hf_lohan.engine import ParameterAccess, check_equal_weights
 from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.model import is_peft_model
 from hf_lohan.ranks import Links
 
 _ONE_LAYER = ("merge", "unmerge")
@@ -141,6 +145,46 @@ class ReadableBase:
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         """Do nothing, because no forward saves views yet."""
+
+
+# Saved adapters.
+
+
+def saves_adapters(model: Any) -> bool:
+    """Return whether `save_pretrained` saves adapters of PEFT, and not all weights."""
+    return is_peft_model(model) or saves_active_adapter(model)
+
+
+def saved_adapters(model: Any, path: str | Path) -> dict[str, Path]:
+    """Return the folder in which PEFT saves each adapter of a model that it saves to ``path``. A model of transformers
+    saves only its active adapter."""
+    if not is_peft_model(model):
+        return {model.active_adapters()[0]: Path(path)}
+    return {name: Path(path) if name == "default" else Path(path) / name for name in model.peft_config}
+
+
+def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Tensor], bool]) -> set[nn.Parameter]:
+    """Load adapters as `PeftModel.load_adapter` does, but call ``store_weight`` with each weight's name and values. It
+    returns whether the store has the weight. Returns the parameters that PEFT has written itself."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    def store(weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        copy_buffers(model, {name: weight for name, weight in weights.items() if not store_weight(name, weight)})
+
+    written: set[nn.Parameter] = set()
+    refused = vars(model).get("load_state_dict")
+    model.load_state_dict = store
+    try:
+        for adapter, folder in saved_adapters(model, path).items():
+            # The saved prompt is the result of its encoder, and PEFT knows which of the encoder's weights it becomes.
+            is_prompt = model.peft_config[adapter].is_prompt_learning
+            encoder = set(model.prompt_encoder[adapter].parameters()) if is_prompt else set[nn.Parameter]()
+            with gathered_parameters(encoder):
+                set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
+            written |= encoder
+    finally:
+        model.load_state_dict = refused
+    return written
 
 
 # Merging.
@@ -271,10 +315,10 @@ def merge_through_store(
 
 
 def needs_all_kept(model: Any) -> bool:
-    """Return whether the model has prefix tuning. Transformers does not pass its keys and values to recomputed
-    layers."""
+    """Return whether the model has prefix tuning or cartridges. Transformers does not pass their keys and values to
+    recomputed layers."""
     configs = getattr(model, "peft_config", {})
-    return any(getattr(config, "peft_type", None) == "PREFIX_TUNING" for config in configs.values())
+    return any(getattr(config, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
 
 
 class _Merging:

@@ -26,7 +26,7 @@ from hf_lohan.files.directories import keep_from_others
 from hf_lohan.files.durable_file import write_folder
 from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.huggingface.ranks import refuse_stores_of_ranks
-from hf_lohan.model import StoredForm, stored_form
+from hf_lohan.model import StoredForm, base_of, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.planner import Quantization
 from hf_lohan.store import Store
@@ -149,8 +149,7 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     missed = MissedSteps(blocks, [chunk for block in blocks for chunk in block.cut(_BUFFER_BYTES)])
     missed.restore(store.committed.journal.get(MISSED_STEPS_NAME))
     access = ParameterAccess(UpToDateRecords(store, blocks, missed), blocks, pool)
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    base.config.dtype = form.master.working_dtype
+    base_of(model).config.dtype = form.master.working_dtype
     stored_model = StoredModel(model, lambda: access, dtypes=_saved_dtypes(form, _read_facts(folder), dtype))
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     files = store.model_files or {}
@@ -182,9 +181,8 @@ def _build_described(folder: Path, files: Container[str]) -> Any:
         if name in dtypes:
             parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
     model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
-    base = model.get_base_model() if facts["adapters"] else model
     if "generation_config.json" in files:
-        base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        base_of(model).generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -39,6 +39,9 @@ from hf_lohan.huggingface.models.adapters import (
     check_peft_config,
     finished,
     finished_skeleton,
+    load_adapters,
+    saved_adapters,
+    saves_adapters,
 )
 from hf_lohan.huggingface.models.encoded_checkpoints import EncodedCheckpoint, encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
@@ -56,7 +59,7 @@ from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import finish_moves_here, links_to_other_ranks, may_continue_other_ranks
-from hf_lohan.model import experts_as_stored, kept_in_float32, owners_as_stored
+from hf_lohan.model import experts_as_stored, has_adapters, kept_in_float32, owners_as_stored
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import return_freed_memory
@@ -392,18 +395,32 @@ def warn_of_unused(checkpoint: Checkpoint, model: Any, unused: Mapping[str, int]
         )
 
 
+def has_weights(model: Any, path: str | Path) -> bool:
+    """Return whether a folder has a file with weights of the model, and of each of its adapters. A folder that does not
+    exist has none."""
+    if saves_adapters(model):
+        folders, patterns = [*saved_adapters(model, path).values()], ["adapter_model.*"]
+    else:
+        folders, patterns = [Path(path)], ["*.safetensors", "pytorch_model*.bin"]
+    return all(any(True for pattern in patterns for _ in folder.glob(pattern)) for folder in folders)
+
+
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
     """Overwrite the weights in the store with those of a checkpoint, to resume or to load the best model. Calls
     `from_pretrained`, because it fuses experts that are saved one by one."""
-    if not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained")):
+    if not has_weights(model, path):
+        raise ValueError(f"{str(path)!r} has no weights of {type(model).__name__}; give the folder of a checkpoint")
+    is_module = not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained"))
+    if is_module or (has_adapters(model) and not saves_adapters(model)):
         reload_state_dict(engine, model, path)
         return
     check_equal_checkpoints(path, engine.links)
-    sink = WeightSink(engine.parameters)
-    if hasattr(model, "peft_config"):
-        _stream_adapters(model, path, sink)
-        expected = {part.name for part in engine.parameter_slices if part.trainable}
+    if saves_adapters(model):
+        sink = WeightSink(engine.parameters, _stored_names(engine, model))
+        written = load_adapters(model, path, sink.store_weight)
+        expected = {part.name for part in engine.parameter_slices if part.trainable and part.parameter not in written}
     else:
+        sink = WeightSink(engine.parameters)
         total_bytes = _stored_bytes(engine.parameters, engine.parameters.parts)
         with long_work(f"streaming {path}", total_bytes), streamed_to(sink):
             loaded = type(model).from_pretrained(path, dtype=_dtype_to_reload(engine, model))
@@ -427,16 +444,17 @@ def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path)
     """Overwrite the weights in the store with the state dict of a file or a folder."""
     check_equal_checkpoints(path, engine.links)
     access = engine.parameters
-    stored = {part.parameter: part.name for part in engine.parameter_slices}
-    names = {
-        name: stored[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter in stored
-    }
-    sink = WeightSink(access, names)
+    sink = WeightSink(access, _stored_names(engine, model))
     with long_work(f"streaming {path}", _stored_bytes(access, access.parts)):
         copy_buffers(model, stream_state_dict(path, sink))
     _end_reload(engine, path, set(access.parts), sink)
+
+
+def _stored_names(engine: OffloadEngine, model: nn.Module) -> dict[str, str]:
+    """Return the stored names of a model's weights, by all names that these have in its state dict."""
+    stored = {part.parameter: part.name for part in engine.parameter_slices}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: stored[parameter] for name, parameter in named if parameter in stored}
 
 
 def _end_reload(engine: OffloadEngine, path: str | Path, expected: set[str], sink: WeightSink) -> None:
@@ -447,22 +465,6 @@ def _end_reload(engine: OffloadEngine, path: str | Path, expected: set[str], sin
             f"the checkpoint {str(path)!r} has no weights for {len(missing)} parameters of this model, such as "
             f"{missing[0]}; resume from a checkpoint of the same model"
         )
-
-
-def _stream_adapters(model: Any, path: str | Path, sink: WeightSink) -> None:
-    """Store saved adapters. PEFT saves each adapter under shorter names, and each except the default in its own folder.
-    PEFT's own function translates our names."""
-    from peft import get_peft_model_state_dict, load_peft_weights
-
-    own = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
-    name_of = {id(tensor): name for name, tensor in own.items()}
-    for adapter in model.peft_config:
-        folder = Path(path) if adapter == "default" else Path(path) / adapter
-        saved = load_peft_weights(str(folder), device="cpu")
-        tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter, save_embedding_layers=False)
-        for saved_name, tensor in tensors.items():
-            if saved_name in saved and id(tensor) in name_of:
-                sink.store_weight(name_of[id(tensor)], saved[saved_name])
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversi
 from hf_lohan.compat.transformers_private import config_saved_with
 from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
-from hf_lohan.huggingface.models.adapters import PendingMerges
+from hf_lohan.huggingface.models.adapters import PendingMerges, saves_adapters
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import save_on_rank_0
 from hf_lohan.model import StoredForm
@@ -207,7 +207,7 @@ def save_from_store(
     those weights are in RAM meanwhile. Of a `state_dict` argument the tensors are saved, and the stored weights in
     place of its placeholders."""
     model, given = stored_model.model, kwargs.pop("state_dict", None)
-    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
+    if saves_adapters(model):
         adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
         with torch.no_grad():  # PEFT runs its prompt encoders
             state_dict = _adapter_state_dict(stored_model, given, adapters, embeddings)

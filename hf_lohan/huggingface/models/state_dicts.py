@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
 from hf_lohan.huggingface.models.saving import StoredModel, num_bytes, save_together, saved_state_dict
 from hf_lohan.huggingface.progress import long_work
+from hf_lohan.model import is_peft_model
 
 WEIGHTS_NAME = "model"
 """Stem of the file names, as in transformers and accelerate."""
@@ -29,7 +30,7 @@ _MAX_SHARD_SIZE = "10GB"
 
 def saves_itself(model: Any) -> bool:
     """Return whether Trainer saves the model with `save_pretrained`. Trainer saves the state dict of other models."""
-    return isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
+    return isinstance(model, PreTrainedModel) or is_peft_model(model)
 
 
 class _StateDict:

@@ -72,6 +72,10 @@ class RankTrainerMixin(_TrainerBase):
         """Connections to the other ranks; empty without offload."""
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
 
+    def _on_all_ranks(self, what: str, answer: bool) -> bool:
+        """Return whether the answer to ``what`` is yes on all ranks, which call this together."""
+        return all(map(int, self._links.all_gather(what, str(int(answer)).encode())))
+
     @contextlib.contextmanager
     def _ending_all_ranks_on_error(self) -> Iterator[None]:
         """In this context, an error also ends the other ranks, because they would wait for this one."""

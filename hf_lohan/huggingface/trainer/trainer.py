@@ -60,7 +60,7 @@ from hf_lohan.huggingface.guards import (
     ids_within_vocabulary,
     why_trainer_runs_in_turn,
 )
-from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights, take_torch_dtype
+from hf_lohan.huggingface.models.loading import from_pretrained, has_weights, reload_weights, take_torch_dtype
 from hf_lohan.huggingface.optimizers import StoreOptimizerMixin, config_named_by_optim
 from hf_lohan.huggingface.progress import begin_step, trainer_line
 from hf_lohan.huggingface.ranks import check_sequence_ranks, random_state_suffix, ranks_here
@@ -69,6 +69,7 @@ from hf_lohan.huggingface.trainer.rank_trainer import RankTrainerMixin
 from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
 from hf_lohan.huggingface.trainer.trl_models import TrlModelsMixin, by_name, names_of
 from hf_lohan.huggingface.trainer.whole_checkpoints import CompleteCheckpointsMixin
+from hf_lohan.model import base_of
 from hf_lohan.planning import MicroBatches
 from hf_lohan.record import RunRecord, record_folder
 from hf_lohan.report.run_data import STORE_FOLDER
@@ -141,8 +142,7 @@ class ChunkedSmoothingMixin(_TrainerBase):
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
         if head is None or not is_upstreams or not torch.is_grad_enabled() or ids is None or labels is None:
             return None
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as upstream
+        shifts = type(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as upstream
         return head if shifts and head.applies_to(ids.numel()) else None
 
 
@@ -579,11 +579,10 @@ class OffloadTrainerMixin(
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        engine = self.offload_engine
-        if engine is None:
-            super()._load_best_model()
+        engine, best = self.offload_engine, self.state.best_model_checkpoint
+        if engine is None or not self._on_all_ranks("whether the best model is there", has_weights(self.model, best)):
+            super()._load_best_model()  # warns that it is gone
             return
-        best = self.state.best_model_checkpoint
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         reload_weights(engine, self.model, best)
         load_master_residuals(engine, best)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
@@ -108,8 +110,6 @@ def test_only_adapters_have_states(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", ["save_pretrained", "save_model"])
 def test_adapters_are_saved_as_by_peft(save: str, stock: StockTrainer, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     ours = offloaded_trainer(tmp_path / "ours")
     ours.train()
     stock.model.save_pretrained(tmp_path / "stock_adapters")
@@ -199,6 +199,126 @@ def test_one_of_two_micro_batches_may_train_nothing(without: int, tmp_path: Path
     for name, parameter in stock.named_parameters():
         assert torch.equal(engine.parameters.read_parameter(name), parameter), name
     engine.close()
+
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+SAVED: dict[str, Callable[[], Any]] = {
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, **CAUSAL),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "cartridge": lambda: peft.CartridgeConfig(num_virtual_tokens=4, num_frozen_tokens=1, **CAUSAL),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["up_proj", "gate_proj"], **CAUSAL),
+    "vblora": lambda: peft.VBLoRAConfig(
+        r=4, num_vectors=16, vector_length=8, topk=2, target_modules=["q_proj"], **CAUSAL
+    ),
+    "tinylora": lambda: peft.TinyLoraConfig(target_modules=["q_proj"], **CAUSAL),
+    "unilora": lambda: peft.UniLoraConfig(target_modules=["q_proj"], **CAUSAL),
+}
+"""Adapters whose saved tensors are computed, are shared by layers, or are buffers."""
+
+
+def trained_with(kind: str, folder: Path, *, resumes: bool, **ours: Any) -> Any:
+    """Return a Trainer that has loaded its worst checkpoint at the end, or has resumed from one."""
+
+    def trainer() -> Any:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(tiny_model("llama"), SAVED[kind]())
+        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
+        settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, **({} if resumes else best)}
+        trainer_class = hf_lohan.Trainer if ours else StockTrainer
+        args = arguments(folder, **settings)
+        return trainer_class(model, args, train_dataset=rows(), eval_dataset=rows()[:2], **ours)
+
+    trained = trainer()
+    trained.train()
+    if resumes:
+        trained = trainer()
+        trained.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    return trained
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_of_every_kind_are_loaded_as_with_the_stock_trainer(resumes: bool, kind: str, tmp_path: Path) -> None:
+    offload = {"cpu_memory": "16MiB", "gpu_memory": "4MiB"}
+    stock = trained_with(kind, tmp_path / "stock", resumes=resumes)
+    ours = trained_with(kind, tmp_path / "ours", resumes=resumes, offload=offload)
+    assert [row.get("loss") for row in ours.state.log_history] == [row.get("loss") for row in stock.state.log_history]
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(ours.model.get_parameter(name).clone(), parameter), name
+    for name, buffer in stock.model.named_buffers():
+        assert torch.equal(ours.model.get_buffer(name), buffer), name
+    engine_of(ours).close()
+
+
+def test_a_base_may_be_called_in_place_of_its_model(tmp_path: Path) -> None:
+    """With gradients enabled, before and after its adapters are unloaded."""
+    models = [adapted(), adapted()]
+    ours = hf_lohan.Trainer(models[0], arguments(tmp_path), offload={"cpu_memory": "3MiB", "gpu_memory": "1MiB"})
+    ours.evaluate(rows()[:2])
+    for call in (
+        lambda model: model.base_model(**tiny_batch()).loss,
+        lambda model: model.base_model.model(**tiny_batch()).loss,
+        lambda model: model.get_base_model()(**tiny_batch()).loss,
+        lambda model: model(**tiny_batch()).loss,
+    ):
+        losses = [call(model.train()) for model in models]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in models[1].parameters() if p.grad is not None])
+    assert torch.equal(engine_of(ours).clip_grad_norm(float("inf")), norm)
+    models[0].zero_grad()
+    bases = [model.merge_and_unload() for model in models]
+    assert torch.equal(*(base.eval()(**tiny_batch()).loss for base in bases))
+    engine_of(ours).close()
+
+
+def with_adapters(kind: str) -> Any:
+    torch.manual_seed(1)
+    model, lora = tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    if kind == "of transformers":
+        model.add_adapter(lora)
+        return model
+    if kind == "injected":
+        return peft.inject_adapter_in_model(lora, model)
+    mixed = peft.get_peft_model(model, lora, adapter_name="one", mixed=True)
+    mixed.add_adapter("two", peft.LoHaConfig(r=2, target_modules=["k_proj"]))
+    mixed.set_adapter(["one", "two"])
+    return mixed
+
+
+@pytest.mark.parametrize("kind", ["mixed", "of transformers", "injected"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_without_a_peft_model_train_save_and_resume(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        transformers.integrations.peft, "check_peft_version", lambda **_: None
+    )  # it may ask for a newer
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    stock = StockTrainer(with_adapters(kind), arguments(tmp_path / "stock", **settings), train_dataset=rows())
+    offload = {"cpu_memory": "4MiB", "gpu_memory": "1MiB"}
+    first = hf_lohan.Trainer(
+        with_adapters(kind), arguments(tmp_path / "ours", **settings), train_dataset=rows(), offload=offload
+    )
+    for trainer in (stock, first):
+        trainer.train()
+    losses = [[row.get("loss") for row in trainer.state.log_history] for trainer in (stock, first)]
+    assert losses[0] == losses[1]
+    files = [[*(tmp_path / whose / "checkpoint-4").glob("*.safetensors")] for whose in ("ours", "stock")]
+    assert [file.name for file in files[0]] == [file.name for file in files[1]]
+    found, expected = (load_file(file) for (file,) in files)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    engine_of(first).close()
+    again = hf_lohan.Trainer(with_adapters(kind), arguments(tmp_path / "ours"), train_dataset=rows(), offload=offload)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(again.model.get_parameter(name).clone(), parameter), name
+    engine_of(again).close()
 
 
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])

@@ -23,6 +23,7 @@ from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 import hf_lohan
 from hf_lohan.checkpoint.whole_folder import UNFINISHED_NAME
 from hf_lohan.files import StorageError
+from hf_lohan.huggingface.models.loading import reload_weights
 from hf_lohan.huggingface.trainer import whole_checkpoints
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
 
@@ -186,6 +187,45 @@ def test_a_run_killed_while_it_saves_resumes_from_the_previous_checkpoint(
 
 
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+
+
+class Removed(transformers.TrainerCallback):
+    """Removes the best checkpoint, or its weights, before it is loaded."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        best = Path(state.best_model_checkpoint)
+        if not self.what:
+            shutil.rmtree(best)
+        for path in best.glob(self.what or "*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("what", ["", "*.safetensors"])
+def test_a_best_checkpoint_that_is_gone_leaves_the_last_weights(
+    what: str, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Stock warns, and training ends well."""
+    ours, stock = make_trainer(max_steps=2, **BEST), make(tmp_path / "stock", stock=True, max_steps=2, **BEST)
+    for trainer in (ours, stock):
+        trainer.args.num_train_epochs = 1
+        trainer.train_dataset = dataset(4)
+        trainer.add_callback(Removed(what))
+        trainer.train()
+    found = weights_of(ours)
+    assert all(torch.equal(found[name], parameter) for name, parameter in stock.model.named_parameters())
+
+
+def test_a_folder_without_weights_is_no_name_in_the_hub(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=1, save_strategy="no")
+    trainer.train()
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ValueError, match=f"^'{folder}' has no weights of LlamaForCausalLM; give the folder of a"):
+            reload_weights(trainer.offload_engine, trainer.model, folder)
+
+
 WORSE = {"learning_rate": 0.5}
 """This learning rate ruins the model, so the first checkpoint stays the best."""
 
