@@ -37,6 +37,7 @@ from hf_lohan.engine import (
     OffloadEngine,
     OutOfMemoryAdvice,
     ParameterAccess,
+    StepsSoFar,
     Tiers,
     check_equal_weights,
     drain_model,
@@ -53,6 +54,7 @@ from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work, show_blocks
 from hf_lohan.huggingface.ranks import (
+    StepTimeouts,
     check_layout,
     check_one_model,
     check_rank_model,
@@ -257,11 +259,17 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         logger.info("embedding: whole, because %s", why_whole(model))
     is_direct = tiers.direct is not None
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
+    timeouts = StepTimeouts(tiers.links, config)
+
+    def step_began(steps: StepsSoFar) -> PlannedStep | None:
+        timeouts.step_began()
+        return plan.step_began(steps.clip_rate, steps.routing, is_as_planned=steps.is_as_planned)
+
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
-        plan=functools.partial(_plan_step, weakref.ref(model), plan),
+        plan=functools.partial(_plan_step, weakref.ref(model), plan, timeouts),
         plan_order=functools.partial(_plan_order, plan),
-        step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing, is_as_planned=steps.is_as_planned),
+        step_began=step_began,
         block_began=show_blocks(layout.model_blocks, tiers.device.timeline),
     )
     with OutOfMemoryAdvice(config).added_to_errors():
@@ -352,14 +360,16 @@ def _planning() -> contextlib.AbstractContextManager[None]:
 
 
 def _plan_step(
-    model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape, layout: OffloadLayout
+    model: weakref.ref[nn.Module], plan: RunPlan, timeouts: StepTimeouts, shape: StepShape, layout: OffloadLayout
 ) -> PlannedStep | None:
     """Plan a step with the number of micro-batches for which Trainer or `Accelerator` is configured."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
     with _planning():
-        return plan.plan_batches(
+        planned = plan.plan_batches(
             replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1), layout
         )
+    timeouts.step_planned()
+    return planned
 
 
 def _plan_order(plan: RunPlan, shape: StepShape, layout: OffloadLayout) -> PlannedStep | None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from hf_lohan.checkpoint.reshard_together import reshard_together, set_lost_asid
 from hf_lohan.checkpoint.resharding import LoggedProgress
 from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
-from hf_lohan.config import OffloadConfig, SsdPath
+from hf_lohan.config import AUTO, OffloadConfig, SsdPath
 from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
 from hf_lohan.files.directories import make_directory
@@ -108,11 +109,33 @@ def links_to_other_ranks() -> Links:
     return _links
 
 
-def set_timeouts(links: Links, timeout_s: float) -> None:
-    """Set how long another rank may be silent, in seconds, for our connections and for torch's collectives."""
-    links.set_timeout(timeout_s)
-    if links.ranks.others:
-        set_collectives_timeout(timeout_s)
+class StepTimeouts:
+    """Sets how long another rank may be silent, for our connections and for torch's collectives. A number in the
+    settings counts from the first plan on, because ranks measure the hardware in turn before it. `auto` follows the
+    slowest step so far."""
+
+    def __init__(self, links: Links, config: OffloadConfig) -> None:
+        self._links = links
+        self._config = config
+        self._slowest_step_s = 0.0
+        self._began_s: float | None = None
+
+    def step_planned(self) -> None:
+        if self._config.net_timeout != AUTO:
+            self._set()
+
+    def step_began(self) -> None:
+        now_s, before_s = time.monotonic(), self._began_s
+        self._began_s = now_s
+        if before_s is not None:
+            self._slowest_step_s = max(self._slowest_step_s, now_s - before_s)
+            self._set()
+
+    def _set(self) -> None:
+        timeout_s = self._config.net_timeout_s(self._slowest_step_s)
+        self._links.set_timeout(timeout_s)
+        if torch.distributed.is_initialized():
+            set_collectives_timeout(timeout_s)
 
 
 def random_state_suffix(ranks: Ranks) -> str:

@@ -20,6 +20,7 @@ from hf_lohan.huggingface.trainer.trainer import TRACKERS
 from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model
 
 OVERRIDDEN = {
+    "_finalize_training": "def _inner_training_loop",
     "_get_output_dir": "def _save_checkpoint",
     "_load_best_model": "def ",
     "_load_from_checkpoint": "def ",

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,15 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
+from hf_lohan import Accelerator, LohanPlugin
+from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface import equal_runs
+from hf_lohan.huggingface.attachment import engine_of
 from hf_lohan.huggingface.equal_runs import (
     check_equal_arguments,
     check_equal_checkpoints,
     check_equal_configs,
     check_equal_packages,
 )
+from hf_lohan.huggingface.ranks import StepTimeouts
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
-from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes
 
 
@@ -123,6 +128,40 @@ def test_packages_are_compared(package: str, monkeypatch: pytest.MonkeyPatch) ->
 
     expected = f'the version of {package} is "{own}" on rank 0 and "0.1" on rank 1; install the same packages'
     assert refusal(check).startswith(expected)
+
+
+# Timeouts.
+
+
+def test_a_timeout_in_the_settings_counts_from_the_start_and_auto_follows_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In loops of one's own too, because an engine counts its steps."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for setting, expected in ((7, [7.0, 7.0, 7.0, 7.0]), ("auto", [600.0, 600.0, 120.0, 300.0])):
+        links, found = Links.alone(), []
+        links.set_timeout(600.0)
+        timeouts = StepTimeouts(links, OffloadConfig.load({"net_timeout": setting}))
+        assert links.timeout_s == 600.0, "ranks measure the hardware one after the other"
+        timeouts.step_planned()
+        found.append(links.timeout_s)
+        for took_s in (50.0, 1.0, 30.0):
+            now[0] += took_s
+            timeouts.step_began()
+            found.append(links.timeout_s)
+        assert found == expected
+
+
+def test_a_loop_of_ones_own_has_its_timeout_in_its_first_step(tmp_path: Path) -> None:
+    settings = {"ssd": str(tmp_path), "gpu_memory": "1MiB", "cpu_memory": "4MiB", "net_timeout": 7}
+    accelerator = Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=settings))
+    model = accelerator.prepare(tiny_model("llama"))
+    engine = engine_of(model)
+    assert engine is not None
+    model(**tiny_batch())
+    assert engine.links.timeout_s == 7.0
+    engine.close()
 
 
 # Checkpoints.

@@ -65,6 +65,26 @@ def test_ranks_learn_how_another_program_ended(error: OSError | None, monkeypatc
     other.close()
 
 
+def test_an_exception_is_told_before_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is not a daemon, such as a logger's, may keep the program from its end for hours."""
+    shown: list[object] = []
+    monkeypatch.setattr(rendezvous.sys, "excepthook", lambda *args: shown.append(args))
+    ending, other = connect_threads(2, 2, dist.HashStore())
+    last = rendezvous.sys.excepthook
+    hooks = [last, last.args[1]]  # type: ignore[attr-defined]
+    hook = next(hook for hook in hooks if hook.args[0]() is ending)
+    error = OSError("the drive is full")
+    hook.func(hook.args[0], hooks[1].args[1], OSError, error, None)
+    with pytest.raises(
+        RankFailedError, match=r"rank 0 \(.*\) failed: OSError: the drive is full while rank 1 waited for"
+    ):
+        other.barrier("the next step")
+    assert shown == [(OSError, error, None)], "the program's own hook runs, too"
+    for links in (ending, other):
+        links.close()
+    hook(OSError, error, None)  # after the end of the links it tells nobody
+
+
 def test_a_stranger_is_refused_and_blocks_no_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,6 @@ from hf_lohan.huggingface.ranks import (
     num_restarts,
     other_ranks_of,
     reshard_for_these_ranks,
-    set_timeouts,
 )
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
 from hf_lohan.planning.shared_machine import rank_paths
@@ -56,8 +54,6 @@ class RankTrainerMixin(_TrainerBase):
     accelerator: Any
     model: Any
     _offload_config: OffloadConfig | None
-    _slowest_step_s = 0.0
-    _step_ended_s: float | None = None
 
     _left_over: OtherRanks | None = None
     """Stores of another number of ranks that this run no longer needs."""
@@ -98,6 +94,12 @@ class RankTrainerMixin(_TrainerBase):
         if control.should_log or control.should_evaluate or control.should_save:
             self._links.barrier("what is logged, evaluated and saved")
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as upstream, but wait for all ranks first, as in `_maybe_log_save_evaluate`. A rank that ends earlier
+        than the others is named at once."""
+        self._links.barrier("the end of training")
+        return super()._finalize_training(*args, **kwargs)
 
     def _wait_for_store_paths(self) -> list[str]:
         """Wait for the store's last commit, and return its ssd paths."""
@@ -312,14 +314,6 @@ class RankTrainerMixin(_TrainerBase):
             super()._save(output_dir, state_dict)
         else:
             model.save_pretrained(folder)
-
-    def _time_step(self) -> None:
-        """Adapt the time for which other ranks may be silent to the slowest step so far. Called after each step."""
-        now_s, before_s = time.monotonic(), self._step_ended_s
-        self._step_ended_s = now_s
-        if before_s is not None and self._offload_config is not None:
-            self._slowest_step_s = max(self._slowest_step_s, now_s - before_s)
-            set_timeouts(self._links, self._offload_config.net_timeout_s(self._slowest_step_s))
 
 
 def _describe(point: ResumePoint) -> str:

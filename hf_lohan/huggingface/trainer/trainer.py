@@ -485,7 +485,6 @@ class OffloadTrainerMixin(
             self._save_unless_saved(model, trial)
         if self._record is not None:
             self._record.flush()
-        self._time_step()
         if self._journal is not None:
             self._journal.after_step()
 

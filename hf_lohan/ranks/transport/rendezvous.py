@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 import psutil
@@ -72,7 +73,22 @@ def connect(ranks: Ranks, store: KeyValueStore, timeout_s: float) -> Links:
         return Links.alone()
     links = _Meeting(ranks, store, timeout_s).hold()
     atexit.register(_end, weakref.ref(links))
+    sys.excepthook = partial(_tell_of_exception, weakref.ref(links), sys.excepthook)
     return links
+
+
+def _tell_of_exception(
+    links_ref: weakref.ref[Links],
+    told_next: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """Tell the other ranks of an exception that ends the main thread. `atexit` comes only after all other threads of
+    the program have ended, which may be much later."""
+    if (links := links_ref()) is not None:
+        links.fail(error)
+    told_next(kind, error, traceback)
 
 
 def _end(links_ref: weakref.ref[Links]) -> None:
