@@ -27,12 +27,16 @@ from hf_lohan.files import StorageError
 from hf_lohan.files.directories import make_folders
 from hf_lohan.files.reflink import RecordCloner
 from hf_lohan.model import Block, ParamSlice, dtype_name
-from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat
+from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, TIE_CODES, TIE_RUN_NUMEL, MasterFormat
+from hf_lohan.optim.precision import open_ties_
 from hf_lohan.ranks import Ranks
 
 FOLDER_NAME = "lohan"
 INDEX_NAME = "optimizer_index.json"
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
+_WITHOUT_TIES = 2
+"""The format of states without tie codes. Older versions wrote it for bfloat16 weights too, which they rounded half
+up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,9 @@ def _write_states(
             sources = access.extents(block, kind)
             clone = None if sources is None else partial(cloner.clone, sources)
             specs.append(TensorSpec(kind, block.master.state_dtype(kind), end - begin, pieces, clone))
+        if block.master.has_residual:
+            codes = access.tie_codes(block, *shard)
+            specs.append(TensorSpec(TIE_CODES, codes.dtype, codes.numel(), iter([codes])))
         write_safetensors(file, specs)
 
 
@@ -154,8 +161,9 @@ def _write_index(engine: OffloadEngine, folder: Path, parameters: Mapping[str, l
     """Write the index. ``parameters`` has the parts of each parameter, in any order."""
     for parts in parameters.values():
         parts.sort(key=lambda part: part.get("first", 0))
+    has_ties = any(block.master.has_residual for block in engine.layout.blocks)
     index: dict[str, Any] = {
-        "format_version": _FORMAT_VERSION,
+        "format_version": _FORMAT_VERSION if has_ties else _WITHOUT_TIES,
         "working_dtype": dtype_name(engine.layout.master.working_dtype),
         "optimizer_state_dtype": engine.layout.master.moment_dtype,
         "parameters": {name: parts if len(parts) > 1 else parts[0] for name, parts in parameters.items()},
@@ -236,7 +244,7 @@ def _read_index(checkpoint: str | Path) -> _Index:
     try:
         fields = json.loads(path.read_text())
         version = int(fields["format_version"])
-        if version == _FORMAT_VERSION:
+        if version in (_WITHOUT_TIES, _FORMAT_VERSION):
             parameters = {
                 name: [_parse_part(part) for part in (parts if isinstance(parts, list) else [parts])]
                 for name, parts in fields["parameters"].items()
@@ -336,6 +344,12 @@ def _check_files(engine: OffloadEngine, index: _Index) -> None:
                         f"{str(index.folder / file_name)!r} is damaged: it has no flat tensor {kind} with at least "
                         f"{needed_numel} elements of {dtype}; resume from another checkpoint"
                     )
+            num_runs = -(-last // TIE_RUN_NUMEL)
+            if TIE_CODES in stored_kinds and file.get_slice(TIE_CODES).get_shape()[0] < num_runs:
+                raise ValueError(
+                    f"{str(index.folder / file_name)!r} is damaged: it has tie codes of less than {num_runs} runs; "
+                    "resume from another checkpoint"
+                )
 
 
 def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | None = None) -> None:
@@ -343,12 +357,30 @@ def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | No
     for file_name, parts in index.by_file().items():
         master = _master_of(engine, parts[0][0])  # a file has one block, which has one dtype
         with _open_states(index, file_name) as file:
+            stored_kinds = set(file.keys())
             for kind in [kind for kind in master.state_kinds if only is None or kind in only]:
                 record = file.get_slice(kind)
+                codes = file.get_tensor(TIE_CODES) if TIE_CODES in stored_kinds else None
                 for name, part in parts:
                     start, _ = master.elements(kind, part.start, part.stop)
-                    source, last = _TensorTail(record, start), part.first + part.numel
-                    access.write_state(name, kind, source, first=part.first, last=last)
+                    last = part.first + part.numel
+                    if kind == "master_residual":
+                        source = partial(_residuals, record, codes, start)
+                        access.write_residuals(name, source, first=part.first, last=last)
+                    else:
+                        access.write_state(name, kind, _TensorTail(record, start), first=part.first, last=last)
+
+
+def _residuals(record: Any, codes: Tensor | None, origin: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return elements [start, stop) of the residuals that begin at element ``origin`` of a tensor in a file, and the
+    positions of ties among them. ``codes`` are the tensor's tie codes."""
+    if codes is None:
+        return record[origin + start : origin + stop], torch.empty(0, dtype=torch.int64)
+    run = (origin + start) // TIE_RUN_NUMEL
+    before = origin + start - run * TIE_RUN_NUMEL
+    residual: Tensor = record[run * TIE_RUN_NUMEL : origin + stop]
+    ties = open_ties_(residual, codes[run : -((-origin - stop) // TIE_RUN_NUMEL)]) - before
+    return residual[before:], ties[ties >= 0]
 
 
 class _TensorTail:

@@ -53,7 +53,7 @@ from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder
-from hf_lohan.store.versions import Checksums
+from hf_lohan.store.versions import Checksums, TieCodes
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ def reshard_together(
         store.count_commits_from(found.key[1], (found.key[0] or old.new_group_id) if len(old.shards) > 1 else "")
         keep_chunks(old.chunks, store.paths[0].path)
         journal = journal_of_rank(old.journals, links.ranks.rank, links.ranks.num_ranks)
-        store.commit(facts, journal, old.log, model_files=old.model_files)
+        store.take_tie_codes(old.tie_codes)
+        store.commit(facts, journal, old.log, model_files=old.model_files, rounds_half_up=old.rounds_half_up)
         links.barrier("the new stores to be committed")
 
 
@@ -186,6 +187,8 @@ class _OldRun:
     """By old rank."""
     facts: Sequence[Mapping[str, Any]]
     journals: Sequence[Mapping[str, bytes]]
+    tie_codes: Sequence[Mapping[str, tuple[int, TieCodes]]]
+    rounds_half_up: bool
     shards: Sequence[tuple[RecordSpec, ...]]
     """The records of each rank of this run."""
     model: ModelIdentity
@@ -222,6 +225,14 @@ def _describe(found: OtherRanks, links: Links, io: IoEngine, form_of: Callable[[
         records,
         [content["facts"] for content in every],
         journals,
+        [
+            {
+                block: (first, np.frombuffer(base64.b64decode(codes), np.int16))
+                for block, first, codes in own["tie_codes"]
+            }
+            for own in every
+        ],
+        any(own["rounds_half_up"] for own in every),
         [_records(shard) for shard in first["shards"]],
         ModelIdentity(**first["model"]),
         first["num_homes"],
@@ -240,6 +251,11 @@ def _description(store: Store) -> dict[str, Any]:
         "records": [asdict(record) for record in store.records],
         "facts": dict(store.committed.facts),
         "journal": _encoded(store.committed.journal),
+        "rounds_half_up": store.committed.ties is None,
+        "tie_codes": [
+            (block, first, base64.b64encode(codes.tobytes()).decode())
+            for block, (first, codes) in store.all_tie_codes().items()
+        ],
     }
 
 

@@ -534,7 +534,9 @@ def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit
         facts = commits[rank].facts if len(new) == len(old) else all_facts
         # With these facts, a run would take the new stores for a draft.
         facts = {name: fact for name, fact in facts.items() if name not in (RESHARDED_FROM, RESHARDED_STORES)}
-        store.commit(facts, journal, source.log, model_files=source.model_files)
+        store.take_tie_codes([shard.all_tie_codes() for shard in old])
+        half_up = any(commit.ties is None for commit in commits)
+        store.commit(facts, journal, source.log, model_files=source.model_files, rounds_half_up=half_up)
 
 
 def chunks_of_all(folders: Sequence[str], run_id: str | None) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,6 +39,8 @@ from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import ClipWay, SkippedSteps, StepResult, WeightChange
 from hf_lohan.weights import SlotRing
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadEngine:
@@ -231,8 +234,19 @@ class OffloadEngine:
         self.drop_gradients()
         self.wait_for_updates()
         commit = self.commits.go_back()
+        if commit.ties is None:
+            self._round_anew()
         self.forget_weights()
         return commit
+
+    def _round_anew(self) -> None:
+        num_changed = self._parameters.round_anew(self.layout.blocks)
+        if num_changed:
+            logger.warning(
+                "the last step was written by an older version of hf_lohan, which rounded bfloat16 weights half up; %d "
+                "of them are now rounded half to even, as torch rounds, and their float32 masters stay as they are",
+                num_changed,
+            )
 
     @property
     def undone_update_s(self) -> float:

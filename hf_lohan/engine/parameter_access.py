@@ -14,12 +14,12 @@ from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.engine.commits import has_steps
 from hf_lohan.files import Extent, ForeignStoreError
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
-from hf_lohan.optim import decode_master_, encode_master_
+from hf_lohan.optim.precision import decode_master_
 from hf_lohan.planner.quantization import LARGEST_BLOCK
 from hf_lohan.quantize import PackedForm, WeightPacker
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
-from hf_lohan.updates import UpToDateRecords
+from hf_lohan.updates import UpToDateRecords, read_masters, round_anew, write_masters
 
 _MOST_DECODED_NUMEL = 1 << 20
 """Elements of packed weights that are packed or decoded at once."""
@@ -29,6 +29,13 @@ class Sliceable(Protocol):
     """A flat tensor, or a lazy slice of a file."""
 
     def __getitem__(self, part: slice, /) -> Tensor: ...
+
+
+class Residuals(Protocol):
+    """The residuals (int16) of a parameter's masters."""
+
+    def __call__(self, start: int, stop: int, /) -> tuple[Tensor, Tensor]:
+        """Return the residuals of elements [start, stop), and the positions (int64) of ties among them."""
 
 
 class Zeros:
@@ -289,10 +296,8 @@ class ParameterAccess:
             return
         working = buffers[2].view(torch.bfloat16, numel)
         residual = buffers[2].view(torch.int16, numel, start_byte=2 * self._piece_numel)
-        encode_master_(master, working, residual, scratch=bounce[: 4 * numel].view(torch.int32))
-        self._store.write_unaligned(block.name, "param", offset, working, bounce, may_tear=self._may_tear)
-        if part.trainable:
-            self._store.write_unaligned(block.name, "master_residual", offset, residual, bounce)
+        memory = (master, working, residual, bounce)
+        write_masters(self._store, block, offset, *memory, may_tear=self._may_tear, is_trained=part.trainable)
 
     def read_parameter(self, name: str) -> Tensor:
         """Return the working weight as a new host tensor of the parameter's shape."""
@@ -308,21 +313,29 @@ class ParameterAccess:
 
     def read_elements(self, name: str, first: int, last: int) -> Tensor:
         """Return elements [first, last) of the flattened working weight as a new flat host tensor."""
-        return self._read_elements(name, "param", first, last)
+        out = torch.empty(last - first, dtype=self.state_dtype(name, "param"))
+        for start, piece in self.read_pieces(name, "param", first, last):
+            out[start - first : start - first + piece.numel()].copy_(piece)
+        return out
 
     def read_masters(self, name: str, first: int, last: int) -> Tensor:
         """Do as `read_elements` for the float32 master. A frozen weight is its own master."""
-        working = self._read_elements(name, "param", first, last)
         if "master_residual" not in self.state_kinds(name):
-            return working.to(torch.float32)
-        master = torch.empty(working.numel(), dtype=torch.float32)
-        decode_master_(master, working, self._read_elements(name, "master_residual", first, last))
-        return master
-
-    def _read_elements(self, name: str, kind: str, first: int, last: int) -> Tensor:
-        out = torch.empty(last - first, dtype=self.state_dtype(name, kind))
-        for start, piece in self.read_pieces(name, kind, first, last):
-            out[start - first : start - first + piece.numel()].copy_(piece)
+            return self.read_elements(name, first, last).to(torch.float32)
+        out, rank = torch.empty(last - first), self._links.ranks.rank
+        for block, part in self.parts[name]:
+            low, high = max(first, part.first), min(last, part.last)
+            for owner, (begin, end) in enumerate(block.rank_ranges):
+                start, stop = max(part.start + low - part.first, begin), min(part.start + high - part.first, end)
+                if start >= stop:
+                    continue
+                before = start - part.start + part.first - first
+                of_owner = out[before : before + stop - start]
+                if owner == rank:
+                    with self._buffers(1) as (bounce,):
+                        for offset, masters in read_masters(self._store, block, start, stop, bounce.bytes):
+                            of_owner[offset : offset + masters.numel()].copy_(masters)
+                self._links.broadcast(of_owner, owner, f"masters of {block.name}")
         return out
 
     def read_pieces(
@@ -407,19 +420,53 @@ class ParameterAccess:
         reading.popleft()  # not before the wait, because after an interrupt the caller waits for the read again
         return start, landing[: stop - start]
 
+    def tie_codes(self, block: Block, first: int, last: int) -> Tensor:
+        """Return the tie codes of elements [first, last) of the residuals in this rank's store, from a run's start."""
+        return self._store.tie_codes(block.name, first, last - first)
+
+    def round_anew(self, blocks: list[Block]) -> int:
+        """Round the bfloat16 weights in this rank's store again (see `updates/masters`). Returns how many differ."""
+        num_changed = 0
+        for block in blocks:
+            first, last = self._own_range(block, 0, block.state_numel)
+            if block.master.has_residual and first < last:
+                with self._buffers(1) as (bounce,):
+                    num_changed += round_anew(self._store, block, first, last, bounce.bytes)
+        return num_changed
+
     @torch.no_grad()
-    def write_state(self, name: str, kind: str, source: Sliceable, *, first: int = 0, last: int | None = None) -> None:
-        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter, or of its elements [first, last).
-        ``source`` begins at ``first``."""
+    def write_residuals(self, name: str, source: Residuals, *, first: int, last: int) -> None:
+        """Replace the masters of elements [first, last) of a parameter by those with other residuals. ``source``
+        returns the residuals of some elements and the positions of ties among them; it counts from ``first``."""
+        for block, part, low, high, begin in self._own_parts(name, first, last):
+            with self._buffers(3) as buffers:
+                for start, stop in ranges(high - low, self._piece_numel):
+                    residual, ties = source(begin - first + start, begin - first + stop)
+                    working = buffers[1].view(torch.bfloat16, stop - start)
+                    self._store.read_unaligned(block.name, "param", low + start, working, buffers[0].bytes)
+                    master = torch.empty(stop - start)
+                    decode_master_(master, working, residual, ties)
+                    self._write_piece(block, part, low + start, master, buffers)
+
+    def _own_parts(self, name: str, first: int, last: int) -> Iterator[tuple[Block, ParamSlice, int, int, int]]:
+        """Yield (block, part, low, high, begin) for this rank's elements [low, high) of blocks that belong to elements
+        [first, last) of a parameter. ``begin`` is the parameter's element at ``low``."""
         for block, part in self.parts[name]:
-            begin, end = max(first, part.first), part.last if last is None else min(last, part.last)
+            begin, end = max(first, part.first), min(last, part.last)
             if begin < end:
                 offset = part.start + begin - part.first
                 low, high = self._own_range(block, offset, offset + end - begin)
                 if low < high:
-                    begin += low - offset
-                    before, _ = block.master.elements(kind, begin - first, begin - first + high - low)
-                    self._write_elements(block, kind, *block.master.elements(kind, low, high), source, before)
+                    yield block, part, low, high, begin + low - offset
+
+    @torch.no_grad()
+    def write_state(self, name: str, kind: str, source: Sliceable, *, first: int = 0, last: int | None = None) -> None:
+        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter, or of its elements [first, last).
+        ``source`` begins at ``first``."""
+        last = self.parts[name][-1][1].last if last is None else last
+        for block, _, low, high, begin in self._own_parts(name, first, last):
+            before, _ = block.master.elements(kind, begin - first, begin - first + high - low)
+            self._write_elements(block, kind, *block.master.elements(kind, low, high), source, before)
 
     def _write_elements(self, block: Block, kind: str, first: int, last: int, source: Sliceable, before: int) -> None:
         """Write elements [first, last) of a record from ``source``, whose first ``before`` elements are skipped."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Lane
 from hf_lohan.hardware.rates import median_s
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, AdamWGroup, MomentDtype, Segment, master_format, update_records_
+from hf_lohan.optim.precision import NO_TIES, TIE_CODES, TIE_RUN_NUMEL
 from hf_lohan.store import MAX_GRANULE_NUMEL, checksums
 from hf_lohan.threads import KernelThreads
 
@@ -53,13 +54,16 @@ class _Chunk:
     ) -> None:
         self._threads = threads
         self._form = form = master_format(working_dtype, moment_dtype)
-        # Parts begin at scale blocks, as in a run.
-        self._part_numel = _rounded_up(max(_MIN_PART_NUMEL, -(-numel // threads.num_threads)), SCALE_BLOCK_NUMEL)
+        # Parts begin where tie codes and scale blocks do, as in a run.
+        self._part_numel = _rounded_up(max(_MIN_PART_NUMEL, -(-numel // threads.num_threads)), TIE_RUN_NUMEL)
         self.numel = _rounded_up(numel, SCALE_BLOCK_NUMEL)
         self.records = {
             kind: torch.zeros(form.numel(kind, self.numel), dtype=form.state_dtype(kind)) for kind in form.state_kinds
         }
         self.records["param"] = torch.linspace(-1, 1, self.numel).to(working_dtype)
+        if form.has_residual:
+            num_runs = -(-self.numel // TIE_RUN_NUMEL)
+            self.records[TIE_CODES] = torch.full((num_runs,), NO_TIES, dtype=torch.int16)
         self._gradient = torch.linspace(-1e-3, 1e-3, self.numel)
         private_bytes = 4 * (self.numel + self._part_numel)  # a short last part takes as much as the others
         self._private = [torch.zeros(private_bytes, dtype=torch.uint8) for _ in range(form.num_private_buffers)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_lohan.files import SECTOR_BYTES
-from hf_lohan.optim import MasterFormat, master_format
+from hf_lohan.optim import TIE_RUN_NUMEL, MasterFormat, master_format
 from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
 from hf_lohan.planner.record_traffic import FETCHED_KINDS, PARAM
 from hf_lohan.quantize import PackedForm
@@ -353,6 +353,7 @@ def lay_out_block(
     ``parts`` has the elements [first, last) of parameters that belong to the block only in part. ``packed`` has the
     form of packed parameters."""
     assert master.align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
+    assert GRANULE_NUMEL == TIE_RUN_NUMEL, "the store has a tie code for each run"
     packed = packed or {}
     order = sorted(
         named_parameters.items(),

@@ -5,9 +5,9 @@ the `Optimizer` that users see. All update host tensors in place.
 from hf_lohan.optim.adamw import AdamWGroup, Segment, within
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
 from hf_lohan.optim.optimizer import JointOptimizer, OffloadAdamW, OffloadOptimizer
-from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_, master_format, widen_in_place
+from hf_lohan.optim.precision import TIE_CODES, TIE_RUN_NUMEL, MasterFormat, master_format, widen_in_place
 from hf_lohan.optim.rules import ADAMW, MUON, OPTIMIZERS, RULE_KEY, Aside, UpdateRule, here, rule_for
-from hf_lohan.optim.update import Steps, replay_, update_records_
+from hf_lohan.optim.update import Steps, join_master_, replay_, split_master_, update_records_
 
 __all__ = [
     "ADAMW",
@@ -15,6 +15,8 @@ __all__ = [
     "OPTIMIZERS",
     "RULE_KEY",
     "SCALE_BLOCK_NUMEL",
+    "TIE_CODES",
+    "TIE_RUN_NUMEL",
     "AdamWGroup",
     "Aside",
     "JointOptimizer",
@@ -25,12 +27,12 @@ __all__ = [
     "Segment",
     "Steps",
     "UpdateRule",
-    "decode_master_",
-    "encode_master_",
     "here",
+    "join_master_",
     "master_format",
     "replay_",
     "rule_for",
+    "split_master_",
     "update_records_",
     "widen_in_place",
     "within",

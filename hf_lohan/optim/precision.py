@@ -1,9 +1,15 @@
 """Formats of a weight's float32 master in the store, next to the working weight.
 
-float32 working weights *are* the master. For bfloat16 working weights the master is split without loss. Its upper 16
-bits, rounded half up, are the working weight, and the rounding error is a signed 16-bit residual. A parameter with both
-moments takes 12 bytes instead of 14 with a separate float32 master. (Rounding half up, and not half to even, keeps the
-residual in [-32768, 32767].)
+float32 working weights *are* the master. For bfloat16 working weights the master is split without loss. The working
+weight is the master rounded half to even, as torch rounds, and the rounding error is a signed 16-bit residual. A
+parameter with both moments takes 12 bytes instead of 14 with a separate float32 master.
+
+The error lies in [-32768, 32768], and 16 bits lack the last value. It belongs to a *tie* that was rounded towards zero,
+which is one master in 131,072 if the low bits are random. Each run of `TIE_RUN_NUMEL` parameters has a tie code, which
+is a residual that no other element of the run has. In `master_residual` the code stands for 32768. There is always
+such a code, because a run has fewer elements than there are codes. The code `NO_TIES` means that the run has no such
+tie. So every run of masters fits, whatever its values are, also the values of a float16 checkpoint, of which every 16th
+is such a tie.
 
 A `MasterFormat` describes a run's weights and their optimizer states, which are float32 or encoded by `moments`.
 """
@@ -18,8 +24,13 @@ from torch import Tensor
 from hf_lohan.optim.moments import MOMENT_CODECS, SCALE_BLOCK_NUMEL, MomentCodec, MomentDtype
 from hf_lohan.optim.rules import ADAMW, UpdateRule
 
-_HALF = 0x8000
+TIE_CODES = "tie_codes"
+"""Name of the tie codes (int16) beside the records of a bfloat16 block's masters."""
+TIE_RUN_NUMEL = 16 * 1024
+"""Parameters that share a tie code. The store's granules are multiples of it."""
+NO_TIES = -0x8000
 _LOW_BITS = 16
+_NUM_TRIED_CODES = 8
 _SEQUENTIAL_NUMEL = 1024
 
 
@@ -77,6 +88,8 @@ class MasterFormat:
 
     def params_per_element(self, kind: str) -> int:
         """Return the number of parameters per element of a record kind."""
+        if kind == TIE_CODES:
+            return TIE_RUN_NUMEL
         codec = self.moment_codec
         return codec.params_per_element.get(kind, 1) if codec is not None else 1
 
@@ -86,6 +99,8 @@ class MasterFormat:
         ratio = self.params_per_element(kind)
         if ratio == 1:
             return start, stop
+        if kind == TIE_CODES:
+            return start // ratio, -(-stop // ratio)
         assert start % SCALE_BLOCK_NUMEL == 0, f"parameter {start} is not at the beginning of a scale block"
         return start // ratio, -(-stop // SCALE_BLOCK_NUMEL) * SCALE_BLOCK_NUMEL // ratio
 
@@ -138,27 +153,66 @@ def master_format(
 
 
 @torch.no_grad()
-def encode_master_(master: Tensor, working: Tensor, residual: Tensor, scratch: Tensor) -> None:
-    """Split a float32 master [numel] into bfloat16 `working` and int16 `residual`; `scratch` is int32 [numel].
-
-    A NaN whose payload is all ones would become a zero, but hardware makes no such NaN.
-    """
+def encode_master_(master: Tensor, working: Tensor, residual: Tensor) -> Tensor:
+    """Split a float32 master [numel] into bfloat16 `working` and int16 `residual`. Return the positions (int64) of the
+    ties, which `close_ties_` needs. A NaN stays a NaN, but may lose its payload."""
     bits = master.view(torch.int32)
-    torch.add(bits, _HALF, out=scratch)
-    scratch.bitwise_right_shift_(_LOW_BITS)
-    working.view(torch.int16).copy_(scratch)
-    scratch.bitwise_left_shift_(_LOW_BITS)
-    torch.sub(bits, scratch, out=scratch)
-    residual.copy_(scratch)
+    working.copy_(master)
+    residual.copy_(bits)  # keeps the low bits, and the working weight has none there
+    halfway = _positions_of(NO_TIES, residual)
+    was_rounded_down = bits[halfway].bitwise_right_shift_(_LOW_BITS) == working.view(torch.int16)[halfway]
+    return halfway[was_rounded_down]
 
 
 @torch.no_grad()
-def decode_master_(master: Tensor, working: Tensor, residual: Tensor) -> None:
-    """Join bfloat16 `working` and int16 `residual` [numel] to their float32 master."""
+def decode_master_(master: Tensor, working: Tensor, residual: Tensor, ties: Tensor) -> None:
+    """Join bfloat16 `working` and int16 `residual` [numel] to their float32 master. `ties` are the positions that
+    `open_ties_` returned."""
     bits = master.view(torch.int32)
     bits.copy_(working.view(torch.int16))
-    bits.bitwise_left_shift_(_LOW_BITS)
-    bits.add_(residual)
+    torch.add(residual, bits, alpha=1 << _LOW_BITS, out=bits)
+    if len(ties):
+        bits[ties] += 1 << _LOW_BITS
+
+
+@torch.no_grad()
+def open_ties_(residual: Tensor, codes: Tensor) -> Tensor:
+    """Return the positions (int64) of the ties in a `residual` [numel] that begins at a run, and make their residuals
+    `NO_TIES`. `codes` are the tie codes (int16) of its runs."""
+    ties = [torch.empty(0, dtype=torch.int64)]
+    for run, code in enumerate(codes.tolist()):
+        if code != NO_TIES:
+            start = run * TIE_RUN_NUMEL
+            ties.append(_positions_of(code, residual[start : start + TIE_RUN_NUMEL]) + start)
+    opened = torch.cat(ties)
+    residual[opened] = NO_TIES
+    return opened
+
+
+@torch.no_grad()
+def close_ties_(residual: Tensor, ties: Tensor, codes: Tensor) -> None:
+    """Give the runs of a `residual` [numel] that begins at a run their tie codes, and write these to the positions
+    `ties`. Replaces all `codes`."""
+    codes.fill_(NO_TIES)
+    runs = ties // TIE_RUN_NUMEL
+    for run in runs.unique_consecutive().tolist():
+        start = run * TIE_RUN_NUMEL
+        codes[run] = _unused_code(residual[start : start + TIE_RUN_NUMEL])
+    residual[ties] = codes[runs]
+
+
+def _positions_of(value: int, values: Tensor) -> Tensor:
+    """Return the positions (int64) of ``value``. numpy compares integers ten times faster than torch."""
+    return torch.from_numpy((values.numpy() == value).nonzero()[0])
+
+
+def _unused_code(residuals: Tensor) -> int:
+    """Return an int16 that is not among the `residuals`, of which one is `NO_TIES`."""
+    for code in range(-NO_TIES - 1, -NO_TIES - 1 - _NUM_TRIED_CODES, -1):
+        if not (residuals.numpy() == code).any():
+            return code
+    num_uses = torch.bincount(residuals.to(torch.int64) - NO_TIES, minlength=1 << _LOW_BITS)
+    return int(num_uses.argmin()) + NO_TIES
 
 
 @torch.no_grad()

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from hf_lohan.optim.adamw import Segment, adamw_, within
 from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, RoundedSpan
-from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_
+from hf_lohan.optim.precision import (
+    TIE_CODES,
+    MasterFormat,
+    close_ties_,
+    decode_master_,
+    encode_master_,
+    open_ties_,
+)
 from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
 from hf_lohan.optim.rules import Aside, here
 
@@ -40,7 +47,8 @@ def update_records_(
 ) -> None:
     """Update ``records``, which have kinds and dtypes of ``form``, in place with ``gradient`` [numel], multiplied in
     float32 by ``scale``. A float32 gradient is scaled in place. A bfloat16 gradient, which only bfloat16 weights have,
-    is widened in scratch memory. ``position`` is the offset of the first parameter in its block's records.
+    is widened in scratch memory. ``position`` is the offset of the first parameter in its block's records. Masters with
+    residuals begin at a run, and ``records`` then have its tie codes too.
 
     ``private`` has `MasterFormat.num_private_buffers` uint8 tensors of at least 4 * numel bytes (and at least
     `MIN_WORKSPACE_BYTES` for moments other than float32), aligned to 4 bytes. `UpdateRule.update_` describes ``aside``.
@@ -53,14 +61,25 @@ def update_records_(
     elif form.has_residual:
         num_bytes = 4 * gradient.numel()
         master = private[0][:num_bytes].view(torch.float32)
-        scratch = private[1][:num_bytes].view(torch.int32)
-        decode_master_(master, records["param"], records["master_residual"])
-        # The scratch is needed only after the update, so the gradient can use it before.
-        gradient = _in_float32(gradient, scale, scratch.view(torch.float32))
+        join_master_(master, records)
+        gradient = _in_float32(gradient, scale, private[1][:num_bytes].view(torch.float32))
         form.rule.update_(master, gradient, records, segments, aside)
-        encode_master_(master, records["param"], records["master_residual"], scratch)
+        split_master_(master, records)
     else:
         form.rule.update_(records["param"], gradient, records, segments, aside)
+
+
+def join_master_(master: Tensor, records: Mapping[str, Tensor]) -> None:
+    """Join the bfloat16 weights and residuals [numel] in ``records``, which begin at a run, to their float32 master."""
+    ties = open_ties_(records["master_residual"], records[TIE_CODES])
+    decode_master_(master, records["param"], records["master_residual"], ties)
+
+
+def split_master_(master: Tensor, records: Mapping[str, Tensor]) -> None:
+    """Split a float32 master [numel] into the bfloat16 weights, residuals and tie codes in ``records``, which begin at
+    a run."""
+    ties = encode_master_(master, records["param"], records["master_residual"])
+    close_ties_(records["master_residual"], ties, records[TIE_CODES])
 
 
 @torch.no_grad()
@@ -74,9 +93,9 @@ def adamw_in_tiles_(
     workspace: Tensor,
     scale: float = 1.0,
 ) -> None:
-    """Update ``records``, which have kinds and dtypes of ``form``, in place with ``gradient`` [numel], but not outside
-    the segments. A bfloat16 gradient is multiplied by ``scale``, a float32 gradient is not. ``position`` is the offset
-    in the block's records.
+    """Update ``records``, which have kinds and dtypes of ``form`` and tie codes as in `update_records_`, in place with
+    ``gradient`` [numel], but not outside the segments. A bfloat16 gradient is multiplied by ``scale``, a float32
+    gradient is not. ``position`` is the offset in the block's records.
 
     ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Its size changes no bit of the result.
     Segments begin at multiples of 32 elements, and cuts at such multiples change no bit either.
@@ -87,10 +106,16 @@ def adamw_in_tiles_(
     tile_numel = min(MAX_TILE_NUMEL, row_numel)
     assert tile_numel > 0, f"a workspace of {workspace.numel()} bytes is less than {MIN_WORKSPACE_BYTES}"
     rows = workspace[: 4 * _NUM_ROWS * tile_numel].view(torch.float32).view(_NUM_ROWS, tile_numel)
+    ties = torch.empty(0, dtype=torch.int64)
+    new_ties = [ties]
+    if form.has_residual:
+        ties = open_ties_(records["master_residual"], records[TIE_CODES])
     for start in range(0, numel, tile_numel):
         stop = min(start + tile_numel, numel)
         inside = within(segments, start, stop)
+        ties_inside = ties[(ties >= start) & (ties < stop)] if len(ties) else ties
         if not inside:
+            new_ties.append(ties_inside)
             continue
         tile = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
         master, exp_avg, exp_avg_sq = rows[:3, : stop - start]
@@ -98,15 +123,17 @@ def adamw_in_tiles_(
         scratch = rows[4:, : stop - start]
         codec.decode_(tile, exp_avg, exp_avg_sq, scratch)
         if form.has_residual:
-            decode_master_(master, tile["param"], tile["master_residual"])
+            decode_master_(master, tile["param"], tile["master_residual"], ties_inside - start)
         else:
             master = tile["param"]
         adamw_(master, of_tile, exp_avg, exp_avg_sq, inside)
         if form.has_residual:
-            encode_master_(master, tile["param"], tile["master_residual"], scratch[0].view(torch.int32))
+            new_ties.append(encode_master_(master, tile["param"], tile["master_residual"]) + start)
         for segment in inside:
             span = RoundedSpan(segment.start, segment.stop, segment.step, position + start + segment.start)
             codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)
+    if form.has_residual:
+        close_ties_(records["master_residual"], torch.cat(new_ties), records[TIE_CODES])
 
 
 def _in_float32(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
@@ -178,9 +205,9 @@ def _take_zero_steps_(
         return
     master = tile["param"]
     if form.has_residual:
-        master, scratch = (buffer[: zeros.nbytes].view(torch.float32) for buffer in private)
-        decode_master_(master, tile["param"], tile["master_residual"])
+        master = private[0][: zeros.nbytes].view(torch.float32)
+        join_master_(master, tile)
     for segments in steps:
         form.rule.update_(master, zeros, tile, segments)
     if form.has_residual:
-        encode_master_(master, tile["param"], tile["master_residual"], scratch.view(torch.int32))
+        split_master_(master, tile)

@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 
 from hf_lohan.files import StorageError, replace_durably
 from hf_lohan.files.durable_file import AppendedLog, read_whole, remove_durably, remove_folder, write_folder
-from hf_lohan.store.versions import Checksums, Homes
+from hf_lohan.store.versions import Checksums, Homes, TieCodes
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,12 @@ LOG_NAME = "log.jsonl"
 MODEL_NAMES = ("model-0", "model-1")
 """Two folders for model files. One is committed, and the other is for the next commit."""
 _JOURNAL = "journal/"
-_ARRAYS = ("home", "checksum", "journal")
+_ARRAYS = ("home", "checksum", "ties", "journal")
+_ROUNDING = "rounding"
+"""In the head of a commit with tie codes. An older version of this library does not know it and refuses the commit."""
 _MAX_BYTES = 1 << 30
-"""Upper bound for the size of a commit file. It has 9 bytes for each granule of at least 32 KiB, and small files."""
+"""Upper bound for the size of a commit file. It has 9 bytes for each granule of at least 32 KiB, 2 for each run of
+residuals, and small files."""
 _ADVICE = "check the drive, delete the store and resume from a checkpoint"
 _MODEL_ADVICE = "check the drive, and restore the file or train one more step"
 
@@ -47,6 +50,9 @@ class Commit:
     """Number of the commit, which counts from 1 in each store."""
     home: npt.NDArray[np.uint8]
     checksum: Checksums
+    ties: TieCodes | None = None
+    """The tie codes of the residuals of masters. None in commits of older versions of this library, which rounded
+    bfloat16 weights half up."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The caller's data in JSON types."""
     journal: Mapping[str, bytes] = field(default_factory=dict)
@@ -97,6 +103,9 @@ def write_commit(commit: Commit, directory: str, *, keep_previous: bool = False)
     arrays: dict[str, npt.NDArray[Any]] = {"home": commit.home, "checksum": commit.checksum}
     arrays |= {_JOURNAL + name: np.frombuffer(content, np.uint8) for name, content in commit.journal.items()}
     head = {part.name: getattr(commit, part.name) for part in fields(commit) if part.name not in _ARRAYS}
+    if commit.ties is not None and commit.ties.size:
+        arrays["ties"] = commit.ties
+        head[_ROUNDING] = "half_even"
     if not commit.layout_id:  # the older version that created the store must be able to read the commit
         del head["layout_id"]
     text = json.dumps(head)
@@ -137,6 +146,7 @@ def previous_commit(directory: str, last: Commit | None) -> Commit | None:
 
 
 def _parse(head: dict[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Commit:
+    head.pop(_ROUNDING, None)
     for name, value in head.items():
         kind = type(getattr(_EMPTY, name))
         if not isinstance(value, kind) or (kind is int and value < 0):
@@ -146,7 +156,7 @@ def _parse(head: dict[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Comm
     journal = {
         name.removeprefix(_JOURNAL): array.tobytes() for name, array in arrays.items() if name.startswith(_JOURNAL)
     }
-    return Commit(home=arrays["home"], checksum=arrays["checksum"], journal=journal, **head)
+    return Commit(home=arrays["home"], checksum=arrays["checksum"], ties=arrays.get("ties"), journal=journal, **head)
 
 
 def _metadata(content: bytes) -> dict[str, str]:
@@ -294,6 +304,7 @@ class CommitSequence:
         self,
         home: Homes,
         checksum: Checksums,
+        ties: TieCodes | None,
         facts: Mapping[str, Any],
         journal: Mapping[str, bytes],
         log_lines: bytes,
@@ -315,6 +326,7 @@ class CommitSequence:
             last.number + 1,
             home,
             checksum,
+            ties,
             facts,
             journal,
             log_start,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 
@@ -15,10 +16,10 @@ from hf_lohan.files import CorruptionError, Extent, ForeignStoreError, IoEngine,
 from hf_lohan.files.data_file import DeviceSpan, MemorySpan, byte_tensor, sector_view
 from hf_lohan.files.io_engine import Content, PendingRequests
 from hf_lohan.store.home_files import HomeFiles
-from hf_lohan.store.layout import RecordSpec, StoreLayout, granules_of
+from hf_lohan.store.layout import GRANULE_NUMEL, RecordSpec, StoreLayout, granules_of
 from hf_lohan.store.ram_home import RamHome
 from hf_lohan.store.record_read import RecordRead
-from hf_lohan.store.versions import Checksums, Home, Homes, Versions
+from hf_lohan.store.versions import Checksums, Home, Homes, TieCodes, Versions
 from hf_lohan.threads import Owner
 
 if TYPE_CHECKING:
@@ -299,7 +300,44 @@ class RecordFiles:
             extents += self._homes[run.home].extents(block, kind, start, stop - start)
         return extents
 
-    def draft(self) -> tuple[Homes, Checksums]:
+    def tie_codes(self, block: str, start_numel: int, numel: int) -> Tensor:
+        """Return the tie codes (int16) of these elements of the residuals of a block's masters. ``start_numel`` is the
+        first of a run."""
+        first, stop = self._runs_of(block, start_numel, numel)
+        return torch.from_numpy(self.versions.tie_codes(block, first, stop))
+
+    def set_tie_codes(self, block: str, start_numel: int, numel: int, codes: Tensor) -> None:
+        """Replace the tie codes of these elements, which are written next, and begin at a run."""
+        first, stop = self._runs_of(block, start_numel, numel)
+        assert len(codes) == stop - first, f"{len(codes)} tie codes for {stop - first} runs"
+        self.versions.set_tie_codes(block, first, codes.numpy())
+
+    def all_tie_codes(self) -> dict[str, tuple[int, TieCodes]]:
+        """Return the first element and the tie codes of each record of residuals, by block."""
+        return {
+            record.block: (record.first, self.tie_codes(record.block, record.first, record.numel).numpy())
+            for record in self.records
+            if record.kind == "master_residual"
+        }
+
+    def take_tie_codes(self, shards: Iterable[Mapping[str, tuple[int, TieCodes]]]) -> None:
+        """Take the tie codes of this store's residuals from the `all_tie_codes` of ``shards`` with all elements."""
+        own = {record.block: record for record in self.records if record.kind == "master_residual"}
+        for shard in shards:
+            for block in own.keys() & shard.keys():
+                first, codes = shard[block]
+                begin, end = own[block].first, own[block].first + own[block].numel
+                low, high = max(first, begin), min(first + len(codes) * GRANULE_NUMEL, end)
+                if low < high:
+                    runs = slice((low - first) // GRANULE_NUMEL, granules_of(high - first, GRANULE_NUMEL))
+                    self.set_tie_codes(block, low, high - low, torch.tensor(codes[runs]))
+
+    def _runs_of(self, block: str, start_numel: int, numel: int) -> tuple[int, int]:
+        offset = self.layout.offset_in(block, "master_residual", start_numel)
+        assert offset % GRANULE_NUMEL == 0, f"element {offset} of the residuals of {block} is not the start of a run"
+        return offset // GRANULE_NUMEL, granules_of(offset + numel, GRANULE_NUMEL)
+
+    def draft(self) -> tuple[Homes, Checksums, TieCodes]:
         """Make all writes durable, and return their versions for `Versions.commit`.
 
         Raises the errors of `sync`, and `StorageError` if a write failed and was not repeated.

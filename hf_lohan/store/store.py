@@ -258,15 +258,15 @@ class Store(RecordFiles):
         if commit is not self._commits.last:
             self._commits.restore_commit(commit)
         empty = Versions(self.layout.records, num_homes=self.num_homes)
-        home, checksum = empty.draft() if commit is None else (commit.home, commit.checksum)
-        self.versions.restore(home, checksum, is_torn=commit is not None and commit.is_torn)
+        versions = empty.draft() if commit is None else (commit.home, commit.checksum, commit.ties)
+        self.versions.restore(*versions, is_torn=commit is not None and commit.is_torn)
 
     def view_commit(self, commit: Commit) -> None:
         """Read the records of ``commit``, one of `kept_commits`, without changing the disk. Afterwards the store is
         read-only and must not get copies in RAM."""
         assert not self.ram.copies, "copies in RAM belong to the last commit"
         self._commits.view_commit(commit)
-        self.versions.restore(commit.home, commit.checksum, is_torn=commit.is_torn)
+        self.versions.restore(commit.home, commit.checksum, commit.ties, is_torn=commit.is_torn)
 
     @property
     def log(self) -> bytes:
@@ -318,20 +318,23 @@ class Store(RecordFiles):
         *,
         keep_log: bool = True,
         model_files: Mapping[str, bytes] | None = None,
+        rounds_half_up: bool = False,
     ) -> None:
         """Make all writes durable, and make them the committed state.
 
         ``facts`` (JSON types) and ``journal`` (small files by name) can be read from `committed`. ``log_lines`` are
         appended to the log, and ``keep_log=False`` starts a new log. ``model_files`` replace those of the last commit,
-        unless they are None. No write may be in progress. Raises `CapacityError` or `StorageError`. The last commit
+        unless they are None. ``rounds_half_up``: bfloat16 weights are copied from a commit without tie codes. No write
+        may be in progress. Raises `CapacityError` or `StorageError`. The last commit
         then stays, and `commit` may be called again unless the drive lost written data.
         """
         self.write_back()
-        home, checksum = self.draft()
+        home, checksum, ties = self.draft()
+        draft = (home, checksum, None if rounds_half_up else ties)
         self._commits.write_next(
-            home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log, model_files=model_files
+            *draft, facts or {}, journal or {}, log_lines, keep_log=keep_log, model_files=model_files
         )
-        self.versions.commit(home, checksum)
+        self.versions.commit(*draft)
         self.ram.commit()
         self._commits.announce_last()
 

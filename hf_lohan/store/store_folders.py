@@ -103,7 +103,7 @@ def versions_in(directories: Sequence[str], manifest: Manifest, committed: Commi
     versions = Versions(manifest.layout.records, num_homes=manifest.num_homes)
     if committed is not None:
         try:
-            versions.restore(committed.home, committed.checksum, is_torn=committed.is_torn)
+            versions.restore(committed.home, committed.checksum, committed.ties, is_torn=committed.is_torn)
         except ValueError as error:
             raise ForeignStoreError(
                 f"{COMMIT_NAME} in {directories[0]} does not fit its manifest ({error}); delete the store and resume "

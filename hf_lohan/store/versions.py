@@ -1,4 +1,5 @@
-"""The version of every granule, which is its home and its checksum, both committed and after the current step."""
+"""The version of every granule, which is its home and its checksum, and the tie codes of the residuals of masters, each
+committed and after the current step."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.store.layout import RecordSpec, granules_of
+from hf_lohan.store.layout import GRANULE_NUMEL, RecordSpec, granules_of
 
 Checksums = npt.NDArray[np.uint64]
 Homes = npt.NDArray[np.uint8]
+TieCodes = npt.NDArray[np.int16]
+"""The tie code of each run of `GRANULE_NUMEL` elements of the `master_residual` records (see `optim/precision`)."""
+_NO_TIES = np.int16(-0x8000)
 
 
 class Home(IntEnum):
@@ -54,8 +58,15 @@ class Versions:
         self._first = dict(zip(self._names, starts, strict=False))
         self._live_home: Homes = np.full(starts[-1], _NOWHERE)
         self._live_checksum: Checksums = np.zeros(starts[-1], np.uint64)
-        # These two arrays are replaced and never changed, because a `Commit` refers to them too.
+        runs = [
+            (record, granules_of(record.numel, GRANULE_NUMEL)) for record in records if record.kind == "master_residual"
+        ]
+        first_runs = list(accumulate((num_runs for _, num_runs in runs), initial=0))
+        self._first_run = {record.block: first for (record, _), first in zip(runs, first_runs, strict=False)}
+        self._live_ties: TieCodes = np.full(first_runs[-1], _NO_TIES)
+        # These three arrays are replaced and never changed, because a `Commit` refers to them too.
         self._committed_home, self._committed_checksum = self._live_home.copy(), self._live_checksum.copy()
+        self._committed_ties = self._live_ties.copy()
         self._has_second = np.zeros(starts[-1], bool)
         self._is_in_flux = np.zeros(starts[-1], bool)
         """Granules in flux: a write is in progress, or a failed write left them half written."""
@@ -80,6 +91,18 @@ class Versions:
         part = self._part(block, kind, first, stop)
         with self._lock:
             return _runs(self._live_home[part], first), self._live_checksum[part].copy()
+
+    def tie_codes(self, block: str, first: int, stop: int) -> TieCodes:
+        """Return the tie codes of runs [first, stop) of the residuals of a block's masters."""
+        start = self._first_run[block]
+        with self._lock:
+            return self._live_ties[start + first : start + stop].copy()
+
+    def set_tie_codes(self, block: str, first: int, codes: TieCodes) -> None:
+        """Replace the tie codes from run ``first`` on, because the residuals are about to be written."""
+        start = self._first_run[block] + first
+        with self._lock:
+            self._live_ties[start : start + len(codes)] = codes
 
     def is_written(self, block: str, kind: str, first: int, stop: int) -> bool:
         """Return whether granules [first, stop) are all on disk, that is, written, not in flux, and not only in RAM."""
@@ -149,6 +172,7 @@ class Versions:
             stays = self._is_frozen & (self._committed_home == _FIRST) & (not self.is_torn)
             self._live_home[:] = np.where(stays, self._committed_home, _NOWHERE)
             self._live_checksum[:] = np.where(stays, self._committed_checksum, np.uint64(0))
+            self._live_ties[:] = _NO_TIES
             self._is_in_flux[:] = False
             self.has_drafts = True
 
@@ -158,6 +182,7 @@ class Versions:
         with self._lock:
             self._live_home[:] = self._committed_home
             self._live_checksum[:] = self._committed_checksum
+            self._live_ties[:] = self._committed_ties
             self._is_in_flux[:] = False
             self.has_drafts = False
 
@@ -171,21 +196,23 @@ class Versions:
         block, kind = max((name for name in self._names if self._first[name] <= index), key=self._first.__getitem__)
         return block, kind, index - self._first[block, kind]
 
-    def draft(self) -> tuple[Homes, Checksums]:
-        """Return the current home and checksum of all granules. The caller writes them to a commit file, and then
-        passes them to `commit`."""
+    def draft(self) -> tuple[Homes, Checksums, TieCodes]:
+        """Return the current home and checksum of all granules, and all tie codes. The caller writes them to a commit
+        file, and then passes them to `commit`."""
         with self._lock:
             assert not (self._live_home == _RAM).any(), "RAM must be written back before a commit"
-            return self._live_home.copy(), self._live_checksum.copy()
+            return self._live_home.copy(), self._live_checksum.copy(), self._live_ties.copy()
 
-    def commit(self, home: Homes, checksum: Checksums) -> None:
-        """Make the result of `draft` the committed versions. No write may have begun after `draft`."""
+    def commit(self, home: Homes, checksum: Checksums, ties: TieCodes | None) -> None:
+        """Make the result of `draft` the committed versions. Without ``ties`` no run has any. No write may have begun
+        after `draft`."""
         with self._lock:
             self._committed_home, self._committed_checksum = home, checksum
+            self._committed_ties = np.full_like(self._live_ties, _NO_TIES) if ties is None else ties
             self.has_drafts = self.is_torn = False
 
-    def restore(self, home: Homes, checksum: Checksums, *, is_torn: bool = False) -> None:
-        """Adopt the versions of a commit. Raises ValueError if they belong to other records.
+    def restore(self, home: Homes, checksum: Checksums, ties: TieCodes | None, *, is_torn: bool = False) -> None:
+        """Adopt the versions of a commit, as in `commit`. Raises ValueError if they belong to other records.
 
         If the commit ``is_torn``, granules with one home are in flux, because their content is unknown.
         """
@@ -193,9 +220,11 @@ class Versions:
             raise ValueError(f"versions of {home.size} granules, not of {self._live_home.size}")
         if home.dtype != np.dtype(np.uint8) or checksum.dtype != np.dtype(np.uint64):
             raise ValueError(f"versions of types {home.dtype} and {checksum.dtype}")
+        if ties is not None and (ties.shape != self._live_ties.shape or ties.dtype != np.dtype(np.int16)):
+            raise ValueError(f"{ties.size} tie codes of type {ties.dtype}, not {self._live_ties.size} of int16")
         if (home > _NOWHERE).any() or ((home == _SECOND) & ~self._has_second).any():
             raise ValueError("versions in homes that do not exist")
-        self.commit(home, checksum)
+        self.commit(home, checksum, ties)
         self.drop_drafts()
         self.is_torn = is_torn
         self._is_in_flux[:] = is_torn & self._is_in_place(slice(None))

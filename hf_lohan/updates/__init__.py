@@ -11,6 +11,7 @@ The files, in the order in which a gradient passes through them:
 - `handover`: new weights go to readers of their block; updates in backward borrow old weights from the device.
 - `step`: hyperparameters, norm, clipping, and whether a step counts.
 - `gradients`: the gradient of a chunk, norms, and gradients that wait.
+- `masters`: float32 masters that are split into bfloat16 weights and residuals.
 - `missed_steps`: steps with a gradient of zeros that are taken later.
 - `setup`: the parts from which the others are built.
 
@@ -28,6 +29,7 @@ from hf_lohan.updates.handover import (
     WeightChange,
     WeightSlots,
 )
+from hf_lohan.updates.masters import read_masters, round_anew, write_masters
 from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps, StepCounts, UpToDateRecords
 from hf_lohan.updates.pipeline import GradientPipeline, RankGradientPipeline
 from hf_lohan.updates.setup import UpdateSetup
@@ -58,4 +60,7 @@ __all__ = [
     "UpdatesDroppedError",
     "WeightChange",
     "WeightSlots",
+    "read_masters",
+    "round_anew",
+    "write_masters",
 ]

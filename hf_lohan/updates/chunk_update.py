@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Chunk, ChunkPiece, ParamSlice, ranges, round_up
-from hf_lohan.optim import Aside, MasterFormat, Segment, Steps, here, replay_, update_records_, within
+from hf_lohan.optim import TIE_CODES, Aside, MasterFormat, Segment, Steps, here, replay_, update_records_, within
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
@@ -37,7 +37,7 @@ class ChunkUpdate:
 
     gradient: ChunkGradient
     records: dict[str, Tensor]
-    """Views of the chunk's elements in the buffers, by kind."""
+    """Views of the chunk's elements in the buffers, by kind, and the tie codes if its masters have residuals."""
     buffer_of: dict[str, Buffer]
     """Buffers by kind. Several kinds may share a buffer. Records that are updated in place in RAM have none."""
     private: list[Buffer]
@@ -109,6 +109,8 @@ class ChunkUpdater:
             else:
                 from_slot = borrowed.start_read(chunk.start, view) if kind == "param" and borrowed is not None else None
                 reads.append(from_slot or self._store.read(chunk.block.name, kind, start, view))
+        if master.has_residual:
+            update.records[TIE_CODES] = self._store.tie_codes(chunk.block.name, chunk.start, chunk.numel)
         for buffer in buffers[:num_written]:
             if buffer not in update.buffer_of.values():
                 buffer.release()
@@ -135,7 +137,9 @@ class ChunkUpdater:
                 clip_coefficient=clip_coefficient,
                 private=[buffer.bytes for buffer in update.private],
                 checksums_of=partial(self._store.checksums, block),
-                unhashed=[kind for kind in update.records if self._store.ram.keeps_write(block, kind)],
+                unhashed=[
+                    kind for kind in update.records if kind == TIE_CODES or self._store.ram.keeps_write(block, kind)
+                ],
                 granule_numel=gradient.chunk.block.granule_numel,
                 aside=self._aside,
                 missed=self._missed.steps_before(gradient.chunk),
@@ -154,6 +158,8 @@ class ChunkUpdater:
         if not update.is_guess:
             holder = update.buffer_of.get("param", IN_RAM)
             new, copied = self._handover.hand_over(chunk, update.records["param"], holder)
+        if (codes := update.records.pop(TIE_CODES, None)) is not None:
+            self._store.set_tie_codes(chunk.block.name, chunk.start, chunk.numel, codes)
         for kind, view in update.records.items():
             start, _ = chunk.block.master.elements(kind, chunk.start, chunk.stop)
             buffer: HoldsParams = update.buffer_of.get(kind, IN_RAM)

@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import Extent
 from hf_lohan.model import PARAM_ALIGN_NUMEL, Block, Chunk, ParamSlice, round_up
-from hf_lohan.optim import AdamWGroup, Segment, replay_, within
+from hf_lohan.optim import TIE_CODES, TIE_RUN_NUMEL, AdamWGroup, Segment, replay_, within
 from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.store import RecordRead, Store, StoreLayout
 
@@ -346,6 +346,20 @@ class UpToDateRecords:
             self._catch_up(self._block[block])
         self._store.write_unaligned(block, kind, start_numel, source, bounce, may_tear=may_tear)
 
+    def tie_codes(self, block: str, start_numel: int, numel: int) -> Tensor:
+        """See `RecordFiles.tie_codes`."""
+        if not self._is_behind(block):
+            return self._store.tie_codes(block, start_numel, numel)
+        codes = torch.empty(-(-numel // TIE_RUN_NUMEL), dtype=torch.int16)
+        self._fill(block, TIE_CODES, start_numel // TIE_RUN_NUMEL, codes)
+        return codes
+
+    def set_tie_codes(self, block: str, start_numel: int, numel: int, codes: Tensor) -> None:
+        """See `RecordFiles.set_tie_codes`. The block first catches up, as in `write_unaligned`."""
+        if self._is_behind(block):
+            self._catch_up(self._block[block])
+        self._store.set_tie_codes(block, start_numel, numel, codes)
+
     def _is_behind(self, block: str) -> bool:
         return self.missed.is_block_behind(self._block[block])
 
@@ -358,8 +372,8 @@ class UpToDateRecords:
             for chunk, low, high in self._pieces(block, kind, first, last):
                 records = self._caught_up(block, chunk, (kind,), low, high, is_urgent=is_urgent)
                 begin, end = max(low, first), min(high, last)
-                source = slice((begin - low) // ratio, (end - low) // ratio)
-                out[(begin - first) // ratio : (end - first) // ratio].copy_(records[kind][source])
+                source = slice((begin - low) // ratio, -((low - end) // ratio))
+                out[(begin - first) // ratio : -((first - end) // ratio)].copy_(records[kind][source])
 
     def _pieces(self, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[Chunk | None, int, int]]:
         """Yield (chunk, start, stop) of whole granules that cover parameters [first, last) of the block. Parameters
@@ -368,6 +382,7 @@ class UpToDateRecords:
         step = max(_REPLAY_NUMEL, granule) // granule * granule
         chunks = sorted(self.missed.chunks(block), key=lambda chunk: chunk.start)
         edge = chunks[-1].stop if chunks else 0
+        kind = "master_residual" if kind == TIE_CODES else kind
         record = self._store.layout.record(block.name, kind)
         end = (record.first + record.numel) * block.master.params_per_element(kind)
         rest: list[tuple[Chunk | None, int, int]] = [(None, edge, end)]
@@ -390,7 +405,9 @@ class UpToDateRecords:
         records: dict[str, Tensor] = {}
         reads: list[RecordRead] = []
         try:
-            for row, kind in zip(rows, wanted, strict=False):
+            if form.has_residual and (missed or TIE_CODES in kinds):
+                records[TIE_CODES] = self._store.tie_codes(block.name, start, stop - start)
+            for row, kind in zip(rows, (kind for kind in wanted if kind != TIE_CODES), strict=False):
                 first, last = form.elements(kind, start, stop)
                 dtype = form.state_dtype(kind)
                 records[kind] = row[: (last - first) * dtype.itemsize].view(dtype)
@@ -422,6 +439,8 @@ class UpToDateRecords:
                 if chunk is None or not self.missed.is_behind(chunk):
                     continue
                 records = self._caught_up(block, chunk, (), low, high)
+                if (codes := records.pop(TIE_CODES, None)) is not None:
+                    self._store.set_tie_codes(block.name, low, high - low, codes)
                 for kind, values in records.items():
                     first, _ = block.master.elements(kind, low, high)
                     self._store.write(block.name, kind, first, values).wait()

@@ -41,9 +41,8 @@ def test_drained_weights_are_in_the_store(dtype: torch.dtype, open_access: Calla
         if dtype == torch.float32:
             assert torch.equal(stored, weight)
         else:
-            residual = access.read_flat(name, "master_residual").int()
-            master = ((stored.flatten().view(torch.int16).int() << 16) + residual).view(torch.float32)
-            assert torch.equal(master, weight.flatten())
+            assert torch.equal(stored, weight.bfloat16())
+            assert torch.equal(access.read_masters(name, 0, weight.numel()), weight.flatten())
 
 
 @DTYPES

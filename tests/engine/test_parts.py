@@ -90,8 +90,10 @@ def open_stored(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 
 
 def states_of(stored: Any) -> dict[str, Tensor]:
+    """The weights, their masters and moments. How residuals are stored depends on the parts."""
     access = stored.parameters
-    return {kind: access.read_flat(NAME, kind) for kind in ("param", *access.state_kinds(NAME))}
+    kinds = [kind for kind in ("param", *access.state_kinds(NAME)) if kind != "master_residual"]
+    return {kind: access.read_flat(NAME, kind) for kind in kinds} | {"master": access.read_masters(NAME, 0, NUMEL)}
 
 
 @DTYPES

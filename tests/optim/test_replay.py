@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_lohan.optim import AdamWGroup, MasterFormat, MomentDtype, Segment, UpdateRule, master_format, replay_
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL
+from hf_lohan.optim.precision import NO_TIES, TIE_CODES, TIE_RUN_NUMEL
 from hf_lohan.optim.update import MAX_TILE_NUMEL, MIN_WORKSPACE_BYTES, update_records_
 
 NUM_EXPERTS, NUM_ROWS, NUM_COLUMNS, NUM_STEPS = 8, 32, 24, 200
@@ -160,8 +161,9 @@ def random_records(form: MasterFormat) -> dict[str, Tensor]:
     records = {"param": torch.randn(CHUNK_NUMEL, generator=random).to(form.working_dtype)}
     if form.has_residual:
         records["master_residual"] = torch.randint(
-            -(1 << 15), 1 << 15, (CHUNK_NUMEL,), generator=random, dtype=torch.int16
+            NO_TIES + 1, 1 << 15, (CHUNK_NUMEL,), generator=random, dtype=torch.int16
         )
+        records[TIE_CODES] = torch.full((-(-CHUNK_NUMEL // TIE_RUN_NUMEL),), NO_TIES, dtype=torch.int16)
     if form.moment_codec is not None:
         tiles = [encoded(form.moment_dtype, *typical_moments(seed, CHUNK_NUMEL // 3)) for seed in range(3)]
         return records | {kind: torch.cat([tile[kind] for tile in tiles]) for kind in tiles[0]}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Adafactor
 
 from hf_lohan.optim import RULE_KEY, Segment, UpdateRule, master_format, rule_for, update_records_
+from hf_lohan.optim.precision import NO_TIES, TIE_CODES, TIE_RUN_NUMEL
 from hf_lohan.optim.rules import RULE_TILE_NUMEL
 
 NUMELS = (1, 33, 64, 7, 300, RULE_TILE_NUMEL + 1000)
@@ -54,6 +55,7 @@ class Flat:
         dtypes = {kind: self.form.state_dtype(kind) for kind in self.form.state_kinds}
         self.records = {kind: torch.zeros(CHUNK_NUMEL, dtype=own) for kind, own in dtypes.items()}
         self.records["param"] = weights.to(dtype)
+        self.records[TIE_CODES] = torch.full((-(-CHUNK_NUMEL // TIE_RUN_NUMEL),), NO_TIES, dtype=torch.int16)
         self.num_updates = [0] * len(NUMELS)
 
     def part(self, flat: Tensor, index: int) -> Tensor:
@@ -76,8 +78,6 @@ class Flat:
     def assert_equal(self) -> None:
         for index, parameter in enumerate(self.parameters):
             expected = parameter.detach().to(self.form.working_dtype)
-            if self.form.has_residual:  # rounded half up, so compare the master's upper half
-                expected = ((parameter.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
             assert torch.equal(self.part(self.records["param"], index), expected), f"parameter {index}"
             for kind in self.form.rule.state_kinds:
                 found = self.part(self.records[kind], index)

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_lohan.optim import AdamWGroup, MomentDtype, Segment, master_format
 from hf_lohan.optim.adamw import adamw_
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL
+from hf_lohan.optim.precision import NO_TIES, TIE_CODES, TIE_RUN_NUMEL
 from hf_lohan.optim.update import adamw_in_tiles_
 
 
@@ -84,8 +85,9 @@ def chunk(dtype: MomentDtype, working_dtype: torch.dtype, numel: int) -> tuple[A
     records = {"param": torch.randn(numel, generator=generator).to(working_dtype)}
     if form.has_residual:
         records["master_residual"] = torch.randint(
-            -(1 << 15), 1 << 15, (numel,), generator=generator, dtype=torch.int16
+            NO_TIES + 1, 1 << 15, (numel,), generator=generator, dtype=torch.int16
         )
+        records[TIE_CODES] = torch.full((-(-numel // TIE_RUN_NUMEL),), NO_TIES, dtype=torch.int16)
     return form, records | encoded(dtype, *typical_moments(numel, numel)), torch.randn(numel, generator=generator)
 
 
@@ -101,7 +103,8 @@ def test_cuts_and_workspaces_change_no_bit_and_gaps_do_not_change(
     before = {kind: record.clone() for kind, record in whole.items()}
     large = torch.empty(1 << 20, dtype=torch.uint8)
     adamw_in_tiles_(whole, gradient, segments, form, position=position, workspace=large)
-    cut = SCALE_BLOCK_NUMEL * data.draw(st.integers(0, numel // SCALE_BLOCK_NUMEL))
+    unit = TIE_RUN_NUMEL if form.has_residual else SCALE_BLOCK_NUMEL
+    cut = unit * data.draw(st.integers(0, numel // unit))
     small = torch.empty(data.draw(st.integers(1024, 8192)) // 4 * 4, dtype=torch.uint8)
     for start, stop in ((0, cut), (cut, numel)):
         of_part = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in parts.items()}
@@ -117,6 +120,8 @@ def test_cuts_and_workspaces_change_no_bit_and_gaps_do_not_change(
         touched[segment.start : segment.stop] = True
     blocks = touched.view(-1, SCALE_BLOCK_NUMEL).any(1)
     for kind, record in whole.items():
+        if kind == TIE_CODES:
+            continue
         is_touched = touched if form.params_per_element(kind) == 1 else blocks.repeat_interleave(2)
         assert torch.equal(record[~is_touched], before[kind][~is_touched]), kind
 

@@ -135,8 +135,8 @@ def test_clearing_records_keeps_the_commit() -> None:
 def test_the_arrays_of_a_commit_do_not_change() -> None:
     versions = versions_of(1)
     write(versions, A, 0, 5, 1)
-    home, checksum = versions.draft()
-    versions.commit(home, checksum)
+    home, checksum, ties = versions.draft()
+    versions.commit(home, checksum, ties)
     before = home.copy(), checksum.copy()
     write(versions, A, 0, 5, 2)
     versions.clear()
@@ -159,7 +159,7 @@ def test_a_torn_store_must_be_written_again() -> None:
 
 
 def test_versions_of_other_records_are_refused() -> None:
-    home, checksum = versions_of(2).draft()
+    home, checksum, ties = versions_of(2).draft()
     for bad_home, bad_checksum, message in (
         (home[:-1], checksum, "of 10 granules, not of 11"),
         (home, checksum[:-1], "of 11 granules"),
@@ -169,9 +169,9 @@ def test_versions_of_other_records_are_refused() -> None:
         (np.full_like(home, Home.SECOND), checksum, "homes that do not exist"),  # frozen records have no second home
     ):
         with pytest.raises(ValueError, match=message):
-            versions_of(2).restore(bad_home, bad_checksum)  # type: ignore[arg-type]
+            versions_of(2).restore(bad_home, bad_checksum, ties)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="homes that do not exist"):
-        versions_of(1).restore(np.full_like(home, Home.SECOND), checksum)
+        versions_of(1).restore(np.full_like(home, Home.SECOND), checksum, ties)
     empty = Versions((), num_homes=2)
     empty.restore(*empty.draft())
 

@@ -22,11 +22,6 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 SETTINGS = {"cpu_memory": "16MiB", "gpu_memory": "8MiB"}
 
 
-def rounded_half_up(values: Tensor) -> Tensor:
-    bits = (values.view(torch.int32) + 0x8000) >> 16
-    return bits.to(torch.int16).view(torch.bfloat16)
-
-
 def train_in_memory(model: Any, masters: dict[str, Tensor]) -> list[float]:
     """Train a stock bfloat16 model with AdamW on float32 masters. A float32 parameter is its own master."""
     optimizer = torch.optim.AdamW(masters.values(), fused=True, **OPTIONS)
@@ -41,7 +36,7 @@ def train_in_memory(model: Any, masters: dict[str, Tensor]) -> list[float]:
         model.zero_grad()
         for name, parameter in model.named_parameters():
             is_float32 = parameter.dtype == torch.float32
-            parameter.data.copy_(masters[name] if is_float32 else rounded_half_up(masters[name]))
+            parameter.data.copy_(masters[name] if is_float32 else masters[name].bfloat16())
     return losses
 
 
@@ -85,7 +80,7 @@ def test_routers_train_as_in_memory_to_the_bit(
     masters = {name: p.detach().float().clone() for name, p in whole.named_parameters()}
     if is_float32:
         for name, parameter in reference.named_parameters():
-            parameter.data.copy_(masters[name] if name in kept else rounded_half_up(masters[name]))
+            parameter.data.copy_(masters[name] if name in kept else masters[name].bfloat16())
     expected = train_in_memory(reference, masters)
 
     settings = {**SETTINGS, "experts": experts, "activations": activations, "save_dtype": "bfloat16"}

@@ -75,10 +75,8 @@ def test_bfloat16_from_float32_keeps_exact_masters(family: str, load_streamed: L
     assert model.dtype == torch.bfloat16
     access = engine.parameters
     for name, weight in AutoModelForCausalLM.from_pretrained(path).named_parameters():
-        working = access.read_flat(name, "param")
-        assert working.dtype == torch.bfloat16
-        bits = (working.view(torch.int16).int() << 16) + access.read_flat(name, "master_residual").int()
-        assert torch.equal(bits.view(torch.float32), weight.flatten()), name
+        assert torch.equal(access.read_parameter(name), weight.bfloat16()), name
+        assert torch.equal(access.read_masters(name, 0, weight.numel()), weight.flatten()), name
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
