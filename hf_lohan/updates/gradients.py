@@ -267,7 +267,7 @@ class GradientNorms:
                 on_host = torch.stack([self._first[part].to(dtype) for part in measured]).cpu()
                 norms.update((part, norm.to(_dtype_of(part))) for part, norm in zip(measured, on_host, strict=True))
             for part, pieces in self._summed.items():
-                numbers = list(pieces.values())
+                numbers = [norm for _, norm in sorted(pieces.items())]  # chunks arrive in any order
                 norm = numbers[0] if len(numbers) == 1 else math.hypot(*numbers)
                 norms[part] = torch.tensor(norm, dtype=_dtype_of(part))
             self._on_host = norms
