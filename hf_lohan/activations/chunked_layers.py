@@ -22,6 +22,7 @@ from hf_lohan.activations.chunked_norms import ChunkedNorm
 from hf_lohan.activations.layer_frame import is_random
 from hf_lohan.activations.layer_runs.layer_run import ChunkFrames, LayerInputs, LayerRun, RunInChunks
 from hf_lohan.activations.token_ranges import NotCuttableError, TokenRange, cut_batch
+from hf_lohan.compat.module_state import state_kept
 from hf_lohan.compat.torch_private import TorchDispatchMode, schema_of
 
 logger = logging.getLogger(__name__)
@@ -235,16 +236,15 @@ class ChunkedLayer:
         rows, tokens = (1, length) if within_rows else (min(2, num_rows), length)
         whole = [[TokenRange(0, rows, 0, tokens)]]
         halves = cut_batch(rows, tokens, -(-tokens // 2) if within_rows else tokens)
-        fork: AbstractContextManager[None] = contextlib.nullcontext()
+        kept: AbstractContextManager[None] = contextlib.nullcontext()  # a trace keeps the whole model's state
         if on_paper:
             tried = hidden.new_empty(rows, tokens, hidden.shape[2])
         else:
             generator = torch.Generator().manual_seed(0)
             # Small hidden states, because layers normalize them and add to them.
             tried = torch.randn(rows, tokens, hidden.shape[2], generator=generator).to(hidden) * 0.01
-            devices = [hidden.device] if hidden.device.type != "cpu" else []
-            fork = torch.random.fork_rng(devices, device_type=hidden.device.type if devices else "cuda")
-        with fork, torch.no_grad(), _RandomOperations() as random:
+            kept = state_kept(self.layer, hidden.device)
+        with kept, torch.no_grad(), _RandomOperations() as random:
             try:
                 first = LayerRun(self, inputs, whole).forward(tried)[0]
                 second = LayerRun(self, inputs, halves).forward(tried)[0]

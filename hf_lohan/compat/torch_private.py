@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
@@ -34,6 +35,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_adam_: Callable[..., None] = torch._fused_adam_
 adafactor: Callable[..., None] = _adafactor.adafactor
+READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of operations that need the values of fake tensors."""
 _NO_TIMEOUT = timedelta(days=365)
 """Timeout of our own groups. `DeviceTransport` decides itself when a rank is lost."""
 _MEETS_WITHIN = timedelta(minutes=5)
@@ -224,20 +227,6 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Replace a parameter without the checks of `nn.Module`."""
     module._parameters[name] = parameter
-
-
-@contextmanager
-def structure_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the children and string attributes of all modules at the end of the context. Some forwards replace a
-    submodule, and making a submodule draws random numbers."""
-    before = [(module, dict(module._modules), dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, children, settings in before:
-            module._modules.clear()
-            module._modules.update(children)
-            vars(module).update({name: value for name, value in settings.items() if isinstance(value, str)})
 
 
 @contextmanager

@@ -143,6 +143,16 @@ def build_from_config(
     return model_class._from_config(config, dtype=dtype)
 
 
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Arguments of `from_pretrained` that a config has under private names, with its parts."""
+
+
+def set_implementations(config: Any, chosen: Mapping[str, Any]) -> None:
+    """Set some of `IMPLEMENTATIONS` in a config and its parts, as `from_pretrained` does."""
+    for name, value in chosen.items():
+        setattr(config, f"_{name}", value)
+
+
 @contextlib.contextmanager
 def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
     """Have ``config`` saved with this dtype. `save_pretrained` of a model would use the dtype of its parameters."""

@@ -347,7 +347,7 @@ class OffloadConfig:
         automatic: dict[str, Any] = {
             "gpu_memory": allowed_bytes * DEVICE_TENTHS // 10,
             "cpu_memory": host_memory_bytes * HOST_TENTHS // 10,
-            "ssd": default_ssd_path,
+            "ssd": self.ssd_paths(default_ssd_path),
             "optimizer_state_dtype": self.moment_dtype,
             "io_threads": max(2, min(8, num_cpus)),
             "io_piece_bytes": 8 * 1024 * 1024,
@@ -356,6 +356,10 @@ class OffloadConfig:
         }
         unsaid = {name: value for name, value in automatic.items() if getattr(self, name) == AUTO}
         return replace(self, **unsaid)
+
+    def ssd_paths(self, default: str | os.PathLike[str]) -> tuple[SsdPath, ...]:
+        """Return the paths of `ssd`. With "auto" it is the folder ``default``, whose name is no pattern."""
+        return (SsdPath(os.fspath(default)),) if self.ssd == AUTO else self.ssd
 
     def with_device_memory(self, num_bytes: int) -> OffloadConfig:
         """Return this resolved config with another `device_memory`, and with the part of it that "auto" allows for

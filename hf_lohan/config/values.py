@@ -252,11 +252,7 @@ def check_quantize(name: str, value: object) -> Quantization:
 
 @dataclass(frozen=True, slots=True)
 class SsdPath:
-    """A directory on an SSD and its capacity.
-
-    ``~`` and environment variables in ``path`` are expanded, and the path is made absolute. Raises ConfigError for an
-    unset variable, an unknown user, or a capacity that is not a size.
-    """
+    """A directory on an SSD and its capacity. Raises ConfigError for a capacity that is not a size."""
 
     path: str
     """Absolute path of the directory, which is created with the store."""
@@ -264,13 +260,19 @@ class SsdPath:
     capacity: int | Literal["auto"] = AUTO
     """Maximum bytes of the store in the directory; "auto" is the free space of the file system."""
 
+    names_ranks: bool = False
+    """Whether `{local_rank}` and `{node}` in the path stand for a rank's numbers. Only a setting is such a pattern."""
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", _absolute(self.path))
+        object.__setattr__(self, "path", os.path.abspath(self.path))
         object.__setattr__(self, "capacity", check_size("ssd capacity", self.capacity))
 
 
 def ssd_paths(value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
-    """Convert a path, or a list of paths or tables, to a tuple of `SsdPath`; "auto" stays. Raises ConfigError."""
+    """Convert the setting, a path or a list of paths or tables, to a tuple of `SsdPath`; "auto" stays.
+
+    ``~`` and environment variables are expanded. Raises ConfigError, also for an unset variable or an unknown user.
+    """
     if value == AUTO:
         return AUTO
     entries = value if isinstance(value, list | tuple) else (value,)
@@ -295,15 +297,20 @@ def _ssd_path(entry: object) -> SsdPath:
         case SsdPath():
             return entry
         case str() | os.PathLike():
-            return SsdPath(os.fspath(entry))
+            return _given_path(entry)
         case Mapping():
             refuse_unknown_keys(entry, ("path", "capacity"), what="key of an ssd entry")
             if "path" in entry:
-                return SsdPath(entry["path"], entry.get("capacity", AUTO))
+                return _given_path(entry["path"], entry.get("capacity", AUTO))
     raise ConfigError(f"ssd: {entry!r} is not allowed; {_EXPECTED_PATHS}")
 
 
-def _absolute(path: object) -> str:
+def _given_path(path: object, capacity: Any = AUTO) -> SsdPath:
+    expanded = _expanded(path)
+    return SsdPath(expanded, capacity, names_ranks="{local_rank}" in expanded or "{node}" in expanded)
+
+
+def _expanded(path: object) -> str:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"ssd: {path!r} is not a path; {_EXPECTED_PATHS}")
     text = os.fspath(path)
@@ -319,4 +326,4 @@ def _absolute(path: object) -> str:
     expanded = os.path.expanduser(expanded)
     if expanded.startswith("~"):
         raise ConfigError(f"ssd: {text!r} names an unknown home directory; write the directory out")
-    return os.path.abspath(expanded)
+    return expanded

@@ -26,7 +26,8 @@ from hf_lohan.planning.order import (
     why_not_together,
 )
 from hf_lohan.planning.run_plan import RunPlan, stock_fit
-from hf_lohan.planning.step_plan import PlannedStep, StepShape, lifetimes_of_step, plan_step, trace_blocks
+from hf_lohan.planning.step_plan import PlannedStep, StepShape, lifetimes_of_step, plan_step
+from hf_lohan.planning.tracing.traced_blocks import forward_without_values, trace_blocks
 
 __all__ = [
     "LongestRow",
@@ -42,6 +43,7 @@ __all__ = [
     "check_together",
     "chunked_loss_of",
     "coded_numel",
+    "forward_without_values",
     "group_counterparts",
     "kept_ranks",
     "kept_record_name",

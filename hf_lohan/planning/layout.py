@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
-from hf_lohan.config import AUTO, OffloadConfig, SsdPath, ssd_paths
+from hf_lohan.config import AUTO, OffloadConfig, SsdPath
 from hf_lohan.device import Device
 from hf_lohan.model import (
     Block,
@@ -399,10 +399,9 @@ def resolved_here(
     """Return the configuration with this rank's paths, and with every `auto` resolved for this process and `device`.
     All ranks call this together. Raises ConfigError for impossible budgets."""
     links = links or Links.alone()
-    given = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
-    paths = rank_paths(given, links.ranks) if given != "auto" else ()
+    paths = rank_paths(config.ssd_paths(default_ssd_path), links.ranks)
     share, paths = shards_of(links.ranks).share_of_machine(config, device, paths, links)
-    return replace(config, ssd=paths or "auto").resolve(
+    return replace(config, ssd=paths).resolve(
         host_memory_bytes=share.host_memory_bytes,
         device_memory_bytes=share.device_memory_bytes,
         num_cpus=share.num_cpus,

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import torch
 from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
@@ -44,8 +43,9 @@ from hf_lohan.planner import (
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import MeasuredComputing, StepTimes, corrected_hardware, fixed_s, usual_step
 from hf_lohan.planning.shared_machine import measure_network
-from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step, trace_blocks
+from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
 from hf_lohan.planning.tracing import TracedModel
+from hf_lohan.planning.tracing.traced_blocks import trace_blocks
 from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import format_bytes
@@ -307,7 +307,7 @@ class RunPlan:
     ) -> PlannedStep | None:
         now, computing = self.now, self._computing
         try:
-            with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
+            with hooks_taken_off(self._model):
                 planned = plan_step(
                     self._model,
                     self._layout,
@@ -505,7 +505,7 @@ def stock_fit(
 ) -> InMemoryFit:
     """Whether the stock Trainer's step with ``model`` fits `memory_bytes` of ``device``. Raises ValueError for a model
     that cannot be traced. ``has_text_alone``: no batch has images. Otherwise a model with a tower has a ValueError."""
-    with hooks_taken_off(model), torch.random.fork_rng(devices=()):
+    with hooks_taken_off(model):
         traced = trace_blocks(
             model,
             batch_size=shape.batch_size,

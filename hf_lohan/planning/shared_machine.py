@@ -57,14 +57,20 @@ class _Offer:
 
 
 def rank_paths(paths: Sequence[SsdPath], ranks: Ranks) -> tuple[SsdPath, ...]:
-    """Return the paths of this rank's store, by the paths that all ranks get. `{local_rank}` and `{node}` are replaced.
-    With several ranks, each rank has its own folder below a path. A path that already names this rank's folder is
+    """Return the paths of this rank's store, by the paths that all ranks get, whose patterns are filled in. With
+    several ranks, each rank has its own folder below a path. A path that already names this rank's folder is
     unchanged."""
-    return tuple(replace(ssd, path=_folder(ssd.path, ranks)) for ssd in paths)
+    return tuple(replace(ssd, path=_folder(ssd, ranks), names_ranks=False) for ssd in paths)
 
 
-def _folder(path: str, ranks: Ranks) -> str:
-    path = path.replace("{local_rank}", str(ranks.local_rank)).replace("{node}", str(ranks.node))
+def _filled_in(ssd: SsdPath, local_rank: int, node: int) -> str:
+    if not ssd.names_ranks:
+        return ssd.path
+    return ssd.path.replace("{local_rank}", str(local_rank)).replace("{node}", str(node))
+
+
+def _folder(ssd: SsdPath, ranks: Ranks) -> str:
+    path = _filled_in(ssd, ranks.local_rank, ranks.node)
     folder = rank_folder(path, ranks.rank, ranks.num_ranks)
     return path if os.path.basename(path) == os.path.basename(folder) else folder
 
@@ -72,14 +78,11 @@ def _folder(path: str, ranks: Ranks) -> str:
 def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:
     """Return the lists of directories in which ranks of any number may have their stores on this machine: one list,
     unless ``paths`` have `{local_rank}` or `{node}`."""
-    text = " ".join(ssd.path for ssd in paths)
+    text = " ".join(ssd.path for ssd in paths if ssd.names_ranks)
     local_ranks, nodes = (range(_MOST_RANKS if name in text else 1) for name in ("{local_rank}", "{node}"))
     found: list[list[str]] = []
     for node, local_rank in itertools.product(nodes, local_ranks):
-        directories = [
-            shared_directory(ssd.path.replace("{local_rank}", str(local_rank)).replace("{node}", str(node)))
-            for ssd in paths
-        ]
+        directories = [shared_directory(_filled_in(ssd, local_rank, node)) for ssd in paths]
         if directories not in found and (len(nodes) * len(local_ranks) == 1 or all(map(os.path.isdir, directories))):
             found.append(directories)
     return found

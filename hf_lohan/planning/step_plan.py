@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-from hf_lohan.activations import ChunkedLoss, chunked_head_of
+from hf_lohan.activations import ChunkedLoss
 from hf_lohan.activations.chunked_layers import ChunkedLayers
 from hf_lohan.config import AUTO, OffloadConfig, interval_s
-from hf_lohan.model import ModelBlocks, discover_blocks, owners_of, with_rows
+from hf_lohan.model import discover_blocks, owners_of, with_rows
 from hf_lohan.model.block import ParamSlice
 from hf_lohan.planner import (
     INPUT,
@@ -41,19 +41,13 @@ from hf_lohan.planning.chunk_choice import ChunkChoice, made_again
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import profile_together
 from hf_lohan.planning.shared_rows import key_numel, shared_key_bytes, with_keys_of_other_ranks, with_shared_keys
-from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
+from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
 from hf_lohan.planning.tracing.profile import with_owners
 from hf_lohan.planning.tracing.step_trace import trace_step
-from hf_lohan.threads import ThreadSettings, uninterrupted
+from hf_lohan.planning.tracing.traced_blocks import run_trace, trace_blocks
 
 logger = logging.getLogger(__name__)
-
-_MOST_TRACED = 64
-_traced: dict[Any, TracedModel] = {}
-"""Traces of this process, because a resumed or repeated run has the same model."""
-_NO_SETTINGS = frozenset({"_name_or_path", "_commit_hash", "dtype", "transformers_version"})
-"""Entries of a model's config that do not change its forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +422,7 @@ def lifetimes_of_step(
         fused_attention=fused_attention,
         chunked_loss=chunked_loss_of(config),
     )
-    traced = uninterrupted(trace, ThreadSettings(torch.device(device).type))
+    traced = run_trace(model, trace, device)
     weights = []
     for block in layout.blocks:
         dtype, state_bytes_per_param = block.master.working_dtype, block.master.state_bytes_per_param
@@ -519,74 +513,3 @@ def training_setup(
         lazy_experts=config.lazy_experts if may_be_late else False,
         least_moved_rows=int(config.balance_experts) if layout.lent_expert_bytes else 0,
     )
-
-
-def trace_blocks(
-    model: nn.Module,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    device: torch.device | str = "cpu",
-    fused_attention: bool = False,
-    chunked_loss: ChunkedLoss | None = None,
-    found: ModelBlocks | None = None,
-    on_paper: LayersOnPaper | None = None,
-) -> TracedModel:
-    """Trace the forward of a causal LM (on meta, or in memory and not offloaded), divided into blocks as in a run.
-    ``found``: the model's blocks, by default its layers with all their experts. ``on_paper``: layers in chunks.
-
-    Raises ValueError (DiscoveryError) for a model without layers, with fewer positions than the sequence has tokens, or
-    whose forward needs more than token ids.
-    """
-    chunked_head = chunked_head_of(model, chunked_loss)
-    if chunked_head is None or not chunked_head.applies_to(batch_size * sequence_length):
-        chunked_loss = None  # without large logits the trace is the same
-    said = vars(model.config) if hasattr(model, "config") else {}
-    settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
-    streams_experts = found is not None and bool(found.experts)
-    packed = tuple(block.fetched_bytes for block in found.blocks if block.packed_slices) if found is not None else ()
-    chunk_tokens = None if on_paper is None else (on_paper.chunk_tokens, on_paper.has_costs)
-    shape = (batch_size, sequence_length, str(device), fused_attention, chunked_loss, streams_experts, packed)
-    key = (signature_of(model), repr(settings), *shape, chunk_tokens)
-    if key not in _traced:
-        _check_positions(model, sequence_length)
-        if len(_traced) >= _MOST_TRACED:
-            del _traced[next(iter(_traced))]
-        trace = partial(
-            trace_model,
-            model,
-            found or discover_blocks(model),
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            device=device,
-            fused_attention=fused_attention,
-            chunked_loss=chunked_loss,
-            on_paper=on_paper,
-        )
-        # Fake tensors and modes are Python code that torch also calls in places where an exception ends the process.
-        try:
-            _traced[key] = uninterrupted(trace, ThreadSettings(torch.device(device).type))
-        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"the forward of {type(model).__name__} fails on token ids alone, so its steps cannot be planned: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return _traced[key]
-
-
-_NO_POSITIONS = ("prompt_encoder", "token_type", "segment")
-"""Parts of names of embeddings that do not embed positions."""
-
-
-def _check_positions(model: Any, sequence_length: int) -> None:
-    words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    # A tower for images has positions of its own, which a text does not use.
-    for name, module in (decoder if isinstance(decoder, nn.Module) else model).named_modules():
-        if module is words or any(other in name for other in _NO_POSITIONS):
-            continue
-        if isinstance(module, nn.Embedding) and module.num_embeddings < sequence_length:
-            raise ValueError(
-                f"the model has {module.num_embeddings} positions ({name}), fewer than the sequence length of "
-                f"{sequence_length}; use shorter sequences"
-            )

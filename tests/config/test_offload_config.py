@@ -214,6 +214,16 @@ def test_ssd_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_the_default_folder_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAST_DISK", str(tmp_path / "fast"))
+    for name in ("$FAST_DISK/{local_rank}", "cost$5", "~root", "a-{node}"):
+        (path,) = OffloadConfig().ssd_paths(tmp_path / name)
+        assert path == SsdPath(str(tmp_path / name)) and path.path == str(tmp_path / name) and not path.names_ranks
+        assert OffloadConfig().resolve(**{**MACHINE, "default_ssd_path": str(tmp_path / name)}).ssd == (path,)
+    (given,) = OffloadConfig.load(ssd="$FAST_DISK/{local_rank}").ssd_paths("another")
+    assert given.path == str(tmp_path / "fast/{local_rank}") and given.names_ranks
+
+
 def test_ssd_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_DISK", raising=False)
     assert "${NO_SUCH_DISK}" in refusal(ssd="${NO_SUCH_DISK}/store")

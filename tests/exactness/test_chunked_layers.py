@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tiny_tokenizer import SENTENCES
+from torch import nn
 from trajectories import (
     SMALL_BUDGETS,
     Trajectory,
@@ -233,3 +234,25 @@ def test_adapters_and_packed_rows(tmp_path: Path) -> None:
         losses = [[entry["loss"] for entry in found.logs if "loss" in entry] for found in (ours, stock)]
         assert losses[0] == pytest.approx(losses[1], abs=2e-6) and len(losses[0]) > 0
         close(ours)
+
+
+class CountsItsCalls(nn.Module):
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own, self.calls = own, 0
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        self.calls += 1
+        self.seen += 1
+        return self.own(hidden)
+
+
+def test_the_trial_of_a_layer_leaves_no_mark(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = counts = CountsItsCalls(model.model.layers[1].mlp)
+    offload = {**CHUNKED, "activations": "keep"}
+    finish(hf_lohan.Trainer(model, arguments(tmp_path, max_steps=2), train_dataset=dataset(), offload=offload))
+    num_chunks, num_rows = 3, arguments(tmp_path).per_device_train_batch_size
+    # The backward runs each chunk again.
+    assert counts.calls == int(counts.seen) == 2 * num_rows * (2 * num_chunks)

@@ -14,14 +14,14 @@ from planned_models import one_plan_alone
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 
 import hf_lohan.cli.plan_request as plan_request
-import hf_lohan.planning.step_plan as step_plan
 import hf_lohan.planning.tracing.chunk_trace as chunk_trace
+import hf_lohan.planning.tracing.traced_blocks as traced_blocks
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, _cuttable, plan_run
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.chunk_choice import ChunkChoice
-from hf_lohan.planning.step_plan import trace_blocks
 from hf_lohan.planning.tracing.chunk_trace import LayersOnPaper
+from hf_lohan.planning.tracing.traced_blocks import trace_blocks
 from hf_lohan.testing.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,7 +215,7 @@ def test_few_chunks_stand_for_all_in_a_window(window: int, has_costs: bool, monk
         return trace_blocks(model, batch_size=1, sequence_length=32 * 128 - 50, on_paper=on_paper).profile.layers[0]
 
     few = traced()
-    monkeypatch.setattr(step_plan, "_traced", {})
+    monkeypatch.setattr(traced_blocks, "_traced", {})
     monkeypatch.setattr(chunk_trace, "_sample", lambda num_chunks, has_costs: list(range(num_chunks)))
     every = traced()
     assert few.num_chunks == every.num_chunks == 32

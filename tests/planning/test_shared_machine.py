@@ -105,6 +105,8 @@ def test_the_directories_of_all_ranks_are_found(tmp_path: Path) -> None:
     """Ranks of a run with another number of ranks may have had their stores there."""
     for name in ("0", "1", "5"):
         (tmp_path / name / "a").mkdir(parents=True)
-    one, each = SsdPath(str(tmp_path / "store" / "rank-1-of-2")), SsdPath(str(tmp_path / "{local_rank}" / "a"))
+    one, literal = SsdPath(str(tmp_path / "store" / "rank-1-of-2")), SsdPath(str(tmp_path / "{local_rank}" / "a"))
+    (each,) = OffloadConfig(ssd=literal.path).ssd  # type: ignore[arg-type, misc]
     assert shared_machine.directories_of_ranks([one]) == [[str(tmp_path / "store")]]
+    assert shared_machine.directories_of_ranks([literal]) == [[literal.path]], "only a setting is a pattern"
     assert shared_machine.directories_of_ranks([each]) == [[str(tmp_path / name / "a")] for name in ("0", "1", "5")]

@@ -24,13 +24,21 @@ from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_t
 from hf_lohan.huggingface.equal_runs import check_equal_checkpoints
 from hf_lohan.huggingface.models.encoded_checkpoints import encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
-from hf_lohan.huggingface.models.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
+from hf_lohan.huggingface.models.loading import (
+    as_tied,
+    load_dtype,
+    make_placeholders,
+    refuse_placement,
+    skeleton_of,
+    store_the_rest,
+    stream_model,
+)
 from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, quantized_checkpoint
 from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
 from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.planner import KeysAndValues
-from hf_lohan.planning import bytes_per_token, lay_out_generation
+from hf_lohan.planning import bytes_per_token, forward_without_values, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.store import Store
 from hf_lohan.wording import format_bytes, times
@@ -57,6 +65,7 @@ def load_for_generation(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """Load a model for `generate`. Each token streams its weights from the store.
 
@@ -72,6 +81,8 @@ def load_for_generation(
         model_class: a class or an auto class of transformers. The default is the class that the config names.
         revision, token: for a model in the Hub, as for `AutoModelForCausalLM.from_pretrained`.
         trust_remote_code: run the code that the checkpoint has.
+        kwargs: as for the model class's `from_pretrained`, such as `attn_implementation`, and entries that override
+            those of the checkpoint's config.
 
     The store has one copy of the weights, and no optimizer states. Later calls use it until the checkpoint's files
     change. Raises ValueError, before a weight is read, if the budgets have no room for two layers and the keys and
@@ -96,9 +107,10 @@ def load_for_generation(
         durability="checkpoint",
         chunked_loss=False,
     )
-    arguments = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+    refuse_placement(kwargs, "which offload streams to its device itself")
+    arguments = {**kwargs, "revision": revision, "token": token, "trust_remote_code": trust_remote_code}
     checkpoint = Checkpoint.open(path, arguments)
-    model_config = checkpoint.read_config()
+    model_config = checkpoint.take_config(arguments)
     model_class = model_class or model_class_of(model_config, checkpoint.code)
     if quantization_of(model_config) is not None:
         checkpoint.fetch_weights(None, config, links)  # their files say how they are packed
@@ -109,6 +121,7 @@ def load_for_generation(
     wanted_dtype = load_dtype(path, model_config, dtype)
     if packed is not None:
         config = packed.settings(config, wanted_dtype)
+    checkpoint, model_config = as_tied(checkpoint, model_class, model_config, wanted_dtype, config)
     with torch.device("meta"):
         skeleton = skeleton_of(model_class, model_config, wanted_dtype, checkpoint.code).requires_grad_(False)
     encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
@@ -152,7 +165,16 @@ def load_for_generation(
             access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
             names = {name: name for name, _ in skeleton.named_parameters()}
             model = stream_model(
-                checkpoint, model_class, model_config, wanted_dtype, access, names, quantized, encoded, packed=packed
+                checkpoint,
+                model_class,
+                model_config,
+                wanted_dtype,
+                access,
+                names,
+                quantized,
+                encoded,
+                packed=packed,
+                **arguments,
             )
             model.requires_grad_(False)
             check_equal_weights(model.named_parameters(), links)  # new heads are in no checkpoint
@@ -179,16 +201,12 @@ def load_for_generation(
 
 
 def keys_and_values(build: Callable[[], Any], dtype: torch.dtype, num_sequences: int, num_tokens: int) -> KeysAndValues:
-    """Return the size of a model's keys and values for ``num_tokens`` tokens, by a forward on meta. One layer counts
-    twice, because its old and new tensors are in memory together when a token is added. Warns if the cache has no
-    tensors to count."""
-    with torch.device("meta"), torch.no_grad():
-        model = build().eval()
-        tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
-        try:
-            cache = cache_among(model(input_ids=tokens, use_cache=True))
-        except Exception as error:
-            raise ValueError(f"a forward of {type(model).__name__} over {num_tokens} tokens fails: {error}") from error
+    """Return the size of a model's keys and values for ``num_tokens`` tokens, by a forward without values. One layer
+    counts twice, because its old and new tensors are in memory together when a token is added. Warns if the cache has
+    no tensors to count."""
+    model = build().eval()
+    tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
+    cache = cache_among(forward_without_values(model, input_ids=tokens, use_cache=True))
     layers = [sum(numel for numel in _numels(layer)) for layer in getattr(cache, "layers", [])]
     if not any(layers):
         logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import logging
@@ -29,6 +30,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_lohan.compat.transformers_private import IMPLEMENTATIONS, set_implementations
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files import CapacityError, StorePath
 from hf_lohan.files.directories import check_free_space
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 """Arguments of `from_pretrained` that say where in the Hub a model is. They mean nothing for a folder."""
 CODE_ARGUMENTS = ("trust_remote_code", "code_revision")
+_NOT_OF_CONFIG = (*HUB_ARGUMENTS, *CODE_ARGUMENTS, "gguf_file", "quantization_config", "subfolder", "variant")
+"""Arguments of `from_pretrained` that do not override an entry of the config."""
 CONFIG_NAME = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.codes")
@@ -67,6 +71,8 @@ class Checkpoint:
     """The `CODE_ARGUMENTS` that were given."""
     missing: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the files with weights that are not in the cache, by name."""
+    renamed: Mapping[str, str | None] = field(default_factory=dict)
+    """Other names under which tensors of tied weights are loaded; None for a tensor that is not loaded."""
 
     @classmethod
     def open(cls, path: str | Path, arguments: Mapping[str, Any] | None = None, *, weights: bool = True) -> Checkpoint:
@@ -120,6 +126,37 @@ class Checkpoint:
         if not file.is_file():
             raise ValueError(f"{self.name!r} has no {CONFIG_NAME}; give a checkpoint with a config of transformers")
         return _read_config(self.name, file, self.folder, self.code)
+
+    def take_config(self, arguments: dict[str, Any]) -> Any:
+        """Return the config for arguments of `from_pretrained`, and remove from ``arguments`` what it has. They may
+        have a ``config`` (an object, or another folder or name), and entries that override those of a config that is
+        read. Raises ValueError as `read_config`, and for an override that the config refuses."""
+        given = arguments.pop("config", None)
+        if given is None or isinstance(given, str | os.PathLike):
+            source = self if given is None else Checkpoint.open(os.fspath(given), arguments, weights=False)
+            config = source.read_config()
+            own = {name: value for name, value in arguments.items() if name not in _NOT_OF_CONFIG}
+            if own:
+                try:
+                    config, unused = AutoConfig.from_pretrained(
+                        source.folder, return_unused_kwargs=True, **{"trust_remote_code": False, **self.code, **own}
+                    )
+                except Exception as error:
+                    raise ValueError(
+                        f"the config of {self.name!r} cannot be changed by {', '.join(own)}: "
+                        f"{' '.join(str(error).split())}; give values that {type(config).__name__} takes"
+                    ) from error
+                for name in own.keys() - unused.keys():
+                    del arguments[name]
+        else:
+            config = copy.deepcopy(given)
+        set_implementations(config, {name: arguments.pop(name) for name in IMPLEMENTATIONS if name in arguments})
+        return config
+
+    def as_tied(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the checkpoint's tensors by the names under which they are loaded."""
+        named = ((self.renamed.get(name, name), tensor) for name, tensor in tensors.items())
+        return {name: tensor for name, tensor in named if name is not None}
 
     def loading_arguments(self, model_class: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for `from_pretrained` of the folder."""

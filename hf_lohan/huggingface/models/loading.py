@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from hf_lohan.checkpoint.model_description import copy_buffers
 from hf_lohan.compat.transformers_conversions import loaded_in_rows, tensors_replaced
 from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded
-from hf_lohan.config import OffloadConfig, ssd_paths
+from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, check_equal_weights
 from hf_lohan.huggingface.attachment import (
@@ -50,12 +50,13 @@ from hf_lohan.huggingface.models.quantized_checkpoints import (
     QuantizedCheckpoint,
     check_dequantizes,
     check_safetensors,
+    has_safetensors,
     quantization_of,
     quantized_checkpoint,
 )
 from hf_lohan.huggingface.models.saving import dtypes_to_save
 from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself, stream_state_dict
-from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.models.weightless_model import config_as_tied, model_class_of, ties_weights
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import finish_moves_here, links_to_other_ranks, may_continue_other_ranks
@@ -226,7 +227,8 @@ def from_pretrained(
         finish: in place of `peft_config`, a function that is called with the model before it is offloaded, and returns
             it with its adapters or other changes. It is called twice: with the model on meta, and with the streamed
             model, whose weights it may read. Weights that it replaces, such as resized embeddings, are in memory whole.
-        kwargs: passed to the model class's `from_pretrained`, such as `revision` and `trust_remote_code`.
+        kwargs: as for the model class's `from_pretrained`, such as `revision`, `trust_remote_code`, and entries that
+            override those of the checkpoint's config (`num_labels`, `attention_dropout`).
 
     Raises ValueError, before weights are read, for a model that does not exist, for unknown keys, for budgets or
     capacities that are too small, for another model's store, and for dtypes that cannot be trained.
@@ -241,11 +243,11 @@ def from_pretrained(
     # A Trainer passes its own configuration, or a part of that configuration.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
-    given_paths = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
+    given_paths = config.ssd_paths(default_ssd_path)
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     finish_moves_here(given_paths, config, links_to_other_ranks())
     checkpoint = Checkpoint.open(path, kwargs)
-    model_config = kwargs.pop("config", None) or checkpoint.read_config()
+    model_config = checkpoint.take_config(kwargs)
     model_class = model_class or model_class_of(model_config, checkpoint.code)
     if quantization_of(model_config) is not None:
         checkpoint.fetch_weights(None, config, links_to_other_ranks())  # their files say how they are packed
@@ -263,6 +265,7 @@ def from_pretrained(
     if packed is not None:
         config = packed.settings(config, working_dtype or loaded_dtype)
 
+    checkpoint, model_config = as_tied(checkpoint, model_class, model_config, loaded_dtype, config)
     with torch.device("meta"):
         own_config = model_config if finish is None else copy.deepcopy(model_config)  # it may change its size
         skeleton = skeleton_of(model_class, own_config, loaded_dtype, checkpoint.code)
@@ -298,11 +301,7 @@ def from_pretrained(
     checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())
     check_safetensors(checkpoint.folder)
     check_equal_checkpoints(checkpoint.folder, links_to_other_ranks(), own_config)
-    is_beside_others = (
-        is_trained
-        and given_paths != "auto"
-        and may_continue_other_ranks(given_paths, layout, config, links_to_other_ranks())
-    )
+    is_beside_others = is_trained and may_continue_other_ranks(given_paths, layout, config, links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device, is_beside_others=is_beside_others)
     try:
         access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
@@ -340,6 +339,18 @@ def from_pretrained(
         raise
 
 
+def as_tied(
+    checkpoint: Checkpoint, model_class: Any, model_config: Any, dtype: torch.dtype, config: OffloadConfig
+) -> tuple[Checkpoint, Any]:
+    """Return a checkpoint whose tied weights are loaded once, and its config. See `config_as_tied`."""
+    if ties_weights(model_config) and (checkpoint.missing or has_safetensors(checkpoint.folder)):
+        checkpoint.fetch_weights(None, config, links_to_other_ranks())  # values are compared
+        build = partial(skeleton_of, model_class, dtype=dtype, code=checkpoint.code)
+        model_config, renamed = config_as_tied(checkpoint.folder, model_config, build, dtype)
+        checkpoint = replace(checkpoint, renamed=renamed)
+    return checkpoint, model_config
+
+
 def stream_model(
     checkpoint: Checkpoint,
     model_class: Any,
@@ -367,7 +378,8 @@ def stream_model(
     elif packed is not None:
         decoded = tensors_replaced(partial(packed.store_packed, sink.store_packed))
     what = f"streaming {checkpoint.name}"
-    with long_work(what, _stored_bytes(access, names.values())), streamed_to(sink) as unused, decoded:
+    needed = tensors_replaced(checkpoint.as_tied)
+    with long_work(what, _stored_bytes(access, names.values())), streamed_to(sink) as unused, decoded, needed:
         model = model_class.from_pretrained(checkpoint.folder, config=model_config, dtype=dtype, **kwargs)
     checkpoint.name_model(model)
     if quantized is not None:

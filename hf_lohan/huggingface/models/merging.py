@@ -23,6 +23,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.models.adapters import PendingMerges, ReadableBase, merge_through_store
 from hf_lohan.huggingface.models.hub import Checkpoint, adapter_folder
 from hf_lohan.huggingface.models.loading import (
+    as_tied,
     make_placeholders,
     refuse_placement,
     skeleton_of,
@@ -106,9 +107,10 @@ def _unread_model(
 ) -> tuple[Any, dict[nn.Parameter, UnreadWeight]]:
     """Return a checkpoint's model of placeholders, and the weights that they stand for. Weights of the Hub are fetched
     if the drives of cache and ``near`` have room."""
-    model_config = kwargs.pop("config", None) or checkpoint.read_config()
+    model_config = checkpoint.take_config(kwargs)
     model_class = model_class or model_class_of(model_config, checkpoint.code)
-    checkpoint.fetch_weights(None, OffloadConfig.load({"ssd": str(near)}), Links.alone())
+    place = OffloadConfig.load({"ssd": str(near)})
+    checkpoint.fetch_weights(None, place, Links.alone())
     check_safetensors(checkpoint.folder)
     quantized = quantized_checkpoint(checkpoint.folder, model_config)
     decoded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -118,8 +120,9 @@ def _unread_model(
             own_config = copy.deepcopy(model_config)  # building a model changes its dtype
             skeleton = skeleton_of(model_class, own_config, torch.float32, checkpoint.code)
         decoded = tensors_replaced(quantized.of_model(skeleton).replace_encoded)
+    checkpoint, model_config = as_tied(checkpoint, model_class, model_config, torch.float32, place)
     unread: dict[str, UnreadWeight] = {}
-    with loaded_unread(unread) as unused, decoded:
+    with loaded_unread(unread) as unused, decoded, tensors_replaced(checkpoint.as_tied):
         arguments = checkpoint.loading_arguments(model_class, kwargs)
         model = model_class.from_pretrained(checkpoint.folder, config=model_config, dtype=dtype, **arguments)
     checkpoint.name_model(model)

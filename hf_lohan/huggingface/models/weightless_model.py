@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from hf_lohan.compat.transformers_conversions import sources_of_weights
 from hf_lohan.compat.transformers_private import build_from_config, groups_experts
 from hf_lohan.huggingface.models.adapters import adapted_skeleton
+from hf_lohan.huggingface.models.quantized_checkpoints import opened_tensors
 
 logger = logging.getLogger(__name__)
 
+_COMPARED_NUMEL = 4 << 20
+"""Elements of two tied tensors that are compared at once."""
 _NO_CODE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -39,6 +46,69 @@ def weightless_model(
     with torch.device("meta"):
         lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
         return adapted_skeleton(model, lora)[0]
+
+
+def config_as_tied(
+    folder: str, config: Any, build: Callable[[Any], Any], dtype: torch.dtype
+) -> tuple[Any, dict[str, str | None]]:
+    """Return the config, and the names under which tensors of a checkpoint are loaded if these are others.
+
+    A checkpoint may have a weight that its model ties, such as ``lm_head.weight``. Alone it is loaded as the weight to
+    which it is tied. If that weight is there too and is equal in ``dtype``, it is not loaded (None). If they differ,
+    the returned config does not tie, because `from_pretrained` keeps both. ``build`` makes a model of a config.
+    Raises ValueError if weights differ that the model's class always ties.
+    """
+
+    def tied_by(config: Any) -> tuple[Any, Mapping[str, str]]:
+        with torch.device("meta"):
+            model = build(copy.deepcopy(config))
+        return model, model.all_tied_weights_keys
+
+    model, tied_weights = tied_by(config)
+    with opened_tensors(Path(folder)) as tensors:
+        sources = sources_of_weights(model, list(tensors))
+        renamed: dict[str, str | None] = {}
+        for tied, first in tied_weights.items():
+            names, others = ([name for unit in sources.get(one, ()) for name in unit] for one in (tied, first))
+            if len(names) != 1 or len(others) > 1 or names == others:
+                continue
+            if not others:
+                renamed[names[0]], sources[first] = first, sources[tied]
+                continue
+            if _are_equal(tensors[names[0]], tensors[others[0]], dtype):
+                renamed[names[0]] = None
+                continue
+            untied = copy.deepcopy(config)
+            untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False
+            if tied in tied_by(untied)[1]:
+                raise ValueError(
+                    f"{folder!r} has different values for {tied} and {first}, which {type(model).__name__} ties; use a "
+                    "checkpoint with one of them, or load the model in memory and pass it"
+                )
+            logger.warning(
+                "%s and %s have different values in %s, so they are not tied; set tie_word_embeddings to false in "
+                "its config",
+                tied,
+                first,
+                folder,
+            )
+            config = untied
+    return config, renamed
+
+
+def ties_weights(config: Any) -> bool:
+    """Return whether a config ties the head to the embeddings."""
+    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
+
+
+def _are_equal(tensor: Any, other: Any, dtype: torch.dtype) -> bool:
+    """Return whether two unread tensors have the same values."""
+    shape = tensor.get_shape()
+    if shape != other.get_shape():
+        return False
+    rows = max(1, _COMPARED_NUMEL // max(1, math.prod(shape[1:])))
+    pieces = (slice(first, first + rows) for first in range(0, shape[0], rows))
+    return all(torch.equal(tensor[piece].to(dtype), other[piece].to(dtype)) for piece in pieces)
 
 
 def model_class_of(config: Any, code: Mapping[str, Any] = _NO_CODE) -> Any:

@@ -76,9 +76,9 @@ def load_in_memory(path: str | Path, args: TrainingArguments, loading: Mapping[s
     """Load the model of a path or name for the stock Trainer. Under autocast its weights are float32. ``loading``:
     further arguments of `from_pretrained`."""
     checkpoint, rest = Checkpoint.open(path, loading, weights=False), dict(loading)
-    config = rest.pop("config", None) or checkpoint.read_config()
-    model_class = rest.pop("model_class", None) or model_class_of(config, checkpoint.code)
-    asked = rest.pop("dtype", "float32" if is_mixed(args) else "auto")
+    model_class, asked = rest.pop("model_class", None), rest.pop("dtype", "float32" if is_mixed(args) else "auto")
+    config = checkpoint.take_config(rest)
+    model_class = model_class or model_class_of(config, checkpoint.code)
     return model_class.from_pretrained(path, config=config, dtype=load_dtype(path, config, asked), **rest)
 
 
@@ -107,11 +107,12 @@ def _model_to_plan(settings: Mapping[str, Any], args: TrainingArguments, loading
         loading = {**(getattr(args, "model_init_kwargs", None) or {}), **loading}
         is_float32 = is_mixed(args) or hasattr(args, "model_init_kwargs")  # TRL's way
         checkpoint = Checkpoint.open(model, loading, weights=False)
-        config = loading.get("config") or checkpoint.read_config()
+        model_class, asked = loading.pop("model_class", None), loading.pop("dtype", "float32" if is_float32 else "auto")
+        config = checkpoint.take_config(loading)
         if quantization_of(config) is not None:
             raise ValueError("the checkpoint is quantized, and only offload decodes its weights for training")
-        dtype = load_dtype(model, config, loading.get("dtype", "float32" if is_float32 else "auto"))
-        skeleton = weightless_model(config, dtype, model_class=loading.get("model_class"), code=checkpoint.code)
+        dtype = load_dtype(model, config, asked)
+        skeleton = weightless_model(config, dtype, model_class=model_class, code=checkpoint.code)
     if peft_config is not None:
         with torch.device("meta"):
             skeleton = adapted_skeleton(skeleton, peft_config)[0]

@@ -18,7 +18,7 @@ from hf_lohan.checkpoint.other_ranks import OtherRanks
 from hf_lohan.checkpoint.reshard_together import set_left_over_aside, set_lost_aside
 from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, newest_checkpoint, point_of_attempt
 from hf_lohan.checkpoint.seen_stores import own_store
-from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
+from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.huggingface.models.saving import StoredModel
@@ -112,10 +112,7 @@ class RankTrainerMixin(_TrainerBase):
     def _given_ssd_paths(self) -> tuple[SsdPath, ...]:
         """Return the ssd paths that all ranks get."""
         assert self._offload_config is not None
-        ssd = self._offload_config.ssd
-        paths = ssd_paths(str(Path(self.args.output_dir) / STORE_FOLDER)) if ssd == "auto" else ssd
-        assert paths != "auto"
-        return paths
+        return self._offload_config.ssd_paths(Path(self.args.output_dir) / STORE_FOLDER)
 
     def _asked_of_ranks(self, asked: str | bool | None) -> str | bool | None:
         """Return what to resume from, for ``asked``, the argument of `train`. A restarted attempt continues where the

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoProcessor, GenerationConfig, TrainingArguments
+from transformers import AutoProcessor, GenerationConfig, TrainingArguments
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from hf_lohan.compat.transformers_private import build_from_config
@@ -34,7 +34,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.arguments import NOT_GIVEN
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.guards import check_trl
-from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, HUB_ARGUMENTS, Checkpoint
+from hf_lohan.huggingface.models.hub import CODE_ARGUMENTS, Checkpoint
 from hf_lohan.huggingface.models.loading import from_pretrained
 from hf_lohan.huggingface.models.weightless_model import model_class_of
 from hf_lohan.huggingface.ranks import links_to_other_ranks
@@ -247,13 +247,10 @@ def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[st
     rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype", *asked)}
     dtype = kwargs.get("dtype", torch.float32)
     checkpoint = Checkpoint.open(path, rest)
-    checkpoint.read_config()  # its errors come first
-    own = {name: value for name, value in rest.items() if name not in (*HUB_ARGUMENTS, *CODE_ARGUMENTS)}
-    origin = {name: value for name, value in rest.items() if name not in own}
-    config, own = AutoConfig.from_pretrained(checkpoint.folder, return_unused_kwargs=True, **checkpoint.code, **own)
+    config = checkpoint.take_config(rest)
     if architecture is None:
         architecture = model_class_of(config, checkpoint.code)
-    return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **origin, **own, **asked}
+    return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **rest, **asked}
 
 
 def _check_processor(path: str, arguments: Mapping[str, Any]) -> None:

@@ -317,7 +317,8 @@ def _would_be_large(args: tuple[Any, ...]) -> bool:
     tensors = list(tensors_in(args))
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return False
-    shapes = [tensor.shape for tensor in tensors]
+    is_size = not tensors and bool(args) and isinstance(args[0], list | tuple)  # of a new tensor
+    shapes = [torch.Size(args[0])] if is_size else [tensor.shape for tensor in tensors]
     longest = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
     return math.prod(max(sizes) for sizes in longest) > _MAX_REAL_NUMEL
 

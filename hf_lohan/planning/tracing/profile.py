@@ -13,7 +13,8 @@ from torch.func import functional_call
 
 from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
 from hf_lohan.activations.chunked_layers import whole_layers
-from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
+from hf_lohan.compat.module_state import state_kept
+from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters
 from hf_lohan.hardware import AttentionShape, MatrixShape
 from hf_lohan.model.block import Block
 from hf_lohan.model.discovery import ModelBlocks
@@ -64,10 +65,8 @@ def trace_model(
         fused_attention: use fused kernels for attention with dropout. Accelerators have these kernels, and the CPU does
         not.
     """
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_mode:
-        tensors = fake_parameters(model, torch.device(device))
-    with in_training_mode(model), structure_kept(model), contextlib.ExitStack() as stack:
+    with on_fake_tensors(model, torch.device(device)) as (fake_mode, tensors), contextlib.ExitStack() as stack:
+        model.train()  # because dropout is part of a step
         modules = modules_of(blocks)
         outer = [(module, block.name) for block, users in modules.items() if not _is_layer(block) for module in users]
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]
@@ -148,7 +147,18 @@ def _largest_attention(trace: ModelTrace) -> AttentionShape | None:
     return max(counts, key=lambda shape: counts[shape] * shape.flops, default=None)
 
 
-def fake_parameters(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+@contextlib.contextmanager
+def on_fake_tensors(model: nn.Module, device: torch.device) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
+    """Yield a fake mode, and fake parameters and buffers by name, for `functional_call`. What the model's forwards
+    change is put back at the end."""
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode:
+        tensors = _fake_tensors(model, device)
+    with state_kept(model, device, spared=model.buffers()):
+        yield fake_mode, tensors
+
+
+def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return fake parameters and buffers, by name."""
     fakes: dict[Tensor, Tensor] = {}
     named: dict[str, Tensor] = {}
@@ -163,18 +173,6 @@ def fake_parameters(model: nn.Module, device: torch.device) -> dict[str, Tensor]
                 )
             named[f"{prefix}.{name}" if prefix else name] = fakes[tensor]
     return named
-
-
-@contextlib.contextmanager
-def in_training_mode(model: nn.Module) -> Iterator[None]:
-    """Set training mode in this context, because dropout is part of a step."""
-    was_training = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
 
 
 def _block_profile(

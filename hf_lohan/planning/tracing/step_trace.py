@@ -27,7 +27,6 @@ from hf_lohan.compat.torch_private import (
     StorageWeakRef,
     TorchDispatchMode,
     storage_id,
-    structure_kept,
     tree_map_only,
 )
 from hf_lohan.model.discovery import ModelBlocks
@@ -43,7 +42,7 @@ from hf_lohan.planning.tracing.operations import (
     run_on_fake_tensors,
     tensors_in,
 )
-from hf_lohan.planning.tracing.profile import fake_parameters, in_training_mode, modules_of
+from hf_lohan.planning.tracing.profile import modules_of, on_fake_tensors
 from hf_lohan.planning.tracing.trace import forward_replaced, signature_of
 
 _PART: TypeAlias = tuple[int | None, str]
@@ -453,13 +452,11 @@ def _record(
     chunked_loss: ChunkedLoss | None,
 ) -> _Recorder:
     """Run forward and backward with the ``chosen`` layers."""
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_mode:
-        tensors = fake_parameters(model, torch.device(device))
-    weights = {name: tensors[name] for name, _ in model.named_parameters()}
-    recorder = _Recorder(fake_mode, tensors)
     of_experts = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
-    with in_training_mode(model), structure_kept(model), contextlib.ExitStack() as stack:
+    with on_fake_tensors(model, torch.device(device)) as (fake_mode, tensors), contextlib.ExitStack() as stack:
+        model.train()  # because dropout is part of a step
+        weights = {name: tensors[name] for name, _ in model.named_parameters()}
+        recorder = _Recorder(fake_mode, tensors)
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
         stack.enter_context(whole_logits(model))
         chunked_loss = chunked_loss and replace(chunked_loss, on_repeat=recorder.repeat)

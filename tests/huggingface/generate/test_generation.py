@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,14 @@ import torch
 from architectures import model_of
 from engines import open_engine, resolved
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lohan
 from hf_lohan.device import num_gpus
 from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation, text_generation
+from hf_lohan.huggingface.models.weightless_model import weightless_model
 from hf_lohan.huggingface.ranks import generate_together
 from hf_lohan.planner import SizeClass, cuts
 from hf_lohan.planning import bytes_per_token, lay_out
@@ -240,6 +242,49 @@ def test_keys_and_values_that_do_not_fit_are_refused_with_numbers(
     with pytest.raises(ValueError, match=r"keys and values of 2 sequences of 5,000 tokens \(.* MiB\); set gpu_memory"):
         hf_lohan.load_for_generation(checkpoint, settings, max_length=5000, num_sequences=2, torch_device="cpu")
     assert not (tmp_path / "store").exists()
+
+
+def test_a_model_whose_forward_reads_its_token_ids_generates(tmp_path: Path) -> None:
+    """With a pad token GPT-2 looks for it in the ids, to warn of a missing mask."""
+    torch.manual_seed(0)
+    stock = tiny_model("gpt2", pad_token_id=0)
+    stock.save_pretrained(tmp_path / "model")
+    settings = {"cpu_memory": "24MiB", "gpu_memory": "16MiB", "ssd": str(tmp_path / "store")}
+    model = hf_lohan.load_for_generation(
+        tmp_path / "model", settings, max_length=20, num_sequences=2, torch_device="cpu"
+    )
+    assert torch.equal(model.generate(PROMPT, **GREEDY), stock.eval().generate(PROMPT, **GREEDY))
+    engine_of(model).close()
+
+
+def test_entries_of_the_config_are_overridden(tmp_path: Path) -> None:
+    """Also when a later call finds the weights in the store."""
+    torch.manual_seed(0)
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    overrides = {"rms_norm_eps": 0.1, "attn_implementation": "eager", "max_position_embeddings": 32}
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **overrides)
+    settings = {"cpu_memory": "24MiB", "gpu_memory": "16MiB", "ssd": str(tmp_path / "store")}
+    for _ in range(2):
+        model = hf_lohan.load_for_generation(
+            tmp_path / "model", settings, max_length=20, num_sequences=2, torch_device="cpu", **overrides
+        )
+        assert model.config._attn_implementation == "eager" and model.config.max_position_embeddings == 32
+        assert torch.equal(model.generate(PROMPT, **GREEDY), stock.generate(PROMPT, **GREEDY))
+        engine_of(model).close()
+
+
+@pytest.mark.parametrize("kind", ["biogpt", "gpt2", "mistral", "openai-gpt"])
+def test_keys_and_values_are_those_of_a_real_forward(kind: str) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {**heads, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    config = AutoConfig.for_model(kind, **sizes, vocab_size=64, pad_token_id=0)
+    counted = generation.keys_and_values(partial(weightless_model, config, torch.float32), torch.float32, 2, 9)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        cache = model(torch.zeros(2, 9, dtype=torch.long), use_cache=True).get("past_key_values")
+    layers = [2 * layer.keys.nbytes for layer in cache.layers] if cache is not None else [0]
+    assert counted.num_bytes >= sum(layers) + layers[0]
+    assert counted.num_bytes <= sum(layers) + layers[0] + 100
 
 
 @pytest.mark.parametrize("believes_routers", [False, True])

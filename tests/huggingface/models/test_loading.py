@@ -325,3 +325,82 @@ def test_a_checkpoint_without_a_weight_of_the_model_is_refused(tmp_path: Path) -
             model_class=transformers.LlamaForCausalLM,
             offload={"ssd": str(tmp_path / "store")},
         )
+
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "dropout": {"attention_dropout": 0.1, "use_cache": True, "pad_token_id": 3},
+    "positions": {
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+    },
+    "attention": {"attn_implementation": "eager", "rms_norm_eps": 0.1},
+    "labels": {"num_labels": 5, "problem_type": "multi_label_classification"},
+    "names": {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}},
+    "sizes": {"num_hidden_layers": 2, "hidden_act": "relu"},
+}
+CLASSIFIES = {"labels", "names"}
+
+
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_entries_of_the_config_are_overridden_as_with_stock(case: str, load_streamed: Load, tmp_path: Path) -> None:
+    path, config = tmp_path / "checkpoint", tiny_config("llama", pad_token_id=0)
+    torch.manual_seed(0)
+    kind: Any = transformers.LlamaForSequenceClassification if case in CLASSIFIES else transformers.LlamaForCausalLM
+    kind(config).save_pretrained(path)
+    overrides = {**OVERRIDES[case], "ignore_mismatched_sizes": True}
+    torch.manual_seed(1)
+    model = load_streamed(path, **overrides)
+    torch.manual_seed(1)
+    stock = kind.from_pretrained(path, **overrides)
+    assert model.config.to_dict() == stock.config.to_dict()
+    assert model.config._attn_implementation == stock.config._attn_implementation
+    assert_same(stored(model), stock)
+    inputs = {"input_ids": tiny_batch()["input_ids"]}
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, stock.eval()(**inputs).logits)
+
+
+def test_an_entry_that_the_config_refuses_is_named(load_streamed: Load, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match=r"config of '.*checkpoint' cannot be changed by hidden_size: .*LlamaConfig"):
+        load_streamed(tmp_path / "checkpoint", hidden_size="wide")
+
+
+def tied_checkpoint(folder: Path, head: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Save a model that ties its head, with a head in the file too."""
+    config = tiny_config("llama", tie_word_embeddings=True)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = head(tensors["model.embed_tokens.weight"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+HEADS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "equal": torch.Tensor.clone,
+    "in another dtype": lambda weight: weight.double(),
+    "different": lambda weight: weight + 0.01,
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tied_model_whose_file_has_the_head_too(head: str, load_streamed: Load, tmp_path: Path) -> None:
+    path = tied_checkpoint(tmp_path / "checkpoint", HEADS[head])
+    model, stock = load_streamed(path), AutoModelForCausalLM.from_pretrained(path)
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert is_tied == (head != "different") == (stock.lm_head.weight is stock.model.embed_tokens.weight)
+    assert_same(stored(model), stock)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**tiny_batch()).logits, stock.eval()(**tiny_batch()).logits)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same(dict(stock.named_parameters()), again)
+
+
+def test_a_tied_model_whose_file_has_the_head_alone(load_streamed: Load, tmp_path: Path) -> None:
+    path = tied_checkpoint(tmp_path / "checkpoint", torch.Tensor.clone)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert_same(stored(load_streamed(path)), AutoModelForCausalLM.from_pretrained(path))

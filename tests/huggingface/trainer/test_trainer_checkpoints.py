@@ -339,3 +339,28 @@ def test_without_offload_the_stock_trainer_saves(
     )
     hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=dataset()).train()
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_the_name_of_an_output_folder_is_no_pattern(
+    by_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the setting `ssd` is expanded. The store of a run without it lies in the folder that was given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
+    folder = "~no_such_user-{local_rank}-{node}-cost$5-${NO_SUCH_VARIABLE}"
+    model: Any = tiny_model("llama")
+    if by_path:
+        model.save_pretrained("model")
+        model = "model"
+    settings: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
+    trainer = hf_lohan.Trainer(
+        model,
+        TrainingArguments(folder, disable_tqdm=True, **settings),
+        train_dataset=dataset(),
+        offload={"cpu_memory": "64MiB", "gpu_memory": "2MiB"},
+    )
+    trainer.train()
+    trainer.offload_engine.close()
+    assert {path.name for path in tmp_path.iterdir()} - {"model"} == {folder}
+    assert hf_lohan.last_step(folder) == 1

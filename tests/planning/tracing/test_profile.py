@@ -19,6 +19,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planning import trace_blocks
 from hf_lohan.planning.tracing import trace_model
+from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.testing.models import FAMILIES, tiny_config
 
 BATCH_SIZE, SEQUENCE_LENGTH = 2, 16
@@ -209,3 +210,40 @@ def test_a_forward_that_needs_images_is_refused_in_one_sentence(monkeypatch: pyt
     monkeypatch.setattr(model.model.norm, "forward", forward)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM fails on token ids alone, .*TypeError: missing 'pixel_val"):
         trace_blocks(model, batch_size=1, sequence_length=7)
+
+
+def test_a_forward_that_reads_values_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(tiny_config("llama"), torch.float32, "cpu")
+    norm = model.model.layers[0].input_layernorm
+    stock = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda hidden: stock(hidden) * float(hidden.amax()))
+    with pytest.raises(ValueError, match=r"^the forward of LlamaForCausalLM reads values of tensors, and a trace "):
+        trace_blocks(model, batch_size=1, sequence_length=7)
+
+
+class Cached(nn.Module):
+    """Keeps its largest output, as models do with tables of positions and with masks."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own, self.outputs, self.last = own, list[torch.Tensor](), {"output": torch.zeros(1)}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.own(hidden)
+        self.outputs.append(output)
+        self.last["output"] = self.largest = output
+        return output
+
+
+@pytest.mark.parametrize("trace", [trace_blocks, lambda model, **shape: trace_step(model, blocks_of(model), **shape)])
+def test_a_trace_leaves_no_mark_in_the_model(trace: Any) -> None:
+    model = build(tiny_config("llama"), torch.float32, "cpu").eval()
+    for layer in model.model.layers:
+        layer.mlp = Cached(layer.mlp)
+    model.model.norm = Cached(model.model.norm)
+    before = {module: dict(vars(module)) for module in model.modules()}
+    trace(model, batch_size=2, sequence_length=9)
+    for module, own in before.items():
+        assert vars(module).keys() == own.keys() and all(vars(module)[name] is value for name, value in own.items())
+        if isinstance(module, Cached):
+            assert not module.outputs and type(module.last["output"]) is torch.Tensor
