@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hf_lohan.compat.torch_private import storage_id
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_large_granules
 from hf_lohan.model.experts import FusedExperts, find_experts
 from hf_lohan.model.packed_weights import packed_forms
@@ -179,10 +180,11 @@ def discover_blocks(
     blocks.
     `by_rows` is the weight of which only rows come to the device (`table_of_rows`), unless it stays there.
     `quantization` says how frozen weights of the layers are packed. Raises DiscoveryError, or ValueError for a dtype
-    that cannot be trained or a quantization that packs nothing.
+    that cannot be trained, a quantization that packs nothing, or a trained parameter in another one's memory.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    _refuse_shared_memory(names)
     rule_of = rules(model)
     kept = kept_in_float32(model) if working_dtype == torch.bfloat16 else set[str]()
 
@@ -266,6 +268,49 @@ def discover_blocks(
             for name, experts in fused.items()
         },
     )
+
+
+def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
+    """Raise ValueError if a trained parameter has elements in common with another parameter. The store has them apart,
+    so an update of one would not reach the other."""
+    in_storage: dict[int, list[nn.Parameter]] = {}
+    for parameter in names:
+        if type(parameter) is nn.Parameter and parameter.numel():
+            in_storage.setdefault(storage_id(parameter), []).append(parameter)
+    for together in in_storage.values():
+        together.sort(key=_first_byte)
+        for number, one in enumerate(together):
+            end = _end_byte(one)
+            for other in together[number + 1 :]:
+                if _first_byte(other) >= end:
+                    break
+                if (one.requires_grad or other.requires_grad) and _have_common_elements(one, other):
+                    raise ValueError(
+                        f"{names[one]} and {names[other]} have the same memory and are two parameters, so torch adds "
+                        "the updates of both there, which offload cannot; tie them with one nn.Parameter "
+                        "(b.weight = a.weight), give one a copy (clone()), or leave ensure_weight_tying of PEFT out"
+                    )
+
+
+def _first_byte(parameter: nn.Parameter) -> int:
+    return int(parameter.storage_offset()) * parameter.element_size()
+
+
+def _end_byte(parameter: nn.Parameter) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return _first_byte(parameter) + (last + 1) * parameter.element_size()
+
+
+def _have_common_elements(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Return whether two parameters whose ranges overlap have common elements. Columns of a matrix have not."""
+    if one.element_size() != other.element_size():
+        return True
+    first, end = min(map(_first_byte, (one, other))), max(map(_end_byte, (one, other)))
+    used = torch.zeros(2, (end - first) // one.element_size(), dtype=torch.bool, device="cpu")
+    for row, parameter in zip(used, (one, other), strict=True):
+        start = row.storage_offset() + parameter.storage_offset() - first // one.element_size()
+        row.as_strided(parameter.shape, parameter.stride(), start).fill_(True)
+    return bool(used.all(dim=0).any())
 
 
 def _inside(

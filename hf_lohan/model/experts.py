@@ -48,16 +48,23 @@ def find_experts(model: nn.Module) -> dict[str, FusedExperts]:
     dtypes, are partly frozen or are used elsewhere, and modules that an adapter wraps. Experts must also begin at
     multiples of `PARAM_ALIGN_NUMEL`, because an update computes a tensor's last elements with scalar instructions."""
     users = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
-    by_name = {}
-    for name, module in model.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        is_wrapped = name.rpartition(".")[2] == _WRAPPED_BY_ADAPTER
-        if not parameters or is_wrapped or not all(hasattr(module, attribute) for attribute in _DECORATOR_ATTRIBUTES):
-            continue
-        experts = FusedExperts(module, int(module.num_experts), parameters)
-        if _can_stream(experts) and all(users[parameter] == 1 for parameter in parameters.values()):
-            by_name[name] = experts
-    return by_name
+    return {
+        name: experts
+        for name, experts in fused_experts(model).items()
+        if name.rpartition(".")[2] != _WRAPPED_BY_ADAPTER
+        and _can_stream(experts)
+        and all(users[parameter] == 1 for parameter in experts.parameters.values())
+    }
+
+
+def fused_experts(model: nn.Module) -> dict[str, FusedExperts]:
+    """Return all modules that have the weights of their experts in fused tensors, by name."""
+    return {
+        name: FusedExperts(module, int(module.num_experts), parameters)
+        for name, module in model.named_modules()
+        if all(hasattr(module, attribute) for attribute in _DECORATOR_ATTRIBUTES)
+        and (parameters := dict(module.named_parameters(recurse=False)))
+    }
 
 
 def _can_stream(experts: FusedExperts) -> bool:

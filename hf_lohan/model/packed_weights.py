@@ -6,6 +6,8 @@ embeddings, convolutions, adapters and everything outside the layers keep their 
 
 from __future__ import annotations
 
+import difflib
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,9 +15,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hf_lohan.model.experts import find_experts
+from hf_lohan.model.experts import fused_experts
 from hf_lohan.planner import Quantization
 from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form
+
+logger = logging.getLogger(__name__)
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of linear modules that choose experts."""
@@ -37,12 +41,13 @@ def packed_forms(
         return _forms_of_checkpoint(model, layers, quantization)
     of_adapters = _adapter_modules(model)
     kept = {name for module in model.modules() for of in _KEPT_LISTS for name in getattr(module, of, None) or ()}
+    _refuse_unmatched(model, quantization.skip)
     skip, quantization = quantization.skip, replace(quantization, skip=())
     forms: dict[nn.Parameter, PackedForm] = {}
     skipped: set[nn.Parameter] = set()
     candidates = {name: module for name, module in model.named_modules() if module not in of_adapters}
     for name, module in candidates.items():
-        plain_name = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        plain_name = _module_in_base(name)
         is_in_layer = any(name.startswith(f"{layer}.") for layer in layers)
         if not is_in_layer or plain_name.rpartition(".")[2] in _ROUTERS or is_named(plain_name, tuple(kept)):
             continue
@@ -56,9 +61,10 @@ def packed_forms(
             forms[weight] = _form_of(quantization, weight.shape)
         elif is_transposed(module):
             forms[weight] = _form_of(quantization, weight.shape, is_transposed=True)
-    for name, experts in find_experts(model).items():
-        plain_name = name.removeprefix("base_model.model.")
-        matrices = {n: p for n, p in experts.parameters.items() if p.dim() > 2}
+    for name, experts in fused_experts(model).items():
+        plain_name = _module_in_base(name)
+        is_of_expert = {n: p.dim() > 2 and p.shape[0] == experts.num_experts for n, p in experts.parameters.items()}
+        matrices = {n: p for n, p in experts.parameters.items() if is_of_expert[n] and not p.requires_grad}
         if is_named(plain_name, skip):
             skipped.update(matrices.values())
         elif not is_named(plain_name, tuple(kept)):
@@ -77,13 +83,49 @@ def packed_forms(
             f"quantize: skip: {list(skip)} names every frozen matrix in the layers of {type(model).__name__}, so no "
             f"weight is left for {quantization.method}; name fewer modules, or set quantize to none"
         )
+    others |= {parameter for module in of_adapters for parameter in module.parameters()}
+    left = [
+        (name, parameter.numel(), type(model.get_submodule(name.rpartition(".")[0])).__name__)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and parameter.dim() > 1 and parameter.numel()
+        if parameter not in frozen and parameter not in skipped and parameter not in others
+        if any(name.startswith(f"{layer}.") for layer in layers)
+    ]
+    name, numel, kind = max(left, key=lambda of: of[1], default=("", 0, ""))
+    if not frozen and left:
+        raise ValueError(
+            f"quantize: {quantization.method} packs nn.Linear, Conv1D and fused experts, and the frozen matrices in "
+            f"the layers of {type(model).__name__} are of other classes, such as {kind} of {name}; set quantize to none"
+        )
     if not frozen:
         raise ValueError(
             f"quantize: {quantization.method} is for frozen weights, and no matrix in the layers of "
             f"{type(model).__name__} is frozen; train adapters (peft_config=...), freeze weights, or set quantize to "
             "none"
         )
+    if numel > max(parameter.numel() for parameter in frozen) // 2:
+        logger.info("quantize: %s does not pack %s of %s and %d others", quantization.method, name, kind, len(left) - 1)
     return frozen
+
+
+def _module_in_base(name: str) -> str:
+    """The name of a module of a model before it was given adapters."""
+    return re.sub(r"\.base_layer(?=\.|$)", "", name.removeprefix("base_model.model."))
+
+
+def _refuse_unmatched(model: nn.Module, skip: tuple[str, ...]) -> None:
+    """Raise ValueError for a pattern that names no module with weights. What checkpoints and a `BitsAndBytesConfig`
+    skip, to which `experts` belongs, may name modules of other models."""
+    owners = {_module_in_base(name) for name, module in model.named_modules() if [*module.parameters(recurse=False)]}
+    for pattern in () if "experts" in skip else skip:
+        if not any(is_named(name, (pattern,)) for name in owners):
+            names = sorted({_module_in_base(name) for name, _ in model.named_modules()})
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            near = [name for name in names if name.endswith(pattern)] or difflib.get_close_matches(pattern, ends, 1)
+            raise ValueError(
+                f"quantize: skip: {pattern!r} names no module with weights of {type(model).__name__}; give the end of "
+                f"a name, or a regular expression for its beginning{f', such as {near[0]!r}' if near else ''}"
+            )
 
 
 def _form_of(quantization: Quantization, shape: torch.Size, *, is_transposed: bool = False) -> PackedForm:

@@ -7,6 +7,7 @@ checkpoints have the codes and scales of the checkpoint.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
@@ -130,6 +131,14 @@ class Quantization:
             raise ValueError("quantize: int8 has a scale for each row, and no double or block; leave them out")
         if not all(isinstance(name, str) and name for name in self.skip):
             raise ValueError(f"quantize: skip: {list(self.skip)!r} is not allowed; give a list of names of modules")
+        for pattern in self.skip:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"quantize: skip: {pattern!r} is neither the end of a name nor a regular expression ({error}); "
+                    "write the end of a module's name, such as down_proj"
+                ) from None
 
     @classmethod
     def parse(cls, value: object) -> Quantization:

@@ -11,7 +11,7 @@ import torch
 from interrupted_runs import InterruptAfter, interrupt
 from packed_bases import take_decoded
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +30,10 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model
 from hf_lohan.engine.tiers import open_tiers
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint, quantized_as_asked
+from hf_lohan.model.discovery import find_layers
+from hf_lohan.model.experts import find_experts
+from hf_lohan.model.packed_weights import name_in_base, packed_forms
+from hf_lohan.planner import Quantization
 from hf_lohan.planning import lay_out
 from hf_lohan.quantize import values_of
 from hf_lohan.testing.async_device import AsyncDevice
@@ -454,6 +458,61 @@ def test_frozen_weights_that_are_all_skipped_name_skip(tmp_path: Path) -> None:
         offloaded(tmp_path, base, {"method": "nf4", "skip": ["_proj"]}, lora())
 
 
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(", r"skip: '\(' is neither the end of a name nor a regular expression \(missing \)"),
+        ("*", r"skip: '\*' is neither"),
+        ("down_prj", r"skip: 'down_prj' names no module with weights of .*, such as 'down_proj'"),
+        ("layers.1", r"skip: 'layers\.1' names no module with weights of .*, such as 'model\.layers\.1'"),
+    ],
+)
+def test_a_pattern_of_skip_that_names_nothing_is_refused(pattern: str, message: str) -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    with pytest.raises(ValueError, match=message):
+        packed_forms(model, find_layers(model), Quantization(method="nf4", skip=(pattern,)))
+    packed_forms(model, find_layers(model), Quantization(method="nf4", skip=("lm_head", r".*layers\.1", "up_proj")))
+
+
+@pytest.mark.parametrize("kind", ["adapters", "partly frozen", "two dtypes"])
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_experts_that_cannot_stream_are_packed(kind: str, method: str) -> None:
+    model = tiny_model("mixtral").requires_grad_(False)
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    if kind == "partly frozen":
+        for each in experts:
+            each.down_proj.requires_grad_(True)
+    elif kind == "two dtypes":
+        for each in experts:
+            each.down_proj.data = each.down_proj.data.bfloat16()
+    else:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    assert find_experts(model) == {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    packed = {
+        name_in_base(names[parameter])
+        for parameter in packed_forms(model, find_layers(model), Quantization(method=method))
+    }
+    expected = {f"model.layers.{n}.mlp.experts.{part}" for n in range(3) for part in ("gate_up_proj", "down_proj")}
+    assert {name for name in packed if "experts" in name} == {
+        name for name in expected if kind != "partly frozen" or "gate_up" in name
+    }
+
+
+def test_matrices_of_other_classes_are_named() -> None:
+    class OwnLinear(nn.Linear):
+        pass
+
+    model = tiny_model("llama").requires_grad_(False)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OwnLinear
+    with pytest.raises(ValueError, match=r"are of other classes, such as OwnLinear of model\.layers\.0\."):
+        packed_forms(model, find_layers(model), Quantization(method="nf4"))
+    with pytest.raises(ValueError, match="no matrix in the layers of LlamaForCausalLM is frozen"):
+        packed_forms(model.requires_grad_(True), find_layers(model), Quantization(method="nf4"))
+
+
 def test_modules_of_the_setting_and_of_a_quantization_config_are_skipped() -> None:
     config = OffloadConfig.load({"quantize": {"method": "nf4", "double": False, "skip": ["o_proj"]}})
     asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["up_proj"])
@@ -529,7 +588,19 @@ def test_a_checkpoint_of_bitsandbytes_goes_into_the_store_as_it_is(double: bool,
         "bytes of codes for": (codes, saved[codes][: len(saved[codes]) // 2]),
         "has no codes": (codes, None),
     }
-    for message, (name, damaged) in damages.items():
+    key = next(name for name in saved if name.startswith(codes) and "quant_state" in name)
+    state = json.loads(bytes(saved[key].tolist()))
+    changes = [
+        ("packed in another form", {"quant_type": "fp4"}),
+        ("is packed with the shape", {"shape": [state["shape"][0] // 2, 2 * state["shape"][1]]}),
+    ]
+    changes += [("is damaged", change) for change in ({"shape": [64, 0.5]}, {"dtype": None}, {"blocksize": "64"})]
+    if double:
+        changes += [("a finite nested_offset", {"nested_offset": bad}) for bad in (float("nan"), "0.1", None)]
+    told = [(message, json.dumps({**state, **change}).encode()) for message, change in changes]
+    told += [("is damaged", text) for text in (bytes(20), b"[1]", b"\xff{}")]
+    of_states = [(message, (key, torch.tensor(list(text), dtype=torch.uint8))) for message, text in told]
+    for message, (name, damaged) in [*damages.items(), *of_states]:
         tensors = {key: tensor for key, tensor in {**saved, name: damaged}.items() if tensor is not None}
         save_file(tensors, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):

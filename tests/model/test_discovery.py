@@ -14,6 +14,7 @@ from torch import nn
 from hf_lohan.model import DiscoveryError, discover_blocks
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.planner import SizeClass
+from hf_lohan.testing.models import tiny_model
 
 
 def on_meta(architecture: str) -> Any:
@@ -154,3 +155,67 @@ def test_a_block_has_one_dtype() -> None:
         assert {part.parameter.dtype for part in block.slices} == {block.master.working_dtype}
     assert len({block.master.working_dtype for block in blocks}) == 2
     assert {block.master.working_dtype for block in discover_blocks(model, torch.bfloat16).blocks} == {torch.bfloat16}
+
+
+def tied_by_data(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+
+
+def transposed(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj.weight = nn.Parameter(mlp.up_proj.weight.data.t())
+
+
+def with_a_frozen_one(model: Any) -> None:
+    tied_by_data(model)
+    model.lm_head.requires_grad_(False)
+
+
+def overlapping_views(model: Any) -> None:
+    attention, flat = model.model.layers[0].self_attn, torch.zeros(2 * 64 * 64)
+    attention.q_proj.weight = nn.Parameter(flat[: 64 * 64].view(64, 64))
+    attention.o_proj.weight = nn.Parameter(flat[64 * 64 - 1 : -1].view(64, 64))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (tied_by_data, r"model.embed_tokens.weight and lm_head.weight"),
+        (with_a_frozen_one, r"model.embed_tokens.weight and lm_head.weight"),
+        (transposed, r"layers.1.mlp.up_proj.weight and model.layers.1.mlp.down_proj.weight"),
+        (overlapping_views, r"layers.0.self_attn.q_proj.weight and model.layers.0.self_attn.o_proj.weight"),
+    ],
+)
+def test_trained_parameters_in_one_memory_are_refused(change: Any, names: str, device: str) -> None:
+    with torch.device(device):
+        model = tiny_model("llama")
+        change(model)
+    with pytest.raises(ValueError, match=f"{names} have the same memory"):
+        discover_blocks(model)
+
+
+def test_adapters_that_peft_ties_by_memory_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)
+    model = peft.get_peft_model(tiny_model("llama", tie_word_embeddings=True), config)
+    with pytest.raises(
+        ValueError, match=r"embed_tokens\.lora_embedding_A.* and .*lm_head\.lora_B.*ensure_weight_tying"
+    ):
+        discover_blocks(model)
+
+
+def test_parameters_that_divide_one_memory_are_accepted() -> None:
+    """Rows or columns of a fused matrix train apart, and frozen parameters may be equal."""
+    model = tiny_model("llama")
+    for layer, cut in (
+        (model.model.layers[0], lambda w, n: w[n * 64 :][:64]),
+        (model.model.layers[1], lambda w, n: w.t()[:, n * 64 :][:, :64]),
+    ):
+        fused = torch.randn(2 * 64, 64)
+        layer.self_attn.q_proj.weight = nn.Parameter(cut(fused, 0))
+        layer.self_attn.o_proj.weight = nn.Parameter(cut(fused, 1))
+    tied_by_data(model)
+    model.lm_head.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    assert len(discover_blocks(model).layers) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -131,24 +131,14 @@ class WeightSink:
         self._access.write_packed(stored, kind, first, content)
         self._stored_packed.add(stored)
 
-    def store_packed(self, name: str, codes: Tensor, scales: Tensor, shape: Sequence[int]) -> torch.Size:
+    def store_packed(self, name: str, codes: Tensor, scales: Tensor) -> torch.Size:
         """Write a weight that the checkpoint has packed. `store_weight` and `store_rows` then write nothing for it.
-        ``shape``: its shape in the checkpoint. Returns its shape in the model. Raises ValueError if the store does not
-        pack it."""
+        Returns its shape in the model."""
         stored = self._stored_name(name)
-        part = self._access.parts[stored][0][1] if stored in self._access.parts else None
-        if part is None or part.packed is None:
-            raise ValueError(
-                f"{name} is packed in the checkpoint, and hf_lohan packs only matrices in the layers of the model, but "
-                "no routers; use the checkpoint from before it was packed, with quantize: nf4"
-            )
-        expected = tuple(part.shape) if part.packed.takes_rows else tuple(reversed(part.shape))
-        if tuple(shape) != expected:
-            raise ValueError(f"{name} is packed with the shape {tuple(shape)}, and the model expects {expected}")
         self._access.write_packed(stored, "codes", 0, codes)
         self._access.write_packed(stored, "scales", 0, scales)
         self._stored_packed.add(stored)
-        return part.shape
+        return self._access.parts[stored][0][1].shape
 
     def _stored_name(self, name: str) -> str:
         """Return the stored name of a weight; an empty name for a weight that stays in memory."""
@@ -296,6 +286,8 @@ def from_pretrained(
         owners=owners_as_stored(skeleton, config, links_to_other_ranks()),
     )
     layout = lay_out_for_this(skeleton)
+    if packed is not None:
+        packed.check_shapes(layout.blocks, names)
     # With bf16=True a float16 checkpoint keeps its number of bytes when it is saved.
     saved_dtypes = dtypes_to_save(layout, config.save_dtype, {} if was_float16 else dtypes_of(skeleton))
     checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())

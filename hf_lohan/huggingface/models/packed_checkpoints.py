@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from hf_lohan.huggingface.models.quantized_checkpoints import (
     quantization_of,
     without_quantization,
 )
-from hf_lohan.model import dtype_name
+from hf_lohan.model import Block, dtype_name
 from hf_lohan.model.packed_weights import is_named
 from hf_lohan.planner import Quantization
 from hf_lohan.planner.quantization import PACKED_METHODS, SCALES_PER_SCALE
@@ -116,7 +116,12 @@ class PackedCheckpoint:
         self._compute_dtype = fields.get("bnb_4bit_compute_dtype")
         self._names = names
         self._dtype = torch.float32
-        self._form = self._form_of(self._parts_by_name(tensors)[self._packed_names[0]], fields["bnb_4bit_quant_type"])
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        name = self._packed_names[0]
+        state = self._state_of(name, self._parts_by_name(tensors)[name])
+        is_double, block = "nested_blocksize" in state, state["blocksize"]
+        method = fields["bnb_4bit_quant_type"]
+        self._form = Quantization.parse({"method": method, "double": is_double, "block": block})
 
     def settings(self, config: OffloadConfig, dtype: torch.dtype) -> OffloadConfig:
         """Return the settings with `quantize` as the checkpoint has it. Raises ValueError if they ask for another form,
@@ -142,17 +147,35 @@ class PackedCheckpoint:
             for name, parts in self._parts_by_name(tensors).items():
                 state, _ = self._scales_of(name, parts)
                 self._check_codes(name, tensors[name], state)
+                self._shapes[name] = tuple(state["shape"])
         dense = tuple(name.removesuffix(".weight") for name, is_packed in self._names.items() if not is_packed)
         return replace(config, quantize=replace(self._form, skip=(*dense, FUSED_EXPERTS)))
+
+    def check_shapes(self, blocks: Iterable[Block], names: Mapping[str, str]) -> None:
+        """Raise ValueError if the store does not pack a packed weight, or expects another shape. ``names``: the stored
+        names of the model's weights. Call this after `settings`."""
+        parts = {part.name: part for block in blocks for part in block.packed_slices}
+        for name, shape in self._shapes.items():
+            part = parts.get(names.get(name, ""))
+            if part is None or part.packed is None:
+                raise ValueError(
+                    f"{name} is packed in the checkpoint, and hf_lohan packs only matrices in the layers of the model, "
+                    "but no routers; use the checkpoint from before it was packed, with quantize: nf4"
+                )
+            expected = tuple(part.shape) if part.packed.takes_rows else tuple(reversed(part.shape))
+            if shape != expected:
+                raise ValueError(
+                    f"{name} of {str(self._path)!r} is packed with the shape {shape}, and the model expects {expected}"
+                )
 
     def store_packed(self, store: Callable[..., torch.Size], tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Give packed weights to ``store``. Returns ``tensors`` with zeros without memory in their places."""
         parts_by_name = self._parts_by_name(tensors)
         found = {key: source for key, source in tensors.items() if _weight_of(key) not in parts_by_name}
         for name, parts in parts_by_name.items():
-            state, scales = self._scales_of(name, parts)
+            _, scales = self._scales_of(name, parts)
             codes = tensors[name][...].reshape(-1).view(torch.uint8)
-            shape = store(name, codes, scales, state["shape"])
+            shape = store(name, codes, scales)
             found[name] = torch.zeros((), dtype=self._dtype).expand(shape)
         return found
 
@@ -177,29 +200,37 @@ class PackedCheckpoint:
         if self._form.codes_bytes(numel) != num_bytes:
             raise ValueError(f"{name} of {str(self._path)!r} has {num_bytes} bytes of codes for {numel} weights")
 
-    def _form_of(self, parts: Mapping[str, Any], method: str) -> Quantization:
-        state = self._state_of(parts)
-        return Quantization.parse(
-            {"method": method, "double": "nested_blocksize" in state, "block": state["blocksize"]}
-        )
-
-    def _state_of(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+    def _state_of(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields in which bitsandbytes describes a packed weight. Raises ValueError if they are no such fields."""
         key = next((key for key in parts if key.startswith(_STATE)), None)
         if key is None:
-            raise ValueError(f"a weight of {str(self._path)!r} has no {_STATE}: the checkpoint is cut short")
-        state: dict[str, Any] = json.loads(bytes(parts[key][...].tolist()))
+            raise ValueError(f"{name} of {str(self._path)!r} has no {_STATE}: the checkpoint is cut short")
+        try:
+            state: dict[str, Any] = json.loads(bytes(parts[key][...].tolist()))
+            is_right = math.isfinite(state.get("nested_offset", 0.0)) and isinstance(state["quant_type"], str)
+            sizes = (*state["shape"], state["blocksize"], state.get("nested_blocksize", 1))
+            is_right &= isinstance(state["dtype"], str) and all(type(size) is int and size > 0 for size in sizes)
+            is_right &= ("nested_offset" in state) == ("nested_blocksize" in state)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            is_right = False
+        if not is_right:
+            raise ValueError(
+                f"{key} of {name} of {str(self._path)!r} is damaged: it needs a shape, blocksize, dtype, quant_type "
+                "and, for nested scales, a finite nested_offset; download it again"
+            )
         return state
 
     def _scales_of(self, name: str, parts: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
         """The state of a weight, and the stored bytes of its scales. Raises ValueError if they are not what the form of
         the checkpoint needs."""
-        state, form = self._state_of(parts), self._form
+        state, form = self._state_of(name, parts), self._form
         numel = math.prod(state["shape"])
         needed = ["absmax", "quant_map", *(["nested_absmax", "nested_quant_map"] if form.double else [])]
         if missing := [part for part in needed if part not in parts]:
             raise ValueError(f"{name} of {str(self._path)!r} has no {missing[0]}: the checkpoint is cut short")
         read = {part: parts[part][...].reshape(-1) for part in needed}
-        is_of_form = state["blocksize"] == form.block and torch.equal(read["quant_map"], values_of(form.method))
+        is_of_form = (state["quant_type"], state["blocksize"]) == (form.method, form.block)
+        is_of_form &= torch.equal(read["quant_map"], values_of(form.method))
         if form.double:
             maps = torch.equal(read["nested_quant_map"], scale_values(torch.device("cpu")))
             is_of_form &= maps and state.get("nested_blocksize") == SCALES_PER_SCALE
