@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.activations import anchor_name
 from hf_lohan.activations.chunked_norms import ChunkedNorm
 from hf_lohan.activations.layer_frame import is_random
 from hf_lohan.activations.layer_runs.layer_run import ChunkFrames, LayerInputs, LayerRun, RunInChunks
+from hf_lohan.activations.layer_runs.module_state import ModuleState
 from hf_lohan.activations.token_ranges import NotCuttableError, TokenRange, cut_batch
 from hf_lohan.compat.module_state import state_kept
 from hf_lohan.compat.torch_private import TorchDispatchMode, schema_of
@@ -31,26 +31,47 @@ _NUM_TRIED = 8
 """Tokens of the trial that compares a layer in two chunks with the whole layer."""
 
 
-class _RandomOperations(TorchDispatchMode):
-    """Finds operations that draw random numbers."""
+class _EvenDraws(TorchDispatchMode):
+    """Replaces random numbers by equal ones, so that the outputs of two runs can be compared."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
+        self.shapes: list[torch.Size] = []
+        """Shapes of what was drawn."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_random(func) and (anchor_name(func) is None or _dropout_of(func, args, kwargs) > 0):
-            self.found = True
-        return func(*args, **kwargs)
+        if not is_random(func):
+            return func(*args, **kwargs)
+        schema = schema_of(func)
+        if len(schema.returns) > 1:  # a kernel with dropout; attention's are marked as random even without it
+            names = [argument.name for argument in schema.arguments]
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+            name = "dropout_p" if "dropout_p" in names else "p"
+            dropout = kwargs.get(name, 0.0)
+            first, *rest = func(**{**kwargs, name: 0.0})
+            self.shapes += [first.shape] if dropout > 0 else []
+            return first, *rest
+        drawn = func(*args, **kwargs)
+        if not drawn.is_floating_point() and drawn.dtype != torch.bool:
+            raise NotCuttableError("draws random indices")
+        self.shapes.append(drawn.shape)
+        return drawn.fill_(0.5)
 
 
-def _dropout_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the dropout of an attention kernel, which is marked as random even without dropout."""
-    for position, argument in enumerate(schema_of(operation).arguments):
-        if argument.name == "dropout_p":
-            return float(kwargs.get("dropout_p", args[position] if position < len(args) else 0.0))
-    return 1.0
+def _draws_for_tokens(whole: Sequence[torch.Size], parts: Sequence[torch.Size], shares: Sequence[float]) -> bool:
+    """Return whether each draw is for tokens, and not for rows or layers. ``whole``: shapes of the draws for all
+    tokens. ``parts``: those for some tokens after each other, which are these shares of all."""
+
+    def is_for_tokens(of_all: torch.Size, of_part: torch.Size, share: float) -> bool:
+        return len(of_all) == len(of_part) and any(
+            part < size and part == round(size * share) for size, part in zip(of_all, of_part, strict=True)
+        )
+
+    expected = [(shape, share) for share in shares for shape in whole]
+    return len(parts) == len(expected) and all(
+        is_for_tokens(of_all, of_part, share) for (of_all, share), of_part in zip(expected, parts, strict=True)
+    )
 
 
 class SharedRows(Protocol):
@@ -68,6 +89,7 @@ class SharedRows(Protocol):
         chunked: ChunkedLayer,
         inputs: LayerInputs,
         groups: Sequence[Sequence[TokenRange]],
+        state: ModuleState,
         *,
         has_frames: bool,
     ) -> LayerRun:
@@ -122,7 +144,7 @@ class ChunkedLayer:
         inputs, hidden, groups = run
         shared = self.shared_rows()
         make_run = LayerRun if shared is None else shared.make_run
-        layer_run = make_run(self, inputs, groups, has_frames=torch.is_grad_enabled())
+        layer_run = make_run(self, inputs, groups, ModuleState(self.layer), has_frames=torch.is_grad_enabled())
         output, *recorded = RunInChunks.apply(layer_run, hidden, *layer_run.trained)  # type: ignore[no-untyped-call]
         inputs.add_recorded(list(zip(layer_run.recorded_names, recorded, strict=True)))
         self._on_cut()
@@ -203,7 +225,7 @@ class ChunkedLayer:
         if hidden is not None and hidden.dim() == 3 and hidden.shape[1] == shared.num_tokens:
             case = True, any(module.training for module in self.layer.modules())
             if case not in self._reasons:
-                self._reasons[case] = self._find_reason(hidden, inputs, within_rows=True)
+                self._reasons[case] = self._find_reason(hidden, inputs, within_rows=True, may_draw=False)
             reason = self._reasons[case]
         if hidden is None or reason is not None:
             raise ValueError(
@@ -213,11 +235,11 @@ class ChunkedLayer:
         return inputs, hidden, shared.cut(hidden.shape[0], self._chunk_tokens())
 
     def _find_reason(
-        self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, on_paper: bool = False
+        self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, may_draw: bool = True, on_paper: bool = False
     ) -> str | None:
         try:
             inputs.refuse(within_rows=within_rows)
-            self._try(hidden, inputs, within_rows=within_rows, on_paper=on_paper)
+            self._try(hidden, inputs, within_rows=within_rows, may_draw=may_draw, on_paper=on_paper)
         except NotCuttableError as error:
             self._log(str(error))
             return str(error)
@@ -229,9 +251,10 @@ class ChunkedLayer:
             _logged.add((type(self.layer), reason))
             logger.info(message, type(self.layer).__name__, self.name, reason)
 
-    def _try(self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, on_paper: bool) -> None:
-        """Raise NotCuttableError if the layer's outputs for some tokens differ when it runs in two chunks. On paper
-        there are no values to compare."""
+    def _try(self, hidden: Tensor, inputs: LayerInputs, *, within_rows: bool, may_draw: bool, on_paper: bool) -> None:
+        """Raise NotCuttableError if the layer's outputs for some tokens differ when it runs in two chunks, if it draws
+        random numbers for something else than tokens, or if it changes its tensors. On paper there are no values to
+        compare."""
         num_rows, length = hidden.shape[0], min(hidden.shape[1], _NUM_TRIED)
         rows, tokens = (1, length) if within_rows else (min(2, num_rows), length)
         whole = [[TokenRange(0, rows, 0, tokens)]]
@@ -244,10 +267,24 @@ class ChunkedLayer:
             # Small hidden states, because layers normalize them and add to them.
             tried = torch.randn(rows, tokens, hidden.shape[2], generator=generator).to(hidden) * 0.01
             kept = state_kept(self.layer, hidden.device)
-        with kept, torch.no_grad(), _RandomOperations() as random:
+
+        def run(groups: Sequence[Sequence[TokenRange]]) -> tuple[Tensor, list[torch.Size]]:
+            with torch.no_grad(), _EvenDraws() as draws:
+                output = LayerRun(self, inputs, groups).forward(tried)[0]
+            return output, draws.shapes
+
+        def unchanged(groups: Sequence[Sequence[TokenRange]]) -> tuple[Tensor, list[torch.Size]]:
+            state = ModuleState(self.layer)
+            with state.restored():
+                found = run(groups)
+                if (name := state.changed_tensor()) is not None:
+                    raise NotCuttableError(f"changes {name}")
+            return found
+
+        with kept:
             try:
-                first = LayerRun(self, inputs, whole).forward(tried)[0]
-                second = LayerRun(self, inputs, halves).forward(tried)[0]
+                first, drawn = (run if on_paper else unchanged)(whole)
+                second, drawn_again = (run if on_paper else unchanged)(halves)
             except NotCuttableError:
                 raise
             except (AttributeError, NotImplementedError, TypeError) as error:
@@ -256,8 +293,11 @@ class ChunkedLayer:
                 if type(error) is not RuntimeError:  # memory or the device failed
                     raise
                 raise NotCuttableError(f"does not compute a part of its inputs ({error})") from error
-        if random.found:
+        if drawn and not may_draw:
             raise NotCuttableError("draws random numbers")
+        sizes = [(chunk.last_row - chunk.first_row) * (chunk.stop - chunk.start) for group in halves for chunk in group]
+        if not _draws_for_tokens(drawn, drawn_again, [size / (rows * tokens) for size in sizes]):
+            raise NotCuttableError("draws random numbers for more than a token")
         if on_paper:
             return
         change = (first - tried).float().norm()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.activations.layer_runs.module_state import ModuleState
 from hf_lohan.activations.token_ranges import TokenRange, cut_batch
 from hf_lohan.compat.torch_private import own_parameters, put_parameter
 
@@ -60,7 +61,7 @@ class ChunkedNorm:
         groups = cut_batch(hidden.shape[0], hidden.shape[1], chunk_tokens)
         chunks = [tokens for group in groups for tokens in group]
         parameters = dict(own_parameters(self._norm))
-        run = _NormRun(self, tuple(parameters), chunks)
+        run = _NormRun(self, ModuleState(self._norm), tuple(parameters), chunks)
         return _InChunks.apply(run, hidden, *parameters.values())  # type: ignore[no-untyped-call]
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +86,12 @@ class ChunkedNorm:
 class _NormRun:
     """One forward of a norm in chunks."""
 
-    def __init__(self, norm: ChunkedNorm, names: Sequence[str], chunks: Sequence[TokenRange]) -> None:
+    def __init__(
+        self, norm: ChunkedNorm, state: ModuleState, names: Sequence[str], chunks: Sequence[TokenRange]
+    ) -> None:
         self.norm = norm
+        self.state = state
+        """The norm's state before the forward."""
         self.names = names
         self._chunks = chunks
         self.autocast_state: tuple[str, torch.dtype, bool] | None = None
@@ -138,6 +143,7 @@ class _InChunks(torch.autograd.Function):
         kind, dtype, is_enabled = run.autocast_state
         with (
             torch.autocast(kind, dtype=dtype, enabled=is_enabled),
+            run.state.restored(),
             run.norm.with_parameters(dict(zip(run.names, leaves, strict=True))),
         ):
             for tokens in run:

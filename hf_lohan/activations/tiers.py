@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.activations.layer_frame import LayerFrame
+from hf_lohan.activations.layer_runs.module_state import repeatable
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, num_bytes_of
 from hf_lohan.compat.torch_private import tree_leaves
@@ -104,8 +105,10 @@ class ActivationTiers:
         if layer is not None and layer in self.run_whole:  # also when it is run again, after chunks were decided
             function = partial(self.run_whole[layer], function)
         name = self._layer_names.get(layer) if layer is not None else None
-        is_plain = name is None or (self._trace is None and not self._placements.get(name))
-        if name is None or is_plain or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return function(*args)
+        function = repeatable(function, layer, name or type(layer or function).__name__)
+        if name is None or (self._trace is None and not self._placements.get(name)):
             return checkpoint(function, *args, use_reentrant=False)
         frame = LayerFrame(
             name,

@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.checkpoint import CheckpointError
 
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_adam_: Callable[..., None] = torch._fused_adam_
@@ -201,6 +203,23 @@ def call_behind_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+@contextmanager
+def checkpoint_errors_as(told: Callable[[str], Exception]) -> Iterator[None]:
+    """Have the backward of what runs in this context raise ``told(reason)`` instead of torch's `CheckpointError`. This
+    is the context of a checkpoint's forward."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def unpack_or_tell(saved: Any) -> Any:
+        try:
+            return unpack(saved)
+        except CheckpointError as error:
+            lines = str(error).removeprefix("torch.utils.checkpoint: ").splitlines()
+            raise told(lines[0].rstrip(".")) from error
+
+    with saved_tensors_hooks(pack, unpack_or_tell):
+        yield
+
+
 def is_in_backward() -> bool:
     """Return whether autograd is calling this thread's code, in a backward or a recomputation."""
     return int(torch._C._current_graph_task_id()) != -1
@@ -222,6 +241,16 @@ def has_gradient_hook(tensor: Tensor) -> bool:
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) pairs of a module without its children. A tied parameter occurs under each name."""
     return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def children_of(module: nn.Module) -> list[nn.Module]:
+    """Return the children of a module. One that has several names occurs under each."""
+    return [child for child in module._modules.values() if child is not None]
+
+
+def table_of_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict in which a module keeps its parameters without those of its children."""
+    return module._parameters
 
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -246,6 +275,22 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 # Attention.
+
+
+def attention_kernels() -> list[SDPBackend]:
+    """Return the kernels that `scaled_dot_product_attention` may use, the preferred ones first."""
+    kernels: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
+    return kernels
+
+
+@contextmanager
+def using_attention_kernels(kernels: list[SDPBackend]) -> Iterator[None]:
+    """Have `scaled_dot_product_attention` use these kernels within this context."""
+    if kernels == attention_kernels():
+        yield
+        return
+    with sdpa_kernel(kernels, set_priority=True):
+        yield
 
 
 def attention_after(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations.layer_frame import LayerFrame, StoredTensor
+from hf_lohan.activations.layer_runs.module_state import ModuleState, RandomNumbers
 from hf_lohan.activations.token_ranges import ChunkKeys, Empty, NotCuttableError, TokenRange, new_empty
 from hf_lohan.compat.torch_private import own_parameters, put_parameter
 
@@ -74,10 +75,18 @@ class LayerRun:
         layer: CutLayer,
         inputs: LayerInputs,
         groups: Sequence[Sequence[TokenRange]],
+        state: ModuleState | None = None,
         *,
         has_frames: bool = False,
     ) -> None:
+        """``state``: the state before the forward, which all chunks read. Without it, as in a trace, chunks read what
+        earlier ones have left."""
         self._layer = layer
+        self._state = state
+        self._has_run = False
+        """Whether a chunk has run, which leaves the state as a forward of the whole layer does."""
+        self._random: dict[TokenRange, RandomNumbers] = {}
+        """By chunk, the random numbers before its forward."""
         self._has_frames = has_frames
         self._empty: Empty = layer.frames.empty if has_frames else new_empty
         self._inputs = inputs
@@ -143,10 +152,19 @@ class LayerRun:
     ) -> list[Tensor]:
         """Return a chunk's output and what was recorded, [rows, tokens, ...]. ``only_keys``: run the layer only until
         ``cache`` has its keys, and return nothing."""
-        with _without_checkpointing(self._layer.layer), self._inputs.recording() as named:
+        with contextlib.ExitStack() as stack:
+            if self._state is not None and (self._has_run or only_keys):
+                stack.enter_context(self._state.restored())
+            if tokens in self._random:
+                stack.enter_context(self._random[tokens].again())
+            elif self._has_frames:
+                self._random[tokens] = RandomNumbers(hidden)
+            stack.enter_context(_without_checkpointing(self._layer.layer))
+            named = stack.enter_context(self._inputs.recording())
             output = self._inputs.call(self._layer.whole, hidden, tokens, cache, only_keys=only_keys)
         if only_keys:
             return []
+        self._has_run = True
         if cache is not None and not cache.num_updates:
             raise NotCuttableError("has no keys and values")
         first = output[0] if isinstance(output, tuple | list) and output else output

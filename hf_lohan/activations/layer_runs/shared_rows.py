@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.activations.layer_runs.layer_run import CutLayer, LayerInputs, LayerRun
+from hf_lohan.activations.layer_runs.module_state import ModuleState
 from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, RowPieces, TokenRange
 from hf_lohan.device import Device
 from hf_lohan.ranks import RowLinks
@@ -42,9 +43,15 @@ class RowsOfRanks:
         return self.pieces.cut(num_rows, chunk_tokens)
 
     def make_run(
-        self, layer: CutLayer, inputs: LayerInputs, groups: Sequence[Sequence[TokenRange]], *, has_frames: bool
+        self,
+        layer: CutLayer,
+        inputs: LayerInputs,
+        groups: Sequence[Sequence[TokenRange]],
+        state: ModuleState,
+        *,
+        has_frames: bool,
     ) -> SharedRun:
-        return SharedRun(layer, inputs, groups, self, has_frames=has_frames)
+        return SharedRun(layer, inputs, groups, state, self, has_frames=has_frames)
 
 
 def row_memory_bytes(numel: int, itemsize: int, num_ranks: int) -> int:
@@ -195,11 +202,12 @@ class SharedRun(LayerRun):
         layer: CutLayer,
         inputs: LayerInputs,
         groups: Sequence[Sequence[TokenRange]],
+        state: ModuleState,
         rows: RowsOfRanks,
         *,
         has_frames: bool,
     ) -> None:
-        super().__init__(layer, inputs, groups, has_frames=has_frames)
+        super().__init__(layer, inputs, groups, state, has_frames=has_frames)
         self._rows = rows
         self._name = layer.name
 
