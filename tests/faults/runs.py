@@ -73,6 +73,7 @@ class Run:
     chunked_layers: int | Literal["auto"] = "auto"
     commit_every: int = 1
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
+    bf16: bool = False
     insists: bool = False
     """Ask for a resume even if no commit exists."""
     rank: int = 0
@@ -185,6 +186,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         save_strategy="steps" if run.save_steps else "no",
         save_steps=run.save_steps or 500,
         save_total_limit=2,
+        bf16=run.bf16,
         report_to=[],
         disable_tqdm=True,
         seed=0,
@@ -194,6 +196,8 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
     rows = [{key: value[0] for key, value in batch.items()} for batch in batches]
     overrides = {"dropout": 0.1} if run.family == "opt" else {}
     model = tiny_model(run.family, num_layers=run.num_layers, **overrides)
+    if run.bf16:  # of the values of float16 every 16th is a master that needs a tie code
+        model = model.half().float()
     offload = {
         **SMALL_BUDGETS,
         "cpu_memory": run.cpu_memory,

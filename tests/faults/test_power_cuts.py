@@ -51,8 +51,9 @@ def train(run: Run, disk: RecordedDisk | None = None) -> Outcome:
         Run(num_steps=6),
         Run(num_steps=9, commit_every=2, cpu_memory="64MiB"),
         Run(family="mixtral", num_steps=6, commit_every=2, cpu_memory="7MiB"),
+        Run(num_steps=6, bf16=True),
     ],
-    ids=["each-step", "all-records-in-ram", "experts-one-by-one"],
+    ids=["each-step", "all-records-in-ram", "experts-one-by-one", "bfloat16"],
 )
 def test_cut_at_random_calls(run: Run, undisturbed: Callable[[Run], Outcome], ram_folder: Path, tmp_path: Path) -> None:
     whole = undisturbed(run)
