@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from hf_lohan.files.directories import temporary_folder
 
 _FILE_STEM = "epoch_rng_state"
 _STOCK_STEM = "rng_state"
@@ -34,7 +35,7 @@ class EpochRandomNumbers:
     def begin_epoch(self, *, is_rest: bool) -> None:
         """Save or restore the state before an epoch's order is drawn. ``is_rest``: whether the epoch was resumed."""
         resumed, self._resumed = self._resumed, None
-        with tempfile.TemporaryDirectory() as folder:
+        with temporary_folder() as folder:
             path = Path(folder, self._stock_name)
             if resumed is not None and is_rest and self._content:
                 path.write_bytes(self._content)

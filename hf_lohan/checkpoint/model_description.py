@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import errno
 import json
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_lohan.compat.torch_private import persistent_buffers
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.files import write_failure
+from hf_lohan.files.directories import temporary_folder
 from hf_lohan.model import base_of, dtype_name
 
 FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
 MODEL_FORMAT_VERSION = 1
 """Version of the format of the file `FACTS_NAME`."""
-_CONFIGS_BYTES = 64 << 10
-"""Approximate size of a model's configs."""
 
 
 def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> dict[str, bytes]:
     """Return the content of each file by name: class, configs, adapters, persistent buffers and tokenizer. Raises
-    `CapacityError` or `StorageError` if they cannot be written to a temporary folder."""
-    buffers = _persistent_buffers(model)
-    needed_bytes = sum(tensor.nbytes for tensor in buffers.values()) + _CONFIGS_BYTES
-    with tempfile.TemporaryDirectory(prefix="lohan-") as name, _write_failures(Path(name), needed_bytes):
+    `DiskFullError` if they do not fit a temporary folder."""
+    with temporary_folder() as name:
         folder = Path(name)
-        _write_description(model, engine, folder, buffers)
+        _write_description(model, engine, folder, _persistent_buffers(model))
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -96,17 +88,6 @@ def _write_description(model: Any, engine: OffloadEngine, folder: Path, buffers:
     if layout.other_rules:
         facts["optimizers"] = layout.other_rules
     (folder / FACTS_NAME).write_text(json.dumps(facts, indent=1))
-
-
-@contextlib.contextmanager
-def _write_failures(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Raise errors of writing as `CapacityError` or `StorageError` that say how many bytes were needed."""
-    try:
-        yield
-    except OSError as error:
-        raise write_failure(str(folder), needed_bytes, error) from error
-    except SafetensorError as error:  # safetensors raises this when the disk is full
-        raise write_failure(str(folder), needed_bytes, OSError(errno.ENOSPC, str(error))) from error
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

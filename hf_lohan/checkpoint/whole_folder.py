@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_lohan.files import CapacityError, StorageError
-from hf_lohan.files.directories import make_folders, no_room
-from hf_lohan.files.errors import NO_ROOM
+from hf_lohan.files.directories import is_disk_full, make_folders, no_room
+from hf_lohan.files.errors import DiskFullError
 from hf_lohan.ranks import Links
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,6 @@ logger = logging.getLogger(__name__)
 UNFINISHED_NAME = "_unfinished_checkpoint"
 """Name that is not a checkpoint's. Pushes to the Hub leave out names with a leading underscore."""
 _REPLACED_NAME = "replaced"
-_DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
-"""Texts in errors of the safetensors library about a full disk, which are not of type OSError."""
-_TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
-"""Texts in errors of `torch.save` after a failed write."""
-_FULL_BELOW_BYTES = 1 << 20
 _SEEN_WITHIN_S = 30.0
 _LOOK_S = 0.1
 
@@ -66,8 +61,8 @@ def unfinished_checkpoint(
         written_bytes = sum(path.lstat().st_size for path in (unfinished / name).rglob("*") if path.is_file())
         with suppress(OSError):
             remove_unfinished(run_dir, unfinished_name)
-        is_clear = isinstance(error, StorageError | CapacityError) or not isinstance(error, Exception)
-        if is_clear or not _is_disk_full(error, left_bytes):
+        is_clear = isinstance(error, StorageError | CapacityError) and not isinstance(error, DiskFullError)
+        if is_clear or not isinstance(error, Exception) or not is_disk_full(error, left_bytes):
             raise
         raise StorageError(
             "cannot save the checkpoint",
@@ -157,14 +152,3 @@ def _sync(path: str | Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def _is_disk_full(error: BaseException | None, left_bytes: int) -> bool:
-    texts = _DISK_FULL_TEXTS + (_TORCH_WRITE_TEXTS if left_bytes < _FULL_BELOW_BYTES else ())
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            return True
-        if any(text in str(error) for text in texts):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

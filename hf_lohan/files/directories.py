@@ -6,16 +6,21 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_lohan.files.errors import INODES, NO_ROOM, CapacityError, Shortfall, StorageError
+from hf_lohan.files.errors import INODES, NO_ROOM, CapacityError, DiskFullError, Shortfall, StorageError
 
 SECTOR_BYTES = 4096
 """Alignment of every address, offset and length of data file I/O, which is enough for all common devices."""
 _ROOM = "free space (or quota)"
+_DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
+"""Texts in errors of the safetensors library about a full disk, which are not of type OSError."""
+_TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
+"""Texts in errors of `torch.save` after a failed write."""
+_FULL_BELOW_BYTES = 1 << 20
 _ADVICE = "choose a directory that this user can write, or fix its permissions"
 
 
@@ -98,6 +103,46 @@ def no_room(path: str, needed_bytes: int) -> Shortfall:
     return Shortfall(path, needed_bytes, 0, _ROOM)
 
 
+def is_disk_full(error: BaseException | None, left_bytes: int) -> bool:
+    """Return whether a full disk is a cause of the error of any library. ``left_bytes``: the bytes that are free."""
+    texts = _DISK_FULL_TEXTS + (_TORCH_WRITE_TEXTS if left_bytes < _FULL_BELOW_BYTES else ())
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        if any(text in str(error) for text in texts):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def disk_full_named(problem: str, path: str | Path, advice: str) -> Iterator[None]:
+    """In this context replace errors of a full disk, which do not name the file, by a `DiskFullError` that names
+    ``path``."""
+    try:
+        yield
+    except (StorageError, CapacityError):
+        raise
+    except Exception as error:
+        left_bytes = no_room(str(path), 0).available_bytes
+        if not is_disk_full(error, left_bytes):
+            raise
+        raise DiskFullError(
+            problem, path=str(path), errno=errno.ENOSPC, advice=f"{left_bytes:,} bytes are free; {advice}"
+        ) from error
+
+
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Yield a new folder that is removed at the end of the context. A full disk raises `DiskFullError`."""
+    advice = "free space there, or set TMPDIR to a folder on another drive"
+    with (
+        disk_full_named("cannot write to the folder of temporary files", tempfile.gettempdir(), advice),
+        tempfile.TemporaryDirectory(prefix="lohan-") as folder,
+    ):
+        yield folder
+
+
 def occupied_bytes(path: str, file_names: Sequence[str]) -> int:
     """Return the bytes that the existing files of these names take in a directory."""
     files = (os.path.join(path, name) for name in file_names)
@@ -143,7 +188,12 @@ def _nearest_existing(path: str) -> str:
 def _require_writable(path: str) -> None:
     nearest = _nearest_existing(path)
     if not os.path.isdir(nearest):
-        raise _unwritable(path, errno.ENOTDIR)
+        advice = f"{nearest} is a file; choose a directory, or move the file"
+        raise _unwritable(path, errno.ENOTDIR, advice)
+    below = os.path.join(nearest, os.path.relpath(path, nearest).partition(os.sep)[0])
+    if os.path.islink(below) and not os.path.exists(below):
+        target = f"{below} is a link to {os.readlink(below)}, which does not exist"
+        raise _unwritable(path, errno.ENOENT, f"{target}; create or mount it, or choose another directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
         read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
         raise _unwritable(path, errno.EROFS if read_only else errno.EACCES)
@@ -172,5 +222,5 @@ def _cannot_make(path: str, error: OSError) -> Exception:
     return _unwritable(path, error.errno)
 
 
-def _unwritable(path: str, code: int | None) -> StorageError:
-    return StorageError("cannot use the ssd path", path=path, errno=code, advice=_ADVICE)
+def _unwritable(path: str, code: int | None, advice: str = _ADVICE) -> StorageError:
+    return StorageError("cannot use the ssd path", path=path, errno=code, advice=advice)

@@ -30,6 +30,10 @@ class StorageError(OSError):
         return self.message
 
 
+class DiskFullError(StorageError):
+    """A file of another library, whose size is not known, did not fit."""
+
+
 class CorruptionError(StorageError):
     """Bytes that were read differ from those that were written. Names block, record, path and offset."""
 

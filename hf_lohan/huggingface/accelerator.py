@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -381,7 +382,8 @@ class Accelerator(OffloadAwareAccelerator):
         elif saves_itself(model) or is_of_diffusers(model):
             model.save_pretrained(save_directory, **kwargs)
         else:
-            save_together(StoredModel.from_engine(engine), lambda stored: save_shards(stored, save_directory, **kwargs))
+            save = functools.partial(save_shards, folder=save_directory, **kwargs)
+            save_together(StoredModel.from_engine(engine), save_directory, save)
 
     def end_training(self) -> None:
         """Same as in accelerate. Also end the record that `lohan report` reads. It is the folder `lohan/` in the

@@ -7,7 +7,6 @@ import functools
 import importlib
 import logging
 import os
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from transformers import trainer as stock_module
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.files.directories import temporary_folder
 from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import launched_with, num_offloaded
 from hf_lohan.huggingface.launch import launch_offloaded
@@ -132,7 +132,7 @@ class _OffloadingLauncher:
                 "program as one process, and pass --num_processes to the program itself"
             )
         self.has_launched = True
-        with tempfile.TemporaryDirectory() as folder:
+        with temporary_folder() as folder:
             file = Path(folder) / "lohan.yaml"
             file.write_text(yaml.safe_dump(self._config.to_dict()), encoding="utf-8")
             launch_offloaded(options, ["--offload", str(file)])

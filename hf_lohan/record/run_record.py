@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,9 @@ class RunRecord:
         }
         self._write(SUMMARY_NAME, {**self.figures(), **facts, **self._prediction()})
         if self._plan is not None and self._plan.first is not None and self._plan.now is not None:
-            self._write(PLAN_NAME, self._plan.first.plan.to_mapping())
+            # The tokens of a chunk may be decided after the first plan.
+            chunk_tokens = self._plan.first.plan.chunk_tokens or self._plan.chunk_tokens
+            self._write(PLAN_NAME, replace(self._plan.first.plan, chunk_tokens=chunk_tokens).to_mapping())
             if self._plan.now is not self._plan.first:
                 self._write(CORRECTED_PLAN_NAME, self._plan.now.plan.to_mapping())
 

@@ -5,17 +5,28 @@ its last committed step, to the bit."""
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from processes import Child, finish
 from runs import FAILED, Mishap, Outcome, Run, assert_same, read_outcome
-from small_file_system import MIB, small_file_system, take_ballast_away
+from safetensors.torch import save_file
+from small_file_system import MIB, fill, small_file_system, take_ballast_away
+from transformers import TrainerCallback, TrainingArguments
 from write_calls import WriteCall
 
 import hf_lohan
+from hf_lohan.files import StorageError
+from hf_lohan.files.directories import temporary_folder
+from hf_lohan.huggingface.models.saving import StoredModel
+from hf_lohan.huggingface.models.state_dicts import save_state_dict
+from hf_lohan.testing.models import tiny_batch, tiny_model
 
 RUN = Run(family="opt", num_steps=6, save_steps=2)
 NUM_INSTANTS = 20
@@ -23,7 +34,7 @@ NEEDED_AND_FREE = re.compile(
     r"needs [\d,]+ bytes.* (free space|capacity)[^;]* is [\d,]+ bytes"
     r"|needs [\d,]+ bytes and [\d,]+ are left"
     # The sizes of other libraries' files are unknown; the error tells how far the write got.
-    r"|after [\d,]+ bytes of it [\d,]+ were left"
+    r"|[\d,]+ bytes of it were written and [\d,]+ bytes were free"
 )
 
 
@@ -80,3 +91,60 @@ def test_a_store_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Pa
         check_free_space_error(child.error, disk)
         assert not child.num_reports("stepped")
         assert not list(disk.glob("**/*.bin")), "the refused store left files"
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda tensor, path: path.write_bytes(tensor.numpy().tobytes()),
+        lambda tensor, path: torch.save(tensor, path),
+        lambda tensor, path: save_file({"tensor": tensor}, path),
+    ],
+    ids=["python", "torch", "safetensors"],
+)
+def test_a_full_disk_of_temporary_files_is_named(
+    save: Callable[[torch.Tensor, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = ""
+    with small_file_system(tmp_path, MIB) as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        try:
+            with temporary_folder() as folder:
+                save(torch.ones(MIB), Path(folder) / "file")
+        except StorageError as error:  # `pytest.raises` would keep torch's writer and its open file alive
+            message = str(error)
+        assert not list(disk.glob("lohan-*"))
+        assert re.search(rf"{disk} \(No space left on device\): [\d,]+ bytes are free; .* set TMPDIR", message), message
+
+
+class FillsDisk(TrainerCallback):
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        fill(str(self.disk))
+
+
+def test_a_disk_that_fills_outside_the_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{name: ids[0] for name, ids in tiny_batch(sequence_length=8, seed=seed).items()} for seed in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1}
+    with small_file_system(tmp_path, 4 * MIB) as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        full = FillsDisk(disk)
+        trainer = hf_lohan.Trainer(
+            tiny_model("llama"), arguments, train_dataset=rows, offload=offload, callbacks=[full]
+        )
+        with pytest.raises(StorageError, match=rf"temporary files {disk} \(No space.*; free space there, or set"):
+            trainer.train()  # the journal of the first step
+        save_state = partial(save_state_dict, StoredModel.from_engine(trainer.offload_engine))
+        for save in (trainer.save_model, trainer.model.save_pretrained, save_state):
+            with pytest.raises(StorageError, match=rf"cannot (save the model to|write) {disk}/final.*; free space"):
+                save(str(disk / "final"))
+        take_ballast_away(disk)
+        trainer.remove_callback(full)
+        trainer.train("last_step" if hf_lohan.last_step(tmp_path / "out") else None)
+        assert hf_lohan.last_step(tmp_path / "out") == 2
+        trainer.offload_engine.close()

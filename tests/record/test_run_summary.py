@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from small_trainer import small_trainer
+from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.huggingface.attachment import engine_of, run_plan_of
 
 NUM_STEPS, ACCUMULATE, BATCH_SIZE, SEQUENCE_LENGTH = 4, 2, 2, 16
 CONTRACT = {
@@ -122,3 +124,20 @@ def test_a_stock_run_has_no_figures(tmp_path: Path) -> None:
     trainer.train()
     assert not any(key.startswith("lohan/") for row in trainer.state.log_history for key in row)
     assert not (tmp_path / "lohan").exists()
+
+
+class DecidesChunks(TrainerCallback):
+    """Decides the tokens of a chunk after the first step, as a longer batch does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        plan = run_plan_of(engine_of(model))
+        assert plan is not None and plan.first is not None and plan.first.plan.chunk_tokens is None
+        plan.cut_layers(16)
+
+
+def test_the_plan_has_chunks_that_were_decided_later(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, SETTINGS, max_steps=1)
+    trainer.add_callback(DecidesChunks())
+    trainer.train()
+    trainer.offload_engine.close()
+    assert json.loads((tmp_path / "lohan" / "plan.json").read_text())["chunk_tokens"] == 16

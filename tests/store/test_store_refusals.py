@@ -113,9 +113,15 @@ def test_a_creation_that_fails_leaves_no_records_and_no_lock(
 def test_unusable_paths_are_named(tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine) -> None:
     (tmp_path / "file").touch()
     below_a_file = StorePath(str(tmp_path / "file" / "store"))
-    with pytest.raises(StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): choose") as caught:
+    with pytest.raises(StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): .*file is") as caught:
         Store.create([below_a_file], records, model=model, engine=engine)
     assert caught.value.errno == errno.ENOTDIR and "\n" not in str(caught.value)
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    dangling = "dangling is a link to .*gone, which"
+    for path, reason in (("file", "is a file; choose"), ("dangling", dangling), ("dangling/store", dangling)):
+        with pytest.raises(StorageError, match=rf"cannot use the ssd path .*{path} .*{reason}"):
+            Store.create([StorePath(str(tmp_path / path))], records, model=model, engine=engine)
+    (tmp_path / "dangling").unlink()
     with pytest.raises(ValueError, match="there is no ssd path"):
         Store.create([], records, model=model, engine=engine)
     (tmp_path / "link").symlink_to(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Container
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.files.directories import keep_from_others
+from hf_lohan.files.directories import keep_from_others, temporary_folder
 from hf_lohan.files.durable_file import write_folder
 from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.huggingface.ranks import refuse_stores_of_ranks
@@ -154,7 +153,7 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     files = store.model_files or {}
     if "tokenizer_config.json" in files:
-        with tempfile.TemporaryDirectory() as own_folder:  # only the commit's files
+        with temporary_folder() as own_folder:  # only the commit's files
             write_folder(own_folder, {name: content for name, content in files.items() if Path(name).name == name})
             transformers.AutoTokenizer.from_pretrained(own_folder).save_pretrained(out)
 

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -113,9 +113,16 @@ class Checkpoint:
             )
         missing = [file for file in wanted if not _has(folder, file)]
         if missing and reason is not None:
+            others = [] if any(_has(folder, file) for file in wanted) else _other_formats(os.listdir(folder))
+            if others:
+                raise ValueError(
+                    f"{name!r} has no safetensors files in the Hub's cache (only {min(others)}), and the Hub cannot be "
+                    f"reached ({reason}); load it with transformers, save_pretrained it to a folder, and give that "
+                    "folder"
+                )
             raise ValueError(
                 f"{name!r} is only in part in the Hub's cache ({missing[0]} is missing), and the Hub cannot be reached "
-                f"({reason}); run `hf download {name}` where it can"
+                f"({reason}); run `{_download_command(name, hub)}` where it can"
             )
         return cls(name, folder, hub, code, {file: sizes.get(file, 0) for file in missing})
 
@@ -319,11 +326,19 @@ def weight_files(folder: str, sizes: Mapping[str, int] = MappingProxyType({})) -
 
 def _refuse_other_formats(name: str, files: Mapping[str, int]) -> None:
     if not any(file.endswith(".safetensors") and "/" not in file for file in files):
-        others = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]
+        others = _other_formats(files)
         raise ValueError(
             f"{name!r} has no safetensors files ({min(others) if others else 'no weights at all'}); load it with "
             "transformers, save_pretrained it to a folder, and give that folder"
         )
+
+
+def _other_formats(files: Iterable[str]) -> list[str]:
+    return [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]
+
+
+def _download_command(name: str, hub: Mapping[str, Any]) -> str:
+    return f"hf download {name}" + (f" --revision {hub['revision']}" if hub.get("revision") else "")
 
 
 def _has(folder: str, file: str) -> bool:
@@ -351,9 +366,10 @@ def _not_found(name: str, hub: Mapping[str, Any], failure: BaseException | None)
             "and if the model is private log in with `hf auth login`"
         )
     reason = "local_files_only=True" if failure is None else _reason(failure)
+    lacking = f"its revision {hub['revision']!r}" if hub.get("revision") else "it"
     return ValueError(
-        f"{name!r} is not a folder here, the Hub's cache does not have it, and the Hub cannot be reached ({reason}); "
-        f"run `hf download {name}` where it can, or give the path of a checkpoint folder"
+        f"{name!r} is not a folder here, the Hub's cache does not have {lacking}, and the Hub cannot be reached "
+        f"({reason}); run `{_download_command(name, hub)}` where it can, or give the path of a checkpoint folder"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversi
 from hf_lohan.compat.transformers_private import config_saved_with
 from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
+from hf_lohan.files.directories import disk_full_named
 from hf_lohan.huggingface.models.adapters import PendingMerges, saves_adapters
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.ranks import save_on_rank_0
@@ -183,20 +185,28 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._stored_name)
 
 
-def save_together(stored_model: StoredModel, save: Callable[..., Any], **kwargs: Any) -> Any:
-    """Call `save` with the model and ``kwargs``, and return its result. All ranks call this, and rank 0 saves."""
+def saving_to(path: str | Path) -> AbstractContextManager[None]:
+    """In this context a full disk raises `DiskFullError` with ``path``, to which a model is saved."""
+    return disk_full_named("cannot save the model to", path, "free space, or save to another drive")
+
+
+def save_together(stored_model: StoredModel, path: str | Path, save: Callable[..., Any], **kwargs: Any) -> Any:
+    """Call `save` with the model and ``kwargs``, and return its result. All ranks call this, and rank 0 saves. A full
+    disk raises `DiskFullError` with ``path``, the file or folder that `save` writes."""
 
     def save_read_by(reads: CollectiveReads | None, **kwargs: Any) -> Any:
         return save(replace(stored_model, collective_reads=reads), **kwargs)
 
-    return save_on_rank_0(stored_model.access, stored_model.links, save_read_by, kwargs)
+    with saving_to(path):
+        return save_on_rank_0(stored_model.access, stored_model.links, save_read_by, kwargs)
 
 
 def save_pretrained_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
     """Call `save_from_store`. All ranks call this together."""
-    return save_together(stored_model, partial(save_from_store, stock=stock, save_directory=save_directory), **kwargs)
+    save = partial(save_from_store, stock=stock, save_directory=save_directory)
+    return save_together(stored_model, save_directory, save, **kwargs)
 
 
 def save_from_store(

@@ -60,7 +60,7 @@ def save_state_dict(stored_model: StoredModel, file: str | Path, given: Mapping[
         with long_work(f"saving {file}", num_bytes(state_dict.forms)):
             state_dict.write(Path(file), state_dict.forms)
 
-    save_together(stored_model, save)
+    save_together(stored_model, file, save)
 
 
 def save_shards(
@@ -95,7 +95,8 @@ def is_of_diffusers(model: nn.Module) -> bool:
 
 def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
     """Call `save_diffusers_from_store`. All ranks call this together."""
-    save_together(stored_model, partial(save_diffusers_from_store, save_directory=save_directory), **kwargs)
+    save = partial(save_diffusers_from_store, save_directory=save_directory)
+    save_together(stored_model, save_directory, save, **kwargs)
 
 
 def save_diffusers_from_store(

@@ -21,7 +21,7 @@ from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import ForeignStoreError, StorageError
-from hf_lohan.huggingface.models.saving import StoredModel
+from hf_lohan.huggingface.models.saving import StoredModel, saving_to
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import (
     check_batches,
@@ -304,13 +304,16 @@ class RankTrainerMixin(_TrainerBase):
         engine, folder = self.offload_engine, output_dir or self.args.output_dir
         if engine is None:
             super()._save(output_dir, state_dict)
-        elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
-            super()._save(output_dir, {})  # without weights, because upstream would save placeholders
-            save_state_dict(StoredModel.from_engine(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors", state_dict)
-        elif self.args.should_save:
-            super()._save(output_dir, state_dict)
-        else:
-            model.save_pretrained(folder)
+            return
+        model, file = self.accelerator.unwrap_model(self.model), Path(folder) / f"{WEIGHTS_NAME}.safetensors"
+        with saving_to(folder):
+            if not saves_itself(model):
+                super()._save(output_dir, {})  # without weights, because upstream would save placeholders
+                save_state_dict(StoredModel.from_engine(engine), file, state_dict)
+            elif self.args.should_save:
+                super()._save(output_dir, state_dict)
+            else:
+                model.save_pretrained(folder)
 
 
 def _describe(point: ResumePoint) -> str:

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from hf_lohan.checkpoint.resume_point import CHECKPOINT_FACTS_NAME, ResumePoint,
 from hf_lohan.compat.transformers_private import LOG_SUMS, log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
 from hf_lohan.files import StorageError
+from hf_lohan.files.directories import temporary_folder
 from hf_lohan.huggingface.ranks import launch_id
 from hf_lohan.ranks import Links, StepAgreement
 from hf_lohan.store import Commit
@@ -214,7 +214,7 @@ class StepJournal(TrainerCallback):
 
     def _capture(self) -> Journal:
         state = self._trainer.state
-        with tempfile.TemporaryDirectory() as folder:
+        with temporary_folder() as folder:
             self._write_files(folder)
             self._epoch.write(folder)
             self._without_history(state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))

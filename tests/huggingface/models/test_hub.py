@@ -27,6 +27,7 @@ from hf_lohan.files import directories
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
 from hf_lohan.huggingface.models import hub
+from hf_lohan.huggingface.models.hub import read_model_config
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.wording import format_bytes
 
@@ -215,7 +216,7 @@ ERRORS: dict[str, tuple[Exception, str]] = {
     "no such revision": (RevisionNotFoundError("404", response=response()), "'owner/tiny' has no revision 'v9'"),
     "no network": (
         ConnectionError("name resolution failed"),
-        r"cannot be reached \(ConnectionError: name resolution failed\); run `hf download owner/tiny`",
+        r"cannot be reached \(ConnectionError: name resolution failed\); run `hf download owner/tiny --revision v9`",
     ),
 }
 
@@ -247,6 +248,25 @@ def test_half_a_model_in_the_cache_is_refused_offline(load_streamed: Load, cache
     (snapshot / "model-00002-of-00003.safetensors").unlink(missing_ok=True)
     sorted(snapshot.glob("model-*.safetensors"))[1].unlink()
     with pytest.raises(ValueError, match=r"only in part in the Hub's cache \(model-.* is missing\).*hf download owner"):
+        load_streamed(NAME)
+
+
+def test_a_revision_that_the_cache_lacks_is_named(load_streamed: Load, cache: Path, published: Path) -> None:
+    lay(cache, published)
+    for load in (load_streamed, lambda name, **where: read_model_config(name, where)):
+        with pytest.raises(ValueError, match=r"does not have its revision 'v9', .* download owner/tiny --revision v9`"):
+            load(NAME, revision="v9")
+
+
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.gguf"])
+def test_a_model_without_safetensors_in_the_cache_is_refused(
+    other: str, load_streamed: Load, cache: Path, published: Path
+) -> None:
+    snapshot = lay(cache, published)
+    for file in (*snapshot.glob("*.safetensors"), *snapshot.glob("*.index.json")):
+        file.unlink()
+    (snapshot / other).write_bytes(b"0")
+    with pytest.raises(ValueError, match=rf"no safetensors files in the Hub's cache \(only {other}\), .*load it wit"):
         load_streamed(NAME)
 
 
