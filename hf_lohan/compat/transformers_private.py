@@ -26,6 +26,10 @@ LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """Attributes of Trainer with sums since the last log, which a checkpoint does not have."""
 CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 """Names of the key-value cache in a forward's arguments and outputs. "cache" is new in transformers 5.24."""
+_ELEMENTS_OF_A_THREAD = 32768
+"""torch's GRAIN_SIZE: an elementwise kernel on the CPU gives a thread at least as many elements."""
+_VECTOR_BYTES = 128
+"""Bytes that such a kernel computes at once: two vectors of AVX-512."""
 
 
 # Trainer.
@@ -227,10 +231,35 @@ def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tens
             return _grouped_linear(rows, weights[name], ends, bias=bias, is_transposed=module.is_transposed)
         return _one_group_linear(rows, weights[name].squeeze(0), bias, is_transposed=module.is_transposed)
 
-    hidden = linear(rows, up)
-    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-    output: Tensor = linear(hidden, "down_proj")
+    output: Tensor = linear(_activated(module, linear(rows, up)), "down_proj")
     return output
+
+
+def _activated(module: Any, hidden: Tensor) -> Tensor:
+    """Apply the gate or the activation, as to the rows of all experts together.
+
+    On a CPU, torch divides the elements of a large tensor between threads. The last elements of a thread that fill no
+    vector are computed in another way: `exp` then has another last bit. So the rows are divided such that each thread
+    gets whole vectors, as it does with the rows of all experts.
+    """
+    activation = module._apply_gate if module.has_gate else module.act_fn
+    if hidden.device.type != "cpu":
+        return activation(hidden)  # type: ignore[no-any-return]
+    pieces: list[int] = []
+    width = hidden.shape[-1] // (2 if module.has_gate else 1)
+    while (left := hidden.shape[0] - sum(pieces)) > 0:
+        pieces.append(rows_in_whole_vectors(left, width, hidden.element_size()))
+    return torch.cat([activation(piece) for piece in hidden.split(pieces)]) if len(pieces) > 1 else activation(hidden)
+
+
+def rows_in_whole_vectors(most: int, width: int, element_size: int) -> int:
+    """Return the largest number of rows [width], up to ``most``, that elementwise kernels on the CPU divide between
+    threads at whole vectors; 1 if there is none."""
+    for rows in range(most, 1, -1):
+        num_threads = min(torch.get_num_threads(), -(-rows * width // _ELEMENTS_OF_A_THREAD))
+        if num_threads <= 1 or -(-rows * width // num_threads) * element_size % _VECTOR_BYTES == 0:
+            return rows
+    return 1
 
 
 def _one_group_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,58 @@ def test_one_expert_equals_a_group_of_one(is_transposed: bool, has_bias: bool) -
     alone = outcome(lambda: private._one_group_linear(rows, weight.squeeze(0), bias, is_transposed=is_transposed))
     for found, expected in zip(alone, grouped, strict=True):
         assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+EXPERTS_OF: dict[str, Any] = {
+    "HunYuanMoEV1": {"intermediate_size": 608, "moe_topk": 1, "num_experts": 2},
+    "GptOss": {"intermediate_size": 608, "num_local_experts": 2},
+    "NemotronH": {"moe_intermediate_size": 608, "mlp_hidden_act": "silu", "n_routed_experts": 2},
+}
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("family", EXPERTS_OF)
+def test_one_expert_equals_its_rows_among_those_of_all_experts(family: str, num_threads: int) -> None:
+    """Threads that end within a vector have another last bit. For the rows of all experts they end at vectors."""
+    config = getattr(transformers, f"{family}Config")(hidden_size=64, **EXPERTS_OF[family])
+    modeling = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    module = getattr(modeling, f"{family}Experts")(config)
+    for parameter in module.parameters():
+        parameter.data = draw(*parameter.shape) / 4
+    rows, gradient = draw(288, 64), draw(288, 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for num_first in (121, 143, 187):
+            index = (torch.arange(288) >= num_first).long().unsqueeze(1)
+            module.zero_grad()
+            output = private.grouped_experts(module, rows, index, torch.ones(288, 1))
+            output.backward(gradient)
+            for expert, part in enumerate(index.flatten().sort().indices.tensor_split([num_first])):
+                own = {name: p.detach()[expert : expert + 1].requires_grad_() for name, p in module.named_parameters()}
+                alone = private.one_expert(module, rows[part], own)
+                alone.backward(gradient[part])
+                assert torch.equal(alone, output[part])
+                for name in own.keys() - {"gate_up_proj_bias", "down_proj_bias"}:  # stock adds these in any order
+                    assert torch.equal(own[name].grad[0], module.get_parameter(name).grad[expert]), name
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 7, 48])
+@pytest.mark.parametrize("width", [608, 768, 14336])
+def test_rows_are_divided_at_whole_vectors(width: int, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    for most in (1, 2, 55, 333, 4099):
+        rows = private.rows_in_whole_vectors(most, width, 4)
+        assert 0 < rows <= most < rows + 32 * num_threads
+        of_a_thread = -(-rows * width // min(num_threads, -(-rows * width // 32768)))
+        assert of_a_thread % 32 == 0
 
 
 def test_layers_have_the_expected_base_class() -> None:
