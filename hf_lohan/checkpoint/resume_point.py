@@ -62,7 +62,7 @@ class ResumePoint:
         together, and resume from the newest step that all have. Raises ValueError if there is nothing to resume from.
         """
         if asked is not True and asked != LAST_STEP:
-            if asked:
+            if asked not in (None, False):
                 _check_checkpoint(str(asked), output_dir, last_checkpoint)
             return cls(asked)
         links = links or Links.alone()

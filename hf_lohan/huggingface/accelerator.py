@@ -93,6 +93,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
     _num_row_ranks = 1
     """Ranks that get the same batches of the data loaders that are prepared now."""
+    _is_saving_state = False
 
     @contextlib.contextmanager
     def loading_for(self, num_row_ranks: int) -> Iterator[None]:
@@ -123,6 +124,11 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Same as in accelerate. In `run_micro_batches` the backward runs after the forwards of all micro-batches."""
         engine = self.offload_engine
+        if engine is not None and kwargs.get("inputs") is not None:
+            raise ValueError(
+                "backward(inputs=...) is not supported under offload, because gradients come for all weights or none; "
+                "leave it out, and freeze the other parameters (requires_grad=False) before the model is offloaded"
+            )
         if engine is None or not engine.defers_backwards:
             with (
                 engine.planned_memory.out_of_memory.added_to_errors()
@@ -137,13 +143,13 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             )
         engine.defer_backward(loss / self.gradient_accumulation_steps)
 
-    def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Same as in accelerate, but do not move or wrap an offloaded model, and do not register it for evaluation."""
         if engine_of(model) is not None:
             mark_prepared(model)
             if evaluation_mode:
                 return model
-        return super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -199,12 +205,12 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         super().clip_grad_value_(parameters, clip_value)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return all weights, in RAM. With `unwrap=False`, as `save_state` calls this, the dict is empty, because a
-        hook streams the weights to the folder."""
+        """Return all weights, in RAM. While `save_state` runs, the dict is empty, because a hook streams the weights to
+        the folder."""
         engine = engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap=unwrap)
-        if not unwrap:
+        if self._is_saving_state:
             return {}
         weights = StoredWeights(StoredModel.from_engine(engine), model.named_parameters(remove_duplicate=False))
         return {name: weights.get(name, tensor) for name, tensor in model.state_dict().items()}
@@ -249,11 +255,11 @@ class Accelerator(OffloadAwareAccelerator):
         ours = self._take_over([item for item in optimizers if not is_taken_over(item)], engine)
         return super().prepare(*(ours.get(id(item), item) for item in objects), **kwargs)
 
-    def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Same as in accelerate, but offload the model unless it is for evaluation only."""
         if not evaluation_mode:
             self._offload_one(model, self.offload_engine, rules_of([]))
-        return super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Same as in accelerate, but replace the optimizer by one over the store."""
@@ -374,9 +380,10 @@ class Accelerator(OffloadAwareAccelerator):
         safe_serialization: bool = True,
     ) -> None:
         """Save the weights as sharded safetensors, streamed from the store. Calls the model's `save_pretrained` if it
-        has one."""
+        has one. Raises ValueError for `safe_serialization=False`."""
         kwargs: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         engine = engine_of(model)
+        _check_safe(engine, safe_serialization)
         if engine is None:
             super().save_model(model, save_directory, safe_serialization=safe_serialization, **kwargs)
         elif saves_itself(model) or is_of_diffusers(model):
@@ -384,6 +391,15 @@ class Accelerator(OffloadAwareAccelerator):
         else:
             save = functools.partial(save_shards, folder=save_directory, **kwargs)
             save_together(StoredModel.from_engine(engine), save_directory, save)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Same as in accelerate. Raises ValueError for `safe_serialization=False`."""
+        _check_safe(self.offload_engine, safe_serialization)
+        self._is_saving_state = True
+        try:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            self._is_saving_state = False
 
     def end_training(self) -> None:
         """Same as in accelerate. Also end the record that `lohan report` reads. It is the folder `lohan/` in the
@@ -419,6 +435,15 @@ class Accelerator(OffloadAwareAccelerator):
                 load_optimizer_states(engine, input_dir)
                 if self._loop_record is not None:
                     self._loop_record.resume()
+
+
+def _check_safe(engine: OffloadEngine | None, safe_serialization: bool) -> None:
+    """Raise ValueError if an offloaded model would be saved with pickle."""
+    if engine is not None and not safe_serialization:
+        raise ValueError(
+            f"safe_serialization={safe_serialization!r} is not supported under offload, because weights are streamed "
+            "to safetensors files; leave it out"
+        )
 
 
 def _weights_file(folder: str, num_others: int) -> Path:

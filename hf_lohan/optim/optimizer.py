@@ -91,7 +91,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.drop_gradients(to_none=set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load only the hyperparameters. Moments and masters are in the store."""
+        """Load only the hyperparameters. Moments and masters are in the store. Raises ValueError for the state of an
+        optimizer that has its moments itself."""
+        if moments := state_dict.get("state"):
+            raise ValueError(
+                f"the optimizer state has the states of {len(moments)} parameters, and this optimizer keeps its own in "
+                "the store, so they would be lost; resume from a checkpoint of an offloaded run, or leave the states "
+                "out (`{**state_dict, 'state': {}}`) to load only the hyperparameters"
+            )
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(

@@ -150,3 +150,43 @@ def test_steps_and_arguments_within_micro_batches_are_refused(accelerator: Accel
     optimizer.step()
     engine = engine_of(model)
     engine.close()
+
+
+def test_arguments_that_are_not_done_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    folder = tmp_path / "saved"
+    for save in (accelerator.save_model, lambda _, to, **how: accelerator.save_state(str(to), **how)):
+        with pytest.raises(ValueError, match=r"safe_serialization=False is not supported .* safetensors files"):
+            save(model, folder, safe_serialization=False)
+    assert not folder.exists()
+    loss = model(**tiny_batch()).loss
+    with pytest.raises(ValueError, match=r"backward\(inputs=\.\.\.\) is not supported under offload"):
+        accelerator.backward(loss, inputs=[model.lm_head.weight])
+    for norm_type in (1, "inf"):
+        with pytest.raises(ValueError, match=r"norm_type=.* is not supported"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type)  # type: ignore[arg-type]
+    accelerator.backward(loss)
+    optimizer.step()
+    stock = torch.optim.AdamW(tiny_model("llama").parameters())
+    for parameter in stock.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    stock.step()
+    with pytest.raises(ValueError, match=r"has the states of \d+ parameters, and this optimizer keeps its own"):
+        optimizer.load_state_dict(stock.state_dict())
+    assert accelerator.prepare_model(model, None, True) is model
+    # the dict is whole, and a saved state has each weight once
+    assert accelerator.get_state_dict(model, unwrap=False).keys() == model.state_dict().keys()
+    accelerator.save_state(str(folder))
+    accelerator.load_state(str(folder), load_kwargs={"weights_only": True}, map_location="cpu", strict=True)
+    assert [file.name for file in folder.glob("model*")] == ["model.safetensors"]
+    accelerator.end_training()
+
+
+def test_models_in_memory_are_saved_and_trained_as_by_accelerate(tmp_path: Path) -> None:
+    accelerator, layer = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    accelerator.save_model(layer, tmp_path, safe_serialization=False)
+    assert torch.load(tmp_path / "pytorch_model.bin").keys() == {"weight", "bias"}
+    accelerator.save_state(str(tmp_path / "state"), safe_serialization=False)
+    accelerator.backward(layer(torch.ones(1, 2)).sum(), inputs=[layer.weight])
+    assert layer.weight.grad is not None and layer.bias.grad is None

@@ -81,6 +81,8 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     for name, message in (("nowhere", "nowhere' does not exist; give"), ("empty", "has no trainer_state.json; give")):
         with pytest.raises(ValueError, match=message):
             run.train(resume_from_checkpoint=str(tmp_path / name))
+    with pytest.raises(ValueError, match="resume_from_checkpoint='' does not exist"):
+        run.train(resume_from_checkpoint="")
     (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"such as .*checkpoint-3, or \"last_step\""):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))

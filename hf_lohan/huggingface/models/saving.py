@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,15 @@ logger = logging.getLogger(__name__)
 
 _MASTERS_NUMEL = 1 << 20
 """Number of masters that are read at once."""
+
+_REFUSED = {
+    "distributed_checkpoint": "leave it out, and all ranks save one checkpoint together",
+    "path_initial_model_for_weight_conversion": (
+        "leave it out, then load the base and the saved adapters in memory with peft.PeftModel.from_pretrained, and "
+        "save that model with this argument"
+    ),
+}
+"""Arguments of `save_pretrained` that are not supported, and what to do instead."""
 
 
 def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
@@ -202,11 +212,23 @@ def save_together(stored_model: StoredModel, path: str | Path, save: Callable[..
 
 
 def save_pretrained_from_store(
-    stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+    stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, *args: Any, **kwargs: Any
 ) -> Any:
     """Call `save_from_store`. All ranks call this together."""
     save = partial(save_from_store, stock=stock, save_directory=save_directory)
-    return save_together(stored_model, save_directory, save, **kwargs)
+    return save_together(stored_model, save_directory, save, **given_by_position(stock, args), **kwargs)
+
+
+def given_by_position(stock: Callable[..., Any], given: Sequence[Any]) -> dict[str, Any]:
+    """Return, by name, the arguments that were ``given`` by position after the folder to the method ``stock``. Raises
+    TypeError for more than it takes."""
+    parameters = inspect.signature(stock).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
+    if len(given) > len(names):
+        raise TypeError(
+            f"{stock.__qualname__} takes {len(names)} arguments after the folder by position, not {len(given)}"
+        )
+    return dict(zip(names, given, strict=False))
 
 
 def save_from_store(
@@ -215,8 +237,11 @@ def save_from_store(
     """Call the stock `save_pretrained` with the stored weights in place of placeholders. Weights are written piece by
     piece, and experts one by one. If transformers makes a tensor from several weights, or reorders a weight's rows,
     those weights are in RAM meanwhile. Of a `state_dict` argument the tensors are saved, and the stored weights in
-    place of its placeholders."""
+    place of its placeholders. Raises ValueError for arguments that are not supported."""
     model, given = stored_model.model, kwargs.pop("state_dict", None)
+    for name, advice in _REFUSED.items():
+        if kwargs.get(name):
+            raise ValueError(f"save_pretrained({name}={kwargs[name]!r}) is not supported under offload; {advice}")
     if saves_adapters(model):
         adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
         with torch.no_grad():  # PEFT runs its prompt encoders
@@ -354,7 +379,8 @@ def _adapter_state_dict(
     names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT repeats the warnings when it saves
-        for adapter in selected_adapters or model.peft_config:
+        # PEFT itself refuses adapters that do not exist.
+        for adapter in model.peft_config.keys() & (selected_adapters or model.peft_config):
             tensors = get_peft_model_state_dict(
                 model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=save_embedding_layers
             )

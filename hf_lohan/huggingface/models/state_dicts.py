@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
-from hf_lohan.huggingface.models.saving import StoredModel, num_bytes, save_together, saved_state_dict
+from hf_lohan.huggingface.models.saving import (
+    StoredModel,
+    given_by_position,
+    num_bytes,
+    save_together,
+    saved_state_dict,
+)
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.model import is_peft_model
 
@@ -93,10 +99,11 @@ def is_of_diffusers(model: nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__)
 
 
-def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
+def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
     """Call `save_diffusers_from_store`. All ranks call this together."""
+    named = given_by_position(type(stored_model.model).save_pretrained, args)
     save = partial(save_diffusers_from_store, save_directory=save_directory)
-    save_together(stored_model, save_directory, save, **kwargs)
+    save_together(stored_model, save_directory, save, **named, **kwargs)
 
 
 def save_diffusers_from_store(

@@ -115,5 +115,7 @@ def test_a_diffusion_transformer_trains_as_in_memory_and_is_saved(kind: str, act
         assert torch.equal(loaded.state_dict()[name], tensor), name
     with pytest.raises(ValueError, match="does not support push_to_hub"):
         ours.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    with pytest.raises(ValueError, match="does not support safe_serialization=False"):
+        ours.save_pretrained(tmp_path / "pickled", True, None, False)
     engine = hf_lohan.engine_of(ours)
     engine.close()

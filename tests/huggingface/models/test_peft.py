@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -354,3 +355,62 @@ def test_adapters_that_ranks_draw_differently_are_refused(seeds: Sequence[int]) 
         return
     assert not written[0].names
     assert any(re.search(r"lora_A.* differs between rank 1 and rank 0", str(outcome.error)) for outcome in outcomes)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_arguments_of_pefts_save_pretrained_mean_the_same(offload: Any, tmp_path: Path) -> None:
+    """The adapters were made with PiSSA, which changes the base. A conversion needs the adapters before training."""
+    model = peft.get_peft_model(
+        tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+    )
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    initial, converted = tmp_path / "initial", {"path_initial_model_for_weight_conversion": str(tmp_path / "initial")}
+    model.save_pretrained(str(initial), selected_adapters=["default"])
+    config = json.loads((initial / "adapter_config.json").read_text())
+    (initial / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": True}))
+    options: dict[str, tuple[Any, dict[str, Any]]] = {
+        "selected": ((), {"selected_adapters": ["second"]}),
+        "pickled": ((False,), {}),
+        "embeddings": ((True, None, True), {}),
+        "elsewhere": ((), {"is_main_process": False}),
+    }
+
+    def files(whose: str) -> dict[str, Any]:
+        return {
+            str(file.relative_to(tmp_path / whose)): load_file(file) if file.suffix == ".safetensors" else None
+            for file in sorted((tmp_path / whose).rglob("*.*"))
+        }
+
+    for name, (given, named) in options.items():
+        model.save_pretrained(str(tmp_path / f"stock-{name}"), *given, **named)
+    model.save_pretrained(str(tmp_path / "stock-converted"), selected_adapters=["default"], **converted)
+    offload(model)
+    for name, (given, named) in options.items():
+        model.save_pretrained(str(tmp_path / f"ours-{name}"), *given, **named)
+        stock, ours = files(f"stock-{name}"), files(f"ours-{name}")
+        assert ours.keys() == stock.keys()
+        for file, tensors in stock.items():
+            assert tensors is None or all(torch.equal(ours[file][key], value) for key, value in tensors.items())
+    with pytest.raises(ValueError, match="invalid `selected_adapters`"):
+        model.save_pretrained(str(tmp_path / "none"), selected_adapters=["third"])
+    with pytest.raises(ValueError, match=r"is not supported under offload; .* load the base and the saved adapters"):
+        model.save_pretrained(str(tmp_path / "none"), **converted)
+    # the other way that the message names
+    model.save_pretrained(str(tmp_path / "saved"), selected_adapters=["default"])
+    in_memory = peft.PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / "saved"))
+    in_memory.save_pretrained(str(tmp_path / "ours-converted"), **converted)
+    assert not (tmp_path / "none").exists()
+    stock, ours = (files(f"{whose}-converted")["adapter_model.safetensors"] for whose in ("stock", "ours"))
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())
+
+
+def test_an_adapter_of_transformers_may_be_saved_with_its_own_names(
+    offload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda **_: None)
+    model = with_adapters("of transformers")
+    model.save_pretrained(tmp_path / "stock", save_peft_format=False)
+    offload(model)
+    model.save_pretrained(tmp_path / "ours", save_peft_format=False)
+    stock, ours = (load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("stock", "ours"))
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], value) for name, value in stock.items())

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -131,6 +132,64 @@ def test_a_given_state_dict_is_saved(given: str, family: str, offload: Offload, 
     assert ours.keys() == stock.keys() and all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
     configs = [json.loads((tmp_path / whose / "config.json").read_text()) for whose in ("ours", "stock")]
     assert configs[0] == configs[1]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "variant": {"variant": "new"},
+    "max_shard_size": {"max_shard_size": 100_000, "variant": "new"},
+    "is_main_process": {"is_main_process": False},
+    "save_original_format": {"save_original_format": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_arguments_of_save_pretrained_mean_the_same(
+    options: dict[str, Any], offload: Offload, tmp_path: Path
+) -> None:
+    model = tiny_model("llama" if "max_shard_size" in options else "mixtral")  # experts share memory in stock
+    model.save_pretrained(tmp_path / "stock", **options)
+    offload(model)
+    model.save_pretrained(tmp_path / "ours", **options)
+    names = [sorted(file.name for file in (tmp_path / whose).iterdir()) for whose in ("stock", "ours")]
+    assert names[0] == names[1]
+    stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
+
+
+def test_arguments_of_save_pretrained_may_be_given_by_position(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    offload(model)
+    model.save_pretrained(tmp_path / "no", False)
+    model.save_pretrained(tmp_path, True, {"lm_head.weight": torch.ones(2)})
+    assert not list((tmp_path / "no").glob("*")) and tensors_in(tmp_path).keys() == {"lm_head.weight"}
+    with pytest.raises(TypeError, match="by position, not 20"):
+        model.save_pretrained(tmp_path, *[None] * 20)
+
+
+def test_what_is_pushed_is_what_is_saved(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pushed = tiny_model("llama"), []
+    expected = model.lm_head.weight.detach().clone()
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", MagicMock())
+    monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", MagicMock())
+
+    def upload(_: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+        pushed.append((tensors_in(Path(folder))["lm_head.weight"], kwargs.get("commit_message")))
+
+    monkeypatch.setattr(type(model), "_upload_modified_files", upload)
+    offload(model)
+    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/mine", commit_message="the first")
+    ((weight, message),) = pushed
+    assert torch.equal(weight, expected) and message == "the first"
+
+
+def test_distributed_checkpoint_is_refused_as_by_transformers(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="distributed_checkpoint"):
+        model.save_pretrained(tmp_path / "stock", distributed_checkpoint=True)
+    offload(model)
+    with pytest.raises(ValueError, match=r"distributed_checkpoint=True\) is not supported .* leave it out"):
+        model.save_pretrained(tmp_path / "ours", distributed_checkpoint=True)
+    assert not (tmp_path / "ours").exists()
 
 
 def test_a_placeholder_with_another_name_is_saved_under_it(offload: Offload, tmp_path: Path) -> None:
