@@ -98,6 +98,11 @@ class ModelHooks:
                 "an offloaded model was called in torch.compile, which does not support streamed weights; call the "
                 "model without torch.compile"
             )
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(
+                "an offloaded model was called in torch.jit.trace, which would record loads of its weights; save the "
+                "model, and trace it in memory"
+            )
         self._forward_pass.begin_model()
         if torch.is_grad_enabled():
             self._parts.plan.see_batch(step_shape(args, kwargs))

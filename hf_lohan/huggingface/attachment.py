@@ -49,7 +49,12 @@ from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.equal_runs import check_equal_configs
-from hf_lohan.huggingface.models.adapters import PendingMerges, merge_through_store, needs_all_kept
+from hf_lohan.huggingface.models.adapters import (
+    PendingMerges,
+    merge_through_store,
+    needs_all_kept,
+    refuse_allocation,
+)
 from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work, show_blocks
@@ -289,6 +294,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     for name, advice in _REFUSED_METHODS.items():
         if hasattr(model, name):
             setattr(model, name, functools.partial(_refuse, name, advice))
+    refuse_allocation(model)
     if engine.config.activations != "keep":
         enable_recompute(model, engine)
     if not layout.model_blocks.experts:
@@ -392,7 +398,8 @@ def chunked_head_at(model: nn.Module) -> ChunkedHead | None:
 
 
 _REFUSED_METHODS = {
-    "resize_token_embeddings": "resize the embeddings before the model is offloaded",
+    "resize_token_embeddings": "resize the embeddings before the model is offloaded: pass a model in memory, or "
+    "the path of a checkpoint that was saved with its new size",
     "load_state_dict": "resume from a checkpoint, or load the weights before the model is offloaded",
 }
 

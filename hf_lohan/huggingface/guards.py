@@ -17,6 +17,7 @@ from transformers.optimization import AdafactorSchedule
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import arguments
+from hf_lohan.huggingface.models.adapters import check_kinds
 from hf_lohan.huggingface.optimizers import (
     OPTIM_NAMES,
     check_given,
@@ -238,6 +239,8 @@ def check_model(model: Any) -> None:
             f"{sharded!r} is a DTensor, a shard of a parameter, and offload computes whole parameters on each GPU; "
             "load the model without distributed_config, tp_plan and tp_size"
         )
+    if isinstance(configs := getattr(model, "peft_config", None), Mapping):
+        check_kinds(configs.values())
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantized model cannot be offloaded; load it in float32 or bfloat16")
     if getattr(model, "hf_device_map", None):

@@ -108,6 +108,12 @@ def packed_forms(
     return frozen
 
 
+def linear_routers(model: nn.Module) -> list[str]:
+    """Names of the linear modules that choose experts, which are not packed."""
+    names = (_module_in_base(name) for name, module in model.named_modules() if type(module) is nn.Linear)
+    return [name for name in names if name.rpartition(".")[2] in _ROUTERS]
+
+
 def _module_in_base(name: str) -> str:
     """The name of a module of a model before it was given adapters."""
     return re.sub(r"\.base_layer(?=\.|$)", "", name.removeprefix("base_model.model."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -26,6 +27,21 @@ class StepTarget(Protocol):
     def step_was_skipped(self) -> bool: ...
 
 
+class _StatesInStore(defaultdict[torch.Tensor, Any]):
+    """The empty `state` of an optimizer. Reading a state of a parameter raises ValueError."""
+
+    def __missing__(self, parameter: Any) -> Any:
+        return _NoStates()
+
+
+class _NoStates(dict[str, Any]):
+    def __missing__(self, kind: str) -> NoReturn:
+        raise ValueError(
+            f"the state {kind!r} of a parameter is in the store and not in optimizer.state; read it with "
+            f"hf_lohan.engine_of(model).parameters.read_flat(name, {kind!r})"
+        )
+
+
 class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states are in the store, and whose updates run when gradients arrive.
 
@@ -40,6 +56,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any], *, engine: StepTarget) -> None:
         """``defaults`` has the hyperparameters for groups that do not set them, and the rule's name as `RULE_KEY`."""
         super().__init__(params, dict(defaults))
+        self.state = _StatesInStore()
         self._engine_ref = weakref.ref(engine)  # the engine lives as long as its model
         engine.bind_optimizer(self)
         self._is_made = True
@@ -216,6 +233,7 @@ class OptimizerPart(OffloadOptimizer):
 
     def __init__(self, groups: Sequence[dict[str, Any]], joint: JointOptimizer, defaults: Mapping[str, Any]) -> None:
         torch.optim.Optimizer.__init__(self, groups, dict(defaults))
+        self.state = _StatesInStore()
         self._joint = joint
         self._is_made = True
 

@@ -25,6 +25,17 @@ def test_a_layer_called_outside_its_model_is_refused(make_twins: TwinsFactory) -
     twins.assert_equal()
 
 
+@pytest.mark.parametrize("mode", ["jit", "jit_without_gradients", "module"])
+def test_tracing_by_torch_is_refused(mode: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama")
+    ids, trace = tiny_batch()["input_ids"], torch.jit.trace_module if mode == "module" else torch.jit.trace
+    inputs = {"forward": ids} if mode == "module" else ids
+    with torch.set_grad_enabled(mode == "jit"), pytest.raises(RuntimeError, match=r"in torch.jit.trace.*in memory"):
+        trace(twins.model, inputs, strict=False)
+    twins.train(1)
+    twins.assert_equal()
+
+
 def test_a_second_forward_is_refused_after_the_first_gradient_was_applied(build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
     engine = build_engine(model, hold_gradients=False)

@@ -14,7 +14,7 @@ from accelerate import ParallelismConfig
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from transformers import Adafactor, TrainingArguments
+from transformers import Adafactor, Qwen2MoeConfig, Qwen2MoeForCausalLM, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 
 import hf_lohan
@@ -22,10 +22,15 @@ from hf_lohan import engine_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
+from hf_lohan.huggingface.models.adapters import check_peft_config, refuse_allocation
+from hf_lohan.huggingface.models.packed_checkpoints import name_unpacked
 from hf_lohan.huggingface.ranks import check_batches, check_rank_model, check_rules
 from hf_lohan.model import adamw_everywhere, muon_for_matrices, stored_form
+from hf_lohan.planner import Quantization
 from hf_lohan.ranks import SINGLE_RANK, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
+
+peft = pytest.importorskip("peft")
 
 
 def arguments(folder: Path, **changes: Any) -> SimpleNamespace:
@@ -172,6 +177,40 @@ def test_quantized_and_dispatched_models_are_refused() -> None:
     model.is_quantized = False
     model.hf_device_map = {"": "cpu"}
     assert "device_map=" in refusal(lambda: check_model(model))
+
+
+def test_adapters_that_change_weights_in_forwards_are_refused() -> None:
+    adapters = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])
+    model = peft.get_peft_model(tiny_model("llama"), adapters)
+    for check in (lambda: check_model(model), lambda: check_peft_config(adapters)):
+        assert "CPT" in refusal(check)
+
+
+@pytest.mark.parametrize("owner", ["base_model", None])
+def test_changing_ranks_of_adalora_is_refused(owner: str | None) -> None:
+    adapters = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9)
+    model = peft.get_peft_model(tiny_model("llama"), adapters)
+    refuse_allocation(model)
+    tuner = model.base_model if owner else model
+    assert "AdaLoRA" in refusal(lambda: tuner.update_and_allocate(1))
+
+
+@pytest.mark.parametrize(
+    ("skip", "is_named"), [((), True), (("gate_proj",), True), (("mlp.shared_expert_gate", "experts"), False)]
+)
+def test_what_bitsandbytes_packs_and_we_do_not_is_named(
+    skip: tuple[str, ...], is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Qwen2MoeConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64, num_experts=2
+    )
+    with torch.device("meta"):
+        model = Qwen2MoeForCausalLM(config)
+    name_unpacked(model, Quantization(method="nf4", skip=skip))
+    assert ("model.layers.0.mlp.shared_expert_gate and 1 more" in caplog.text) is is_named
+    caplog.clear()
+    name_unpacked(tiny_model("llama"), Quantization(method="nf4"))
+    assert not caplog.text
 
 
 def test_optimizers_without_a_rule_are_refused() -> None:

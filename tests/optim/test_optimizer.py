@@ -87,7 +87,19 @@ def test_the_state_is_empty_and_pickles(target: Target) -> None:
     optimizer.step()
     saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
     assert saved["state"] == {}
+    assert pickle.loads(pickle.dumps(optimizer.state)) == {}
     assert [group["weight_decay"] for group in saved["param_groups"]] == [0.1, 0.0]
+
+
+def test_a_read_of_a_state_names_the_store(target: Target) -> None:
+    one, several = two_groups(target)[0], JointOptimizer([[{"params": parameters(), "lr": 0.1}]], engine=target)
+    for optimizer in (one, several, several.parts[0]):
+        parameter = optimizer.param_groups[0]["params"][0]
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            with pytest.raises(ValueError, match=rf"'{kind}' of a parameter is in the store.*flat\(name, '{kind}'"):
+                optimizer.state[parameter][kind]
+        assert parameter not in optimizer.state and not optimizer.state[parameter] and not optimizer.state
+        assert optimizer.state_dict()["state"] == {}
 
 
 def test_zero_grad_forgets_gradients_here_and_in_the_engine(target: Target) -> None:

@@ -32,6 +32,29 @@ _IN_MEMORY = "make the adapters in memory (peft.get_peft_model) and pass that mo
 # Adapters over a streamed base.
 
 
+def check_kinds(configs: Iterable[Any]) -> None:
+    """Raise ValueError if a configuration of PEFT is of a kind that cannot train under offload."""
+    if any(getattr(config, "peft_type", None) == "CPT" for config in configs):
+        raise ValueError(
+            "adapters of kind CPT assign their embedding's weight.data in each forward, and the store has that weight; "
+            "use prompt tuning (peft.PromptTuningConfig), or train without offload"
+        )
+
+
+def refuse_allocation(model: Any) -> None:
+    """Replace the method by which AdaLoRA changes ranks in the middle of a run."""
+    tuner: Any = getattr(model, "base_model", None)
+    if hasattr(type(tuner), "update_and_allocate"):
+        tuner.update_and_allocate = _refuse_allocation
+
+
+def _refuse_allocation(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        "update_and_allocate of AdaLoRA reads gradients, which were moved to the optimizer, and sets weights in the "
+        "store; leave the call out, which keeps all ranks at init_r, or train without offload"
+    )
+
+
 def check_peft_config(peft_config: Any) -> None:
     from peft import PeftConfig
 
@@ -40,6 +63,7 @@ def check_peft_config(peft_config: Any) -> None:
             f"peft_config={peft_config!r} is not a configuration of PEFT; give a configuration, such as "
             'peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
         )
+    check_kinds([peft_config])
     init = getattr(peft_config, "init_lora_weights", True)
     if changes_the_base(init):
         raise ValueError(

@@ -130,6 +130,12 @@ class Checkpoint:
         """Return the transformers config. Raises ValueError if there is none, or if it needs code that is not
         trusted."""
         file = Path(self.folder) / CONFIG_NAME
+        if not file.is_file() and _has(self.folder, "adapter_config.json"):
+            raise ValueError(
+                f"{self.name!r} is an adapter of PEFT without its base; give the path of the base with peft_config=, "
+                "or hf_lohan.from_pretrained(base, finish=lambda model: peft.PeftModel.from_pretrained(model, "
+                f"{self.name!r}, is_trainable=True)) to train on"
+            )
         if not file.is_file():
             raise ValueError(f"{self.name!r} has no {CONFIG_NAME}; give a checkpoint with a config of transformers")
         return _read_config(self.name, file, self.folder, self.code)

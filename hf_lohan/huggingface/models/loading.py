@@ -45,7 +45,12 @@ from hf_lohan.huggingface.models.adapters import (
 )
 from hf_lohan.huggingface.models.encoded_checkpoints import EncodedCheckpoint, encoded_checkpoint
 from hf_lohan.huggingface.models.hub import Checkpoint
-from hf_lohan.huggingface.models.packed_checkpoints import PackedCheckpoint, packed_checkpoint, quantized_as_asked
+from hf_lohan.huggingface.models.packed_checkpoints import (
+    PackedCheckpoint,
+    name_unpacked,
+    packed_checkpoint,
+    quantized_as_asked,
+)
 from hf_lohan.huggingface.models.quantized_checkpoints import (
     QuantizedCheckpoint,
     check_dequantizes,
@@ -260,6 +265,8 @@ def from_pretrained(
         own_config = model_config if finish is None else copy.deepcopy(model_config)  # it may change its size
         skeleton = skeleton_of(model_class, own_config, loaded_dtype, checkpoint.code)
         names = {name: name for name, _ in skeleton.named_parameters()}
+    if quantization_config is not None:
+        name_unpacked(skeleton, config.quantize)
     encoded = None if quantized is None else encoded_checkpoint(quantized, skeleton)
     quantized = None if encoded is None else encoded.quantized
     if finish is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_lohan.compat.transformers_conversions import bytes_in_file
 from hf_lohan.config import OffloadConfig
@@ -21,10 +23,12 @@ from hf_lohan.huggingface.models.quantized_checkpoints import (
     without_quantization,
 )
 from hf_lohan.model import Block, dtype_name
-from hf_lohan.model.packed_weights import is_named
+from hf_lohan.model.packed_weights import is_named, linear_routers
 from hf_lohan.planner import Quantization
 from hf_lohan.planner.quantization import PACKED_METHODS, SCALES_PER_SCALE
 from hf_lohan.quantize import join_scales, scale_values, values_of
+
+logger = logging.getLogger(__name__)
 
 _STATE = "quant_state.bitsandbytes__"
 
@@ -52,6 +56,19 @@ def quantized_as_asked(config: OffloadConfig, asked: Any, compute_dtype: torch.d
         return replace(config, quantize=quantization)
     skip = tuple(dict.fromkeys((*said.skip, *quantization.skip)))
     return replace(config, quantize=replace(said, skip=skip))
+
+
+def name_unpacked(model: nn.Module, quantization: Quantization) -> None:
+    """Log which modules bitsandbytes would pack, and `quantization`, which a `BitsAndBytesConfig` asked for, does
+    not."""
+    names = [name for name in linear_routers(model) if not is_named(name, quantization.skip)]
+    if names:
+        logger.warning(
+            "quantization_config: bitsandbytes packs %s and %d more, and hf_lohan packs no module that chooses "
+            "experts, so the numbers differ; name it in llm_int8_skip_modules for the numbers of bitsandbytes",
+            names[0],
+            len(names) - 1,
+        )
 
 
 def _quantization_of(asked: Any, compute_dtype: torch.dtype) -> Quantization:

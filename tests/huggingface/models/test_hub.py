@@ -251,6 +251,13 @@ def test_half_a_model_in_the_cache_is_refused_offline(load_streamed: Load, cache
         load_streamed(NAME)
 
 
+def test_a_folder_of_an_adapter_is_named(load_streamed: Load, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for load in (load_streamed, read_model_config):
+        with pytest.raises(ValueError, match=r"is an adapter of PEFT without its base; .* peft_config=, or .*finish="):
+            load(str(tmp_path))
+
+
 def test_a_revision_that_the_cache_lacks_is_named(load_streamed: Load, cache: Path, published: Path) -> None:
     lay(cache, published)
     for load in (load_streamed, lambda name, **where: read_model_config(name, where)):
