@@ -378,7 +378,7 @@ def _residuals(record: Any, codes: Tensor | None, origin: int, start: int, stop:
         return record[origin + start : origin + stop], torch.empty(0, dtype=torch.int64)
     run = (origin + start) // TIE_RUN_NUMEL
     before = origin + start - run * TIE_RUN_NUMEL
-    residual: Tensor = record[run * TIE_RUN_NUMEL : origin + stop]
+    residual: Tensor = record[run * TIE_RUN_NUMEL : origin + stop].clone()  # it may share memory with the file
     ties = open_ties_(residual, codes[run : -((-origin - stop) // TIE_RUN_NUMEL)]) - before
     return residual[before:], ties[ties >= 0]
 

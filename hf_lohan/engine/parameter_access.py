@@ -19,7 +19,7 @@ from hf_lohan.planner.quantization import LARGEST_BLOCK
 from hf_lohan.quantize import PackedForm, WeightPacker
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
-from hf_lohan.updates import UpToDateRecords, read_masters, round_anew, write_masters
+from hf_lohan.updates import UpToDateRecords, master_pieces, read_masters, round_anew, write_masters
 
 _MOST_DECODED_NUMEL = 1 << 20
 """Elements of packed weights that are packed or decoded at once."""
@@ -297,7 +297,12 @@ class ParameterAccess:
         working = buffers[2].view(torch.bfloat16, numel)
         residual = buffers[2].view(torch.int16, numel, start_byte=2 * self._piece_numel)
         memory = (master, working, residual, bounce)
-        write_masters(self._store, block, offset, *memory, may_tear=self._may_tear, is_trained=part.trainable)
+        try:
+            write_masters(self._store, block, offset, *memory, may_tear=self._may_tear, is_trained=part.trainable)
+        except ForeignStoreError:
+            # A run of an older version has frozen weights that were rounded half up. They stay as they are.
+            working.view(torch.int16).copy_((master.view(torch.int32) + 0x8000) >> 16)
+            self._store.write_unaligned(block.name, "param", offset, working, bounce, may_tear=self._may_tear)
 
     def read_parameter(self, name: str) -> Tensor:
         """Return the working weight as a new host tensor of the parameter's shape."""
@@ -331,11 +336,13 @@ class ParameterAccess:
                     continue
                 before = start - part.start + part.first - first
                 of_owner = out[before : before + stop - start]
-                if owner == rank:
-                    with self._buffers(1) as (bounce,):
-                        for offset, masters in read_masters(self._store, block, start, stop, bounce.bytes):
-                            of_owner[offset : offset + masters.numel()].copy_(masters)
-                self._links.broadcast(of_owner, owner, f"masters of {block.name}")
+                with self._buffers(1) as (bounce,):
+                    own = read_masters(self._store, block, start, stop, bounce.bytes) if owner == rank else None
+                    for first_of_piece, last_of_piece in master_pieces(start, stop):
+                        piece = of_owner[first_of_piece:last_of_piece]
+                        if own is not None:
+                            piece.copy_(next(own))
+                        self._links.broadcast(piece, owner, f"masters of {block.name}")
         return out
 
     def read_pieces(

@@ -103,9 +103,10 @@ def write_commit(commit: Commit, directory: str, *, keep_previous: bool = False)
     arrays: dict[str, npt.NDArray[Any]] = {"home": commit.home, "checksum": commit.checksum}
     arrays |= {_JOURNAL + name: np.frombuffer(content, np.uint8) for name, content in commit.journal.items()}
     head = {part.name: getattr(commit, part.name) for part in fields(commit) if part.name not in _ARRAYS}
-    if commit.ties is not None and commit.ties.size:
+    if commit.ties is not None:  # also where this rank has no residuals, because None means an older version
         arrays["ties"] = commit.ties
-        head[_ROUNDING] = "half_even"
+        if commit.ties.size:
+            head[_ROUNDING] = "half_even"
     if not commit.layout_id:  # the older version that created the store must be able to read the commit
         del head["layout_id"]
     text = json.dumps(head)

@@ -29,7 +29,7 @@ from hf_lohan.updates.handover import (
     WeightChange,
     WeightSlots,
 )
-from hf_lohan.updates.masters import read_masters, round_anew, write_masters
+from hf_lohan.updates.masters import master_pieces, read_masters, round_anew, write_masters
 from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps, StepCounts, UpToDateRecords
 from hf_lohan.updates.pipeline import GradientPipeline, RankGradientPipeline
 from hf_lohan.updates.setup import UpdateSetup
@@ -60,6 +60,7 @@ __all__ = [
     "UpdatesDroppedError",
     "WeightChange",
     "WeightSlots",
+    "master_pieces",
     "read_masters",
     "round_anew",
     "write_masters",

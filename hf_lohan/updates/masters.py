@@ -23,7 +23,7 @@ from hf_lohan.optim.precision import (
 )
 from hf_lohan.store import StoreLayout
 
-_WINDOW_NUMEL = 8 * TIE_RUN_NUMEL
+_WINDOW_NUMEL = 64 * TIE_RUN_NUMEL
 
 
 class MasterRecords(Protocol):
@@ -43,19 +43,23 @@ class MasterRecords(Protocol):
     def set_tie_codes(self, block: str, start_numel: int, numel: int, codes: Tensor) -> None: ...
 
 
-def read_masters(
-    records: MasterRecords, block: Block, first: int, last: int, bounce: Tensor
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (start, masters) pairs of the block's elements [first, last), which have residuals. ``start`` counts from
-    ``first``. ``bounce`` is an aligned uint8 tensor of at least a granule."""
+def master_pieces(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield the [start, stop) of the pieces in which `read_masters` reads elements [first, last), from ``first`` on."""
+    origin = first // TIE_RUN_NUMEL * TIE_RUN_NUMEL
+    for start, stop in ranges(last - origin, _WINDOW_NUMEL):
+        yield max(origin + start, first) - first, origin + stop - first
+
+
+def read_masters(records: MasterRecords, block: Block, first: int, last: int, bounce: Tensor) -> Iterator[Tensor]:
+    """Yield the masters of the block's elements [first, last), which have residuals, in the pieces of `master_pieces`.
+    ``bounce`` is an aligned uint8 tensor of at least a granule."""
     for start, stop, end in _windows(records, block, first, last):
         working = torch.empty(end - start, dtype=torch.bfloat16)
         records.read_unaligned(block.name, "param", start, working, bounce)
         residual, ties, _ = _opened(records, block, start, end, bounce)
         master = torch.empty(end - start)
         decode_master_(master, working, residual, ties)
-        low = max(start, first)
-        yield low - first, master[low - start : stop - start]
+        yield master[max(start, first) - start : stop - start]
 
 
 def write_masters(

@@ -18,7 +18,7 @@ from trajectories import arguments, dataset
 
 import hf_lohan
 from hf_lohan.checkpoint.resharding import reshard
-from hf_lohan.engine import ParameterAccess
+from hf_lohan.engine import ParameterAccess, parameter_access
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.testing.models import tiny_model
 
@@ -109,6 +109,34 @@ def test_adapters_over_another_base_are_refused_and_the_run_resumes(
     assert hf_lohan.last_step(bases / "run") == 3
     resumed = train_to_end(over_path(bases / "run", bases / "base", quantize), resume="last_step")
     assert_same(resumed, undisturbed(quantize))
+
+
+@pytest.mark.slow
+def test_a_base_that_an_older_version_rounded_half_up_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every 16th weight of float16 is half way between two of bfloat16."""
+    base().half().float().save_pretrained(tmp_path / "base")
+    write = parameter_access.write_masters
+
+    def write_half_up(records: Any, block: Any, first: int, *memory: Any, is_trained: bool, **settings: Any) -> None:
+        master, working, _, bounce = memory
+        if is_trained:
+            return write(records, block, first, *memory, is_trained=is_trained, **settings)
+        working.view(torch.int16).copy_((master.view(torch.int32) + 0x8000) >> 16)
+        return records.write_unaligned(block.name, "param", first, working, bounce, **settings)
+
+    monkeypatch.setattr(parameter_access, "write_masters", write_half_up)
+    interrupt(over_path(tmp_path / "run", tmp_path / "base", "none", InterruptAfter(3), bf16=True))
+    monkeypatch.undo()
+    store = tmp_path / "run" / "_lohan" / "store"
+    resumed = over_path(tmp_path / "run", tmp_path / "base", "none", bf16=True)
+    name = f"base_model.model.{CHANGED}"
+    weight = resumed.offload_engine.parameters.read_parameter(name)
+    masters = base().get_parameter(CHANGED).detach().half().float()
+    assert not torch.equal(weight, masters.bfloat16()), "the weights of the run stay"
+    train_to_end(resumed, resume="last_step")
+    assert hf_lohan.last_step(tmp_path / "run") == SETTINGS["max_steps"] and store.exists()
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])

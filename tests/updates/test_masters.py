@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hf_lohan.optim.precision import TIE_RUN_NUMEL
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
 from hf_lohan.store import commits as commit_files
 from hf_lohan.store.commits import read_commit, write_commit
-from hf_lohan.updates import read_masters, round_anew, write_masters
+from hf_lohan.updates import master_pieces, read_masters, round_anew, write_masters
 
 NUMEL = 7 * GRANULE_NUMEL + 2048
 BLOCK: Any = SimpleNamespace(name="block")
@@ -28,6 +29,11 @@ SPECS = [
     RecordSpec("block", "master_residual", "int16", NUMEL, granule_numel=2 * GRANULE_NUMEL),
 ]
 BOUNCE = mapped_empty(4 * GRANULE_NUMEL)
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["hf_lohan.updates.masters"], "_WINDOW_NUMEL", 2 * TIE_RUN_NUMEL)
 
 
 @pytest.fixture
@@ -60,8 +66,10 @@ def write(store: Store, first: int, masters: Tensor) -> None:
 
 def read(store: Store, first: int = 0, last: int = NUMEL) -> Tensor:
     out = torch.full((last - first,), torch.nan)
-    for start, masters in read_masters(store, BLOCK, first, last, BOUNCE):
-        out[start : start + masters.numel()] = masters
+    for (start, stop), masters in zip(
+        master_pieces(first, last), read_masters(store, BLOCK, first, last, BOUNCE), strict=True
+    ):
+        out[start:stop] = masters
     return out
 
 
@@ -157,3 +165,12 @@ def test_an_older_version_refuses_a_commit_with_tie_codes(
     write_commit(replace(commit, ties=None), folder)
     monkeypatch.setattr(commit_files, "_ROUNDING", "another name")
     assert read_commit(folder) is not None
+
+
+def test_a_rank_without_residuals_is_not_of_an_older_version(paths: list[StorePath], engine: IoEngine) -> None:
+    """Resharding drops the tie codes of all ranks if one has a commit of an older version."""
+    with Store.create(paths, SPECS[:1], model=MODEL, engine=engine, num_homes=2) as store:
+        store.commit()
+    with Store.open(paths, model=MODEL, engine=engine) as store:
+        assert store.committed is not None
+        assert store.committed.ties is not None and not store.committed.ties.size
