@@ -134,7 +134,6 @@ def build_updates(
         recall=tiers.recall,
         missed=records.missed,
     )
-    agreement.compare_settings(lambda: {"step": max(step_counts.values()) + 1, **groups.values_to_compare()})
     pipeline = _gradient_pipeline(setup, tiers, chunks, agreement)
     interval = CommitInterval.asked_for(config.commit_every)
     is_alone = tiers.rank_memory is None
@@ -149,6 +148,15 @@ def build_updates(
         decide=decide_alone if is_alone else agreed_decision(agreement, tiers.store, interval),
     )
     clip_history = ClipHistory("defer", always=config.clip == "speculate")
+    step = StepTransaction(pipeline, clip_history, layout.blocks, ring, commits.keep_what_was_loaded)
+    agreement.compare_settings(
+        lambda: {
+            "step": max(step_counts.values(), default=0) + 1,
+            # A loop may measure the norm, which the ranks then compare, and clip later.
+            "max_norm in the step before": step.max_norm_before,
+            **groups.values_to_compare(),
+        }
+    )
     return UpdateParts(
         block_of=block_of,
         records=records,
@@ -166,7 +174,7 @@ def build_updates(
         ),
         commits=commits,
         clip_history=clip_history,
-        step=StepTransaction(pipeline, clip_history, layout.blocks, ring, commits.keep_what_was_loaded),
+        step=step,
     )
 
 

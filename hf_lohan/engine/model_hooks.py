@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -34,7 +36,7 @@ class ModelHooks:
         self._shared = set(model_blocks.shared)
         self._handles: list[Any] = []
         self._of_thread = threading.local()
-        """Has the `outermost` model whose forward is in progress on this thread."""
+        """Has the `outermost` model whose forward began last on this thread, and the `caller` of its hooks."""
         self._attach(model, model_blocks)
 
     @contextlib.contextmanager
@@ -89,10 +91,13 @@ class ModelHooks:
     # Forward.
 
     def _on_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        outermost = getattr(self._of_thread, "outermost", None)
-        if outermost is not None and outermost is not module:
+        caller = inspect.currentframe()
+        caller = None if caller is None else caller.f_back
+        if getattr(self._of_thread, "outermost", module) not in (None, module) and _runs_in(
+            caller, self._of_thread.caller
+        ):
             return  # it is a part of a forward in progress
-        self._of_thread.outermost = module
+        self._of_thread.outermost, self._of_thread.caller = module, caller
         if is_compiled():
             raise RuntimeError(
                 "an offloaded model was called in torch.compile, which does not support streamed weights; call the "
@@ -111,9 +116,9 @@ class ModelHooks:
             self._parts.plan.see_evaluation(step_shape(args, kwargs))
 
     def _on_model_output(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if self._of_thread.outermost is not module:
+        if getattr(self._of_thread, "outermost", None) is not module:
             return
-        self._of_thread.outermost = None
+        self._of_thread.outermost = self._of_thread.caller = None
         # Without an output, the forward has raised. The next forward cleans up.
         if output is None:
             self._parts.plan.memory.out_of_memory.add_to_current_error()
@@ -199,6 +204,14 @@ def _without_reference(method: Callable[..., _Result]) -> Callable[..., _Result]
         return method(*args)
 
     return call
+
+
+def _runs_in(frame: FrameType | None, caller: FrameType | None) -> bool:
+    """Return whether ``frame`` was called from ``caller``. A forward that an interrupt has ended is no caller, and
+    torch runs no hook at its end."""
+    while frame is not None and frame is not caller:
+        frame = frame.f_back
+    return frame is not None
 
 
 def step_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepShape | None:

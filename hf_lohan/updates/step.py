@@ -117,6 +117,8 @@ class StepTransaction:
         self._clip_coefficient = 1.0
         self._max_norm: float | None = None
         """The `max_norm` to which the step's gradients were clipped."""
+        self.max_norm_before: float | None = None
+        """That of the step before."""
         self._has_taken_gradients = False
         """Whether the last step took the gradients, and zero_grad() was not called afterwards. Torch would still have
         these gradients."""
@@ -212,7 +214,7 @@ class StepTransaction:
                 f"the gradients of this step were clipped to {self._max_norm:g} before, and clipping them to "
                 f"{max_norm:g} would scale them twice; call clip_grad_norm_ once per step, with the smallest max_norm"
             )
-        self._agree_on_norms(max_norm)
+        self._agree_on_norms(max_norm if clips else None)
         norm = self._pipeline.total_norm()
         if self._max_norm is not None:
             return norm * self._clip_coefficient
@@ -320,7 +322,7 @@ class StepTransaction:
         return touched, remains
 
     def _begin_next(self) -> None:
-        self._clip_coefficient, self._max_norm = 1.0, None
+        self.max_norm_before, self._max_norm, self._clip_coefficient = self._max_norm, None, 1.0
         self._has_taken_gradients = False
 
 

@@ -196,7 +196,7 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
         copy_buffers(model, {name: weight for name, weight in weights.items() if not store_weight(name, weight)})
 
     written: set[nn.Parameter] = set()
-    refused = vars(model).get("load_state_dict")
+    own = {name: value for name, value in vars(model).items() if name == "load_state_dict"}
     model.load_state_dict = store
     try:
         for adapter, folder in saved_adapters(model, path).items():
@@ -207,7 +207,8 @@ def load_adapters(model: Any, path: str | Path, store_weight: Callable[[str, Ten
                 set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter)
             written |= encoder
     finally:
-        model.load_state_dict = refused
+        del model.load_state_dict
+        vars(model).update(own)
     return written
 
 

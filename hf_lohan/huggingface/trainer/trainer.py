@@ -579,8 +579,14 @@ class OffloadTrainerMixin(
 
     def _load_best_model(self) -> None:
         engine, best = self.offload_engine, self.state.best_model_checkpoint
-        if engine is None or not self._on_all_ranks("whether the best model is there", has_weights(self.model, best)):
-            super()._load_best_model()  # warns that it is gone
+        is_here = engine is not None and has_weights(self.model, best)
+        if engine is None or not self._on_all_ranks("whether the best model is there", is_here):
+            if is_here:
+                logger.warning(
+                    "another rank has no best model in %s, so all ranks keep the weights of the last step", best
+                )
+            else:
+                super()._load_best_model()  # warns that it is gone
             return
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         reload_weights(engine, self.model, best)
