@@ -535,7 +535,7 @@ def test_a_packed_store_is_resharded_for_two_ranks_and_back(tmp_path: Path) -> N
 
 def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path) -> None:
     fields = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
-    state = {"blocksize": 64, "shape": [64, 64], "dtype": "bfloat16"}
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [64, 64], "dtype": "bfloat16"}
     name = "model.layers.0.self_attn.o_proj.weight"
     tensors = {
         name: torch.zeros(2048, 1, dtype=torch.uint8),
@@ -554,9 +554,9 @@ def test_the_config_of_a_packed_checkpoint_is_honoured_and_stays(tmp_path: Path)
     assert quantize.skip == ("lm_head", "experts")
     stored = {}
 
-    def store(name: str, codes: Tensor, scales: Tensor, shape: list[int]) -> torch.Size:
+    def store(name: str, codes: Tensor, scales: Tensor) -> torch.Size:
         stored[name] = codes.numel(), scales.view(torch.float32).tolist()
-        return torch.Size(shape)
+        return torch.Size((64, 64))
 
     found = packed.store_packed(store, tensors)
     assert stored == {name: (2048, [1.0] * 64)}
