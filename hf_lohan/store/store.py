@@ -325,8 +325,8 @@ class Store(RecordFiles):
         ``facts`` (JSON types) and ``journal`` (small files by name) can be read from `committed`. ``log_lines`` are
         appended to the log, and ``keep_log=False`` starts a new log. ``model_files`` replace those of the last commit,
         unless they are None. ``rounds_half_up``: bfloat16 weights are copied from a commit without tie codes. No write
-        may be in progress. Raises `CapacityError` or `StorageError`. The last commit
-        then stays, and `commit` may be called again unless the drive lost written data.
+        may be in progress. Raises `CapacityError` or `StorageError`. The last commit then stays, and `commit` may be
+        called again unless the drive lost written data.
         """
         self.write_back()
         home, checksum, ties = self.draft()

@@ -115,8 +115,7 @@ class MissedSteps:
     ) -> tuple[list[Chunk], list[Chunk], set[ParamSlice]]:
         """Decide that the step counts. In this step the gradient of each chunk in `of_zeros` is zero, and that of each
         chunk in `others` is not. Returns the chunks of `of_zeros` that are updated now, more chunks that must catch up
-        now, and the
-        parameters that miss the step."""
+        now, and the parameters that miss the step."""
         with self._lock:
             step, by_name, added = self._now + 1, dict[str, StepSettings](), list[Chunk]()
             eager: list[Chunk] = []
