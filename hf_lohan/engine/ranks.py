@@ -173,7 +173,6 @@ def _layout_values(layout: OffloadLayout, config: OffloadConfig) -> dict[str, An
         "embedding": "whole" if layout.model_blocks.table is None else "rows",
         "holds_gradients": layout.holds_gradients,
         "keeps_gradient_dtypes": layout.keeps_gradient_dtypes,
-        "chunk_numel": layout.plan.chunk_numel,
     }
     if config.transport == "nccl" and layout.packs:
         # Devices exchange packed weights in pieces of this size.

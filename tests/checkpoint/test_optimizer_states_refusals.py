@@ -44,7 +44,7 @@ def test_states_of_another_working_dtype_are_refused(offload: Offload, tmp_path:
     ("change", "message"),
     [
         (lambda index: index.update(format_version=99), "has format 99.*update hf_lohan"),
-        (lambda index: index.update(format_version=1), "has format 1, and this version reads 2; start a new run from"),
+        (lambda index: index.update(format_version=1), "has format 1, and this version reads 3; start a new run from"),
         (lambda index: index["parameters"][NORM].update(file="../stray"), r"outside the folder: '\.\./stray"),
         (lambda index: index["parameters"][NORM].update(start=-1), "must be whole numbers, not .-1, "),
         (lambda index: index["parameters"][NORM].pop("shape"), r"damaged \(KeyError\('shape'\)\)"),

@@ -7,10 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import accelerate
 import pytest
 import torch
-import transformers
 
 from hf_lohan import Accelerator, OffloadTrainerMixin
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
@@ -129,9 +127,10 @@ ADVICE = "try it against upstream's method, do it or refuse it in a sentence, an
 
 
 def upstream_class(name: str) -> type:
+    """Return the library's own class, also where a script was run in this process, which has ours in its place."""
     library, _, class_name = name.rpartition(".")
     found: type = getattr(pytest.importorskip(library), class_name)
-    return found
+    return next(base for base in found.__mro__ if not base.__module__.startswith("hf_lohan"))
 
 
 def overridden(ours: type, upstream: type) -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any]]]:
@@ -169,7 +168,7 @@ def test_each_argument_of_an_overridden_method_is_done_or_refused(ours: type, up
     theirs = upstream_class(upstream)
     root = next(
         base
-        for base in (transformers.Trainer, accelerate.Accelerator, torch.optim.Optimizer)
+        for base in map(upstream_class, ("transformers.Trainer", "accelerate.Accelerator", "torch.optim.Optimizer"))
         if issubclass(theirs, base)
     )
     found = list(overridden(ours, theirs))
