@@ -55,11 +55,10 @@ def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
 
 def add_logged_loss(trainer: Any, loss: Tensor) -> None:
     """Add the loss of a micro-batch to the sum for the log, as Trainer does with what `training_step` returns."""
-    if trainer.args.logging_nan_inf_filter and not loss.isfinite():
+    if trainer.args.logging_nan_inf_filter:  # chosen on the device, so that the host does not wait for the loss
         num_steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
-        trainer._tr_loss += trainer._tr_loss / num_steps
-    else:
-        trainer._tr_loss += loss
+        loss = torch.where(loss.isfinite(), loss, trainer._tr_loss / num_steps)
+    trainer._tr_loss += loss
 
 
 # Generation.
