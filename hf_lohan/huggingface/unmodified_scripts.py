@@ -108,6 +108,10 @@ def _offloading_accelerator(config: OffloadConfig) -> type[Accelerator]:
     class OffloadingAccelerator(Accelerator):
         default_offload: ClassVar[OffloadConfig] = config
 
+        # Its own, because the signature of `Accelerator.__init__` itself must stay.
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
     stock = accelerate.Accelerator
     functools.update_wrapper(OffloadingAccelerator.__init__, stock.__init__)
     OffloadingAccelerator.__name__ = OffloadingAccelerator.__qualname__ = stock.__name__

@@ -112,6 +112,8 @@ def test_the_replacement_is_undone() -> None:
     with pytest.raises(ConfigError), offload_by_default("no such file"):
         pass
     assert state() == before
+    assert not hasattr(hf_lohan.Accelerator.__init__, "__wrapped__")  # ours is as it was written
+    assert not hasattr(hf_lohan.Trainer.__init__, "__wrapped__")
 
 
 def test_the_replacement_looks_like_the_trainer_it_replaces() -> None:
