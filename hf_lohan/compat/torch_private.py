@@ -81,10 +81,13 @@ def nccl_group(meeting: str, rank: int, num_ranks: int, device: torch.device) ->
     return group
 
 
-def gloo_group(meeting: str, rank: int, num_ranks: int, store: Any) -> Any:
-    """Make a process group of CPUs, as `nccl_group` does of GPUs. ``store`` connects them."""
+def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within: timedelta = _MEETS_WITHIN) -> Any:
+    """Make a process group of CPUs, as `nccl_group` does of GPUs. ``store`` connects them. ``host``: the address at
+    which other ranks reach this one."""
     gloo: Any = torch.distributed.ProcessGroupGloo
-    group = gloo(PrefixStore(meeting, store), rank, num_ranks, _MEETS_WITHIN)
+    options = gloo._Options()
+    options._devices, options._timeout, options._threads = [gloo.create_device(hostname=host)], connects_within, 2
+    group = gloo(store, rank, num_ranks, options)
     group._set_default_timeout(_NO_TIMEOUT)
     return group
 

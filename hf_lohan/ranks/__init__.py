@@ -23,12 +23,11 @@ from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.equal_values import check_equal
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
-from hf_lohan.ranks.transport.connection import Handler
 from hf_lohan.ranks.transport.device_transport import DeviceTransport
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
-from hf_lohan.ranks.transport.links import Links, one_rank_at_a_time
-from hf_lohan.ranks.transport.messages import HEAD_BYTES, Channel, Kind, PayloadReader
-from hf_lohan.ranks.transport.rendezvous import connect
+from hf_lohan.ranks.transport.messages import Kind, Channel, PayloadReader, Handler
+from hf_lohan.ranks.transport.lanes import Lane, bytes_of
+from hf_lohan.ranks.transport.links import Links, connect, one_rank_at_a_time
 from hf_lohan.ranks.transport.shared_region import SharedRegion
 from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 
@@ -36,13 +35,11 @@ __all__ = [
     "GRADIENTS_INT4",
     "GRADIENTS_INT8",
     "GRADIENTS_WITHIN",
-    "HEAD_BYTES",
     "SINGLE_RANK",
     "SUM_TILE_NUMEL",
     "WEIGHTS_INT8",
     "BlockCodec",
     "CallOfRank",
-    "Channel",
     "CodedTraffic",
     "CodedValues",
     "CodingError",
@@ -53,11 +50,9 @@ __all__ = [
     "ExpertCall",
     "GradientExchange",
     "GradientPart",
-    "Handler",
-    "Kind",
+    "Lane",
     "Links",
     "MeasuredCodec",
-    "PayloadReader",
     "RankFailedError",
     "RankTimeoutError",
     "Ranks",
@@ -68,6 +63,7 @@ __all__ = [
     "StepAgreement",
     "StepDelta",
     "TableRows",
+    "bytes_of",
     "check_equal",
     "connect",
     "newest_common_commit",

@@ -55,7 +55,7 @@ class _CoalescingGroup:
 class GlooGroup(DeviceGroup):
     def __init__(self, meeting: str, member: int, num_members: int) -> None:
         store = default_process_group_store() if torch.distributed.is_initialized() else _STORE
-        self._group = gloo_group(meeting, member, num_members, store)
+        self._group = gloo_group(_distributed.PrefixStore(meeting, store), member, num_members, "127.0.0.1")
         self._another = (member + 1) % num_members
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:

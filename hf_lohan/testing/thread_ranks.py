@@ -1,28 +1,28 @@
-"""Runs ranks as threads of one process, with the real `Links` over socket pairs, delays and faults.
+"""Runs ranks as threads of one process, with the real `Links` over gloo, delays and faults.
 
-A rank's function gets the rank's `Links`. Delays before sends and receives are drawn from a seed, so ranks meet in
-another order with each seed. A fault happens at the n-th message that a rank sends.
+A rank's function gets the rank's `Links`. Delays before the operations of lanes are drawn from a seed, so ranks meet in
+another order with each seed. A fault happens at the n-th operation of a rank.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import random
-import socket
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from hf_lohan.ranks import HEAD_BYTES, Channel, Links, RankFailedError, Ranks
-from hf_lohan.ranks.transport.messages import Head
+from hf_lohan.ranks import Links, RankFailedError, Ranks
+from hf_lohan.ranks.transport.watch import Watch
 
 _Result = TypeVar("_Result")
 LONGEST_DELAY_S = 0.003
@@ -31,15 +31,18 @@ HANGS_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a rank, just before it sends its message number `at_message`, counted from 0."""
+    """A fault of a rank, just before its operation number `at_operation` in a lane, counted from 0."""
 
     rank: int
-    what: Literal["die", "hang", "truncate", "corrupt"]
-    """With `die` the rank's connections end. With `hang` it neither sends nor reads any more. With `truncate` it dies
-    after half a head. With `corrupt` a bit of the head is wrong."""
-    at_message: int
-    channel: Channel | None = None
-    """If set, only messages of this channel count."""
+    what: Literal["die", "hang"]
+    """With `die` the rank takes part in nothing any more, and tells nobody. With `hang` it does nothing any more."""
+    at_operation: int
+    lane: str | None = None
+    """If set, only operations of lanes whose names begin so count."""
+
+
+class DiedError(RankFailedError):
+    """Ends the threads of a rank that has died."""
 
 
 @dataclass
@@ -83,10 +86,6 @@ def rank_outcomes(
     """Run `function` on each rank, and return each rank's result or error. All threads have ended when this returns."""
     before = set(threading.enumerate())
     world = _World(num_ranks, num_local or num_ranks, delays_seed, faults)
-    links = [
-        Links(Ranks(rank, num_ranks, rank % world.num_local, world.num_local), world.sockets[rank], timeout_s)
-        for rank in range(num_ranks)
-    ]
     outcomes: list[Outcome[_Result]] = [Outcome() for _ in range(num_ranks)]
     num_threads = torch.get_num_threads()
     all_have_threads = threading.Barrier(num_ranks)
@@ -99,9 +98,9 @@ def rank_outcomes(
         all_have_threads.wait()
         began_s = time.monotonic()
         try:
-            with links[rank]:
+            with world.connect(rank, timeout_s) as links:
                 try:
-                    outcomes[rank].result = function(links[rank])
+                    outcomes[rank].result = function(links)
                 finally:
                     outcomes[rank].took_s = time.monotonic() - began_s
         except BaseException as error:
@@ -134,139 +133,78 @@ def rank_outcomes(
 
 
 class _World:
-    """The sockets and faults of all ranks."""
+    """The connections and faults of all ranks."""
 
     def __init__(self, num_ranks: int, num_local: int, delays_seed: int | None, faults: Sequence[Fault]) -> None:
+        self.num_ranks = num_ranks
         self.num_local = num_local
         self.is_over = threading.Event()
-        self.sockets: list[dict[tuple[Channel, int], _RankSocket]] = [{} for _ in range(num_ranks)]
-        fates = [_Fate(self, [fault for fault in faults if fault.rank == rank]) for rank in range(num_ranks)]
-        for channel in Channel:
-            for first, second in combinations(range(num_ranks), 2):
-                ends = socket.socketpair()
-                for end, (rank, peer) in zip(ends, ((first, second), (second, first)), strict=True):
-                    delays = None if delays_seed is None else random.Random(f"{delays_seed} {rank} {peer} {channel}")
-                    self.sockets[rank][channel, peer] = _RankSocket(end, channel, fates[rank], delays)
-        for rank, fate in enumerate(fates):
-            fate.sockets = list(self.sockets[rank].values())
+        self._store: Any = torch.distributed.HashStore()
+        self._fates = [
+            _Fate(self, rank, delays_seed, [fault for fault in faults if fault.rank == rank])
+            for rank in range(num_ranks)
+        ]
+
+    def connect(self, rank: int, timeout_s: float) -> Links:
+        ranks = Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
+        exits = {other: os.dup(self._fates[other].exit) for other in ranks.on_this_node if other != rank}
+        fate = self._fates[rank]
+        links = Links(ranks, self._store, timeout_s, host="127.0.0.1", exits=exits, interfere=fate.interfere)
+        fate.watch = links.watch
+        return links
 
     def end(self) -> None:
-        """Let hanging ranks continue, with closed connections."""
+        """Let hanging ranks continue, without connections."""
         self.is_over.set()
-        for sockets in self.sockets:
-            for rank_socket in sockets.values():
-                rank_socket.cut()
+        for fate in self._fates:
+            fate.close()
 
 
 class _Fate:
-    """The faults of one rank. Counts the messages that the rank sends."""
+    """The faults and delays of one rank."""
 
-    def __init__(self, world: _World, faults: list[Fault]) -> None:
-        self.world = world
-        self.sockets: list[_RankSocket] = []
-        self.hangs = False
-        self.is_dead = False
+    def __init__(self, world: _World, rank: int, delays_seed: int | None, faults: list[Fault]) -> None:
+        self.exit, self._lives = os.pipe()
+        """A descriptor that becomes readable when the rank dies, and one that is closed then."""
+        self.watch: Watch | None = None
+        self._world = world
+        self._rank = rank
+        self._delays = None if delays_seed is None else random.Random(f"{delays_seed} {rank}")
         self._faults = faults
-        self._num_sent: dict[Channel | None, int] = {}
+        self._is_dead = self._hangs = False
+        self._num_operations: Counter[str | None] = Counter()
         self._lock = threading.Lock()
 
-    def next_message(self, channel: Channel) -> str | None:
-        """Return the fault of the next message, or None."""
+    def interfere(self, lane: str) -> None:
+        """Called before each operation of a lane."""
+        if self._delays is not None and self._delays.random() < 0.4:
+            # Often 0 and sometimes long, because equal delays would keep the order.
+            time.sleep(LONGEST_DELAY_S * self._delays.random() ** 3)
         with self._lock:
-            happens = None
-            for counted in (None, channel):
-                number = self._num_sent.get(counted, 0)
-                self._num_sent[counted] = number + 1
-                for fault in self._faults:
-                    if (fault.channel, fault.at_message) == (counted, number):
-                        happens = fault.what
-            return happens
+            for fault in self._faults:
+                if lane.startswith(fault.lane or ""):
+                    number = self._num_operations[fault.lane]
+                    if number == fault.at_operation:
+                        self._is_dead, self._hangs = fault.what == "die", fault.what == "hang"
+                        if self._is_dead:
+                            self._die()
+            for counted in {fault.lane for fault in self._faults if lane.startswith(fault.lane or "")}:
+                self._num_operations[counted] += 1
+        if self._hangs:
+            self._world.is_over.wait()
+        if self._is_dead or (self._hangs and self._world.is_over.is_set()):
+            raise DiedError("this rank has died", self._rank)
 
-    def die(self) -> None:
-        self.is_dead = True  # the rank must not tell others that the first ones to hear of it have ended
-        for rank_socket in self.sockets:
-            rank_socket.cut()
-
-    def hang(self) -> None:
-        self.hangs = True
-        self.world.is_over.wait()
-
-
-class _RankSocket:
-    """One end of a socket pair."""
-
-    def __init__(self, end: socket.socket, channel: Channel, fate: _Fate, delays: random.Random | None) -> None:
-        self._end = end
-        self._channel = channel
-        self._fate = fate
-        self._delays = delays
-        self._delays_of_received = None if delays is None else random.Random(delays.random())
-        self._head = bytearray()
-        self._num_left = 0
-        """Bytes of the current message that are not sent yet."""
-
-    def fileno(self) -> int:
-        return self._end.fileno()
-
-    def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> int:
-        """Send at most the rest of one message, so that each message begins with a call."""
-        if self._fate.hangs:
-            self._fate.hang()
-        if self._fate.is_dead:
-            raise BrokenPipeError("this rank has died")
-        first = buffers[0]
-        if not self._num_left and not self._head:
-            self._delay(self._delays)
-            happens = self._fate.next_message(self._channel)
-            if happens == "hang":
-                self._fate.hang()
-            elif happens == "corrupt":
-                self._head += bytes(first)  # this part of the head is right
-                damaged = bytearray(first)
-                damaged[HEAD_BYTES // 2] ^= 4
-                self._end.sendall(damaged)
-                return self._sent_head()
-            elif happens in ("die", "truncate"):
-                if happens == "truncate":
-                    self._end.sendall(first[: HEAD_BYTES // 2])
-                self._fate.die()
-                raise BrokenPipeError("this rank has died")
-        if self._num_left:
-            num_bytes = self._end.send(first, flags)
-            self._num_left -= num_bytes
-            return num_bytes
-        num_bytes = self._end.send(first, flags)
-        self._head += first[:num_bytes]
-        if len(self._head) == HEAD_BYTES:
-            self._sent_head()
-        return num_bytes
-
-    def recv_into(self, buffer: memoryview) -> int:
-        self._delay(self._delays_of_received)
-        if self._fate.hangs:
-            self._fate.hang()
-        return self._end.recv_into(buffer)
-
-    def shutdown(self, how: int) -> None:
-        self._end.shutdown(how)
+    def _die(self) -> None:
+        os.close(self._lives)
+        if self.watch is not None:  # its thread says nothing any more, and nobody hears of the rank's own errors
+            self.watch._is_over.set()
+            self.watch.announce = self.watch.blame = lambda *_: None  # type: ignore[method-assign]
 
     def close(self) -> None:
-        self._end.close()
-
-    def cut(self) -> None:
-        with suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
-
-    def _sent_head(self) -> int:
-        self._num_left = Head.unpack(self._head).payload_bytes
-        self._head.clear()
-        return HEAD_BYTES
-
-    @staticmethod
-    def _delay(delays: random.Random | None) -> None:
-        """Sleep for a random time. It is often 0 and sometimes long, because equal delays would keep the order."""
-        if delays is not None and delays.random() < 0.4:
-            time.sleep(LONGEST_DELAY_S * delays.random() ** 3)
+        for fd in (self.exit, self._lives):
+            with suppress(OSError):
+                os.close(fd)
 
 
 def _stacks(threads: Iterable[threading.Thread]) -> str:

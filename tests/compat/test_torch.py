@@ -98,7 +98,7 @@ def test_members_of_a_group_send_to_each_other_until_they_are_woken() -> None:
     store, ended = torch.distributed.HashStore(), []
 
     def run(rank: int) -> None:
-        group = private.gloo_group("tested", rank, 2, store)
+        group = private.gloo_group(store, rank, 2, "127.0.0.1")
         assert group.options._timeout.days >= 365, "operations of the group would time out"
         ours, theirs = torch.full((1000,), rank), torch.empty(1000, dtype=torch.int64)
         for work in private.begin_sends(group, [(1 - rank, ours)], [(1 - rank, theirs)]):

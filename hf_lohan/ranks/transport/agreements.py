@@ -22,7 +22,6 @@ from typing import Protocol, TypeVar
 from hf_lohan.ranks.equal_values import DIGEST_BYTES, NamedValues, are_equal, digest_of, refuse_difference
 from hf_lohan.ranks.transport.failures import RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
-from hf_lohan.ranks.transport.messages import Kind, PayloadReader
 
 END_OF_STEP = "the end of the step"
 """Tag of the exchange at the end of a step, for errors of ranks that do different things."""
@@ -129,8 +128,10 @@ class CommitAgreement:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._durable = dict.fromkeys(links.ranks.others, 0)
-        """The number of the last durable commit, by rank."""
+        self._announced = 0
+        """The number of this rank's last durable commit."""
+        self._others_follow: Callable[[], list[bytes]] | None = None
+        """Waits until all ranks have announced it."""
         self.group_id = ""
         self.keeps_previous = True
 
@@ -160,27 +161,30 @@ class CommitAgreement:
         # A new group for each start, so that commits of two continuations of one run, which have the same numbers, are
         # never taken for commits of one step.
         self.group_id = str(descriptions[0]["group_id"])
-        self._durable = dict.fromkeys(self._links.ranks.others, newest[1])
-        self._links.set_handler(Kind.PREPARED, self._on_prepared)
+        self._announced, self._others_follow = newest[1], None
+        self._lane = self._links.open("commits")
         store.agree_on_commits(self)
         return chosen
 
     def announce_commit(self, number: int) -> None:
-        """Tell the other ranks that this rank's commit is durable."""
-        self._links.send_all(Kind.PREPARED, number)
+        """Tell the other ranks that this rank's commit is durable. Does not wait. `wait_for_commit` has waited for the
+        commit before."""
+        if number > self._announced:
+            self._announced = number
+            self._others_follow = self._lane.begin_agree("a commit of all ranks", number.to_bytes(8, "little"))
 
     def wait_for_commit(self, number: int) -> None:
-        """Wait until the commit is durable on every rank. Raises RankFailedError or RankTimeoutError."""
-
-        def ranks_behind() -> list[int]:
-            return [rank for rank, durable in self._durable.items() if durable < number]
-
-        self._links.wait_for(lambda: not ranks_behind(), f"all ranks to have commit {number}", peers=ranks_behind)
-
-    def _on_prepared(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        with self._links.lock:
-            self._durable[peer] = max(self._durable[peer], numbers[0])
-            self._links.notify()
+        """Wait until the commit is durable on every rank. Raises RankFailedError or RankTimeoutError, and
+        RanksDisagreeError if a rank has made another commit."""
+        if self._others_follow is None or number < self._announced:
+            return
+        follow, self._others_follow = self._others_follow, None
+        for rank, told in enumerate(follow()):
+            if (others := int.from_bytes(told, "little")) != number:
+                raise RanksDisagreeError(
+                    f"rank {self._links.ranks.rank} has made commit {number}, and rank {rank} commit {others}; look for "
+                    "a save that only some of them run"
+                )
 
 
 def newest_common_commit(commits_by_rank: Sequence[Sequence[tuple[str, int]]]) -> tuple[str, int]:

@@ -90,6 +90,11 @@ class FirstRankFailure:
             raise raised_anew(failure.error)
         raise self._error_of(failure, action)
 
+    def error(self, action: str) -> BaseException:
+        """Return the exception that `raise_if_known` raises."""
+        assert self._failure is not None
+        return self._failure.error or self._error_of(self._failure, action)
+
     def _error_of(self, failure: Failure, action: str) -> RankFailedError:
         joint = ";" if " while rank " in failure.text else " while"
         return RankFailedError(f"{failure.text}{joint} rank {self._rank} {action}", failure.rank)

@@ -1,0 +1,222 @@
+"""A lane is a process group of gloo that one thread of each rank uses, so its collectives have one order on all ranks.
+
+All operations are collectives. `Work.wait(timeout)` of a collective only raises, and the work goes on, so a wait is cut
+into slices between which `Watch` is asked. This is not so for gloo's `send` and `recv`, where a wait that runs out
+closes all connections of the group. After a failure a group is never destroyed: gloo does not wake a transfer that was
+half done when its peer died, and the destructor would wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lohan.ranks.transport.failures import FirstRankFailure, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.transport.watch import Watch
+from hf_lohan.threads import Owner
+
+_SLICE = timedelta(milliseconds=250)
+_HEAD = struct.Struct("<IHf")
+_INLINE_BYTES = 246
+"""Bytes of tag and payload that go with the head. Longer ones take a second collective."""
+_SHAPE = struct.Struct("<qq")
+
+
+class BegunWork(NamedTuple):
+    """A collective that has begun."""
+
+    what: str
+    work: Any
+    since_s: float
+
+
+class Lane:
+    """One thread at a time uses a lane. Different threads may use it one after the other."""
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[int],
+        watch: Watch,
+        failure: FirstRankFailure,
+        group: Any,
+        *,
+        stops_compute: bool,
+        interfere: Callable[[str], object] = lambda lane: None,
+    ) -> None:
+        """``group``: a process group of the members, in their order; None for one member. ``stops_compute``: whether
+        the threads that use the lane compute the model, so that a wait keeps the rank from computing. ``interfere`` is
+        called with the name before each operation, for tests."""
+        self.name = name
+        self.members = list(members)
+        self.place = self.members.index(watch.ranks.rank)
+        """Index of this rank among the members."""
+        self.sent_bytes = 0
+        """Bytes of payloads for other ranks."""
+        self.waited_s: dict[int, float] = defaultdict(float)
+        """By other rank, the seconds in which this rank waited for it in `agree`."""
+        self._watch = watch
+        self._failure = failure
+        self._stops_compute = stops_compute
+        self._owner = Owner()
+        self._number = 0
+        self._last_wait_s = 0.0
+        self._in_use = threading.RLock()
+        self._group = group
+        self._works: list[Any] = []
+        """Collectives that may not have ended."""
+        self._interfere = interfere
+
+    def run(self, what: str, begin: Callable[[Any], Any]) -> None:
+        """Carry out one collective of all members. ``begin`` gets the group, and returns the work. ``what`` completes
+        "rank 0 waited for ...". Raises RankFailedError, RankTimeoutError or RanksDisagreeError."""
+        with self._in_use:
+            self.finish(self.begin(what, begin))
+
+    def begin(self, what: str, begin: Callable[[Any], Any]) -> BegunWork:
+        """Begin a collective for `finish`. See `run`."""
+        if not self._owner.is_here:
+            raise RuntimeError("this is a forked child of the training process; use the model in the training process")
+        if self._group is None:
+            return BegunWork(what, None, 0.0)
+        with self._in_use:
+            self._failure.raise_if_known(f"waited for {what}")
+            self._interfere(self.name)
+            self._number += 1
+            self._watch.note_position(self.name, self._number, what)
+            try:
+                work = begin(self._group)
+            except RuntimeError as error:  # the group was broken before
+                self._watch.raise_cause(what, error)
+            self._works = [*(one for one in self._works if not one.is_completed()), work]
+            return BegunWork(what, work, time.monotonic())
+
+    def finish(self, begun: BegunWork) -> None:
+        """Wait for the end of a collective. Raises the errors of `run`."""
+        if begun.work is None:
+            return
+        what = begun.what
+        with self._watch.waiting(self.name) if self._stops_compute else nullcontext():
+            while not self._is_over(begun.work, what):
+                self._failure.raise_if_known(f"waited for {what}")
+                self._watch.judge(self.name, what, begun.since_s)
+        self._last_wait_s = time.monotonic() - begun.since_s
+
+    def _is_over(self, work: Any, what: str) -> bool:
+        try:
+            work.wait(_SLICE)
+            return True
+        except RuntimeError as error:
+            if work.is_completed():
+                self._watch.raise_cause(what, error)
+            return False
+
+    def agree(self, tag: str, payload: bytes = b"") -> list[bytes]:
+        """Return the payloads of all members, in their order. ``tag`` names the call in a few words. Raises
+        RanksDisagreeError if a rank is at another call, and the errors of `run`."""
+        if self._group is None:
+            return [payload]
+        with self._in_use:
+            return self.begin_agree(tag, payload)()
+
+    def begin_agree(self, tag: str, payload: bytes = b"") -> Callable[[], list[bytes]]:
+        """Begin an `agree`. Returns what waits for its end and returns the payloads."""
+        waited_s, name = self._last_wait_s, tag.encode()
+        own = _HEAD.pack(len(payload), len(name), waited_s) + (name + payload)[:_INLINE_BYTES]
+        begun = self._begin_exchange(tag, own, _HEAD.size + _INLINE_BYTES)
+
+        def finish() -> list[bytes]:
+            told = begun()
+            heads = [_HEAD.unpack_from(row) for row in told]
+            self._count_wait([wait_s for *_, wait_s in heads], waited_s)
+            for rank, row, (_, size, _) in zip(self.members, told, heads, strict=True):
+                if (others := row[_HEAD.size :][:size].decode()) != tag:
+                    raise RanksDisagreeError(
+                        f"rank {self._watch.ranks.rank} is at {tag!r} where rank {rank} is at {others!r}; all ranks "
+                        "must do the same in the same order; look for a step, a callback or a save that only some of "
+                        "them run"
+                    )
+            self.sent_bytes += len(payload) * (len(self.members) - 1)
+            most = max(num_bytes for num_bytes, *_ in heads)
+            if len(name) + most <= _INLINE_BYTES:
+                starts = [_HEAD.size + size for _, size, _ in heads]
+            else:
+                told, starts = self._begin_exchange(tag, payload, most)(), [0] * len(told)
+            return [
+                row[start : start + num_bytes]
+                for row, start, (num_bytes, *_) in zip(told, starts, heads, strict=True)
+            ]
+
+        return finish
+
+    def _begin_exchange(self, tag: str, own: bytes, num_bytes: int) -> Callable[[], list[bytes]]:
+        # It takes half the time of gloo's all_gather, which copies to memory of its own.
+        num_members = len(self.members)
+        mine = torch.frombuffer(bytearray(own.ljust(num_bytes, b"\0") * num_members), dtype=torch.uint8)
+        rows = torch.empty(num_members, num_bytes, dtype=torch.uint8)
+        begun = self.begin(tag, lambda group: group.alltoall_base(rows.view(-1), mine, [], []))
+
+        def finish() -> list[bytes]:
+            self.finish(begun)
+            return [row.tobytes() for row in rows.numpy()]
+
+        return finish
+
+    def _count_wait(self, waits_s: Sequence[float], own_s: float) -> None:
+        """Count this rank's wait in the exchange before as a wait for the rank that came last, which waited least."""
+        last = min(range(len(waits_s)), key=lambda place: waits_s[place])
+        if last != self.place:
+            self.waited_s[self.members[last]] += own_s
+
+    def barrier(self, tag: str) -> None:
+        """Wait until all members have called this."""
+        self.agree(tag)
+
+    def broadcast(self, tensor: Tensor, owner: int, tag: str) -> None:
+        """Copy the bytes of the owner's tensor to the tensors of all other members. All are contiguous, on the CPU, and
+        of the same number of bytes."""
+        shapes = self.agree(tag, _SHAPE.pack(owner, tensor.nbytes))
+        for rank, shape in zip(self.members, shapes, strict=True):
+            if shape != shapes[self.place]:
+                others_owner, others_bytes = _SHAPE.unpack(shape)
+                raise RanksDisagreeError(
+                    f"for {tag}, rank {self._watch.ranks.rank} has {tensor.nbytes} bytes of rank {owner}, and rank "
+                    f"{rank} has {others_bytes} bytes of rank {others_owner}; load the same model on all ranks"
+                )
+        if tensor.nbytes:
+            self.send_to_all(tensor, owner, tag)
+
+    def send_to_all(self, tensor: Tensor, owner: int, tag: str) -> None:
+        """`broadcast` of a tensor whose size all members know to be equal, and not 0."""
+        content, options = bytes_of(tensor), torch.distributed.BroadcastOptions()
+        options.rootRank = self.members.index(owner)
+        self.run(tag, lambda group: group.broadcast([content], options))
+        if options.rootRank == self.place:
+            self.sent_bytes += tensor.nbytes * (len(self.members) - 1)
+
+    def exchange(self, sent: Tensor, send_sizes: Sequence[int], received: Tensor, sizes: Sequence[int], tag: str) -> None:
+        """Send parts of ``sent``, uint8 of ``sum(send_sizes)``, to the members in their order, and receive theirs to
+        ``received``, uint8 of ``sum(sizes)``. Sizes are in bytes, and both ends know them. A part may be empty."""
+        self.run(tag, lambda group: group.alltoall_base(received, sent, list(sizes), list(send_sizes)))
+        self.sent_bytes += sum(send_sizes) - send_sizes[self.place]
+
+    def leave(self, *, has_failed: bool) -> None:
+        """Use the lane no more. If a collective has not ended, the group stays for the rest of the process."""
+        if self._group is not None and (has_failed or not all(work.is_completed() for work in self._works)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = None
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory, uint8."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
