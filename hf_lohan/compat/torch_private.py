@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -40,9 +40,7 @@ adafactor: Callable[..., None] = _adafactor.adafactor
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operations that need the values of fake tensors."""
 _NO_TIMEOUT = timedelta(days=365)
-"""Timeout of our own groups. `DeviceTransport` decides itself when a rank is lost."""
-_MEETS_WITHIN = timedelta(minutes=5)
-_UNUSED_TAG = 1
+"""Timeout of our own groups. `Watch` decides when a rank is lost."""
 newton_schulz: Callable[..., Tensor] = _muon._zeropower_via_newtonschulz
 adjusted_muon_lr: Callable[..., float] = _muon._adjust_lr
 
@@ -70,10 +68,9 @@ def prefix_rendezvous(prefix: str) -> None:
     _rendezvous_handlers["env"] = prefixed
 
 
-def nccl_group(meeting: str, rank: int, num_ranks: int, device: torch.device) -> Any:
+def nccl_group(store: Any, rank: int, num_ranks: int, device: torch.device) -> Any:
     """Make a process group of GPUs, beside torch's own groups. All its ranks call this together, and it waits for them.
-    ``meeting``: the prefix of its keys in the store of the default group."""
-    store = PrefixStore(meeting, default_process_group_store())
+    ``store`` connects them."""
     options = torch.distributed.ProcessGroupNCCL.Options()
     group = torch.distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
     group.eager_connect_single_device(device)
@@ -81,7 +78,7 @@ def nccl_group(meeting: str, rank: int, num_ranks: int, device: torch.device) ->
     return group
 
 
-def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within: timedelta = _MEETS_WITHIN) -> Any:
+def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within: timedelta) -> Any:
     """Make a process group of CPUs, as `nccl_group` does of GPUs. ``store`` connects them. ``host``: the address at
     which other ranks reach this one."""
     gloo: Any = torch.distributed.ProcessGroupGloo
@@ -106,13 +103,6 @@ def begin_sends(group: Any, sends: Sequence[tuple[int, Tensor]], receives: Seque
     finally:  # NCCL carries out no abort by this thread before that
         coalesced = group._end_coalescing() if group.supports_coalescing else None
     return works if coalesced is None else [coalesced]
-
-
-def wake_gloo(group: Any, peer: int) -> None:
-    """End all operations of a gloo group with an error, now and later. gloo cannot cancel them, but an operation that
-    takes too long closes all connections of the group."""
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def set_collectives_timeout(timeout_s: float) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,9 +233,9 @@ class Device(ABC):
         """Return why this device and those with these identities cannot send to each other; "" if they can."""
         return f"this run computes on the {self.torch_device.type}, and only CUDA devices send to each other"
 
-    def open_group(self, meeting: str, member: int, num_members: int) -> DeviceGroup:
-        """Make a group with devices of other processes, which all call this together. ``meeting``: a name that is
-        new in the store of torch's default group, through which they find each other. Raises RuntimeError."""
+    def open_group(self, store: Any, member: int, num_members: int) -> DeviceGroup:
+        """Make a group with devices of other processes, which all call this together. ``store``: a store of
+        torch.distributed, without keys of others, through which they find each other. Raises RuntimeError."""
         raise RuntimeError(self.why_no_group([]))
 
     def give_back_unused(self) -> None:

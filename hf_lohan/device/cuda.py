@@ -261,8 +261,8 @@ class CudaDevice(Device):
             return "this torch was built without NCCL"
         return why_not_linked(self.identity, identities)
 
-    def open_group(self, meeting: str, member: int, num_members: int) -> DeviceGroup:
-        return _NcclGroup(nccl_group(meeting, member, num_members, self.torch_device))
+    def open_group(self, store: Any, member: int, num_members: int) -> DeviceGroup:
+        return _NcclGroup(nccl_group(store, member, num_members, self.torch_device))
 
     def give_back_unused(self) -> None:
         with torch.cuda.device(self.torch_device):

@@ -25,7 +25,7 @@ from hf_lohan.ranks import (
     WEIGHTS_INT8,
     CodedTraffic,
     CommitAgreement,
-    DeviceTransport,
+    DeviceLanes,
     Links,
     MeasuredCodec,
     RankFailedError,
@@ -186,7 +186,7 @@ def check_equal_groups(groups: ParamGroups, links: Links) -> None:
     check_equal("the param groups", lambda: {**groups.values(), **groups.places()}, links, advice)
 
 
-def open_device_transport(config: OffloadConfig, device: Device, links: Links) -> DeviceTransport | None:
+def open_device_transport(config: OffloadConfig, device: Device, links: Links) -> DeviceLanes | None:
     """Connect the devices of a node's ranks, or return None if all goes through host memory. All ranks call this
     together. Raises ValueError with the reason if the setting `transport` asks for what cannot be."""
     ranks = links.ranks
@@ -202,7 +202,7 @@ def open_device_transport(config: OffloadConfig, device: Device, links: Links) -
     if first := next(filter(None, reasons), None):
         raise _refused_transport(first.decode())
     try:
-        transport = DeviceTransport.connect(links, device)
+        transport = DeviceLanes.open(links, device)
     except RankFailedError:
         raise
     except RuntimeError as error:

@@ -22,7 +22,7 @@ from hf_lohan.engine.ranks import (
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.hardware.gpu_direct import DirectIo, open_direct_io
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import DeviceTransport, Links, RowLinks, one_rank_at_a_time
+from hf_lohan.ranks import DeviceLanes, Links, RowLinks, one_rank_at_a_time
 from hf_lohan.store import RecordFiles, Store
 from hf_lohan.wording import format_bytes
 
@@ -51,7 +51,7 @@ class Tiers:
     """Codecs for data that is sent to other nodes."""
     rank_memory: RankMemory | None = None
     """None for a single rank."""
-    transport: DeviceTransport | None = None
+    transport: DeviceLanes | None = None
     """Sends weights between the devices of a node's ranks. None if they go through host memory."""
     direct: DirectIo | None = None
     """Moves device memory to and from the SSDs, past host memory. None if everything goes through host memory."""

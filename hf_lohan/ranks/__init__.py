@@ -23,6 +23,7 @@ from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.equal_values import check_equal
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
+from hf_lohan.ranks.transport.device_lane import DeviceLane, DeviceLanes
 from hf_lohan.ranks.transport.device_transport import DeviceTransport
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.messages import Kind, Channel, PayloadReader, Handler
@@ -45,6 +46,8 @@ __all__ = [
     "CodingError",
     "CommitAgreement",
     "CompleteGradient",
+    "DeviceLane",
+    "DeviceLanes",
     "DeviceSums",
     "DeviceTransport",
     "ExpertCall",

@@ -2,76 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from hf_lohan.compat.torch_private import begin_sends, default_process_group_store, gloo_group, wake_gloo
+from hf_lohan.compat.torch_private import gloo_group
 from hf_lohan.device import CpuDevice, DeviceGroup
 
-_distributed: Any = torch.distributed
-_STORE = _distributed.HashStore()
-"""Connects ranks that are threads of this process."""
-
-
-class _Coalesced:
-    """Works that were begun together."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class _CoalescingGroup:
-    """A gloo group that coalesces as NCCL does. All operations are begun at the end."""
-
-    supports_coalescing = True
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._begin: list[Callable[[], Any]] = []
-
-    def _start_coalescing(self) -> None:
-        self._begin = []
-
-    def send(self, *operation: Any) -> None:
-        self._begin.append(partial(self._group.send, *operation))
-
-    def recv(self, *operation: Any) -> None:
-        self._begin.append(partial(self._group.recv, *operation))
-
-    def _end_coalescing(self) -> _Coalesced | None:
-        return _Coalesced([begin() for begin in self._begin]) if self._begin else None
+_SLICE = timedelta(milliseconds=20)
+_CONNECTS_WITHIN = timedelta(seconds=60)
 
 
 class GlooGroup(DeviceGroup):
-    def __init__(self, meeting: str, member: int, num_members: int) -> None:
-        store = default_process_group_store() if torch.distributed.is_initialized() else _STORE
-        self._group = gloo_group(_distributed.PrefixStore(meeting, store), member, num_members, "127.0.0.1")
-        self._another = (member + 1) % num_members
+    """An exchange is one collective, which all members call. gloo cannot cancel it, and has memory of its own in it, so
+    after `abort` it goes on without harm."""
+
+    def __init__(self, store: Any, member: int, num_members: int) -> None:
+        self._group = gloo_group(store, member, num_members, "127.0.0.1", _CONNECTS_WITHIN)
+        self._num_members = num_members
+        self._is_aborted = threading.Event()
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        for work in begin_sends(_CoalescingGroup(self._group), sends, receives):
-            work.wait()
+        sent, send_sizes = self._in_order_of_members(sends)
+        received, sizes = self._in_order_of_members(receives)
+        work = self._group.alltoall_base(received, sent, sizes, send_sizes)
+        while not self._has_ended(work):
+            if self._is_aborted.is_set():
+                # gloo's destructor would wait for a transfer whose other end is gone.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                raise RuntimeError("the group was aborted")
+        for member in range(self._num_members):
+            of_member = [tensor.view(-1).view(torch.uint8) for other, tensor in receives if other == member]
+            parts = received.split(sizes)[member].split([tensor.numel() for tensor in of_member])
+            for tensor, part in zip(of_member, parts, strict=True):
+                tensor.copy_(part)
+
+    def _in_order_of_members(self, tensors: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, list[int]]:
+        ordered = sorted(tensors, key=lambda pair: pair[0])
+        sizes = [
+            sum(tensor.nbytes for other, tensor in ordered if other == member) for member in range(self._num_members)
+        ]
+        empty = torch.empty(0, dtype=torch.uint8)
+        return torch.cat([empty, *(tensor.view(-1).view(torch.uint8) for _, tensor in ordered)]), sizes
+
+    def _has_ended(self, work: Any) -> bool:
+        try:
+            work.wait(_SLICE)
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
 
     def abort(self) -> None:
-        wake_gloo(self._group, self._another)
+        self._is_aborted.set()
 
 
 @contextmanager
 def gloo_between_cpus() -> Iterator[None]:
     """A context in which `transport: nccl` is allowed on CPU devices, and uses gloo."""
 
-    def open_group(_device: CpuDevice, meeting: str, member: int, num_members: int) -> DeviceGroup:
-        return GlooGroup(meeting, member, num_members)
+    def open_group(_device: CpuDevice, store: Any, member: int, num_members: int) -> DeviceGroup:
+        return GlooGroup(store, member, num_members)
 
     with mock.patch.multiple(CpuDevice, why_no_group=lambda _device, _identities: "", open_group=open_group):
         yield

@@ -88,10 +88,17 @@ class Links:
     # Lanes.
 
     def open(
-        self, name: str, members: Sequence[int] | None = None, *, carries: str = "control", stops_compute: bool = False
+        self,
+        name: str,
+        members: Sequence[int] | None = None,
+        *,
+        carries: str = "control",
+        stops_compute: bool = False,
+        connect: Callable[[Any, int, int], Any] | None = None,
     ) -> Lane:
         """Make a lane of ``members``, by default all ranks, together with them. All ranks open their lanes of one name
-        in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `Lane`. Raises
+        in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `Lane`. ``connect``
+        makes the group of a store, this rank's place among the members and their number, by default one of gloo. Raises
         RankFailedError and RankTimeoutError."""
         members = list(range(self.ranks.num_ranks)) if members is None else list(members)
         self._num_of_name[name] += 1
@@ -100,8 +107,7 @@ class Links:
         if len(members) > 1:
             store = self.watch.add_lane(unique, members, time.monotonic() + self._connects_within_s)
             try:
-                place = members.index(self.ranks.rank)
-                group = gloo_group(store, place, len(members), self._host, _CONNECTS_WITHIN)
+                group = (connect or self._connect)(store, members.index(self.ranks.rank), len(members))
             except RuntimeError as error:
                 self.watch.raise_cause(f"the connections of {unique}", error)
         lane = Lane(
@@ -116,16 +122,18 @@ class Links:
         self._lanes.append((carries, lane))
         return lane
 
-    def open_here(self, name: str, *, carries: str = "control", stops_compute: bool = False) -> Lane:
-        """Make a lane of the ranks of this node."""
-        node = "" if self.ranks.num_nodes == 1 else f" of node {self.ranks.node}"
-        return self.open(name + node, self.ranks.on_this_node, carries=carries, stops_compute=stops_compute)
+    def _connect(self, store: Any, place: int, num_members: int) -> Any:
+        return gloo_group(store, place, num_members, self._host, _CONNECTS_WITHIN)
 
-    def open_across(self, name: str, *, carries: str = "control", stops_compute: bool = False) -> Lane:
-        """Make a lane of the ranks of all nodes with this rank's local number."""
+    def open_here(self, name: str, **options: Any) -> Lane:
+        """Make a lane of the ranks of this node. For ``options`` see `open`."""
+        node = "" if self.ranks.num_nodes == 1 else f" of node {self.ranks.node}"
+        return self.open(name + node, self.ranks.on_this_node, **options)
+
+    def open_across(self, name: str, **options: Any) -> Lane:
+        """Make a lane of the ranks of all nodes with this rank's local number. For ``options`` see `open`."""
         members = sorted([self.ranks.rank, *self.ranks.counterparts])
-        unique = f"{name} of local rank {self.ranks.local_rank}"
-        return self.open(unique, members, carries=carries, stops_compute=stops_compute)
+        return self.open(f"{name} of local rank {self.ranks.local_rank}", members, **options)
 
     @property
     def sent_bytes(self) -> dict[str, int]:
