@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -53,13 +53,12 @@ class GlooGroup(DeviceGroup):
         return torch.cat([empty, *(tensor.view(-1).view(torch.uint8) for _, tensor in ordered)]), sizes
 
     def _has_ended(self, work: Any) -> bool:
-        try:
+        with suppress(RuntimeError):
             work.wait(_SLICE)
+        if work.is_completed():
+            work.wait()  # raises its error
             return True
-        except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+        return False
 
     def abort(self) -> None:
         self._is_aborted.set()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -113,13 +113,16 @@ class Lane:
         self._last_wait_s = time.monotonic() - begun.since_s
 
     def _is_over(self, work: Any, what: str) -> bool:
-        try:
+        with suppress(RuntimeError):
             work.wait(_SLICE)
             return True
-        except RuntimeError as error:
-            if work.is_completed():
-                self._watch.raise_cause(what, error)
+        if not work.is_completed():
             return False
+        try:
+            work.wait(_SLICE)  # it may have ended well since the first wait ran out
+        except RuntimeError as error:
+            self._watch.raise_cause(what, error)
+        return True
 
     def agree(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Return the payloads of all members, in their order. ``tag`` names the call in a few words. Raises
