@@ -351,7 +351,7 @@ def longest_on_any_rank(links: Links, shape: StepShape | None) -> StepShape | No
     if not links.ranks.others:
         return shape
     own = _SHAPE.pack(shape.batch_size, shape.sequence_length) if shape is not None else _SHAPE.pack(0, 0)
-    answers = links.all_gather("the lengths of batches of a forward", own, sequence="lengths")
+    answers = links.all_gather("the lengths of batches of a forward", own)
     shapes = [_SHAPE.unpack(answer) for answer in answers]
     num_rows, length = (max(sizes) for sizes in zip(*shapes, strict=True))
     if not num_rows * length:

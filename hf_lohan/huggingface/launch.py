@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from hf_lohan.compat.accelerate_private import (
 )
 from hf_lohan.config import ALL_AUTO, OFFLOAD_VARIABLE, OffloadConfig, offload_of_environment
 from hf_lohan.device import num_gpus
-from hf_lohan.ranks.transport.rendezvous import SECRET_VARIABLE
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import times
 
@@ -143,8 +141,6 @@ def _complete_options(options: Namespace) -> dict[str, str]:
     variables = {_SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
     if on_cpu:
         variables[_USE_CPU] = "true"
-    if num_machines == 1:  # with several machines, all launchers need the same secret
-        variables[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
     return variables
 
 

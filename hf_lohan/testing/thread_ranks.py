@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch.distributed.distributed_c10d import HashStore
 
 from hf_lohan.ranks import Links, RankFailedError, Ranks
 from hf_lohan.ranks.transport.watch import Watch
@@ -139,7 +140,7 @@ class _World:
         self.num_ranks = num_ranks
         self.num_local = num_local
         self.is_over = threading.Event()
-        self._store: Any = torch.distributed.HashStore()
+        self._store: Any = HashStore()
         self._fates = [
             _Fate(self, rank, delays_seed, [fault for fault in faults if fault.rank == rank])
             for rank in range(num_ranks)
@@ -197,9 +198,8 @@ class _Fate:
 
     def _die(self) -> None:
         os.close(self._lives)
-        if self.watch is not None:  # its thread says nothing any more, and nobody hears of the rank's own errors
-            self.watch._is_over.set()
-            self.watch.announce = self.watch.blame = lambda *_: None  # type: ignore[method-assign]
+        if self.watch is not None:
+            self.watch.die()
 
     def close(self) -> None:
         for fd in (self.exit, self._lives):

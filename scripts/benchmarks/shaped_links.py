@@ -139,7 +139,7 @@ def be_rank(
     """Take steps of each side in turn. Rank 0 sends the seconds and bytes of each side."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills this process
     node.enter()
-    os.environ.update(LOHAN_SOCKET_IFNAME=node.interface, GLOO_SOCKET_IFNAME=node.interface)
+    os.environ.update(GLOO_SOCKET_IFNAME=node.interface)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "meeting"), ranks.num_ranks)
     wait = datetime.timedelta(seconds=HANGS_AFTER_S)

@@ -171,20 +171,20 @@ class CommitAgreement:
         commit before."""
         if number > self._announced:
             self._announced = number
-            self._others_follow = self._lane.begin_agree("a commit of all ranks", number.to_bytes(8, "little"))
+            self._others_follow = self._lane.begin_agree("all ranks to have the commit", number.to_bytes(8, "little"))
 
     def wait_for_commit(self, number: int) -> None:
         """Wait until the commit is durable on every rank. Raises RankFailedError or RankTimeoutError, and
         RanksDisagreeError if a rank has made another commit."""
         if self._others_follow is None or number < self._announced:
             return
-        follow, self._others_follow = self._others_follow, None
-        for rank, told in enumerate(follow()):
+        for rank, told in enumerate(self._others_follow()):
             if (others := int.from_bytes(told, "little")) != number:
                 raise RanksDisagreeError(
-                    f"rank {self._links.ranks.rank} has made commit {number}, and rank {rank} commit {others}; look for "
-                    "a save that only some of them run"
+                    f"rank {self._links.ranks.rank} has made commit {number}, and rank {rank} has made commit "
+                    f"{others}; look for a save that only some of them run"
                 )
+        self._others_follow = None  # not before, because an interrupted or failed wait must not let a write pass
 
 
 def newest_common_commit(commits_by_rank: Sequence[Sequence[tuple[str, int]]]) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from hf_lohan.threads import raised_anew
 
 
 class RankFailedError(RuntimeError):
-    """A rank ended, failed or sent unreadable data, so the other ranks cannot continue."""
+    """A rank ended or failed, so the other ranks cannot continue."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -39,28 +39,30 @@ class FirstRankFailure:
     """The first failure of any rank. It is recorded once, from any thread. Later failures follow from it and are
     ignored."""
 
-    def __init__(self, rank: int, changed: threading.Condition, lock: threading.RLock) -> None:
-        """``rank``: this rank. ``lock``: the lock of ``changed``."""
+    def __init__(self, rank: int) -> None:
+        """``rank``: this rank."""
+        self.failure: Failure | None = None
         self._rank = rank
-        self._changed = changed
-        self._lock = lock
-        self._failure: Failure | None = None
+        self._lock = threading.Lock()
+        self._is_known = threading.Event()
         self._callbacks: list[Callable[[RankFailedError], object]] = []
-        self.is_announced = False
-        """Whether this rank has told the other ranks."""
 
     @property
     def is_known(self) -> bool:
-        return self._failure is not None
+        return self.failure is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a failure, and return whether one is known."""
+        return self._is_known.wait(timeout_s)
 
     def record_failure(self, failure: Failure) -> None:
         """Record the first failure. Later failures are ignored."""
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = failure
+            self.failure = failure
             callbacks = list(self._callbacks)
-            self._changed.notify_all()
+        self._is_known.set()
         for callback in callbacks:
             callback(self._error_of(failure, "was running"))
 
@@ -68,22 +70,14 @@ class FirstRankFailure:
         """Call ``callback`` once, on any thread, when a failure is recorded, or now if one is already recorded."""
         with self._lock:
             self._callbacks.append(callback)
-            failure = self._failure
+            failure = self.failure
         if failure is not None:
             callback(self._error_of(failure, "was running"))
-
-    def to_announce(self) -> Failure | None:
-        """Return the failure that this rank must still tell the others, and only once."""
-        with self._lock:
-            if self.is_announced or self._failure is None:
-                return None
-            self.is_announced = True
-            return self._failure
 
     def raise_if_known(self, action: str) -> None:
         """Raise RankFailedError, or this rank's own exception, if a failure is known. ``action`` completes "while rank
         0 ..."."""
-        failure = self._failure
+        failure = self.failure
         if failure is None:
             return
         if failure.error is not None:
@@ -92,8 +86,8 @@ class FirstRankFailure:
 
     def error(self, action: str) -> BaseException:
         """Return the exception that `raise_if_known` raises."""
-        assert self._failure is not None
-        return self._failure.error or self._error_of(self._failure, action)
+        assert self.failure is not None
+        return self.failure.error or self._error_of(self.failure, action)
 
     def _error_of(self, failure: Failure, action: str) -> RankFailedError:
         joint = ";" if " while rank " in failure.text else " while"

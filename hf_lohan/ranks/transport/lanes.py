@@ -13,8 +13,8 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -37,7 +37,6 @@ class BegunWork(NamedTuple):
 
     what: str
     work: Any
-    since_s: float
 
 
 class Lane:
@@ -73,6 +72,9 @@ class Lane:
         self._last_wait_s = 0.0
         self._in_use = threading.RLock()
         self._group = group
+        self._has_left = False
+        self._num_inside, self._inside_changes = 0, threading.Lock()
+        """Number of threads that are in a call of the group."""
         self._works: list[Any] = []
         """Collectives that may not have ended."""
         self._interfere = interfere
@@ -87,30 +89,47 @@ class Lane:
         """Begin a collective for `finish`. See `run`."""
         if not self._owner.is_here:
             raise RuntimeError("this is a forked child of the training process; use the model in the training process")
-        if self._group is None:
-            return BegunWork(what, None, 0.0)
-        with self._in_use:
-            self._failure.raise_if_known(f"waited for {what}")
+        if len(self.members) == 1:
+            return BegunWork(what, None)
+        with self._in_use, self._inside(what):
             self._interfere(self.name)
             self._number += 1
             self._watch.note_position(self.name, self._number, what)
             try:
                 work = begin(self._group)
             except RuntimeError as error:  # the group was broken before
-                self._watch.raise_cause(what, error)
+                self._watch.raise_cause(what, error, self.members)
             self._works = [*(one for one in self._works if not one.is_completed()), work]
-            return BegunWork(what, work, time.monotonic())
+            return BegunWork(what, work)
 
     def finish(self, begun: BegunWork) -> None:
-        """Wait for the end of a collective. Raises the errors of `run`."""
+        """Wait for the end of a collective. Raises the errors of `run`. May be called again after an interrupt."""
         if begun.work is None:
             return
-        what = begun.what
-        with self._watch.waiting(self.name) if self._stops_compute else nullcontext():
+        what, since_s = begun.what, time.monotonic()
+        with self._inside(what), self._watch.waiting(self.name, stops_compute=self._stops_compute):
             while not self._is_over(begun.work, what):
-                self._failure.raise_if_known(f"waited for {what}")
-                self._watch.judge(self.name, what, begun.since_s)
-        self._last_wait_s = time.monotonic() - begun.since_s
+                self._raise_if_over(what)
+                self._watch.judge(self.name, what, since_s)
+        self._last_wait_s = time.monotonic() - since_s
+
+    @contextmanager
+    def _inside(self, what: str) -> Iterator[None]:
+        """A context of a thread that calls the group."""
+        with self._inside_changes:
+            self._num_inside += 1
+        try:
+            self._raise_if_over(what)
+            yield
+        finally:
+            with self._inside_changes:
+                self._num_inside -= 1
+
+    def _raise_if_over(self, what: str) -> None:
+        self._failure.raise_if_known(f"waited for {what}")
+        if self._has_left:
+            rank = self._watch.ranks.rank
+            raise RankFailedError(f"rank {rank} closed its connections while it waited for {what}", rank)
 
     def _is_over(self, work: Any, what: str) -> bool:
         with suppress(RuntimeError):
@@ -121,20 +140,20 @@ class Lane:
         try:
             work.wait(_SLICE)  # it may have ended well since the first wait ran out
         except RuntimeError as error:
-            self._watch.raise_cause(what, error)
+            self._watch.raise_cause(what, error, self.members)
         return True
 
     def agree(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Return the payloads of all members, in their order. ``tag`` names the call in a few words. Raises
         RanksDisagreeError if a rank is at another call, and the errors of `run`."""
-        if self._group is None:
+        if len(self.members) == 1:
             return [payload]
         with self._in_use:
             return self.begin_agree(tag, payload)()
 
     def begin_agree(self, tag: str, payload: bytes = b"") -> Callable[[], list[bytes]]:
         """Begin an `agree`. Returns what waits for its end and returns the payloads."""
-        waited_s, name = self._last_wait_s, tag.encode()
+        waited_s, name = self._last_wait_s, tag.encode()[:_INLINE_BYTES]
         own = _HEAD.pack(len(payload), len(name), waited_s) + (name + payload)[:_INLINE_BYTES]
         begun = self._begin_exchange(tag, own, _HEAD.size + _INLINE_BYTES)
 
@@ -143,11 +162,11 @@ class Lane:
             heads = [_HEAD.unpack_from(row) for row in told]
             self._count_wait([wait_s for *_, wait_s in heads], waited_s)
             for rank, row, (_, size, _) in zip(self.members, told, heads, strict=True):
-                if (others := row[_HEAD.size :][:size].decode()) != tag:
+                if (others := row[_HEAD.size :][:size]) != name:
                     raise RanksDisagreeError(
-                        f"rank {self._watch.ranks.rank} is at {tag!r} where rank {rank} is at {others!r}; all ranks "
-                        "must do the same in the same order; look for a step, a callback or a save that only some of "
-                        "them run"
+                        f"rank {self._watch.ranks.rank} is at {tag!r} where rank {rank} is at "
+                        f"{others.decode(errors='replace')!r}; all ranks must do the same in the same order; look for "
+                        "a step, a callback or a save that only some of them run"
                     )
             self.sent_bytes += len(payload) * (len(self.members) - 1)
             most = max(num_bytes for num_bytes, *_ in heads)
@@ -156,8 +175,7 @@ class Lane:
             else:
                 told, starts = self._begin_exchange(tag, payload, most)(), [0] * len(told)
             return [
-                row[start : start + num_bytes]
-                for row, start, (num_bytes, *_) in zip(told, starts, heads, strict=True)
+                row[start : start + num_bytes] for row, start, (num_bytes, *_) in zip(told, starts, heads, strict=True)
             ]
 
         return finish
@@ -207,14 +225,25 @@ class Lane:
         if options.rootRank == self.place:
             self.sent_bytes += tensor.nbytes * (len(self.members) - 1)
 
-    def exchange(self, sent: Tensor, send_sizes: Sequence[int], received: Tensor, sizes: Sequence[int], tag: str) -> None:
+    def exchange(
+        self, sent: Tensor, send_sizes: Sequence[int], received: Tensor, sizes: Sequence[int], tag: str
+    ) -> None:
         """Send parts of ``sent``, uint8 of ``sum(send_sizes)``, to the members in their order, and receive theirs to
         ``received``, uint8 of ``sum(sizes)``. Sizes are in bytes, and both ends know them. A part may be empty."""
         self.run(tag, lambda group: group.alltoall_base(received, sent, list(sizes), list(send_sizes)))
         self.sent_bytes += sum(send_sizes) - send_sizes[self.place]
 
+    def stop(self) -> None:
+        """Let the threads that wait in the lane raise RankFailedError, within a slice."""
+        self._has_left = True
+
     def leave(self, *, has_failed: bool) -> None:
         """Use the lane no more. If a collective has not ended, the group stays for the rest of the process."""
+        self.stop()
+        # At the interpreter's end a thread of Python that returns from C++ would end the process by an abort.
+        until_s = time.monotonic() + 4 * _SLICE.total_seconds()
+        while self._num_inside and time.monotonic() < until_s:
+            time.sleep(0.001)
         if self._group is not None and (has_failed or not all(work.is_completed() for work in self._works)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None

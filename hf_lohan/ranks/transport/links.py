@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from hf_lohan.compat.torch_private import gloo_group
 from hf_lohan.ranks.transport.failures import Failure, FirstRankFailure, RankFailedError
@@ -32,8 +32,16 @@ from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 from hf_lohan.ranks.transport.watch import Watch
 from hf_lohan.threads import Owner
 
+logger = logging.getLogger(__name__)
+
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECTS_WITHIN = timedelta(seconds=60)
+_WITHOUT_EFFECT = {
+    "LOHAN_SOCKET_IFNAME": f"set {INTERFACE_VARIABLE} to the network interface, and unset it",
+    "LOHAN_RANKS_SECRET": "ranks trust their network as torch.distributed does, so close MASTER_PORT and the ports of "
+    "the ranks to other machines, and unset it",
+}
+"""Environment variables of earlier versions, and what to do."""
 
 
 class Links:
@@ -55,8 +63,7 @@ class Links:
         ``interfere``: see `Lane`. Raises RankTimeoutError."""
         self.ranks = ranks
         self._owner = Owner()
-        self._lock = threading.RLock()
-        self._failure = FirstRankFailure(ranks.rank, threading.Condition(self._lock), self._lock)
+        self._failure = FirstRankFailure(ranks.rank)
         self._interfere = interfere
         self._connects_within_s = timeout_s
         self._lanes: list[tuple[str, Lane]] = []
@@ -65,10 +72,15 @@ class Links:
         self._is_closed = False
         self._host = host
         self.watch = Watch(ranks, store, self._failure, timeout_s, exits)
-        if ranks.others:
-            self._host = host or ("127.0.0.1" if ranks.num_nodes == 1 else outgoing_address())
-            self.watch.start(time.monotonic() + timeout_s)
-        self._control = self.open("control", stops_compute=True)
+        try:
+            if ranks.others:
+                self._host = host or ("127.0.0.1" if ranks.num_nodes == 1 else outgoing_address())
+                self.watch.start(time.monotonic() + timeout_s)
+            self._control = self.open("control", stops_compute=True)
+        except BaseException as error:
+            self.fail(error)
+            self.close()
+            raise
 
     @classmethod
     def alone(cls) -> Links:
@@ -105,11 +117,12 @@ class Links:
         unique = name if self._num_of_name[name] == 1 else f"{name} {self._num_of_name[name]}"
         group = None
         if len(members) > 1:
-            store = self.watch.add_lane(unique, members, time.monotonic() + self._connects_within_s)
+            until_s = time.monotonic() + self._connects_within_s
+            store = self.watch.add_lane(unique, members, until_s, stops_compute=stops_compute)
             try:
                 group = (connect or self._connect)(store, members.index(self.ranks.rank), len(members))
             except RuntimeError as error:
-                self.watch.raise_cause(f"the connections of {unique}", error)
+                self.watch.raise_cause(f"the connections of {unique}", error, members)
         lane = Lane(
             unique,
             members,
@@ -177,9 +190,9 @@ class Links:
         self.watch.beat()
 
     def raise_cause(self, what: str) -> None:
-        """Raise RankFailedError if another rank is known as the cause of a failure, now or within a moment. Call this
-        if an operation that depends on other ranks has failed on this rank."""
-        self.watch.raise_known_cause(what)
+        """Raise RankFailedError if another rank is the cause of a failure, after a moment. Call this if an operation
+        that depends on other ranks has failed on this rank."""
+        self.watch.find_cause(what)
 
     def raise_if_failed(self, what: str) -> None:
         """Raise RankFailedError if another rank has failed, or this rank's own exception if this rank has failed.
@@ -196,8 +209,9 @@ class Links:
         if not self._owner.is_here or self._is_closed:
             return
         origin, text = (error.rank, str(error)) if isinstance(error, RankFailedError) else (self.ranks.rank, "")
-        self._failure.record_failure(Failure(origin, text or f"{type(error).__name__}: {error}", error))
-        if self.ranks.others and (failure := self._failure.to_announce()) is not None:
+        failure = Failure(origin, text or f"{type(error).__name__}: {error}", error)
+        self._failure.record_failure(failure)
+        if self.ranks.others and self._failure.failure is failure:
             self.watch.announce(failure)
 
     def close(self) -> None:
@@ -206,19 +220,23 @@ class Links:
         if not self._owner.is_here or self._is_closed:
             return
         self._is_closed = True
-        has_failed = self._failure.is_known
-        if self.ranks.others:
-            self.watch.close(has_failed=has_failed)
         for _, lane in self._lanes:
-            lane.leave(has_failed=has_failed)
+            lane.stop()
+        if self.ranks.others:
+            self.watch.close()
+        for _, lane in self._lanes:
+            lane.leave(has_failed=self._failure.is_known)
 
 
 def connect(ranks: Ranks, store: Any, timeout_s: float) -> Links:
     """Connect with all other ranks. All ranks call this the same number of times. For the arguments see `Links`."""
     if not ranks.others:
         return Links.alone()
+    if ranks.local_rank == 0:
+        for variable in filter(os.environ.get, _WITHOUT_EFFECT):
+            logger.warning("%s has no effect any more; %s", variable, _WITHOUT_EFFECT[variable])
     number = store.add(f"lohan/calls/{ranks.rank}", 1)
-    links = Links(ranks, torch.distributed.PrefixStore(f"lohan/{number}", store), timeout_s)
+    links = Links(ranks, PrefixStore(f"lohan/{number}", store), timeout_s)
     links.watch.ends_process = True
     atexit.register(_end, weakref.ref(links))
     sys.excepthook = partial(_tell_of_exception, weakref.ref(links), sys.excepthook)

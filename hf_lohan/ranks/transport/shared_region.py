@@ -32,6 +32,7 @@ class NodeLinks(Protocol):
 
     def all_gather(self, tag: str, payload: bytes = b"") -> list[bytes]: ...
 
+
 @dataclass(frozen=True, eq=False)
 class SharedRegion:
     """A piece of memory that all ranks of this node map."""
@@ -50,7 +51,8 @@ class SharedRegion:
         if links.ranks.num_local == 1 and links.ranks.num_ranks == 1:
             with _file_in_ram(num_bytes, name, 1) as fd:
                 return cls(map_it(fd, num_bytes), name)
-        tag, offer, memory = f"the memory of {name}", {"num_bytes": num_bytes}, None
+        tag, memory = f"the memory of {name}", None
+        offer: dict[str, Any] = {"num_bytes": num_bytes}
         with contextlib.ExitStack() as cleanup:
             try:
                 if links.ranks.local_rank == 0:

@@ -1,10 +1,10 @@
-"""One thread of each rank that learns which rank has died, failed or hangs, and tells it to all waits of its rank.
+"""What one rank knows of the others: which has died, failed or hangs. All waits of the rank ask it.
 
 *A death* on this node is told by the kernel (`pidfd_open`), even if a child of the rank lives on and keeps its
-connections open. A death elsewhere breaks connections, and a roll call finds the rank that does not answer. *A failure*
+connections open. A death elsewhere breaks connections, and the rank that gives no more notices has ended. *A failure*
 is written to the launcher's store once. The first one wins, so all ranks name the same cause. *A hang* is found in the
-table of positions: each rank writes where it is in each lane. A wait that lasts too long follows "who waits for whom"
-to a rank that does not wait. Ranks that wait for each other are at different calls, and an error names both calls.
+notices: each rank tells where it is in each lane. A wait that lasts too long follows "who waits for whom" to a rank
+that does not wait. Ranks whose computations wait for each other are at different calls, and an error names both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
+from hf_lohan.compat.torch_private import gloo_group
 from hf_lohan.ranks.transport.failures import (
     Failure,
     FirstRankFailure,
@@ -31,23 +32,19 @@ from hf_lohan.ranks.transport.failures import (
     RanksDisagreeError,
     RankTimeoutError,
 )
+from hf_lohan.ranks.transport.notice_board import NoticeBoard, Table
 from hf_lohan.ranks.transport.topology import Ranks
 from hf_lohan.threads import start_thread
 
-_LOOK_S = 0.1
-_BEAT_S = 0.5
-_VERDICT_S = 1.0
-"""Seconds in which the watch of a living rank answers a roll call."""
+_LOOK_S = 0.05
+_ANSWER_S = 0.5
+"""Seconds in which the store answers. If it does not, its node may be gone."""
+_VERDICT_S = 2.0
+"""Seconds without a notice after which a rank has ended, if connections broke. A living rank gives two a second."""
 _CYCLE_S = 3.0
-"""Seconds after which ranks that wait for each other are taken for ranks at different calls."""
-_LAST_WORDS_S = 2.0
-"""Seconds that `close` waits until the other ranks need this one no more."""
+"""Seconds after which computations that wait for each other are taken for different calls."""
 _STUCK_S = 1.0
 """Seconds that the main thread may stay in one of torch's own collectives after a failure."""
-_MAX_TEXT_CHARS = 4000
-
-Position = tuple[int, str]
-"""Number and tag of a rank's last operation in a lane."""
 
 
 class Watch:
@@ -63,47 +60,64 @@ class Watch:
     ) -> None:
         """``store``: the launcher's, with a prefix of its own for this call of `connect`. ``timeout_s``: seconds that a
         rank may do nothing while this rank waits for it. ``exits``: by rank, a descriptor that becomes readable when
-        the rank has ended, by default those of the processes of this node."""
+        the rank has ended, by default those of the other processes of this node. The watch closes them."""
         self.ranks = ranks
         self.timeout_s = timeout_s
         self._failure = failure
-        self._store, self._own_store = store, None if store is None else _clone(store)
-        """The thread has a client of its own, because a client that waits is locked."""
+        self._store = store
         self._exits = dict(exits) if exits is not None else None
         self._members: dict[str, Sequence[int]] = {}
         """The ranks of each lane."""
-        self._positions: dict[str, Position] = {}
+        self._of_compute: set[str] = set()
+        """The lanes of threads that compute."""
+        self._positions: dict[str, tuple[int, str]] = {}
+        """Number and tag of this rank's last operation, by lane."""
         self._waits: dict[int, list[str]] = {}
         """By thread, the lanes for which it waits, if this keeps the rank from computing."""
+        self._waits_beside: dict[int, list[str]] = {}
+        """The same of threads beside the computation."""
         self._num_beats = 0
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
-        """By rank, its last known table, and when it was first seen."""
-        self._seen_alive: dict[int, tuple[int, float]] = {}
-        """By rank, how often its watch has looked, and when that number was first seen."""
-        self._has_left: set[int] = set()
         self._names: dict[int, str] = {}
+        self._is_started = False
         self._is_over = threading.Event()
-        self._known = threading.Event()
+        self._broken: tuple[str, set[int]] | None = None
+        """What this rank waited for when its connections broke, and the ranks at their other ends."""
         self._waiting_changed: list[Callable[[], object]] = []
-        failure.add_callback(lambda _error: self._known.set())
         self._stuck_since_s: float | None = None
         self.ends_process = False
         """Whether to end this process if a rank has failed and the main thread stays in a collective of torch's own,
         which nothing else can wake."""
+        if ranks.others:
+            self._board = NoticeBoard(ranks, store.clone(), failure, self._table)
 
     def start(self, until_s: float) -> None:
         """Meet the other ranks. Raises RankTimeoutError if one has not come at ``until_s`` (`time.monotonic`)."""
         here = {"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_namespace()}
+        self._board.write_first()
         self._store.set(f"who/{self.ranks.rank}", json.dumps(here))
         who: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks.num_ranks):
             self.meet(f"who/{rank}", rank, until_s)
             who[rank] = json.loads(self._store.get(f"who/{rank}"))
             self._names[rank] = f"rank {rank} (pid {who[rank]['pid']}, {who[rank]['host']})"
+        self._board.start(self._on_lost_store)
         if self._exits is None:
-            near = [rank for rank in self.ranks.on_this_node if who[rank]["pids"] == here["pids"] is not None]
-            self._exits = {rank: fd for rank in near if (fd := _exit_of(who[rank]["pid"])) is not None}
-        self._thread = start_thread(self._run, f"lohan-rank-{self.ranks.rank}-watch", beside_kernels=False)
+            self._exits = {}
+            for rank in self.ranks.on_this_node:
+                if rank != self.ranks.rank and who[rank]["pids"] == here["pids"] is not None:
+                    self._watch_process(rank, who[rank]["pid"])
+        self._is_started = True
+        start_thread(self._run, f"lohan-rank-{self.ranks.rank}-watch", beside_kernels=False)
+
+    def _watch_process(self, rank: int, pid: int) -> None:
+        assert self._exits is not None
+        if pid != os.getpid() and hasattr(os, "pidfd_open"):
+            try:
+                self._exits[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._settle(rank, f"{self.name_of(rank)} ended")
+            except OSError:  # the kernel has none, or it is forbidden here
+                pass
 
     def meet(self, key: str, rank: int, until_s: float) -> None:
         """Wait until a rank has set a key of the store. Raises RankTimeoutError and RankFailedError."""
@@ -118,13 +132,16 @@ class Watch:
                 )
             time.sleep(0.01)
 
-    def add_lane(self, name: str, members: Sequence[int], until_s: float) -> Any:
-        """Meet the members of a new lane. Returns the store with which they connect."""
+    def add_lane(self, name: str, members: Sequence[int], until_s: float, *, stops_compute: bool) -> Any:
+        """Meet the members of a new lane. Returns the store with which they connect, a client of its own, because a
+        client that waits is locked."""
         self._members[name] = members
+        if stops_compute:
+            self._of_compute.add(name)
         self._store.set(f"lane/{name}/{self.ranks.rank}", "1")
         for rank in members:
             self.meet(f"lane/{name}/{rank}", rank, until_s)
-        return torch.distributed.PrefixStore(f"group/{name}", _clone(self._store))
+        return PrefixStore(f"group/{name}", self._store.clone())
 
     def name_of(self, rank: int) -> str:
         return self._names.get(rank, f"rank {rank}")
@@ -135,18 +152,22 @@ class Watch:
         self._positions[lane] = number, tag
 
     @contextmanager
-    def waiting(self, lane: str) -> Iterator[None]:
-        """A context in which the calling thread, and with it this rank's computation, waits for a lane."""
-        lanes = self._waits.setdefault(threading.get_ident(), [])
+    def waiting(self, lane: str, *, stops_compute: bool = True) -> Iterator[None]:
+        """A context in which the calling thread waits for a lane, and with it this rank's computation, unless
+        ``stops_compute`` is False."""
+        of_threads = self._waits if stops_compute else self._waits_beside
+        lanes = of_threads.setdefault(threading.get_ident(), [])
         lanes.append(lane)
-        self._tell_waiting()
+        if stops_compute:
+            self._tell_waiting()
         try:
             yield
         finally:
             lanes.pop()
             if not lanes:
-                self._waits.pop(threading.get_ident(), None)
-            self._tell_waiting()
+                of_threads.pop(threading.get_ident(), None)
+            if stops_compute:
+                self._tell_waiting()
 
     @property
     def is_waiting(self) -> bool:
@@ -169,160 +190,160 @@ class Watch:
         self._num_beats += 1
 
     def announce(self, failure: Failure) -> None:
-        """Tell all ranks where the run ends, unless another rank has told it already."""
+        """Tell all ranks where the run ends, unless another rank has told it before."""
         is_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
-        name = self.name_of(self.ranks.rank)
-        text = f"{name} failed: {failure.text}" if is_own else failure.text
-        with suppress(RuntimeError):
-            self._store.compare_set("failed", "", json.dumps([failure.rank, text[:_MAX_TEXT_CHARS]]))
+        text = f"{self.name_of(self.ranks.rank)} failed: {failure.text}" if is_own else failure.text
+        self._board.tell(Failure(failure.rank, text))
 
-    def blame(self, rank: int, text: str) -> None:
-        """Tell all ranks that the run ends because of another rank."""
-        with suppress(RuntimeError):
-            rank, text = json.loads(self._store.compare_set("failed", "", json.dumps([rank, text])))
-        self._failure.record_failure(Failure(rank, text))
+    def _settle(self, rank: int, text: str) -> None:
+        """Record that the run ends because of another rank, unless the store has an earlier cause."""
+        self._board.tell(Failure(rank, text))
+        if not self._failure.wait(_ANSWER_S):
+            self._failure.record_failure(Failure(rank, text))
 
     # What waits ask.
 
-    def raise_known_cause(self, what: str) -> None:
-        """Raise RankFailedError if the cause of a failure is known, now or within a moment."""
+    def find_cause(self, what: str, members: Sequence[int] = ()) -> None:
+        """Raise RankFailedError if another rank is the cause of a failure. Call this if an operation that depends on
+        other ranks, ``members``, has failed on this rank. ``what`` completes "rank 0 waited for ..."."""
         if self.ranks.others:
-            self._known.wait(_VERDICT_S)
+            self._broken = what, set(members or self.ranks.others) - {self.ranks.rank}
+            self._failure.wait(_VERDICT_S + 2 * _ANSWER_S)
             self._failure.raise_if_known(f"waited for {what}")
-            self._raise_left(self.ranks.others, what)
 
-    def raise_cause(self, what: str, error: BaseException) -> NoReturn:
-        """Raise RankFailedError for an operation that ended with ``error``: the kernel may know the cause already, or a
-        rank has told it. If not, the rank whose watch does not answer has ended."""
-        self._known.wait(2 * _LOOK_S)
-        self._failure.raise_if_known(f"waited for {what}")
-        missing: list[int] = []
-        try:
-            self._raise_left(self.ranks.others, what)
-            self._store.set("roll call", "1")
-            until_s, missing = time.monotonic() + _VERDICT_S, self.ranks.others
-            while missing and time.monotonic() < until_s and not self._known.wait(_LOOK_S):
-                missing = [rank for rank in missing if not self._store.check([f"here/{rank}"])]
-            if missing and not self._known.is_set():
-                self.blame(missing[0], f"{self.name_of(missing[0])} ended")
-        except RuntimeError as lost:  # of the store
-            self._failure.record_failure(_no_store(lost))
-        self._failure.raise_if_known(f"waited for {what}")
+    def raise_cause(self, what: str, error: BaseException, members: Sequence[int] = ()) -> NoReturn:
+        """Raise RankFailedError for an operation that ended with ``error``. See `find_cause`."""
+        self.find_cause(what, members)
         rank = self.ranks.rank
         raise RankFailedError(f"rank {rank} lost its connections while it waited for {what} ({error})", rank)
 
     def judge(self, lane: str, what: str, since_s: float) -> None:
         """Raise if a wait in a lane cannot end, or has lasted too long. ``since_s``: when it began."""
-        tables = {rank: self._table_of(rank) for rank in self.ranks.others}
-        tables[self.ranks.rank] = self._table()
-        late = self._late(tables, lane)
-        self._raise_left(late, what)
-        now_s = time.monotonic()
-        patience_s = min(_CYCLE_S, self.timeout_s)
-        if now_s - since_s < patience_s:
-            return
-        path, last = [self.ranks.rank], late[:1]
-        while last and last[0] not in path:
-            path.append(last[0])
-            last = next(self._awaited_by(tables, last[0]), [])[:1]
-        if last and (calls := self._calls_of(tables, path[path.index(last[0]) :])):
-            if all(now_s - self._seen[rank][1] > patience_s for rank in calls if rank != self.ranks.rank):
+        self._board.ask()
+        now_s, notices = time.monotonic(), dict(self._board.notices)
+        if len(notices) == len(self.ranks.others):
+            tables = {rank: notice.table for rank, notice in notices.items()} | {self.ranks.rank: self._table()}
+            late = self._late(tables, lane)
+            if (gone := next(filter(self._board.has_left, late), None)) is not None:
+                raise RankFailedError(self._left_text(gone, what), gone)
+            if now_s - since_s > min(_CYCLE_S, self.timeout_s):
+                unchanged_s = {rank: self._board.read_s - notice.table_s for rank, notice in notices.items()}
+                self._judge_long_wait(tables, unchanged_s, lane, what, now_s - since_s)
+        if now_s - since_s > self.timeout_s and now_s - self._board.looked_s > self.timeout_s:
+            self._raise_silent(0, what)  # its node has the store, which does not answer
+
+    def _judge_long_wait(
+        self, tables: Mapping[int, Table], unchanged_s: Mapping[int, float], lane: str, what: str, waited_s: float
+    ) -> None:
+        path, cycle, is_sure = self._follow(tables, lane)
+        if calls := _calls_of(tables, cycle):
+            patience_s = min(_CYCLE_S, self.timeout_s) if is_sure else self.timeout_s
+            if waited_s > patience_s and all(unchanged_s.get(rank, waited_s) > patience_s for rank in calls):
                 (first, call), *others = calls.items()
                 told = " and ".join(f"rank {rank} waits for {others_call!r}" for rank, others_call in others)
                 raise RanksDisagreeError(
                     f"rank {first} waits for {call!r}, and {told}; all ranks must do the same in the same order; look "
                     "for a step, a callback or a save that only some of them run"
                 )
-        elif now_s - since_s > self.timeout_s:
-            # If no rank is late, one may have stopped in the middle of a transfer.
-            silent = [path[-1]] if late else [rank for rank in self._members[lane] if self._is_stopped(rank, now_s)]
-            if silent and silent[0] != self.ranks.rank and now_s - self._seen[silent[0]][1] > self.timeout_s:
-                self._raise_silent(silent[0], what)
+        elif waited_s > self.timeout_s:
+            stopped = [rank for rank in self.ranks.others if self._board.silent_s(rank) > self.timeout_s]
+            if stopped or path[1:]:
+                concerned = stopped or [next((rank for rank in cycle if not tables[rank]["waits"]), path[-1])]
+            else:  # all have begun, and the bytes of one do not arrive
+                concerned = sorted(
+                    set(self._members[lane]) - {self.ranks.rank}, key=self.ranks.on_this_node.__contains__
+                )
+            if all(unchanged_s.get(rank, 0.0) > self.timeout_s for rank in concerned):
+                self._raise_silent(concerned[0], what)
 
-    def _is_stopped(self, rank: int, now_s: float) -> bool:
-        return rank != self.ranks.rank and now_s - self._seen_alive[rank][1] > self.timeout_s
+    def _follow(self, tables: Mapping[int, Table], lane: str) -> tuple[list[int], list[int], bool]:
+        """Follow who waits for whom from this rank's wait in a lane. Returns the ranks in their order, those of them
+        that wait for each other in a circle, and whether each of these waits for another's computation. A thread beside
+        the computation may be late because it works."""
+        path, is_sure = [self.ranks.rank], True
+        while late := [rank for rank in self._late(tables, lane) if rank != path[-1]]:
+            is_sure = is_sure and lane in self._of_compute
+            if late[0] in path:
+                return path, path[path.index(late[0]) :], is_sure
+            path.append(late[0])
+            of_next = tables[late[0]]
+            waits = [*of_next["waits"], *([] if lane in self._of_compute else of_next["beside"])]
+            lane = next((name for name in waits if set(self._late(tables, name)) - {late[0]}), "")
+        return path, [], False
+
+    def _late(self, tables: Mapping[int, Table], lane: str) -> list[int]:
+        """Return the ranks that have not begun an operation of a lane that another rank has begun."""
+        numbers = {rank: tables[rank]["at"].get(lane, (0, ""))[0] for rank in self._members.get(lane, ())}
+        most = max(numbers.values(), default=0)
+        return [rank for rank, number in numbers.items() if number < most]
+
+    def _table(self) -> Table:
+        waits, beside = (
+            [lane for lanes in list(of_threads.values()) for lane in lanes[-1:]]
+            for of_threads in (self._waits, self._waits_beside)
+        )
+        return {"at": dict(self._positions), "waits": waits, "beside": beside, "beats": self._num_beats}
 
     def _raise_silent(self, rank: int, what: str) -> NoReturn:
         text = (
             f"{self.name_of(rank)} said nothing for {self.timeout_s:g} s while rank {self.ranks.rank} waited for "
             f"{what}; find out what it does (py-spy dump), or raise net_timeout"
         )
-        self.blame(rank, text)
-        raise RankTimeoutError(text, rank)
+        self._settle(rank, text)
+        assert self._failure.failure is not None
+        if self._failure.failure.text == text:
+            raise RankTimeoutError(text, rank)
+        self._failure.raise_if_known(f"waited for {what}")
+        raise AssertionError
 
-    def _awaited_by(self, tables: Mapping[int, dict[str, Any]], rank: int) -> Iterator[list[int]]:
-        """Yield the late ranks of each lane for which a rank's computation waits."""
-        for lane in tables[rank].get("waits", ()):
-            if late := self._late(tables, lane):
-                yield late
-
-    def _calls_of(self, tables: Mapping[int, dict[str, Any]], cycle: Sequence[int]) -> dict[int, str]:
-        """Return the calls in which ranks wait for each other; {} if one of them only loads or sends ahead."""
-        found = {}
-        for rank in cycle:
-            lanes = [lane for lane in tables[rank].get("waits", ()) if lane in tables[rank]["at"]]
-            if not lanes:
-                return {}
-            found[rank] = tables[rank]["at"][lanes[-1]][1]
-        return found
-
-    def _late(self, tables: Mapping[int, dict[str, Any]], lane: str) -> list[int]:
-        """Return the ranks that have not begun an operation of a lane that another rank has begun."""
-        numbers = {rank: tables[rank].get("at", {}).get(lane, (0, ""))[0] for rank in self._members.get(lane, ())}
-        most = max(numbers.values(), default=0)
-        return [rank for rank, number in numbers.items() if number < most]
-
-    def _table(self) -> dict[str, Any]:
-        waits = [lanes[-1] for lanes in list(self._waits.values()) if lanes]
-        return {"at": dict(self._positions), "waits": waits, "beats": self._num_beats}
-
-    def _table_of(self, rank: int) -> dict[str, Any]:
-        told = self._store.get(f"at/{rank}") if self._store.check([f"at/{rank}"]) else b"[{}, 0]"
-        now_s, (table, num_looks) = time.monotonic(), json.loads(told)
-        for seen, value in ((self._seen, table), (self._seen_alive, num_looks)):
-            if rank not in seen or seen[rank][0] != value:
-                seen[rank] = value, now_s  # type: ignore[index]
-        return dict(table)
-
-    def _raise_left(self, ranks: Sequence[int], what: str) -> None:
-        for rank in ranks:
-            if self._store.check([f"left/{rank}"]):
-                text = f"{self.name_of(rank)} had ended its run while rank {self.ranks.rank} waited for {what}"
-                raise RankFailedError(text, rank)
+    def _left_text(self, rank: int, what: str) -> str:
+        return f"{self.name_of(rank)} had ended its run while rank {self.ranks.rank} waited for {what}"
 
     # The thread.
 
     def _run(self) -> None:
-        poll, beat_s, num_looks, is_here = select.poll(), 0.0, 0, False
         assert self._exits is not None
-        of_fd = {fd: rank for rank, fd in self._exits.items() if rank != self.ranks.rank}
+        poll, of_fd = select.poll(), {fd: rank for rank, fd in self._exits.items()}
         for fd in of_fd:
             poll.register(fd, select.POLLIN)
-        store = self._own_store
-        try:
-            while not self._is_over.is_set():
-                for fd, _ in poll.poll(_LOOK_S * 1e3):
-                    poll.unregister(fd)
-                    self._note_left()
-                    if of_fd[fd] not in self._has_left:
-                        self._note_end(of_fd[fd])
-                if store.check(["failed"]):
-                    self._failure.record_failure(Failure(*json.loads(store.get("failed"))))
-                if not is_here and store.check(["roll call"]):
-                    store.set(f"here/{self.ranks.rank}", "1")
-                    is_here = True
-                if time.monotonic() - beat_s > _BEAT_S:
-                    beat_s, num_looks = time.monotonic(), num_looks + 1
-                    self._end_stuck_process()
-                    store.set(f"at/{self.ranks.rank}", json.dumps([self._table(), num_looks]))
-                    self._note_left()
-        except RuntimeError as error:  # of the store, which the process of rank 0 may have had
-            if not self._is_over.is_set() and 0 not in self._has_left:
-                self._note_end(0) if self._has_ended(0) else self._failure.record_failure(_no_store(error))
+        while not self._is_over.is_set():
+            for fd, _ in poll.poll(_LOOK_S * 1e3):
+                poll.unregister(fd)
+                self._note_end(of_fd[fd])
+            if self._broken is not None and not self._failure.is_known:
+                self._find_ended_rank(*self._broken)
+            if self.ends_process:
+                self._end_stuck_process()
+        self._close_exits()
+
+    def _note_end(self, rank: int) -> None:
+        self._board.ask(_ANSWER_S)
+        if not self._board.has_left(rank) and not self._is_over.is_set():
+            self._settle(rank, f"{self.name_of(rank)} ended")
+
+    def _find_ended_rank(self, what: str, members: set[int]) -> None:
+        if self._board.ask(_ANSWER_S):
+            for rank in members:
+                if self._board.has_left(rank):
+                    self._settle(rank, self._left_text(rank, what))
+            silent = max(self.ranks.others, key=self._board.silent_s)
+            if self._board.silent_s(silent) > _VERDICT_S:
+                self._settle(silent, f"{self.name_of(silent)} ended")
+
+    def _on_lost_store(self, error: RuntimeError) -> None:
+        """The process of rank 0 may have had the store. If it ends well, other ranks may continue without it."""
+        if self._board.has_left(0):
+            return
+        fd = (self._exits or {}).get(0)
+        if fd is not None and select.select([fd], [], [], _ANSWER_S)[0]:
+            text = f"{self.name_of(0)} ended"
+        else:
+            text = f"the launcher's store, on the node of rank 0, ended ({error})"
+        self._failure.record_failure(Failure(0, text))
 
     def _end_stuck_process(self) -> None:
         """End this process as NCCL's own watchdog does, if the main thread waits for a rank that is gone."""
-        if not self.ends_process or not self._failure.is_known or not _is_in_torch_collective():
+        if not self._failure.is_known or not _is_in_torch_collective():
             self._stuck_since_s = None
         elif self._stuck_since_s is None:
             self._stuck_since_s = time.monotonic()
@@ -332,68 +353,38 @@ class Watch:
             logging.shutdown()
             os._exit(1)
 
-    def _note_left(self) -> None:
-        """Note which ranks need the others no more."""
-        for rank in set(self.ranks.others) - self._has_left:
-            if self._own_store.check([f"left/{rank}"]):
-                self._has_left.add(rank)
-
-    def _has_ended(self, rank: int) -> bool:
-        assert self._exits is not None
-        return rank in self._exits and bool(select.select([self._exits[rank]], [], [], 0)[0])
-
-    def _note_end(self, rank: int) -> None:
-        text = f"{self.name_of(rank)} ended"
-        with suppress(RuntimeError):
-            rank, text = json.loads(self._own_store.compare_set("failed", "", json.dumps([rank, text])))
-        self._failure.record_failure(Failure(rank, text))
-
-    def close(self, *, has_failed: bool) -> None:
-        """End the thread. Unless this rank has failed, wait a moment for the others, because the end of this process
-        would cut their last bytes."""
-        if not has_failed:
-            with suppress(RuntimeError):
-                self._store.set(f"left/{self.ranks.rank}", "1")
-                left = [f"left/{rank}" for rank in self.ranks.others]
-                until_s = time.monotonic() + _LAST_WORDS_S
-                while time.monotonic() < until_s and not self._known.is_set() and not self._store.check(left):
-                    time.sleep(0.01)
+    def close(self) -> None:
+        """End the threads. Unless this rank has failed, wait a moment for the others."""
+        self._board.close()
         self._is_over.set()
-        self._thread.join(_LAST_WORDS_S)
+        if not self._is_started:
+            self._close_exits()
+
+    def die(self) -> None:
+        """Tell nobody anything any more, as if this process were killed. For ranks of tests, which are threads."""
+        self._board.die()
+        self._is_over.set()
+
+    def _close_exits(self) -> None:
         for fd in (self._exits or {}).values():
-            with suppress(OSError):
-                os.close(fd)
+            os.close(fd)
+
+
+def _calls_of(tables: Mapping[int, Table], cycle: Sequence[int]) -> dict[int, str]:
+    """Return the calls in which computations wait for each other; {} if one of them does not wait."""
+    waits = {rank: [lane for lane in tables[rank]["waits"] if lane in tables[rank]["at"]] for rank in cycle}
+    return {rank: tables[rank]["at"][lanes[-1]][1] for rank, lanes in waits.items()} if all(waits.values()) else {}
 
 
 def _is_in_torch_collective() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and frame.f_code.co_filename == distributed_c10d.__file__
-
-
-def _no_store(error: BaseException) -> Failure:
-    return Failure(0, f"the launcher's store, on the node of rank 0, ended ({error})")
-
-
-def _clone(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (RuntimeError, NotImplementedError):
-        return store
+    if frame is None:
+        return False
+    return frame.f_code.co_filename == distributed_c10d.__file__ or frame.f_code is gloo_group.__code__
 
 
 def _pid_namespace() -> str | None:
     try:
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None
-
-
-def _exit_of(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process has ended; None where the kernel has none, and for this
-    process itself."""
-    if pid == os.getpid() or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
     except OSError:
         return None
