@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import HashStore
 
 from hf_lohan.ranks import Links, RankFailedError, Ranks
 from hf_lohan.ranks.transport.watch import Watch
@@ -140,7 +139,7 @@ class _World:
         self.num_ranks = num_ranks
         self.num_local = num_local
         self.is_over = threading.Event()
-        self._store: Any = HashStore()
+        self._store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
         self._fates = [
             _Fate(self, rank, delays_seed, [fault for fault in faults if fault.rank == rank])
             for rank in range(num_ranks)
