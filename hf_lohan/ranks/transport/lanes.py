@@ -25,11 +25,15 @@ from hf_lohan.ranks.transport.failures import FirstRankFailure, RankFailedError,
 from hf_lohan.ranks.transport.watch import Watch
 from hf_lohan.threads import Owner
 
-_SLICE = timedelta(milliseconds=250)
+_SLICE = timedelta(milliseconds=100)
 _HEAD = struct.Struct("<IHf")
 _INLINE_BYTES = 246
 """Bytes of tag and payload that go with the head. Longer ones take a second collective."""
 _SHAPE = struct.Struct("<qq")
+
+
+class LaneClosedError(Exception):
+    """Ends the thread that uses a lane of this rank."""
 
 
 class BegunWork(NamedTuple):
@@ -61,7 +65,9 @@ class Lane:
         self.place = self.members.index(watch.ranks.rank)
         """Index of this rank among the members."""
         self.sent_bytes = 0
-        """Bytes of payloads for other ranks."""
+        """Bytes of payloads for other ranks, without those of `agree`."""
+        self.agreed_bytes = 0
+        """Bytes of payloads of `agree` for other ranks."""
         self.waited_s: dict[int, float] = defaultdict(float)
         """By other rank, the seconds in which this rank waited for it in `agree`."""
         self._watch = watch
@@ -72,7 +78,7 @@ class Lane:
         self._last_wait_s = 0.0
         self._in_use = threading.RLock()
         self._group = group
-        self._has_left = False
+        self._has_left = self._is_closed = False
         self._num_inside, self._inside_changes = 0, threading.Lock()
         """Number of threads that are in a call of the group."""
         self._works: list[Any] = []
@@ -125,8 +131,14 @@ class Lane:
             with self._inside_changes:
                 self._num_inside -= 1
 
+    def raise_if_closed(self) -> None:
+        """Raise LaneClosedError after `close`."""
+        if self._is_closed:
+            raise LaneClosedError(f"the lane {self.name} is closed")
+
     def _raise_if_over(self, what: str) -> None:
         self._failure.raise_if_known(f"waited for {what}")
+        self.raise_if_closed()
         if self._has_left:
             rank = self._watch.ranks.rank
             raise RankFailedError(f"rank {rank} closed its connections while it waited for {what}", rank)
@@ -168,7 +180,7 @@ class Lane:
                         f"{others.decode(errors='replace')!r}; all ranks must do the same in the same order; look for "
                         "a step, a callback or a save that only some of them run"
                     )
-            self.sent_bytes += len(payload) * (len(self.members) - 1)
+            self.agreed_bytes += len(payload) * (len(self.members) - 1)
             most = max(num_bytes for num_bytes, *_ in heads)
             if len(name) + most <= _INLINE_BYTES:
                 starts = [_HEAD.size + size for _, size, _ in heads]
@@ -219,11 +231,16 @@ class Lane:
 
     def send_to_all(self, tensor: Tensor, owner: int, tag: str) -> None:
         """`broadcast` of a tensor whose size all members know to be equal, and not 0."""
+        with self._in_use:
+            self.finish(self.begin_to_all(tensor, owner, tag))
+
+    def begin_to_all(self, tensor: Tensor, owner: int, tag: str) -> BegunWork:
+        """Begin `send_to_all`, for `finish`."""
         content, options = bytes_of(tensor), torch.distributed.BroadcastOptions()
         options.rootRank = self.members.index(owner)
-        self.run(tag, lambda group: group.broadcast([content], options))
         if options.rootRank == self.place:
             self.sent_bytes += tensor.nbytes * (len(self.members) - 1)
+        return self.begin(tag, lambda group: group.broadcast([content], options))
 
     def exchange(
         self, sent: Tensor, send_sizes: Sequence[int], received: Tensor, sizes: Sequence[int], tag: str
@@ -232,6 +249,12 @@ class Lane:
         ``received``, uint8 of ``sum(sizes)``. Sizes are in bytes, and both ends know them. A part may be empty."""
         self.run(tag, lambda group: group.alltoall_base(received, sent, list(sizes), list(send_sizes)))
         self.sent_bytes += sum(send_sizes) - send_sizes[self.place]
+
+    def close(self) -> None:
+        """End this rank's waits in the lane. A rank that waits for this one there gets an error. Any thread may call
+        this."""
+        self._is_closed = True
+        self._watch.note_closed(self.name)
 
     def stop(self) -> None:
         """Let the threads that wait in the lane raise RankFailedError, within a slice."""

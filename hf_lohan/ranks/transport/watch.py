@@ -74,8 +74,12 @@ class Watch:
         """Number and tag of this rank's last operation, by lane."""
         self._waits: dict[int, list[str]] = {}
         """By thread, the lanes for which it waits, if this keeps the rank from computing."""
+        self.waiting_since_s: float | None = None
+        """Since when this rank's computation waits for other ranks, by `time.monotonic`; None if it does not."""
         self._waits_beside: dict[int, list[str]] = {}
         """The same of threads beside the computation."""
+        self._closed: list[str] = []
+        """Lanes in which this rank takes part no more."""
         self._num_beats = 0
         self._names: dict[int, str] = {}
         self._is_started = False
@@ -151,6 +155,10 @@ class Watch:
     def note_position(self, lane: str, number: int, tag: str) -> None:
         self._positions[lane] = number, tag
 
+    def note_closed(self, lane: str) -> None:
+        """Note that this rank takes part in no later operation of a lane."""
+        self._closed.append(lane)
+
     @contextmanager
     def waiting(self, lane: str, *, stops_compute: bool = True) -> Iterator[None]:
         """A context in which the calling thread waits for a lane, and with it this rank's computation, unless
@@ -159,7 +167,7 @@ class Watch:
         lanes = of_threads.setdefault(threading.get_ident(), [])
         lanes.append(lane)
         if stops_compute:
-            self._tell_waiting()
+            self._note_waiting()
         try:
             yield
         finally:
@@ -167,21 +175,20 @@ class Watch:
             if not lanes:
                 of_threads.pop(threading.get_ident(), None)
             if stops_compute:
-                self._tell_waiting()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this rank's computation waits for other ranks."""
-        return bool(self._waits)
+                self._note_waiting()
 
     def on_waiting(self, callback: Callable[[], object]) -> None:
-        """Call ``callback``, which must not wait, whenever `is_waiting` may have changed."""
+        """Call ``callback``, which must not wait, whenever `waiting_since_s` may have changed."""
         self._waiting_changed.append(callback)
 
     def forget_waiting(self, callback: Callable[[], object]) -> None:
         self._waiting_changed.remove(callback)
 
-    def _tell_waiting(self) -> None:
+    def _note_waiting(self) -> None:
+        if not self._waits:
+            self.waiting_since_s = None
+        elif self.waiting_since_s is None:
+            self.waiting_since_s = time.monotonic()
         for callback in list(self._waiting_changed):
             callback()
 
@@ -235,6 +242,10 @@ class Watch:
     def _judge_long_wait(
         self, tables: Mapping[int, Table], unchanged_s: Mapping[int, float], lane: str, what: str, waited_s: float
     ) -> None:
+        for rank in self._late(tables, lane):
+            if lane in tables[rank]["closed"]:  # and no rank has told another cause meanwhile
+                text = f"{self.name_of(rank)} had closed its model while rank {self.ranks.rank} waited for {what}"
+                raise RankFailedError(text, rank)
         path, cycle, is_sure = self._follow(tables, lane)
         if calls := _calls_of(tables, cycle):
             patience_s = min(_CYCLE_S, self.timeout_s) if is_sure else self.timeout_s
@@ -282,7 +293,7 @@ class Watch:
             [lane for lanes in list(of_threads.values()) for lane in lanes[-1:]]
             for of_threads in (self._waits, self._waits_beside)
         )
-        return {"at": dict(self._positions), "waits": waits, "beside": beside, "beats": self._num_beats}
+        return {"at": dict(self._positions), "waits": waits, "beside": beside, "closed": list(self._closed), "beats": self._num_beats}
 
     def _raise_silent(self, rank: int, what: str) -> NoReturn:
         text = (
