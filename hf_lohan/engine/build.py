@@ -64,9 +64,9 @@ from hf_lohan.weights import (
     LayerLoader,
     Loads,
     LocalWeights,
-    LockstepLoader,
     NodeShards,
     OwnRows,
+    RankLoader,
     ShardedRows,
     SharedWeights,
     SlotRing,
@@ -278,13 +278,11 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
         tiers.device,
         tiers.store,
         deliver,
-        pipeline,
         ring,
         tiers.links,
         tiers.rank_memory.weights.bytes,
         layout.common_blocks,
         read_bytes=layout.plan.staging_buffer_bytes,
-        lent_piece_bytes=layout.lent_piece_bytes,
         parts=NodeShards(
             layout.ranks,
             layout.common_blocks,
@@ -293,18 +291,16 @@ def _block_loader(ring: SlotRing, tiers: Tiers, layout: OffloadLayout, pipeline:
             version_of=ring.version_of,
         ),
         decoder=_decoder(tiers, layout.common_blocks, tiers.staging),
-        transport=tiers.transport,
+        transport=None if tiers.transport is None else tiers.transport.weights,
     )
-    if tiers.transport is None:
-        return LockstepLoader(ring, source, layout.common_blocks)
-    return LockstepLoader(ring, source, layout.common_blocks, tiers.transport.close)
+    return RankLoader(ring, source, layout.common_blocks)
 
 
 def build_embedding_rows(
     layout: OffloadLayout, tiers: Tiers, ring: SlotRing, updates: UpdateParts
 ) -> EmbeddingRows | None:
-    """Return what loads rows of the table of embeddings; None if the table is loaded whole. Ranks make it before the
-    loaders' barrier, after which others may ask for rows."""
+    """Return what loads rows of the table of embeddings; None if the table is loaded whole. All ranks make it
+    together."""
     table, device, memory = layout.model_blocks.table, tiers.device, tiers.rank_memory
     if table is None:
         return None
@@ -315,9 +311,7 @@ def build_embedding_rows(
     own = OwnRows(table, layout.ranks.rank, tiers.store, updates.pipeline, buffer())
     if memory is None:
         return EmbeddingRows(device, own, None if device.memory_is_host else buffer())
-    assert memory.rows is not None and memory.own_rows is not None
-    lent = buffer() if layout.ranks.counterparts else None
-    return EmbeddingRows(device, ShardedRows(own, tiers.links, ring, memory.rows, lent), memory.own_rows)
+    return EmbeddingRows(device, ShardedRows(own, tiers.links, ring, buffer()), buffer())
 
 
 def _local_weights(
@@ -370,7 +364,7 @@ def _follow_collectives(loader: BlockLoader, tiers: Tiers, layout: OffloadLayout
     peer_weights = open_peer_weights(layout, tiers.device, tiers.store)
     if peer_weights is None:
         return
-    assert layout.collectives is not None and isinstance(loader, LockstepLoader)
+    assert layout.collectives is not None and isinstance(loader, RankLoader)
     changes = tiers.codecs.count_changes() if layout.collectives.keeps_own else None
     group = layout.collectives.group_ranks
     loader.keep_weights(peer_weights, changes)

@@ -277,11 +277,6 @@ class RankMemory:
     """Memory through which blocks are sent to all ranks of this node."""
     experts: SharedRegion | None
     """Memory through which the ranks of this node lend each other experts. None if they lend none."""
-    rows: SharedRegion | None
-    """Memory for rows of embeddings on their way to the devices of all ranks of this node. None if the table is loaded
-    whole."""
-    own_rows: Tensor | None
-    """This rank's part of `rows`."""
 
 
 def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> RankMemory | None:
@@ -296,17 +291,11 @@ def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> Ran
     if layout.lent_expert_bytes:
         lent_bytes = ranks.num_local * lending_bytes(layout.lent_expert_bytes)
         experts = SharedRegion.create(links, lent_bytes, "experts", device)
-    rows = own_rows = None
-    if rows_bytes := layout.plan.rows_buffer_bytes:
-        rows = SharedRegion.create(links, ranks.num_local * rows_bytes, "rows of embeddings", device)
-        own_rows = rows.bytes.split(rows_bytes)[ranks.local_rank]
     return RankMemory(
         gradients=gradients,
         own_gradients=gradients.bytes.split(num_bytes)[ranks.local_rank],
         weights=weights,
         experts=experts,
-        rows=rows,
-        own_rows=own_rows,
     )
 
 

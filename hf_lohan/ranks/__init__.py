@@ -29,6 +29,7 @@ from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeErro
 from hf_lohan.ranks.transport.messages import Kind, Channel, PayloadReader, Handler
 from hf_lohan.ranks.transport.lanes import Lane, bytes_of
 from hf_lohan.ranks.transport.links import Links, connect, one_rank_at_a_time
+from hf_lohan.ranks.transport.rounds import Rounds
 from hf_lohan.ranks.transport.shared_region import SharedRegion
 from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 
@@ -60,6 +61,7 @@ __all__ = [
     "RankTimeoutError",
     "Ranks",
     "RanksDisagreeError",
+    "Rounds",
     "RowExchange",
     "RowLinks",
     "SharedRegion",

@@ -6,11 +6,10 @@ forward or a backward needs it. Of a table of embeddings, `embedding_rows` may l
 and no gradients. `engine` tells it which blocks are needed, and `updates` which blocks have changed.
 """
 
-from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, WeightSource
+from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, RankLoader, WeightSource
 from hf_lohan.weights.blocks_in_use import BlocksInUse
 from hf_lohan.weights.embedding_rows import EmbeddingRows, OwnRows, ShardedRows
 from hf_lohan.weights.load_order import NextLoad, SlotLoad
-from hf_lohan.weights.lockstep_loader import JointSource, LockstepLoader
 from hf_lohan.weights.node_shards import NodeShards
 from hf_lohan.weights.peer_weights import PeerWeightCache, RamPeerWeights, SsdPeerWeights
 from hf_lohan.weights.schedule import LoadSchedule
@@ -23,18 +22,17 @@ __all__ = [
     "BlocksInUse",
     "Decoder",
     "EmbeddingRows",
-    "JointSource",
     "LayerLoader",
     "LoadSchedule",
     "Loads",
     "LocalLoader",
     "LocalWeights",
-    "LockstepLoader",
     "NextLoad",
     "NodeShards",
     "OwnRows",
     "PeerWeightCache",
     "RamPeerWeights",
+    "RankLoader",
     "RecordReader",
     "ShardedRows",
     "SharedWeights",

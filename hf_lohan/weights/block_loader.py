@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,21 @@ from typing import Any, Protocol
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
+from hf_lohan.planner import SizeClass
+from hf_lohan.ranks import CodedTraffic
 from hf_lohan.threads import Owner, raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import DeliveryListener
 from hf_lohan.weights.load_order import NextLayer, NextLoad, SlotLoad
+from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.schedule import LoadSchedule, PassSchedule
+from hf_lohan.weights.shared_source import SharedWeights, StaleError
 from hf_lohan.weights.slot_ring import Slot, SlotRing
+
+
+_MORE_AHEAD = 2
+"""Loads with several ranks come ahead of their uses by at most the number of layer slots plus this number."""
+_TAKES_BACK_AFTER_S = 0.2
 
 
 class Loads(Protocol):
@@ -229,8 +239,11 @@ class LocalLoader(BlockLoader):
                     return load
                 if not waits:
                     break
-                self._ring.changed.wait()
+                self._wait_for_slot()
         return None
+
+    def _wait_for_slot(self) -> None:
+        self._ring.changed.wait()
 
     def find_load(self) -> SlotLoad | None:
         """Return the next load. The caller holds the lock."""
@@ -262,6 +275,69 @@ class LayerLoader(LocalLoader):
         schedule = LoadSchedule(forward_order, ring.num_slots, carries_on=True)
         super().__init__(ring, source, schedule, NextLayer(schedule, ring))
         self._start()
+
+
+class RankLoader(LocalLoader):
+    """Loads all blocks except experts and rows together with other ranks (`SharedWeights`). Later loads begin while the
+    first one runs. An error ends the run on all ranks."""
+
+    def __init__(self, ring: SlotRing, source: SharedWeights, forward_order: Sequence[Block]) -> None:
+        # A load that waits for its block's update delays all later loads. Updates run in forward order. The head has
+        # its own slot and is updated last, so it must not be loaded first.
+        max_ahead = len(ring.slots[SizeClass.LAYER]) + _MORE_AHEAD
+        schedule = LoadSchedule(forward_order, ring.num_slots, max_ahead=max_ahead)
+        super().__init__(ring, source, schedule, NextLayer(schedule, ring), overlaps_loads=True)
+        self._shared = source
+        self._no_slot_since_s: float | None = None
+        ring.add_callback(source.notify)
+        source.serve(lambda: schedule.is_between_passes)
+        self._start()
+
+    def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
+        """See `SharedWeights.keep_weights`."""
+        self._shared.keep_weights(kept, changes)
+
+    def close(self) -> None:
+        self._shared.close()
+        super().close()
+
+    def _reset_failure(self) -> None:
+        """Do nothing, because a failure is final with several ranks."""
+
+    def find_load(self) -> SlotLoad | None:
+        found = super().find_load()
+        self._take_back_slots(is_needed=found is None)
+        return found
+
+    def _take_back_slots(self, *, is_needed: bool) -> None:
+        """Take slots back that updates borrow, if a load has waited for one for a moment. The update may wait for ranks
+        that wait for this load. It reads the store instead."""
+        borrowed = [slot for slots in self._ring.slots.values() for slot in slots if slot.num_borrows]
+        if not (is_needed and borrowed and self._next_load.is_due):
+            self._no_slot_since_s = None
+            return
+        now_s = time.monotonic()
+        if self._no_slot_since_s is None:
+            self._no_slot_since_s = now_s
+        elif now_s - self._no_slot_since_s >= _TAKES_BACK_AFTER_S:
+            for slot in borrowed:
+                self._ring.take_back(slot)
+
+    def _wait_for_slot(self) -> None:
+        self._ring.changed.wait(None if self._no_slot_since_s is None else _TAKES_BACK_AFTER_S)
+
+    def _end_load(self, load: SlotLoad, error: BaseException | None) -> None:
+        """A block that another rank has changed is loaded again when this rank has changed it too, unless compute needs
+        it now."""
+        with self._ring.lock:
+            is_needed = load.slot.block is load.block and load.slot.num_pins > 0
+            if isinstance(error, StaleError) and not is_needed:
+                self._ring.abandon(load.slot)
+                self._next_load.end_load(load)
+                return
+        super()._end_load(load, error)
+        if error is not None and is_needed:
+            self._shared.fail(error)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,18 +1,17 @@
 """Loads rows of a table of embeddings to the device. The table itself stays in the store.
 
-With several ranks each rank reads the rows of its own shard, and asks the owners of all others for theirs. On one node
-an owner writes them to memory that the ranks share, and to other nodes it sends them. A thread of the owner does this,
-which needs no computing thread: it waits for its drive, and for updates, which need only gradients that all ranks have
-published. So a wait for rows always ends, and no rank takes it for a sign that loads differ (`joint_order`).
+With several ranks each rank reads the rows of its own shard for all, in rounds on a thread of its own
+(`ranks.transport.rounds`). This needs no computing thread: it waits for the rank's drive, and for updates, which need
+only gradients that all ranks have published. So a wait for rows always ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import struct
 import threading
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -25,13 +24,13 @@ from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, RowIds, rows_between
 from hf_lohan.planner.record_traffic import PARAM
-from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, RanksDisagreeError, SharedRegion
+from hf_lohan.ranks import Links, RanksDisagreeError, Rounds, bytes_of
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights.joint_order import Changes, Lender, StaleError, stale_error
+from hf_lohan.weights.shared_source import Changes, StaleError, stale_error
 
-_numbers = itertools.count(1)
-"""Numbers of requests. A late answer to one of an earlier engine has none of a later request."""
+_HEAD = struct.Struct("<qqB")
+"""Period, number of wanted rows or -1, and whether the rank has closed."""
 
 
 class RowReader(Protocol):
@@ -101,7 +100,7 @@ class OwnRows:
             start += self._part.start
             rest = self._updates.copy_new(self.table, start, run)
             if rest is None:
-                raise stale_error(self.rank, self.table)
+                raise stale_error(self.table)
             for low, high in rest:
                 piece = run[low - start : high - start]
                 if not self._store.read_from_ram(self.table.name, PARAM, low, piece):
@@ -116,122 +115,125 @@ class OwnRows:
         """Do nothing."""
 
 
-class ShardedRows:
-    """Reads rows of a table of which each rank has a shard, and gives other ranks the rows of this rank's shard."""
+@dataclass(eq=False)
+class _Request:
+    """Rows that this rank's computation waits for."""
 
-    def __init__(self, own: OwnRows, links: Links, changes: Changes, memory: SharedRegion, lent: Tensor | None) -> None:
-        """All ranks make this before any of them loads rows. ``memory``: the node's ranks share it, and `fill` gets a
-        part of it. ``lent``: memory for rows that are sent to other nodes; None if there are none."""
+    ids: RowIds
+    out: Tensor
+    """[len(ids), width], in host memory."""
+    period: int
+    error: BaseException | None = None
+
+
+class ShardedRows(Rounds):
+    """Reads rows of a table of which each rank has a shard, together with all other ranks. In a round each rank says
+    how many rows it wants, and then all serve one rank after the other: it tells the numbers of its rows, and each rank
+    sends the elements of its shard."""
+
+    def __init__(self, own: OwnRows, links: Links, changes: Changes, sent: Tensor) -> None:
+        """All ranks make this together. ``sent``: memory for rows that are sent, uint8."""
+        super().__init__(links, links.open("rows", carries="tokens"), beside_kernels=False)
         self._own = own
-        self._links = links
         self._changes = changes
-        self._memory = memory
-        self._lent = lent
-        self._number = 0
-        """Number of the last request."""
-        self._missing: dict[int, Tensor] = {}
-        """By rank, where its rows go, until they have come. After an interrupt a rank may not have been asked. The
-        links' lock guards this and the error."""
-        self._error: RanksDisagreeError | None = None
-        self._lender = Lender(links, changes, "lohan-lent-rows")
-        links.set_handler(Kind.ROWS_WANTED, self._on_wanted)
-        links.set_handler(Kind.ROWS, self._on_rows)
+        self._sent = sent
+        self._request: _Request | None = None
+        self.start()
 
     def settle(self) -> None:
         self._own.settle()
 
     def fill(self, ids: RowIds, out: Tensor) -> None:
-        """Fill ``out`` [len(ids), width], in the shared memory."""
-        own, flat = self._own, out.view(-1)
-        self._end_interrupted()
-        wanted = {
-            rank: rows_between(ids, own.width, *own.elements_of(rank)) for rank in range(self._links.ranks.num_ranks)
-        }
-        rows, elements = wanted.pop(own.rank)
-        places = {rank: flat[of_rank] for rank, (_, of_rank) in wanted.items() if flat[of_rank].numel()}
-        self._ask({rank: (ids[wanted[rank][0]], place) for rank, place in places.items()})
+        """Fill ``out`` [len(ids), width]."""
+        with self._links.watch.waiting(self._lane.name), self.changed:
+            # After an interrupt, an earlier request may still write to the memory.
+            self.changed.wait_for(lambda: self._request is None or self._error is not None)
+            request = self._request = _Request(ids, out, self._changes.num_changes)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._request is not request or self._error is not None)
+            self.raise_if_broken()
+        if request.error is not None:
+            raise request.error
+
+    # Rounds.
+
+    def advance(self) -> None:
+        """Do nothing, because a rank has rows only when they are wanted."""
+
+    def head(self) -> bytes:
+        request = self._request
+        period = self._changes.num_changes if request is None else request.period
+        return _HEAD.pack(period, -1 if request is None else len(request.ids), self.is_closed)
+
+    def is_waiting(self) -> bool:
+        return self._request is not None
+
+    def is_between_passes(self) -> bool:
+        return True  # serving does not delay this rank
+
+    def carry_out(self, heads: Sequence[bytes]) -> bool:
+        told = [_HEAD.unpack(head) for head in heads]
+        first = min((period for period, _, is_closed in told if not is_closed), default=0)
+        for rank, (period, num_ids, _) in enumerate(told):
+            if num_ids >= 0 and period <= first:
+                self._serve(rank, num_ids, period)
+        return not all(is_closed for *_, is_closed in told)
+
+    def break_off(self, error: BaseException) -> None:
+        """`fill` raises it."""
+
+    def _serve(self, rank: int, num_ids: int, period: int) -> None:
+        """Send rows of this rank's shard to rank ``rank``, which may be this one."""
+        own, lane, request = self._own, self._lane, self._request if rank == self._own.rank else None
+        what, itemsize = f"rows of {own.table.name}", own.table.master.working_dtype.itemsize
+        ids = torch.empty(num_ids, dtype=torch.int64)
+        if request is not None:
+            ids.copy_(torch.from_numpy(request.ids))
+        if num_ids:
+            lane.send_to_all(ids, rank, what)
+        sizes = [self._numel_of(ids.numpy(), owner) * itemsize for owner in lane.members]
+        rows = self._room(sizes[own.rank])
+        error: BaseException | None = None
         try:
-            own.fill(ids[rows], flat[elements])
-        finally:
-            self._wait()  # others still write to the memory
-        if self._error is not None:
-            raise self._error
-
-    def _ask(self, wanted: Mapping[int, tuple[RowIds, Tensor]]) -> None:
-        """Ask ranks for rows, and note where these go."""
-        with self._links.lock:
-            self._number, self._error = next(_numbers), None
-            self._missing = {rank: place for rank, (_, place) in wanted.items()}
-        period = self._changes.num_changes
-        for rank, (ids, place) in wanted.items():
-            offset = self._memory.offset_of(place) if len(ids) else 0
-            assert offset is not None, "rows go to memory that the node's ranks do not share"
-            self._links.send(rank, Kind.ROWS_WANTED, self._number, period, offset, payload=ids.tobytes())
-
-    def _end_interrupted(self) -> None:
-        """Wait until no rank writes rows any more that a call wanted which an interrupt ended. A rank answers in the
-        order of its requests, so its answer to a request for no rows is its last one."""
-        with self._links.lock:
-            nothing = {rank: (np.zeros(0, np.int64), place[:0]) for rank, place in self._missing.items()}
-        if nothing:
-            self._ask(nothing)
-            self._wait()
-
-    def _wait(self) -> None:
-        what = f"its rows of {self._own.table.name}"
-        self._links.wait_for(lambda: not self._missing, what, peers=lambda: [*self._missing], is_noted=False)
-
-    def close(self) -> None:
-        """Ignore later messages."""
-        for kind in (Kind.ROWS_WANTED, Kind.ROWS):
-            self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
-        self._lender.close()
-
-    def _on_rows(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        number, has_failed = numbers
-        with self._links.lock:
-            place = self._missing.get(rank) if number == self._number else None
-        if place is None:
+            self._fill(ids.numpy(), rows.view(own.table.master.working_dtype), period)
+        except (StorageError, StaleError) as of_this_rank:
+            error = of_this_rank
+        text = "" if error is None else f"{error}" or repr(error)
+        texts = [told.decode() for told in lane.agree(f"whether {what} are there", text.encode())]
+        if any(texts):
+            if request is not None:
+                self._end(request, error or RanksDisagreeError(next(filter(None, texts))))
             return
-        error = None
-        if has_failed:
-            assert payload is not None, "an error has a text"
-            error = RanksDisagreeError(payload.bytes().decode())
-        elif payload is not None:
-            payload.read_into(place)
-        with self._links.lock:
-            self._error = self._error or error
-            del self._missing[rank]
-            self._links.notify()
+        received, of_ranks = torch.empty(0, dtype=torch.uint8), [0] * len(sizes)
+        if request is not None:
+            received, of_ranks = bytes_of(request.out), sizes
+        to_ranks = [sizes[own.rank] if other == rank else 0 for other in lane.members]
+        lane.exchange(rows, to_ranks, received, of_ranks, what)
+        if request is not None:
+            self._end(request, None)
 
-    def _on_wanted(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        number, period, offset = numbers
-        ids = np.frombuffer(payload.bytes() if payload is not None else b"", np.int64)
-        self._lender.submit(period, partial(self._lend, rank, number, period, offset, ids))
+    def _end(self, request: _Request, error: BaseException | None) -> None:
+        with self.changed:
+            request.error, self._request = error, None
+            self.changed.notify_all()
 
-    def _lend(self, rank: int, number: int, period: int, offset: int, ids: RowIds) -> None:
-        own, is_here = self._own, rank in self._links.ranks.on_this_node
-        _, elements = rows_between(ids, own.width, *own.elements_of(own.rank))
-        num_bytes = (elements.stop - elements.start) * own.table.master.working_dtype.itemsize
-        memory = self._memory.bytes[offset:] if is_here else self._lent
-        assert memory is not None, "a request comes from another node"
-        rows = memory[:num_bytes].view(own.table.master.working_dtype)
-        try:
-            self._fill_lent(ids, rows, period)
-        except (StorageError, StaleError) as error:
-            text = f"{error}" or repr(error)  # an empty payload is none
-            self._links.send(rank, Kind.ROWS, number, 1, payload=text.encode(), channel=Channel.TOKENS)
-            return
-        self._links.send(rank, Kind.ROWS, number, 0, payload=None if is_here else rows, channel=Channel.TOKENS)
+    def _numel_of(self, ids: RowIds, rank: int) -> int:
+        _, elements = rows_between(ids, self._own.width, *self._own.elements_of(rank))
+        return elements.stop - elements.start
 
-    def _fill_lent(self, ids: RowIds, rows: Tensor, period: int) -> None:
+    def _room(self, num_bytes: int) -> Tensor:
+        return self._sent[:num_bytes] if num_bytes <= self._sent.numel() else torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _fill(self, ids: RowIds, rows: Tensor, period: int) -> None:
         """Fill ``rows`` with the weights of a period. A read that fails is repeated once, because an update may have
         written meanwhile."""
+        own = self._own
+        of_shard, _ = rows_between(ids, own.width, *own.elements_of(own.rank))
         self._refuse_stale(period)  # before the wait, because updates of the first step need a commit of all ranks
         for is_last in (False, True):
             try:
                 self.settle()
-                self._own.fill(ids, rows)
+                own.fill(ids[of_shard], rows)
                 break
             except StorageError:
                 if is_last:
@@ -240,7 +242,7 @@ class ShardedRows:
 
     def _refuse_stale(self, period: int) -> None:
         if not self._changes.is_unchanged_since(self._own.table, period):
-            raise stale_error(self._own.rank, self._own.table)
+            raise stale_error(self._own.table)
 
 
 class EmbeddingRows:

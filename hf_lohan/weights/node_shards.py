@@ -10,16 +10,18 @@ that, only the changes of the step may be sent.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from hf_lohan.config import Collectives
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block, ranges
 from hf_lohan.planning import carried_ranks, coded_numel, group_counterparts, kept_ranks, part_bytes
-from hf_lohan.ranks import BlockCodec, CodedTraffic, DeviceTransport, MeasuredCodec, PayloadReader, Ranks, StepDelta
+from hf_lohan.ranks import BlockCodec, CodedTraffic, DeviceLane, Lane as RankLane, Links, MeasuredCodec, Ranks, StepDelta, bytes_of
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import Decoder
@@ -29,6 +31,7 @@ _PART_MULTIPLE = 256
 """The parts of a block that ranks of a node copy to their devices begin at multiples of so many elements."""
 _CODED_PIECE_NUMEL = 256 * 1024
 """Elements that are coded at once. This is a multiple of the codec's block."""
+_FORM = struct.Struct("<qq")
 _RAW, _CODED, _CHANGES, _GROUPED = range(4)
 """Forms of a shard's payload."""
 _DELTA = StepDelta()
@@ -81,7 +84,7 @@ class DeviceCopies:
         parts: NodeShards,
         decoder: Decoder | None,
         blocks: Sequence[Block],
-        transport: DeviceTransport | None,
+        transport: DeviceLane | None,
     ) -> None:
         """``transport``: sends from device to device. Each device then gets only a part of a block from the shared
         memory, and the rest from the others."""
@@ -95,13 +98,14 @@ class DeviceCopies:
         if parts.within is not None and (transport is not None or not device.memory_is_host):
             self._payload = device.empty(max(map(parts.coded_bytes, blocks)))
 
-    def copy(self, number: int, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None) -> Event | None:
-        """Enqueue the copy of a block to ``weights`` in the slot. ``number``: the load. ``entry`` and ``coded``: the
-        block and its payload in shared memory, complete. Returns the event of its end. With a transport, all ranks of
-        the node call this for the same load, and it waits for them. It then returns None if not all ranks carry out
-        the load together. Raises RankFailedError or RankTimeoutError."""
+    def copy(
+        self, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None, *, is_for_all: bool
+    ) -> Event:
+        """Enqueue the copy of a block to ``weights`` in the slot. ``entry`` and ``coded``: the block and its payload in
+        shared memory, complete. Returns the event of its end. ``is_for_all``: whether all ranks of the node call this
+        for the block. With a transport it then waits for them. Raises RankFailedError or RankTimeoutError."""
         transport = self._transport
-        if transport is None:
+        if transport is None or not is_for_all:
             self._fill(block, weights, entry, coded, partial(self._device.copy, Lane.H2D))
             return self._device.record(Lane.H2D)
         ready: list[Event] = []
@@ -120,10 +124,8 @@ class DeviceCopies:
             ready.append(self._device.record(Lane.H2D))
             ready[0].synchronize()
 
-        if transport.take_part(number, f"its part of {block.name} on its device", fill):
-            return ready[0]
-        self._device.record(Lane.H2D).synchronize()  # shared memory is soon free
-        return None
+        transport.run(f"its part of {block.name} on its device", fill)
+        return ready[0]
 
     def _fill(
         self,
@@ -153,7 +155,7 @@ class DeviceCopies:
         if start < stop:
             self._device.copy(Lane.H2D, memory[start:stop], shared[start:stop])
 
-    def _gather(self, transport: DeviceTransport, memory: Tensor) -> None:
+    def _gather(self, transport: DeviceLane, memory: Tensor) -> None:
         """Send this rank's part of memory of its device to the others, and get theirs."""
         parts = _equal_parts(memory.numel(), self._ranks.num_local)
         start, stop = parts[self._ranks.local_rank]
@@ -178,7 +180,7 @@ def _equal_parts(numel: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 class NodeShards:
-    """The shards that one rank sends and receives. One thread begins loads, and others call `receive_shard`."""
+    """The shards that one rank sends and receives. One thread calls `exchange`, and another all other methods."""
 
     def __init__(
         self,
@@ -206,18 +208,35 @@ class NodeShards:
         self._kept = kept
         self.keeps = kept is not None
         """Whether an unchanged block is not sent again."""
-        self._first_kept_load = 0
+        self._lane: RankLane | None = None
+        self._group_lane: RankLane | None = None
         self._sent: set[Block] = set()
         """Blocks whose shard of this rank is equal here and on the other nodes."""
 
-    def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        """Keep shards in ``kept`` from load ``first_load`` on. With ``changes``, send only what changed. All ranks pass
-        the same ``first_load``."""
-        self._kept, self._changes = kept, changes
-        self._first_kept_load, self.keeps = first_load, True
+    def open_lanes(self, links: Links) -> None:
+        """Open the lane between nodes. All ranks call this together."""
+        if links.ranks.num_nodes > 1:
+            self._lane = links.open_across("weights", carries="weights")
+
+    def open_group_lane(self, links: Links, way: Collectives) -> None:
+        """Open the lane between the nodes that keep one copy together. All ranks call this together."""
+        if others := group_counterparts(self._ranks, way):
+            members = sorted([self._ranks.rank, *others])
+            name = f"weights in the group of rank {members[0]}"
+            self._group_lane = links.open(name, members, carries="weights")
+
+    def close_lanes(self) -> None:
+        for lane in (self._lane, self._group_lane):
+            if lane is not None:
+                lane.close()
+
+    def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
+        """Keep shards in ``kept`` from now on. With ``changes``, send only what changed. All ranks call this before the
+        same load."""
+        self._kept, self._changes, self.keeps = kept, changes, True
 
     def forget_kept(self) -> None:
-        """Forget which versions nodes keep, because nodes may keep different ones. Shards are then sent whole."""
+        """Forget which versions nodes keep, because one of them was not whole. Shards are then sent whole."""
         self._versions.clear()
         self._sent.clear()
 
@@ -236,26 +255,11 @@ class NodeShards:
                 coded.codec.encode(values, message[place])
                 coded.codec.decode(message[place], values)
 
-    def keeps_load(self, number: int) -> bool:
-        """Return whether this load's shards are kept."""
-        return self.keeps and number >= self._first_kept_load
-
-    def senders(self, block: Block, *, is_kept: bool = False) -> set[int]:
-        """Return the ranks of other nodes that send their shards to this rank. ``is_kept``: whether groups of nodes
+    def is_sent(self, block: Block, *, is_kept: bool) -> bool:
+        """Return whether ranks of other nodes and this one send each other shards of a block. ``is_kept``: whether nodes
         keep the block. Ranks then send their own shards and those that they keep, within their group."""
-        others = self._others(is_kept)
-        return {rank for rank in others if any(has_part(block, of) for of in self._carried(rank, is_kept))}
-
-    def recipients(self, block: Block, *, is_kept: bool = False) -> list[int]:
-        """Return the ranks of other nodes that receive this rank's shards. ``is_kept``: see `senders`."""
-        carried = self._carried(self._ranks.rank, is_kept)
-        return self._others(is_kept) if any(has_part(block, rank) for rank in carried) else []
-
-    def _others(self, is_kept: bool) -> list[int]:
-        if not is_kept:
-            return self._ranks.counterparts
-        assert self._kept is not None
-        return group_counterparts(self._ranks, self._kept.way)
+        lane = self._group_lane if is_kept else self._lane
+        return lane is not None and any(has_part(block, of) for rank in lane.members for of in self._carried(rank, is_kept))
 
     def _carried(self, rank: int, is_kept: bool) -> list[int]:
         if not is_kept:
@@ -269,10 +273,10 @@ class NodeShards:
         ranks = kept_ranks(self._ranks, self._kept.way)
         return [rank for rank in ranks if rank != self._ranks.rank and has_part(block, rank)]
 
-    def is_kept(self, block: Block, version: int, number: int = 0) -> bool:
-        """Return whether this node keeps the version when load ``number`` begins. The answer is the same on all nodes.
-        If it is False, all ranks send their shards, and the nodes then keep them."""
-        if not self.keeps_load(number):
+    def is_kept(self, block: Block, version: int) -> bool:
+        """Return whether this node keeps the version when the next load begins. The answer is the same on all nodes. If
+        it is False, all ranks send their shards, and the nodes then keep them."""
+        if not self.keeps:
             return False
         is_kept = self._versions.get(block) == version
         self._versions[block] = version
@@ -285,10 +289,6 @@ class NodeShards:
         for rank in self.kept(block):
             reads += self._kept.begin_read(block, rank, part_of(block, rank, entry), piece_numel)
         return reads
-
-    def matters(self, block: Block, version: int) -> bool:
-        """Return whether a later load may use data of this version that is received now."""
-        return self.keeps and self._version_of(block) == version
 
     # Blocks on their way to devices.
 
@@ -319,16 +319,20 @@ class NodeShards:
 
     # This rank's shard.
 
-    def make_own(self, block: Block, entry: Tensor, *, sends: bool, keeps: bool = True) -> tuple[int, Tensor]:
+    def make_own(self, block: Block, entry: Tensor, *, is_kept: bool, keeps: bool) -> tuple[int, Tensor]:
         """Round this rank's shard in ``entry`` to the values with which all ranks compute. Returns the form and the
-        payload to send. ``keeps``: see `keeps_load`."""
+        payload to send. ``keeps``: whether nodes keep what they receive of this load."""
         part = part_of(block, self._ranks.rank, entry)
+        form, message = _RAW, part
         if self._coded is not None:
             numel = coded_numel(block, self._ranks.rank)
-            return _CODED, self._round(part, numel, self._coded, keeps_payload=bool(self.coded_bytes(block)))
-        if not sends or not keeps or self._changes is None or self._kept is None:
-            return _RAW, part
-        form, message = _RAW, part
+            form, message = _CODED, self._round(part, numel, self._coded, keeps_payload=bool(self.coded_bytes(block)))
+        if is_kept:
+            # The shards that it carries, one after the other.
+            carried = self._carried(self._ranks.rank, True) if self._group_lane is not None else []
+            return _GROUPED, torch.cat([part_of(block, rank, entry) for rank in carried]) if carried else part[:0]
+        if form == _CODED or not keeps or self._changes is None or self._kept is None:
+            return form, message
         if block in self._sent and part.dtype in _DELTA_DTYPES:
             old = self._kept.values(block, self._ranks.rank)
             message = torch.empty(_DELTA.max_bytes(part.numel()), dtype=torch.uint8)
@@ -337,13 +341,35 @@ class NodeShards:
         self._sent.add(block)
         return form, message
 
-    def grouped(self, block: Block, entry: Tensor) -> tuple[int, Tensor]:
-        """Return the form and the payload of what this rank sends within its group: the shards that it carries, one
-        after the other, as they are in ``entry``."""
-        carried = [part_of(block, rank, entry) for rank in self._carried(self._ranks.rank, True)]
-        return _GROUPED, torch.cat(carried)
+    def exchange(
+        self, block: Block, form: int, payload: Tensor, entry: Tensor, is_kept: bool, *, keeps: bool
+    ) -> Iterator[int]:
+        """Send what `make_own` returned to the ranks of `is_sent`, and put theirs into ``entry``. Yields the ranks whose
+        shards have arrived."""
+        lane = self._group_lane if is_kept else self._lane
+        assert lane is not None
+        what = f"shards of {block.name}"
+        told = lane.agree(what, _FORM.pack(form, payload.nbytes))
+        works = []
+        for rank, (others_form, num_bytes) in zip(lane.members, map(_FORM.unpack, told), strict=True):
+            if not num_bytes:
+                continue
+            if rank == self._ranks.rank:
+                memory = payload
+            elif others_form == _RAW:
+                memory = part_of(block, rank, entry)
+            else:
+                memory = torch.empty(num_bytes, dtype=torch.uint8)
+            works.append((rank, others_form, memory, lane.begin_to_all(memory, rank, what)))
+        for rank, others_form, memory, begun in works:
+            lane.finish(begun)
+            if rank != self._ranks.rank:
+                yield from self._receive(block, rank, others_form, memory, entry, keeps=keeps)
+            elif not is_kept:
+                for _ in lane.members[1:]:
+                    self._count(block, memory)
 
-    def count(self, block: Block, message: Tensor) -> None:
+    def _count(self, block: Block, message: Tensor) -> None:
         """Count a shard that was sent to another node as ``message``."""
         for counted in (self._coded, self._changes):
             if counted is not None:
@@ -367,38 +393,32 @@ class NodeShards:
 
     # Shards of other nodes.
 
-    def receive(
-        self, block: Block, rank: int, form: int, payload: PayloadReader, entry: Tensor, *, keeps: bool = True
+    def _receive(
+        self, block: Block, rank: int, form: int, payload: Tensor, entry: Tensor, *, keeps: bool
     ) -> list[int]:
-        """Put the shards from rank ``rank`` of another node into ``entry``. ``keeps``: see `keeps_load`. Returns the
-        ranks whose shards these are."""
+        """Put the shards from rank ``rank`` of another node into ``entry``. Returns the ranks whose shards these are."""
         if form == _GROUPED:
             carried = self._carried(rank, True)
             for other in carried:
-                payload.read_into(part_of(block, other, entry))
+                part = bytes_of(part_of(block, other, entry))
+                part.copy_(payload[: part.numel()])
+                payload = payload[part.numel() :]
             return carried
         part = part_of(block, rank, entry)
         if form == _CHANGES:
             assert self._kept is not None
-            message = torch.empty(payload.num_bytes, dtype=torch.uint8)
-            payload.read_into(message)
             self._kept.read(block, rank, part)
-            _DELTA.apply_(part, message)
+            _DELTA.apply_(part, payload)
         elif form == _CODED:
             assert self._coded is not None
-            numel = coded_numel(block, rank)
-            max_bytes = self._coded.codec.message_bytes(min(_CODED_PIECE_NUMEL, numel))
-            scratch = torch.empty(max_bytes, dtype=torch.uint8)
-            keeps_payload = bool(self.coded_bytes(block))
-            for piece, place in _pieces(part[:numel], self._coded.codec):
-                message = part.view(torch.uint8)[place] if keeps_payload else scratch[: place.stop - place.start]
-                payload.read_into(message)
-                if not keeps_payload:
-                    self._coded.codec.decode(message, piece)
-            if numel < part.numel():
-                payload.read_into(part[numel:])
-        else:
-            payload.read_into(part)
+            if self.coded_bytes(block):
+                bytes_of(part)[: payload.numel()].copy_(payload)
+            else:
+                numel = coded_numel(block, rank)
+                for piece, place in _pieces(part[:numel], self._coded.codec):
+                    self._coded.codec.decode(payload[place], piece)
+                rest = bytes_of(part[numel:])
+                rest.copy_(payload[payload.numel() - rest.numel() :])
         if keeps and self._kept is not None and rank in self.kept(block):
             self._kept.write(block, rank, part)
         return [rank]

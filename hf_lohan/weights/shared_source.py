@@ -1,19 +1,30 @@
 """Loads weights with several ranks. Each rank reads its shard of a block into host memory that the ranks of its node
 share, and copies the whole block from there to its device.
 
-Each node therefore reads each shard only once, and messages between ranks of one node contain no weights. Between
-nodes, each rank sends its shard to the rank with the same local rank on every other node.
+Each node therefore reads each shard only once, and the ranks of one node send each other no weights. Between nodes,
+each rank broadcasts its shard to the ranks with the same local number (`node_shards`).
+
+*Rounds* (`ranks.transport.rounds`) decide which blocks all ranks load together, because each rank has a shard of every
+block. A rank's head has the block that it loads next. All ranks then begin to load each block that some rank wants, the
+rank with the fewest loads first. A rank keeps the blocks that it wanted itself, so ranks whose passes differ for a
+while (a batch without images, layers skipped at random, an evaluation of one rank) meet again by themselves. Heads also
+have how many loads are whole on a rank, and how many it has copied. So all ranks know the same of each load, and choose
+the same place in shared memory for the next one.
+
+*Periods.* `SlotRing.num_changes` counts the changes of weights. Only the wants of the earliest period are served, so a
+rank that has stepped waits for the others. A rank that changes a block which another rank still reads says so, and the
+reader gets `StaleError`.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections import defaultdict, deque
+import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,66 +33,118 @@ from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
 from hf_lohan.planner.record_traffic import PARAM
-from hf_lohan.ranks import Channel, CodedTraffic, DeviceTransport, Handler, Kind, Links, PayloadReader
+from hf_lohan.ranks import CodedTraffic, DeviceLane, Links, RanksDisagreeError, Rounds
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
-from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError
-from hf_lohan.weights.joint_order import UNKNOWN_PLACE, Changes, JointOrder, LentShards, NewWeights, Standing
-from hf_lohan.weights.load_order import first_of_period, period_of
+from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError, WeightChange
 from hf_lohan.weights.node_shards import DeviceCopies, NodeShards, SharedRegions
 from hf_lohan.weights.peer_weights import PeerWeightCache
+from hf_lohan.weights.slot_ring import Slot
 from hf_lohan.weights.source import Decoder, RecordReader
 
-_ARRIVES_WITHIN_S = 5.0
-_ASKS_AFTER_S = 0.1
-"""Seconds that a rank waits for others in a common load before it tells all of them."""
+_HEAD = struct.Struct("<qqqqqqBBb")
+_NUMBER = struct.Struct("<q")
+_NOTHING = -1
+_UNKNOWN = -1
+
+
+class StaleError(RanksDisagreeError):
+    """A rank has changed a block whose earlier weights another rank wants."""
+
+
+class Changes(Protocol):
+    """Interface to the counts of changes. See `SlotRing`."""
+
+    @property
+    def num_changes(self) -> int: ...
+
+    def is_unchanged_since(self, block: Block, num_changes: int) -> bool: ...
+
+    def change_before(self, num_changes: int) -> WeightChange | None: ...
+
+    def version_of(self, block: Block) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What a rank tells in a round."""
+
+    period: int
+    progress: int
+    """Number of loads that the rank has kept in the period."""
+    wanted: int
+    """Number of the block that the rank loads next, or `_NOTHING`."""
+    version: int
+    """Number of changes of this block."""
+    num_filled: int
+    """Number of loads whose shard of this rank, and of its counterparts, is in the memory of its node."""
+    num_copied: int
+    """Number of loads that the rank has copied, or does not keep."""
+    is_closed: bool
+    keeps_weights: bool
+    change: int
+    """The change of weights before the period."""
+    stale: tuple[int, ...] = ()
+    """The loads, among those in progress, of which the rank has no weights of their period any more."""
+
+    def pack(self) -> bytes:
+        numbers = self.period, self.progress, self.wanted, self.version, self.num_filled, self.num_copied
+        fixed = _HEAD.pack(*numbers, self.is_closed, self.keeps_weights, self.change)
+        return fixed + b"".join(_NUMBER.pack(number) for number in self.stale)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Head:
+        *numbers, is_closed, keeps, change = _HEAD.unpack_from(packed)
+        stale = tuple(number for (number,) in _NUMBER.iter_unpack(packed[_HEAD.size :]))
+        return cls(*numbers, bool(is_closed), bool(keeps), change, stale)
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """A load that this rank's loader has ordered."""
+
+    block: Block
+    slot: Slot
+    listener: DeliveryListener
+    period: int
+    version: int
 
 
 @dataclass(eq=False)
 class _SharedLoad:
-    """A load that has begun, and whose block is not yet copied to the device."""
+    """A load that all ranks have begun."""
 
     number: int
     block: Block
-    version: int
+    period: int
     entry: Tensor
     """Tensor [block.fetched_numel] in shared host memory: what a pass reads of the block, with packed weights as they
     are."""
-    missing: set[int]
-    """Ranks of other nodes whose shards this rank has not yet received."""
-    is_wanted: Callable[[], bool]
-    sends: bool
-    """Whether this rank's shard is sent to other nodes."""
-    is_kept: bool = False
-    """Whether nodes have kept this version. Then groups of several nodes send each other their parts of it."""
-    coded: Tensor | None = None
+    coded: Tensor | None
     """The payload of the block for devices, in shared host memory, if a codec rounds it on its way there."""
+    is_kept: bool
+    """Whether nodes have kept this version. Then groups of several nodes send each other their parts of it."""
+    keeps: bool
+    """Whether nodes keep what they receive."""
+    own: _Wanted | None
+    """What this rank has ordered; None if only other ranks need the block."""
+    is_for_all: bool
+    """Whether all ranks of this node keep the block."""
+    has_begun: bool = False
     has_ended: bool = False
     """Whether the delivery from updates has ended."""
     error: BaseException | None = None
     """The error of a read or a delivery of this rank's shard."""
     has_retried: bool = False
-    num_ended: int = 0
-    """Number of passes that this rank had ended when it ordered the load."""
-    place: int = 0
-    """Offset of `entry` in the shared memory, in bytes."""
-    has_own_since_s: float = 0.0
-    has_asked: bool = False
     reads: deque[RecordRead] = field(default_factory=deque)
     has_own: bool = False
-    unsent: tuple[int, Tensor] | None = None
-    """Form and payload of this rank's shard, until it is sent to other nodes."""
-    has_sent_filled: bool = False
-
-    @property
-    def cause(self) -> str:
-        """The reason for the wait for this rank's shard, as the timeline shows it."""
-        return "for the SSD" if self.reads else "for updates to be written"
+    is_filled: bool = False
+    is_copied: bool = False
 
 
-class SharedWeights:
-    """A `JointSource` with shared memory. Reads, and weights that updates have in RAM, go straight to the shared
+class SharedWeights(Rounds):
+    """A `WeightSource` with shared memory. Reads, and weights that updates have in RAM, go straight to the shared
     memory."""
 
     def __init__(
@@ -89,25 +152,23 @@ class SharedWeights:
         device: Device,
         store: RecordReader,
         deliver: Callable[[Block, Tensor, Event | None], Delivery],
-        new_weights: NewWeights,
         changes: Changes,
         links: Links,
         memory: Tensor,
         blocks: Sequence[Block],
         *,
         read_bytes: int,
-        lent_piece_bytes: int | None = None,
         parts: NodeShards | None = None,
         decoder: Decoder | None = None,
-        transport: DeviceTransport | None = None,
+        transport: DeviceLane | None = None,
     ) -> None:
         """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`; it writes to host memory.
-        ``new_weights`` and ``changes``: for loads that not all ranks have in common, see `LentShards`.
         ``memory``: page-aligned uint8 tensor that the node's ranks share. It must have room for the largest block. With
         room for two blocks, loads overlap. ``blocks``: all blocks, in the same order on all ranks. ``read_bytes``:
-        bytes of one read. ``lent_piece_bytes``: bytes of one lent piece, by default the same. ``parts``: the shards of
-        other nodes, by default sent unrounded. ``decoder``: for blocks with packed weights, which each rank decodes on
-        the way from the shared memory to its device. ``transport``: see `DeviceCopies`."""
+        bytes of one read. ``parts``: the shards of other nodes, by default sent unrounded. ``decoder``: for blocks with
+        packed weights, which each rank decodes on the way from the shared memory to its device. ``transport``: see
+        `DeviceCopies`."""
+        super().__init__(links, links.open("loads", carries="weights"), beside_kernels=device.shares_cores)
         self._parts = parts or NodeShards(links.ranks, blocks)
         largest = max(blocks, key=self._region_bytes)
         if memory.numel() < self._region_bytes(largest):
@@ -118,277 +179,228 @@ class SharedWeights:
         self._device = device
         self._store = store
         self._deliver = deliver
-        self._links = links
         self._ranks = links.ranks
         self._memory = memory
         self._blocks = blocks
         self._number_of = {block: number for number, block in enumerate(blocks)}
         self._read_bytes = read_bytes
         self._to_device = DeviceCopies(device, links.ranks, self._parts, decoder, blocks, transport)
-        self._regions = SharedRegions(memory.numel())
-        self._order = JointOrder(links, changes, self._begin_period, self.notify)
-        if transport is not None:
-            transport.leave_out(self._order.is_common)
-        self._lent = LentShards(
-            device,
-            store,
-            new_weights,
-            changes,
-            links,
-            blocks,
-            self._parts,
-            decoder,
-            piece_bytes=lent_piece_bytes or read_bytes,
-            notify=self.notify,
-        )
+        # All nodes load the same blocks, so the node with the least memory decides.
+        sizes = links.all_gather("the memory for weights", str(memory.numel()).encode())
+        self._regions = SharedRegions(min(map(int, sizes)))
         self._changes = changes
-        self._loads: dict[int, _SharedLoad] = {}
-        """The loads in their order. The links' lock guards this dict and the progress of the loads."""
-        self._given_up: list[_SharedLoad] = []
-        """Loads that turned out not to be common, and still write to the shared memory."""
-        self._filled: defaultdict[int, set[int]] = defaultdict(set)
-        """By load, the ranks of this node that have announced their shard."""
-        self._not_taken: dict[int, set[int]] = {}
-        """By load, the ranks of this node that have not yet copied it."""
-        self._num_uses: dict[int, int] = {}
-        """By load, the number of uses of the region: this rank's copy to its device, and one use for each node to which
-        its shard is sent."""
-        self._has_news = False
-        self._wants_room = False
-        self._awaited_period: int | None = None
-        """The period whose first load waits for other ranks."""
-        self._standing = Standing(0, lambda _number: False)
-        self._looks_at_s = math.inf
-        """When `wait` returns at the latest, by `time.monotonic`."""
-        self._is_closed = False
-        self._num_receiving = 0
-        """Number of shards of other nodes that are arriving."""
-        self._listen()
+        self._wanted: deque[_Wanted] = deque()
+        self._loads: deque[_SharedLoad] = deque()
+        """The loads in progress, in their order. `changed` guards this and their progress."""
+        self._next_number = self._num_filled = self._num_whole = self._num_copied = 0
+        self._period = self._progress = 0
+        self._stale: set[int] = set()
+        """Loads of which some rank has no weights any more."""
+        self._own_stale: set[int] = set()
+        self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
+        """What `keep_weights` was called with, until all ranks have called it."""
+        self._is_between_passes: Callable[[], bool] = lambda: True
         self._copier = TaskThreads(1, "lohan-weights-copied")
-        self._sender = TaskThreads(1, "lohan-weights-sender")
+        self._across = TaskThreads(1, "lohan-weights-across")
+        self._parts.open_lanes(links)
 
-    def _listen(self) -> None:
-        """Replace the handlers of messages between two barriers, while no rank sends. This source then gets no message
-        for an earlier source, and loses none of its own."""
-        handlers: dict[Kind, Handler] = {
-            Kind.FILLED: self._on_filled,
-            Kind.TAKEN: self._on_taken,
-            Kind.WEIGHTS_PART: self._on_part,
-            **self._order.handlers,
-            **self._lent.handlers,
-        }
-        self._kinds = list(handlers)
-        self._links.barrier("the end of the transfers of weights", sequence="weights")
-        for kind in handlers:
-            self._links.remove_handler(kind)
-        self._links.barrier("the start of the transfers of weights", sequence="weights")
-        for kind, handler in handlers.items():
-            self._links.set_handler(kind, handler)
+    def serve(self, is_between_passes: Callable[[], bool]) -> None:
+        """Begin to take part in loads. ``is_between_passes`` returns whether this rank runs no pass."""
+        self._is_between_passes = is_between_passes
+        self.start()
 
     # Called by the loading thread.
 
-    def begin_load(
-        self, number: int, block: Block, version: int, is_wanted: Callable[[], bool], num_ended: int = 0
-    ) -> bool:
-        period = period_of(number)
-        if not self._order.may_begin(number, num_ended, self._is_drained):
-            self._awaited_period = period
-            return False
-        self._awaited_period = None
-        self._free_taken()
-        start = self._regions.find_start(self._region_bytes(block))
-        is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
-        self._wants_room = start is None
-        if start is None or is_coming:  # updates deliver a block to only one place at a time
-            return False
-        self._regions.take_region(number, start, self._region_bytes(block))
-        values, coded = self._memory[start:][: self._region_bytes(block)].tensor_split([block.fetched_bytes])
-        entry = values.view(block.master.working_dtype)
-        is_kept = self._parts.is_kept(block, version, number)
-        missing, recipients = (of(block, is_kept=is_kept) for of in (self._parts.senders, self._parts.recipients))
-        sends = not is_kept or bool(recipients)
-        load = _SharedLoad(
-            number, block, version, entry, set(missing), is_wanted, sends, is_kept, num_ended=num_ended, place=start
-        )
-        load.coded = coded if coded.numel() else None
-        with self._links.lock:
-            self._loads[number] = load
-            self._not_taken[number] = set(self._ranks.on_this_node)
-            self._num_uses[number] = 1 + len(recipients)
-            self._order.begin(number, self._number_of[block], start)
-            self._links.notify()  # shards from other nodes may wait for the region
-        self._begin_own_shard(load)
-        return True
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+        """Order the load of a block. See `WeightSource`."""
+        with self.changed:
+            self.raise_if_broken()
+            period, version = self._changes.num_changes, self._changes.version_of(block)
+            self._wanted.append(_Wanted(block, slot, listener, period, version))
+            self.changed.notify_all()
 
-    def _region_bytes(self, block: Block) -> int:
-        """Return the bytes of shared memory of a load of the block."""
-        return block.fetched_bytes + self._parts.coded_bytes(block)
+    def finish_loads(self) -> None:
+        """Do nothing, because this rank's loads end while the thread waits for a slot."""
 
-    def _is_over(self, load: _SharedLoad) -> bool:
-        """Return whether another load of the block may begin."""
-        return load.has_ended and (load.has_sent_filled or not self._parts.keeps)
-
-    def is_common(self, number: int) -> bool:
-        return self._order.is_common(number)
-
-    def give_up_loads(self) -> None:
-        with self._links.lock:
-            for number in [number for number in self._loads if not self._order.is_common(number)]:
-                self._given_up.append(self._loads.pop(number))
-                self._filled.pop(number, None)
-                self._num_uses.pop(number, None)
-                self._not_taken.pop(number, None)
-            self._links.notify()
-
-    def begin_lent_load(self, number: int, block: Block, weights: Tensor, free: Event | None) -> None:
-        self._lent.begin_load(number, block, weights, free)
-
-    def finish_lent_load(self, *, is_wanted: bool) -> Event | None:
-        return self._lent.finish_load(is_wanted=is_wanted)
-
-    def stand_by(self, standing: Standing, looks_again_after_s: float) -> None:
-        self._standing = standing
-        self._looks_at_s = time.monotonic() + looks_again_after_s
-        with self._links.lock:
-            number = self._order.find_missing(standing)
-            if number is not None:
-                self._order.cut(number)
-
-    def _is_drained(self) -> bool:
-        """Return whether nothing of this rank's earlier loads uses the shared memory."""
-        with self._links.lock:
-            return not (self._loads or self._given_up or self._num_uses)
-
-    def _begin_period(self, first: int, had_equal_loads: bool) -> None:
-        """Begin with empty shared memory, as all ranks do. The caller holds the links' lock."""
-        self._regions = SharedRegions(self._memory.numel())
-        self._not_taken.clear()
-        for number in [number for number in self._filled if number < first]:
-            del self._filled[number]
-        if not had_equal_loads:
-            self._parts.forget_kept()
-
-    def advance_loads(self) -> bool:
-        has_done = self._order.declare_cuts()
-        for load in self._given_up[:]:
-            while load.reads and load.reads[0].done():
-                self._end_read(load, load.reads.popleft())
-            if not load.reads and load.has_ended:
-                self._given_up.remove(load)
-                has_done = True
-        may_send = True
-        for load in list(self._loads.values()):
-            while load.reads and load.reads[0].done():
-                self._end_read(load, load.reads.popleft())
-                has_done = True
-            if not load.reads and load.has_ended and not load.has_own:
-                self._end_own_shard(load)
-                has_done = True
-            # Shards are sent in the order of loads, because a receiver without room for one takes none after it.
-            may_send = may_send and (load.has_own or not load.sends)
-            if may_send and load.unsent is not None:
-                self._send_part(load, *load.unsent)
-                load.unsent = None
-            if load.has_own and not load.missing and not load.has_sent_filled:
-                load.has_sent_filled = has_done = True
-                self._announce_filled(load)
-            elif self._is_due_to_ask(load):
-                load.has_asked = True
-                self._ask_others(load)
-        return has_done
-
-    @staticmethod
-    def _is_due_to_ask(load: _SharedLoad) -> bool:
-        return load.has_own and not load.has_asked and time.monotonic() - load.has_own_since_s > _ASKS_AFTER_S
-
-    def _ask_others(self, load: _SharedLoad) -> None:
-        """Tell all ranks that this rank waits for them, because some may not know it."""
-        numbers = load.number, self._number_of[load.block]
-        for rank in self._ranks.others:
-            place = load.place if rank in self._ranks.on_this_node else UNKNOWN_PLACE
-            self._links.send(rank, Kind.LOAD_WANTED, *numbers, place, load.num_ended)
-
-    def is_whole(self, number: int) -> bool:
-        return self._order.is_common(number) and len(self._filled.get(number, ())) == self._ranks.num_local
-
-    def finish_load(self, number: int, weights: Tensor, free: Event | None) -> Event | None:
-        if free is not None:
-            self._device.wait(Lane.H2D, free)
-        load = self._loads[number]
-        ready = self._to_device.copy(number, load.block, weights, load.entry, load.coded)
-        if ready is None:
-            self._order.note_cut(number)
-            return None
-        with self._links.lock:
-            del self._loads[number], self._filled[number]
-        self._copier.submit(lambda: self._wait_for_copy(number, ready))
-        return ready
-
-    def wait(self) -> None:
-        lent, first = self._lent.load, next(iter(self._loads.values()), None)
-        period = self._awaited_period
-        timeline = self._device.timeline
-        if lent is not None:
-            with timeline.task(LOADS_WAIT, "for other ranks", block=lent.block.name):
-                what = f"its shard of {lent.block.name}, which not all ranks load"
-                self._links.wait_for(self._has_work, what, peers=self._lent.missing_ranks)
-        elif first is not None:
-            cause = first.cause if not first.has_own else "for other ranks"
-            with timeline.task(LOADS_WAIT, cause, block=first.block.name):
-                what = f"its shard of {first.block.name} (load {_shown(first.number)})"
-                self._links.wait_for(self._has_work, what, peers=lambda: self._awaited(first))
-        elif period is not None and self._is_drained():
-            with timeline.task(LOADS_WAIT, "for other ranks"):
-                what = "it to finish its loads of the step before"
-                self._links.wait_for(self._has_work, what, peers=lambda: self._order.not_begun(period))
-        elif self._wants_room:
-            with timeline.task(LOADS_WAIT, "for other ranks"):
-                self._links.wait_for(self._has_work, "it to copy a block from shared memory", peers=self._slow_to_copy)
-        else:
-            self._links.wait_for(self._has_work, "loads to carry out", peers=[])
-
-    def _has_work(self) -> bool:
-        """Return whether the loading thread has something to do. The caller holds the links' lock."""
-        had_news, self._has_news = self._has_news, False
-        return (
-            had_news
-            or self._order.has_undeclared
-            or time.monotonic() > self._looks_at_s
-            or any(map(self._is_due_to_ask, self._loads.values()))
-            or self._order.find_missing(self._standing) is not None
-        )
-
-    def notify(self) -> None:
-        with self._links.lock:
-            self._has_news = True
-            self._links.notify()
-
-    def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
-        self._parts.keep_weights(first_load, kept, changes)
+    def keep_weights(self, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
+        """Keep the weights of other nodes in ``kept``, from the load on before which all ranks have called this. With
+        ``changes``, which counts the traffic, only the changes of each step are sent."""
+        self._parts.open_group_lane(self._links, kept.way)
+        with self.changed:
+            self._kept = kept, changes
+            self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         self._links.fail(error)
 
     def close(self) -> None:
-        """Stop listening. Later messages of other ranks are ignored. The files may be closed afterwards."""
-        with self._links.lock:
-            self._is_closed = True
-            self._links.notify()
-            # A shard that has begun to arrive may be written to a file.
-            self._links.changed.wait_for(lambda: not self._num_receiving, _ARRIVES_WITHIN_S)
-        for read in [read for load in (*self._loads.values(), *self._given_up) for read in load.reads]:
-            with suppress(StorageError):
-                read.wait()
-        self._lent.close()
-        for kind in self._kinds:
-            self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
+        """Take part in no more loads. The files may be closed afterwards."""
+        super().close()
+        self._parts.close_lanes()
+        for load in self._loads:
+            for read in load.reads:
+                with suppress(StorageError):
+                    read.wait()
         self._copier.close()
-        self._sender.close()
+        self._across.close()
+
+    # Rounds. Called by their thread.
+
+    def head(self) -> bytes:
+        wanted = self._wanted[0] if self._wanted and not self.is_closed else None
+        period = self._changes.num_changes if wanted is None else wanted.period
+        if period != self._period:
+            self._period, self._progress = period, 0
+        change = self._changes.change_before(period)
+        return _Head(
+            period,
+            self._progress,
+            _NOTHING if wanted is None else self._number_of[wanted.block],
+            0 if wanted is None else wanted.version,
+            self._num_filled,
+            self._num_copied,
+            self.is_closed,
+            self._kept is not None,
+            _UNKNOWN if change is None else int(change),
+            tuple(sorted(self._own_stale)),
+        ).pack()
+
+    def is_waiting(self) -> bool:
+        # A rank whose own shard is not there yet has news later.
+        return (bool(self._wanted) and not self.is_closed) or (self._num_filled == self._next_number > self._num_whole)
+
+    def is_between_passes(self) -> bool:
+        return self._is_between_passes()
+
+    def shown_wait(self) -> AbstractContextManager[object]:
+        first = next((load for load in self._loads if load.own is not None), None)
+        if first is None:
+            return nullcontext()
+        cause = "for other ranks"
+        if not first.has_own:
+            cause = "for the SSD" if first.reads else "for updates to be written"
+        return self._device.timeline.task(LOADS_WAIT, cause, block=first.block.name)
+
+    def carry_out(self, heads: Sequence[bytes]) -> bool:
+        told = [_Head.unpack(head) for head in heads]
+        self._refuse_other_changes(told)
+        for of_rank in told:
+            self._stale.update(of_rank.stale)
+        with self.changed:
+            if all(of_rank.keeps_weights for of_rank in told) and self._kept is not None:
+                self._parts.keep_weights(*self._kept)
+                self._kept = None
+            num_whole = min(told[rank].num_filled for rank in self._ranks.on_this_node)
+            whole = [load for load in self._loads if self._num_whole <= load.number < num_whole]
+            self._num_whole = max(self._num_whole, num_whole)
+        for load in whole:
+            self._end_load(load)
+        with self.changed:
+            num_copied = min(of_rank.num_copied for of_rank in told)
+            while self._loads and self._loads[0].number < num_copied:
+                load = self._loads.popleft()
+                self._regions.free_region(load.number)
+                if load.number in self._stale:  # all ranks know it by now
+                    self._stale.discard(load.number)
+                    self._own_stale.discard(load.number)
+                    self._parts.forget_kept()
+            self._begin_wanted(told)
+            return not (all(of_rank.is_closed for of_rank in told) and not self._loads)
+
+    def _refuse_other_changes(self, told: Sequence[_Head]) -> None:
+        own = told[self._ranks.rank]
+        for rank, of_rank in enumerate(told):
+            is_known = _UNKNOWN not in (own.change, of_rank.change)
+            if of_rank.period == own.period and of_rank.change != own.change and is_known:
+                raise RanksDisagreeError(
+                    f"rank {self._ranks.rank} {WeightChange(own.change).words}, and rank {rank} "
+                    f"{WeightChange(of_rank.change).words} instead; all ranks must take the same steps; look for code "
+                    "that only some of them run"
+                )
+
+    def _begin_wanted(self, told: Sequence[_Head]) -> None:
+        """Begin the loads that some ranks want, as all ranks do. Those of later periods wait."""
+        period = min((of_rank.period for of_rank in told if not of_rank.is_closed), default=0)
+        turns = sorted(
+            (of_rank.progress, rank) for rank, of_rank in enumerate(told)
+            if of_rank.wanted != _NOTHING and of_rank.period <= period
+        )  # fmt: skip
+        for wanted in dict.fromkeys(told[rank].wanted for _, rank in turns):
+            block = self._blocks[wanted]
+            start = self._regions.find_start(self._region_bytes(block))
+            if start is None:
+                return
+            keepers = [rank for _, rank in turns if told[rank].wanted == wanted]
+            version, number = told[keepers[0]].version, self._next_number
+            self._next_number += 1
+            self._regions.take_region(number, start, self._region_bytes(block))
+            values, coded = self._memory[start:][: self._region_bytes(block)].tensor_split([block.fetched_bytes])
+            own = None
+            if self._ranks.rank in keepers:
+                own = self._wanted.popleft()
+                self._progress += 1
+            load = _SharedLoad(
+                number,
+                block,
+                told[keepers[0]].period,
+                values.view(block.master.working_dtype),
+                coded if coded.numel() else None,
+                self._parts.is_kept(block, version),
+                self._parts.keeps,
+                own,
+                set(self._ranks.on_this_node) <= set(keepers),
+            )
+            self._loads.append(load)
+
+    def break_off(self, error: BaseException) -> None:
+        with self.changed:
+            waiting = [*(load.own for load in self._loads), *self._wanted]
+            for load in self._loads:
+                load.own = None
+            self._wanted.clear()
+        for wanted in waiting:
+            if wanted is not None:
+                wanted.listener.on_delivered(error)
+
+    def _region_bytes(self, block: Block) -> int:
+        """Return the bytes of shared memory of a load of the block."""
+        return block.fetched_bytes + self._parts.coded_bytes(block)
 
     # This rank's shard.
 
+    def advance(self) -> None:
+        self._renew_wanted()
+        busy: set[Block] = set()
+        is_next = True
+        for load in list(self._loads):
+            if not load.has_begun and load.block not in busy:  # updates deliver a block to one place at a time
+                self._begin_own_shard(load)
+            while load.reads and load.reads[0].done():
+                self._end_read(load, load.reads.popleft())
+            if is_next and load.has_ended and not load.reads and not load.has_own:
+                self._end_own_shard(load)
+            is_next = is_next and load.has_own
+            if not load.is_filled:
+                busy.add(load.block)
+
+    def _renew_wanted(self) -> None:
+        """Forget loads that were ordered before the last change of their block."""
+        period = self._changes.num_changes
+        with self.changed:
+            old = [wanted for wanted in self._wanted if wanted.period < period]
+            void = [wanted for wanted in old if wanted.slot.block is not wanted.block]
+            for wanted in void:
+                self._wanted.remove(wanted)
+            for wanted in old:
+                wanted.period, wanted.version = period, self._changes.version_of(wanted.block)
+        for wanted in void:
+            wanted.listener.on_delivered(stale_error(wanted.block))
+
     def _begin_own_shard(self, load: _SharedLoad) -> None:
-        load.has_ended, load.error = False, None
+        load.has_begun, load.has_ended, load.error = True, False, None
+        if not self._changes.is_unchanged_since(load.block, load.period):
+            load.has_ended = True  # `_end_own_shard` says so
+            return
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
             delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
         for part in load.block.fetched_parts(*load.block.rank_ranges[self._ranks.rank]):
@@ -413,164 +425,96 @@ class SharedWeights:
         return max(1, numel // granule_numel) * granule_numel
 
     def _end_delivery(self, load: _SharedLoad, error: BaseException | None) -> None:
-        with self._links.lock:
+        with self.changed:
             load.error = load.error or error
             load.has_ended = True
-        self.notify()
+            self.changed.notify_all()
 
     def _end_read(self, load: _SharedLoad, read: RecordRead) -> None:
         try:
             read.wait()
         except StorageError as error:
-            with self._links.lock:
-                load.error = load.error or error
+            load.error = load.error or error
 
     def _end_own_shard(self, load: _SharedLoad) -> None:
-        """Handle the end of this rank's reads and deliveries. If the block was forgotten after the load began, the data
-        may be stale. The shard is sent anyway, because every receiver drops that load."""
-        error = load.error
-        if error is None or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
-            keeps = self._parts.keeps_load(load.number)
-            form, payload = self._parts.make_own(load.block, load.entry, sends=load.sends, keeps=keeps)
-            self._parts.code_part(load.block, self._ranks.rank, load.entry, load.coded)
-            for rank in self._parts.kept(load.block) if load.is_kept else ():
-                self._parts.code_part(load.block, rank, load.entry, load.coded)
-            if load.is_kept and load.sends:
-                form, payload = self._parts.grouped(load.block, load.entry)
-            load.has_own, load.has_own_since_s = True, time.monotonic()
-            load.unsent = (form, payload) if load.sends else None
-        elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
+        """Handle the end of this rank's reads and deliveries. If this rank has changed the block meanwhile, the data
+        may be of a later period. Something is sent anyway, because the others wait for it."""
+        is_current = self._changes.is_unchanged_since(load.block, load.period)
+        if load.error is not None and is_current:
+            is_dropped = isinstance(load.error, UpdatesDroppedError)
+            if not is_dropped and (load.has_retried or not isinstance(load.error, StorageError)):
+                raise load.error
+            # An update may have overwritten the data during the read, so one repetition is allowed.
+            load.has_retried = load.has_retried or not is_dropped
             self._begin_own_shard(load)
-        elif isinstance(error, StorageError):
-            # A rank that loads another block may have written to this memory. A lent load uses other memory, so its
-            # error is true.
-            with self._links.lock:
-                self._order.cut(load.number)
+            return
+        with self.changed:
+            if not is_current:
+                self._own_stale.add(load.number)
+            load.has_own = True
+        form, payload = self._parts.make_own(load.block, load.entry, is_kept=load.is_kept, keeps=load.keeps)
+        self._parts.code_part(load.block, self._ranks.rank, load.entry, load.coded)
+        for rank in self._parts.kept(load.block) if load.is_kept else ():
+            self._parts.code_part(load.block, rank, load.entry, load.coded)
+        if self._parts.is_sent(load.block, is_kept=load.is_kept):
+            self._across.submit(partial(self._exchange, load, form, payload))
         else:
-            raise error
+            self._across.submit(partial(self._note_filled, load))
 
-    @staticmethod
-    def _may_retry(load: _SharedLoad) -> bool:
-        """Return whether to repeat a failed load. An update that makes the load unwanted may have overwritten the data
-        during the read, so one repetition is allowed."""
-        may_retry, load.has_retried = not load.has_retried, True
-        return may_retry
+    def _exchange(self, load: _SharedLoad, form: int, payload: Tensor) -> None:
+        """Send this rank's shard to other nodes, and receive theirs. On the thread of the lane between nodes."""
+        try:
+            for rank in self._parts.exchange(load.block, form, payload, load.entry, load.is_kept, keeps=load.keeps):
+                self._parts.code_part(load.block, rank, load.entry, load.coded)
+            self._note_filled(load)
+        except BaseException as error:
+            self._links.fail(error)  # the thread of the rounds then raises it
 
-    def _announce_filled(self, load: _SharedLoad) -> None:
-        numbers = load.number, self._number_of[load.block], load.place, load.num_ended
-        for rank in set(self._ranks.on_this_node) - {self._ranks.rank}:
-            self._links.send(rank, Kind.FILLED, *numbers)
-        with self._links.lock:
-            self._filled[load.number].add(self._ranks.rank)
+    def _note_filled(self, load: _SharedLoad) -> None:
+        with self.changed:
+            load.is_filled = True
+            assert load.number == self._num_filled, "loads end in their order"
+            self._num_filled += 1
+            self.changed.notify_all()
 
-    # Other ranks of this node.
+    # The whole block.
 
-    def _on_filled(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
-        with self._links.lock:
-            self._filled[numbers[0]].add(rank)
-            self._order.note_wanted(rank, *numbers)
-        self.notify()
+    def _end_load(self, load: _SharedLoad) -> None:
+        """Copy a block, whose shards are all in the memory of this node, to this rank's slot."""
+        own = load.own
+        if own is None or load.number in self._stale:
+            self._note_copied(load)
+            if own is not None:
+                load.own = None
+                own.listener.on_delivered(stale_error(load.block))
+            return
+        if own.slot.last_use is not None:
+            self._device.wait(Lane.H2D, own.slot.last_use)
+        weights = own.slot.weights[: load.block.numel]
+        ready = self._to_device.copy(load.block, weights, load.entry, load.coded, is_for_all=load.is_for_all)
+        load.own = None
+        own.listener.on_delivered(None)
+        self._copier.submit(partial(self._wait_for_copy, load, ready))
 
-    def _wait_for_copy(self, number: int, copied: Event) -> None:
+    def _wait_for_copy(self, load: _SharedLoad, copied: Event) -> None:
         copied.synchronize()
-        self._end_one_use(number)
+        self._note_copied(load)
 
-    def _end_one_use(self, number: int) -> None:
-        """Count one use less after this rank has copied the block, or has sent its shard to another node."""
-        with self._links.lock:
-            if number not in self._num_uses:
-                return  # the load was given up
-            self._num_uses[number] -= 1
-            if self._num_uses[number]:
-                return
-            del self._num_uses[number]
-            self._not_taken[number].discard(self._ranks.rank)
-        try:
-            for rank in set(self._ranks.on_this_node) - {self._ranks.rank}:
-                self._links.send(rank, Kind.TAKEN, number)
-        except Exception as error:  # another rank must not wait forever
-            self._links.fail(error)
-            return
-        self.notify()
-
-    def _on_taken(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
-        (number,) = numbers
-        with self._links.lock:
-            self._not_taken.get(number, set()).discard(rank)
-        self.notify()
-
-    def _free_taken(self) -> None:
-        with self._links.lock:
-            taken = [number for number, ranks in self._not_taken.items() if not ranks]
-            for number in taken:
-                del self._not_taken[number]
-                self._regions.free_region(number)
-
-    def _slow_to_copy(self) -> list[int]:
-        """Return the ranks that have not yet copied an earlier block whose region the next block needs. The caller
-        holds the links' lock."""
-        return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
-
-    def _awaited(self, load: _SharedLoad) -> list[int]:
-        """Return the ranks whose shards are missing, if this rank's shard is complete. The caller holds the links'
-        lock."""
-        if not load.has_own:
-            return []
-        if load.missing:
-            return sorted(load.missing)
-        return [rank for rank in self._ranks.on_this_node if rank not in self._filled[load.number]]
-
-    # Other nodes.
-
-    def _send_part(self, load: _SharedLoad, form: int, payload: Tensor) -> None:
-        """Send on a separate thread, so that a node without room delays nothing else."""
-        for rank in self._parts.recipients(load.block, is_kept=load.is_kept):
-            self._sender.submit(partial(self._send_part_to, rank, load, form, payload))
-
-    def _send_part_to(self, rank: int, load: _SharedLoad, form: int, payload: Tensor) -> None:
-        numbers = (load.number, self._number_of[load.block], form, load.num_ended)
-        try:
-            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=payload, channel=Channel.WEIGHTS)
-        except Exception as error:  # another rank must not wait forever
-            self._links.fail(error)
-            return
-        if not load.is_kept:
-            self._parts.count(load.block, payload)
-        self._end_one_use(load.number)
-
-    def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """Receive a shard. Waits for room in the shared memory, and the sending rank waits meanwhile."""
-        number, block_number, form, num_ended = numbers
-        assert payload is not None
-        self._order.note_wanted(rank, number, block_number, UNKNOWN_PLACE, num_ended)
-
-        def is_decided() -> bool:
-            has_begun = self._order.has_begun(number) or not self._order.is_common(number)
-            return self._is_closed or has_begun
-
-        self._links.wait_for(is_decided, "room for weights", peers=[])
-        with self._links.lock:
-            load = None if self._is_closed else self._loads.get(number)
-            if load is None or not self._order.is_common(number):
-                return
-            self._num_receiving += 1
-        try:
-            keeps = self._parts.keeps_load(load.number)
-            received = self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
-            for of in received:
-                self._parts.code_part(load.block, of, load.entry, load.coded)
-            with self._links.lock:
-                load.missing.discard(rank)
-        finally:
-            with self._links.lock:
-                self._num_receiving -= 1
-                self.notify()
+    def _note_copied(self, load: _SharedLoad) -> None:
+        with self.changed:
+            load.is_copied = True
+            self._num_copied = next(
+                (one.number for one in self._loads if not one.is_copied), self._next_number
+            )
+            self.changed.notify_all()
 
 
-def _shown(number: int) -> str:
-    """Return a load's number as errors show it."""
-    period = period_of(number)
-    return f"{number - first_of_period(period)} of step {period}"
+def stale_error(block: Block) -> StaleError:
+    return StaleError(
+        f"a rank ends a step with step() or zero_grad(), which changes {block.name}, while another rank still reads the "
+        "weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() or after "
+        "step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,15 +24,14 @@ from hf_lohan.files import CorruptionError, FileBackend, IoEngine, StorageError,
 from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.model.stored_form import records_of_rank
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.ranks import Channel, Links, RankFailedError
+from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, Store
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
-from hf_lohan.weights import LockstepLoader, RecordReader, SharedWeights, SlotRing
-from hf_lohan.weights.node_shards import NodeShards
-from hf_lohan.weights.shared_source import SharedRegions
+from hf_lohan.weights import RankLoader, RecordReader, SharedWeights, SlotRing
+from hf_lohan.weights.node_shards import SharedRegions
 
 CHUNK_NUMEL = GRANULE_NUMEL
 NEVER = 1 << 60
@@ -199,19 +198,18 @@ class World:
                 device,
                 reader,
                 store.handover.deliver,
-                store.handover,
                 ring,
                 links,
                 memory,
                 blocks,
                 read_bytes=3 * 4 * GRANULE_NUMEL,
             )
-            prefetcher = LockstepLoader(ring, source, blocks)
+            prefetcher = RankLoader(ring, source, blocks)
             stack.callback(prefetcher.close)
             run_program(ops, blocks, prefetcher, ring, store, meet=lambda: links.barrier("the end of a step"))
             if not any(verb == "fault" for verb, _ in ops):
                 links.barrier("the end")
-            self.sent_bytes[rank] = links.sent_bytes[Channel.WEIGHTS]
+            self.sent_bytes[rank] = links.sent_bytes["weights"]
         self.read_bytes[rank] = store.read_bytes
 
     def plan(self, blocks: Sequence[Block]) -> PoolPlan:
@@ -408,7 +406,7 @@ def test_a_single_failed_read_is_repeated(tmp_path: Path) -> None:
 def test_the_error_of_a_lost_rank_names_the_rank(what: str, tmp_path: Path) -> None:
     world = World(tmp_path, 2)
     ops = [*world.write(0, num_passes=1, oddity=0.0), ("fault", 0)]
-    fault = Fault(rank=1, what=what, at_message=20)  # type: ignore[arg-type]
+    fault = Fault(rank=1, what=what, at_operation=20)  # type: ignore[arg-type]
     outcomes = rank_outcomes(2, lambda links: world.rank(links, ops, 0), faults=[fault], timeout_s=1.0)
     error = outcomes[0].error
     assert isinstance(error, RankFailedError)
@@ -436,14 +434,13 @@ def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
             device,
             store.store,
             deliver,  # type: ignore[arg-type]
-            store.handover,
             ring,
             links,
             node.memory,
             blocks,
             read_bytes=4 * GRANULE_NUMEL,
         )
-        prefetcher = LockstepLoader(ring, source, blocks)
+        prefetcher = RankLoader(ring, source, blocks)
         store.handover.announce([chunk for chunk in block.cut(CHUNK_NUMEL) if chunk.owner == links.ranks.rank])
 
         def drop() -> None:
@@ -463,57 +460,7 @@ def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
     run_ranks(2, run)
 
 
-def test_a_source_closes_after_the_shard_that_is_arriving(tmp_path: Path) -> None:
-    """It may be written to a file, which is closed next. Shards that come later are ignored."""
-    received: list[bool] = []
-
-    def run(links: Links) -> None:
-        blocks = make_blocks(2)
-        store = RankStore(tmp_path / str(links.ranks.rank), blocks, links, None, random.Random(0))
-        ring, parts = (
-            SlotRing(CpuDevice(), slots_for(blocks, num_layer_slots=2, num_outer_slots=1)),
-            NodeShards(links.ranks, blocks),
-        )
-        has_begun = threading.Event()
-
-        def receive(*_args: object, **_settings: object) -> None:
-            has_begun.set()
-            links.wait_for(lambda: source._is_closed, "the end", peers=[])
-            received.append(not has_closed)
-
-        source = SharedWeights(
-            CpuDevice(),
-            store.store,
-            store.handover.deliver,
-            store.handover,
-            ring,
-            links,
-            NodeMemory(2 * max(block.param_bytes for block in blocks)).memory,
-            blocks,
-            read_bytes=4 * GRANULE_NUMEL,
-            parts=parts,
-        )
-        links.barrier("the start")
-        if links.ranks.rank == 0:
-            parts.receive = receive  # type: ignore[method-assign]
-            assert source.begin_load(0, blocks[1], 0, lambda: True)
-            arriving = threading.Thread(target=lambda: source._on_part(1, (0, 1, 0, 0), cast(Any, object())))
-            has_closed = False
-            arriving.start()
-            assert has_begun.wait(60)
-        source.close()
-        if links.ranks.rank == 0:
-            has_closed = True
-            arriving.join()
-            source._on_part(1, (0, 1, 0, 0), cast(Any, object()))
-            assert received == [True]
-        links.barrier("the end")
-        store.close()
-
-    run_ranks(2, run, num_local=1)
-
-
-def test_a_second_source_gets_no_messages_of_the_first(tmp_path: Path) -> None:
+def test_a_second_source_loads_after_the_first(tmp_path: Path) -> None:
     """Ranks end at different times, so some ranks may not have carried out the last loads."""
     world = World(tmp_path / "first", 2)
     ops = world.write(0, num_passes=2, oddity=0.0)
@@ -557,7 +504,6 @@ def test_too_little_shared_memory_is_refused() -> None:
     with pytest.raises(ValueError, match=r"block embedding needs 589824 bytes; share at least that much"):
         SharedWeights(
             CpuDevice(),
-            None,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
