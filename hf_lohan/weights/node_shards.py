@@ -342,7 +342,7 @@ class NodeShards:
         return form, message
 
     def exchange(
-        self, block: Block, form: int, payload: Tensor, entry: Tensor, is_kept: bool, *, keeps: bool
+        self, block: Block, form: int, payload: Tensor, entry: Tensor, *, is_kept: bool, keeps: bool
     ) -> Iterator[int]:
         """Send what `make_own` returned to the ranks of `is_sent`, and put theirs into ``entry``. Yields the ranks whose
         shards have arrived."""

@@ -5,9 +5,10 @@ Each node therefore reads each shard only once, and the ranks of one node send e
 each rank broadcasts its shard to the ranks with the same local number (`node_shards`).
 
 *Rounds* (`ranks.transport.rounds`) decide which blocks all ranks load together, because each rank has a shard of every
-block. A rank's head has the block that it loads next. All ranks then begin to load each block that some rank wants, the
-rank with the fewest loads first. A rank keeps the blocks that it wanted itself, so ranks whose passes differ for a
-while (a batch without images, layers skipped at random, an evaluation of one rank) meet again by themselves. Heads also
+block. A rank's head has the block that it loads next. When each rank wants a block, or waits for others, all begin to
+load each block that some rank wants, the rank with the fewest loads first. A rank keeps the blocks that it wanted
+itself, so ranks whose passes differ for a while (a batch without images, layers skipped at random, an evaluation of one
+rank) meet again by themselves. Heads also
 have how many loads are whole on a rank, and how many it has copied. So all ranks know the same of each load, and choose
 the same place in shared memory for the next one.
 
@@ -19,6 +20,7 @@ reader gets `StaleError`.
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -33,7 +35,7 @@ from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
 from hf_lohan.planner.record_traffic import PARAM
-from hf_lohan.ranks import CodedTraffic, DeviceLane, Links, RanksDisagreeError, Rounds
+from hf_lohan.ranks import CodedTraffic, DeviceLane, LaneClosedError, Links, RanksDisagreeError, Rounds
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
@@ -43,7 +45,7 @@ from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.slot_ring import Slot
 from hf_lohan.weights.source import Decoder, RecordReader
 
-_HEAD = struct.Struct("<qqqqqqBBb")
+_HEAD = struct.Struct("<qqqqqqBBBb")
 _NUMBER = struct.Struct("<q")
 _NOTHING = -1
 _UNKNOWN = -1
@@ -83,6 +85,8 @@ class _Head:
     """Number of loads that the rank has copied, or does not keep."""
     is_closed: bool
     keeps_weights: bool
+    serves: bool
+    """Whether the rank takes part in loads without a want of its own."""
     change: int
     """The change of weights before the period."""
     stale: tuple[int, ...] = ()
@@ -90,14 +94,14 @@ class _Head:
 
     def pack(self) -> bytes:
         numbers = self.period, self.progress, self.wanted, self.version, self.num_filled, self.num_copied
-        fixed = _HEAD.pack(*numbers, self.is_closed, self.keeps_weights, self.change)
+        fixed = _HEAD.pack(*numbers, self.is_closed, self.keeps_weights, self.serves, self.change)
         return fixed + b"".join(_NUMBER.pack(number) for number in self.stale)
 
     @classmethod
     def unpack(cls, packed: bytes) -> _Head:
-        *numbers, is_closed, keeps, change = _HEAD.unpack_from(packed)
+        *numbers, is_closed, keeps, serves, change = _HEAD.unpack_from(packed)
         stale = tuple(number for (number,) in _NUMBER.iter_unpack(packed[_HEAD.size :]))
-        return cls(*numbers, bool(is_closed), bool(keeps), change, stale)
+        return cls(*numbers, bool(is_closed), bool(keeps), bool(serves), change, stale)
 
 
 @dataclass(eq=False)
@@ -131,15 +135,9 @@ class _SharedLoad:
     """What this rank has ordered; None if only other ranks need the block."""
     is_for_all: bool
     """Whether all ranks of this node keep the block."""
-    has_begun: bool = False
-    has_ended: bool = False
-    """Whether the delivery from updates has ended."""
-    error: BaseException | None = None
-    """The error of a read or a delivery of this rank's shard."""
-    has_retried: bool = False
+    delivery: Delivery | None = None
+    """What updates deliver of this rank's shard; None if the rank has changed the block."""
     reads: deque[RecordRead] = field(default_factory=deque)
-    has_own: bool = False
-    is_filled: bool = False
     is_copied: bool = False
 
 
@@ -201,7 +199,7 @@ class SharedWeights(Rounds):
         """What `keep_weights` was called with, until all ranks have called it."""
         self._is_between_passes: Callable[[], bool] = lambda: True
         self._copier = TaskThreads(1, "lohan-weights-copied")
-        self._across = TaskThreads(1, "lohan-weights-across")
+        self._filler = TaskThreads(1, "lohan-weights-filled")
         self._parts.open_lanes(links)
 
     def serve(self, is_between_passes: Callable[[], bool]) -> None:
@@ -217,6 +215,7 @@ class SharedWeights(Rounds):
             self.raise_if_broken()
             period, version = self._changes.num_changes, self._changes.version_of(block)
             self._wanted.append(_Wanted(block, slot, listener, period, version))
+            self.last_wish_s = time.monotonic()
             self.changed.notify_all()
 
     def finish_loads(self) -> None:
@@ -237,12 +236,8 @@ class SharedWeights(Rounds):
         """Take part in no more loads. The files may be closed afterwards."""
         super().close()
         self._parts.close_lanes()
-        for load in self._loads:
-            for read in load.reads:
-                with suppress(StorageError):
-                    read.wait()
+        self._filler.close()
         self._copier.close()
-        self._across.close()
 
     # Rounds. Called by their thread.
 
@@ -261,6 +256,7 @@ class SharedWeights(Rounds):
             self._num_copied,
             self.is_closed,
             self._kept is not None,
+            self.serves,
             _UNKNOWN if change is None else int(change),
             tuple(sorted(self._own_stale)),
         ).pack()
@@ -274,12 +270,9 @@ class SharedWeights(Rounds):
 
     def shown_wait(self) -> AbstractContextManager[object]:
         first = next((load for load in self._loads if load.own is not None), None)
-        if first is None:
-            return nullcontext()
-        cause = "for other ranks"
-        if not first.has_own:
-            cause = "for the SSD" if first.reads else "for updates to be written"
-        return self._device.timeline.task(LOADS_WAIT, cause, block=first.block.name)
+        if first is None or first.number >= self._num_filled:
+            return nullcontext()  # the thread that fills the memory shows its waits
+        return self._device.timeline.task(LOADS_WAIT, "for other ranks", block=first.block.name)
 
     def carry_out(self, heads: Sequence[bytes]) -> bool:
         told = [_Head.unpack(head) for head in heads]
@@ -320,11 +313,17 @@ class SharedWeights(Rounds):
 
     def _begin_wanted(self, told: Sequence[_Head]) -> None:
         """Begin the loads that some ranks want, as all ranks do. Those of later periods wait."""
-        period = min((of_rank.period for of_rank in told if not of_rank.is_closed), default=0)
+        taking_part = [of_rank for of_rank in told if not of_rank.is_closed]
+        period = min((of_rank.period for of_rank in taking_part), default=0)
+        if any(
+            of_rank.wanted == _NOTHING and not of_rank.serves for of_rank in taking_part if of_rank.period == period
+        ):
+            return  # that rank will want the same, or wait
         turns = sorted(
-            (of_rank.progress, rank) for rank, of_rank in enumerate(told)
+            (of_rank.progress, rank)
+            for rank, of_rank in enumerate(told)
             if of_rank.wanted != _NOTHING and of_rank.period <= period
-        )  # fmt: skip
+        )
         for wanted in dict.fromkeys(told[rank].wanted for _, rank in turns):
             block = self._blocks[wanted]
             start = self._regions.find_start(self._region_bytes(block))
@@ -335,9 +334,9 @@ class SharedWeights(Rounds):
             self._next_number += 1
             self._regions.take_region(number, start, self._region_bytes(block))
             values, coded = self._memory[start:][: self._region_bytes(block)].tensor_split([block.fetched_bytes])
-            own = None
-            if self._ranks.rank in keepers:
-                own = self._wanted.popleft()
+            own = next((own for own in self._wanted if own.block is block and own.period == period), None)
+            if own is not None:
+                self._wanted.remove(own)
                 self._progress += 1
             load = _SharedLoad(
                 number,
@@ -350,7 +349,12 @@ class SharedWeights(Rounds):
                 own,
                 set(self._ranks.on_this_node) <= set(keepers),
             )
+            # Updates deliver a block to one place at a time.
+            is_coming = any(other.block is block for other in self._loads if other.number >= self._num_filled)
             self._loads.append(load)
+            if not is_coming:
+                self._begin_own_shard(load)
+            self._filler.submit(partial(self._fill, load, has_begun=not is_coming))
 
     def break_off(self, error: BaseException) -> None:
         with self.changed:
@@ -370,18 +374,6 @@ class SharedWeights(Rounds):
 
     def advance(self) -> None:
         self._renew_wanted()
-        busy: set[Block] = set()
-        is_next = True
-        for load in list(self._loads):
-            if not load.has_begun and load.block not in busy:  # updates deliver a block to one place at a time
-                self._begin_own_shard(load)
-            while load.reads and load.reads[0].done():
-                self._end_read(load, load.reads.popleft())
-            if is_next and load.has_ended and not load.reads and not load.has_own:
-                self._end_own_shard(load)
-            is_next = is_next and load.has_own
-            if not load.is_filled:
-                busy.add(load.block)
 
     def _renew_wanted(self) -> None:
         """Forget loads that were ordered before the last change of their block."""
@@ -397,14 +389,14 @@ class SharedWeights(Rounds):
             wanted.listener.on_delivered(stale_error(wanted.block))
 
     def _begin_own_shard(self, load: _SharedLoad) -> None:
-        load.has_begun, load.has_ended, load.error = True, False, None
+        """Have updates deliver this rank's shard, and order the reads of the rest."""
+        load.delivery = None
         if not self._changes.is_unchanged_since(load.block, load.period):
-            load.has_ended = True  # `_end_own_shard` says so
-            return
+            return  # `_own_shard` says so
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
-            delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
+            load.delivery = self._deliver(load.block, load.entry[: load.block.stored_numel], None)
         for part in load.block.fetched_parts(*load.block.rank_ranges[self._ranks.rank]):
-            content, wanted = load.entry[part.first : part.last], list(delivery.ranges_to_read())
+            content, wanted = load.entry[part.first : part.last], list(load.delivery.ranges_to_read())
             if part.kind != PARAM:
                 content, wanted = content.view(torch.uint8), [(part.start, part.stop)]
             for start, stop in _within(wanted, part.start, part.stop):
@@ -413,9 +405,6 @@ class SharedWeights(Rounds):
                     load.reads.append(self._store.read(load.block.name, part.kind, start + low, view, is_urgent=True))
         if load.is_kept:
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
-        for read in load.reads:
-            read.add_done_callback(self.notify)
-        delivery.set_listener(_OwnShardEnd(self, load))
 
     def _read_numel(self, block: Block, kind: str = PARAM) -> int:
         """Return the elements of one read, or bytes of packed weights, which are whole granules."""
@@ -424,58 +413,59 @@ class SharedWeights(Rounds):
             numel, granule_numel = numel // block.master.working_dtype.itemsize, block.granule_numel
         return max(1, numel // granule_numel) * granule_numel
 
-    def _end_delivery(self, load: _SharedLoad, error: BaseException | None) -> None:
-        with self.changed:
-            load.error = load.error or error
-            load.has_ended = True
-            self.changed.notify_all()
-
-    def _end_read(self, load: _SharedLoad, read: RecordRead) -> None:
+    def _fill(self, load: _SharedLoad, *, has_begun: bool) -> None:
+        """Put this rank's shard, and those of its counterparts, into the memory of the node. One thread does this for
+        one load after the other, while the drive reads for later ones."""
         try:
-            read.wait()
-        except StorageError as error:
-            load.error = load.error or error
-
-    def _end_own_shard(self, load: _SharedLoad) -> None:
-        """Handle the end of this rank's reads and deliveries. If this rank has changed the block meanwhile, the data
-        may be of a later period. Something is sent anyway, because the others wait for it."""
-        is_current = self._changes.is_unchanged_since(load.block, load.period)
-        if load.error is not None and is_current:
-            is_dropped = isinstance(load.error, UpdatesDroppedError)
-            if not is_dropped and (load.has_retried or not isinstance(load.error, StorageError)):
-                raise load.error
-            # An update may have overwritten the data during the read, so one repetition is allowed.
-            load.has_retried = load.has_retried or not is_dropped
-            self._begin_own_shard(load)
-            return
-        with self.changed:
-            if not is_current:
-                self._own_stale.add(load.number)
-            load.has_own = True
-        form, payload = self._parts.make_own(load.block, load.entry, is_kept=load.is_kept, keeps=load.keeps)
-        self._parts.code_part(load.block, self._ranks.rank, load.entry, load.coded)
-        for rank in self._parts.kept(load.block) if load.is_kept else ():
-            self._parts.code_part(load.block, rank, load.entry, load.coded)
-        if self._parts.is_sent(load.block, is_kept=load.is_kept):
-            self._across.submit(partial(self._exchange, load, form, payload))
-        else:
-            self._across.submit(partial(self._note_filled, load))
-
-    def _exchange(self, load: _SharedLoad, form: int, payload: Tensor) -> None:
-        """Send this rank's shard to other nodes, and receive theirs. On the thread of the lane between nodes."""
-        try:
-            for rank in self._parts.exchange(load.block, form, payload, load.entry, load.is_kept, keeps=load.keeps):
+            if not has_begun:
+                self._begin_own_shard(load)
+            self._wait_for_own_shard(load)
+            form, payload = self._parts.make_own(load.block, load.entry, is_kept=load.is_kept, keeps=load.keeps)
+            coded = [self._ranks.rank, *(self._parts.kept(load.block) if load.is_kept else ())]
+            if self._parts.is_sent(load.block, is_kept=load.is_kept):
+                arrived = self._parts.exchange(
+                    load.block, form, payload, load.entry, is_kept=load.is_kept, keeps=load.keeps
+                )
+                coded.extend(arrived)
+            for rank in coded:
                 self._parts.code_part(load.block, rank, load.entry, load.coded)
-            self._note_filled(load)
+        except LaneClosedError:
+            return
         except BaseException as error:
             self._links.fail(error)  # the thread of the rounds then raises it
-
-    def _note_filled(self, load: _SharedLoad) -> None:
+            return
         with self.changed:
-            load.is_filled = True
-            assert load.number == self._num_filled, "loads end in their order"
             self._num_filled += 1
             self.changed.notify_all()
+
+    def _wait_for_own_shard(self, load: _SharedLoad) -> None:
+        """If this rank has changed the block meanwhile, the data may be of a later period. Something is sent anyway,
+        because the others wait for it."""
+        has_retried = False
+        while True:
+            error: BaseException | None = None
+            try:
+                with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=load.block.name):
+                    while load.reads:
+                        load.reads.popleft().wait()
+                if load.delivery is not None:
+                    with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
+                        load.delivery.wait()
+            except (StorageError, UpdatesDroppedError) as failed:
+                error = failed
+                _wait_for_all(load)
+            is_current = self._changes.is_unchanged_since(load.block, load.period)
+            if error is None or not is_current:
+                break
+            if isinstance(error, StorageError):
+                # An update may have overwritten the data during the read, so one repetition is allowed.
+                if has_retried:
+                    raise error
+                has_retried = True
+            self._begin_own_shard(load)
+        if not is_current:
+            with self.changed:
+                self._own_stale.add(load.number)
 
     # The whole block.
 
@@ -517,13 +507,14 @@ def stale_error(block: Block) -> StaleError:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _OwnShardEnd(DeliveryListener):
-    source: SharedWeights
-    load: _SharedLoad
-
-    def on_delivered(self, error: BaseException | None) -> None:
-        self.source._end_delivery(self.load, error)
+def _wait_for_all(load: _SharedLoad) -> None:
+    """Wait until nothing writes to the load's memory any more."""
+    while load.reads:
+        with suppress(StorageError):
+            load.reads.popleft().wait()
+    if load.delivery is not None:
+        with suppress(Exception):
+            load.delivery.wait()
 
 
 def _within(parts: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:

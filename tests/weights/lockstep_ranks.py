@@ -17,7 +17,6 @@ from hf_lohan.device import CpuDevice, Device, Event, Lane
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.weights import BlockLoader, Slot, SlotRing
-from hf_lohan.weights.joint_order import Standing
 
 NUM_LAYERS = 6
 JOIN_S = 120.0

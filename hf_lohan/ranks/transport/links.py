@@ -154,6 +154,7 @@ class Links:
         total: Counter[str] = Counter()
         for carries, lane in self._lanes:
             total[carries] += lane.sent_bytes
+            total["control"] += lane.agreed_bytes
         return dict(total)
 
     @property

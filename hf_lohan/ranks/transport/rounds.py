@@ -11,7 +11,6 @@ or waits for another rank, or runs no pass, or does nothing for a while. In all 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
@@ -49,9 +48,10 @@ class Rounds(ABC):
         self._told_by_all: list[bytes] = []
         self._num_idle = 0
         """Number of rounds since a rank had news."""
-        self._serves = False
-        """Whether this rank has served others in the last round."""
-        self._last_news_s = time.monotonic()
+        self.serves = False
+        """Whether this rank's computation waits for others, or has wanted nothing for a while."""
+        self.last_wish_s = time.monotonic()
+        """When this rank last wanted something."""
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -125,7 +125,6 @@ class Rounds(ABC):
                 has_news = heads != self._told_by_all
                 self._num_idle = 0 if has_news else self._num_idle + 1
                 self._told, self._told_by_all = head, heads
-                self._serves = has_news
                 goes_on = self.carry_out(heads)
         except LaneClosedError:
             pass
@@ -144,29 +143,29 @@ class Rounds(ABC):
         while True:
             self.advance()
             with self.changed:
-                head, now_s = self.head(), time.monotonic()
+                self._links.raise_if_failed("waited for a round")
+                self._lane.raise_if_closed()
+                now_s = time.monotonic()
+                serves_in_s = self._serves_in_s(now_s)
+                self.serves = serves_in_s <= 0
+                head = self.head()
                 if head != self._told:
-                    self._last_news_s = now_s
                     return head
-                left_s = self._serves_in_s(now_s)
+                left_s = 0.0 if self.is_closed or self.is_waiting() else serves_in_s
                 if self._num_idle:
                     pause_s = min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2 ** min(self._num_idle, 8))
                     left_s = max(left_s, since_s + pause_s - now_s)
                 if left_s <= 0:
                     return head
                 with self.shown_wait():
-                    self.changed.wait(None if left_s == math.inf else left_s)
+                    self.changed.wait(left_s)
 
     def _serves_in_s(self, now_s: float) -> float:
-        """Return the seconds until this rank enters a round without news."""
-        self._links.raise_if_failed("waited for a round")
-        self._lane.raise_if_closed()
-        if self.is_closed or self.is_waiting():
-            return 0.0
+        """Return the seconds until this rank serves others, if nothing happens meanwhile."""
         if (since_s := self._links.watch.waiting_since_s) is not None:
-            return 0.0 if self._serves else since_s + _WAITS_S - now_s
+            return since_s + _WAITS_S - now_s
         patience_s = _BETWEEN_PASSES_S if self.is_between_passes() else _AT_LAST_S
-        return self._last_news_s + patience_s - now_s
+        return self.last_wish_s + patience_s - now_s
 
 
 def _notify(rounds: Rounds | None) -> None:
