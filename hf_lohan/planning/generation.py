@@ -32,7 +32,6 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.pool_plan import GOOD_STAGING_BYTES, MASTER_ITEMSIZE_BYTES, STAGING_SHARE
-from hf_lohan.planning.kept_weights import lent_bytes
 from hf_lohan.planning.layout import ExpertCacheRoom, OffloadLayout, shards_of, streams_experts
 from hf_lohan.ranks import SINGLE_RANK, Ranks
 from hf_lohan.wording import format_bytes
@@ -89,8 +88,7 @@ def lay_out_generation(
         prefetch_blocks=config.prefetch_blocks,
     )
     shared_bytes = shards.shared_weight_bytes(blocks, "exact")
-    piece_bytes = shards.lent_piece_bytes(blocks, config.cpu_memory)
-    exchange_bytes = shared_bytes // ranks.num_local + lent_bytes(ranks, piece_bytes)
+    exchange_bytes = shared_bytes // ranks.num_local
     cpu_memory_bytes = config.cpu_memory - exchange_bytes
     if cpu_memory_bytes <= 0:
         raise BudgetError(
@@ -131,7 +129,6 @@ def lay_out_generation(
         is_split=True,
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
-        lent_piece_bytes=piece_bytes,
         collectives=WAY_WITHIN_A_NODE,
     )
 

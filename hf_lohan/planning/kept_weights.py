@@ -1,5 +1,5 @@
 """Computes the bytes of a node's copy of all weights, in RAM or on the SSD, of the payloads that the node sends, and of
-the pieces and experts that ranks lend each other."""
+the experts that ranks lend each other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.ranks import Ranks
 from hf_lohan.store import RecordSpec
 
-_MOST_LENT_PIECE_BYTES = 4 << 20
-_LENT_SHARE = 64
-"""All lent pieces of a rank together take at most 1 / `_LENT_SHARE` of `cpu_memory`, if that is a granule each."""
 _PAGE_BYTES = 4096
 _PAYLOADS_AT_ONCE = 2
 """Number of blocks that are sent at the same time."""
@@ -112,19 +109,6 @@ def coded_numel(block: Block, rank: int) -> int:
 def _packed_bytes(block: Block, rank: int) -> int:
     """Return the bytes of packed weights in a rank's shard. They are sent as they are, also with a codec."""
     return part_bytes(block, rank) - coded_numel(block, rank) * block.master.working_dtype.itemsize
-
-
-def lent_piece_bytes(ranks: Ranks, blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
-    """Return the bytes of one piece of a shard that ranks lend each other, if they load different blocks. It has at
-    least one granule."""
-    least_bytes = max(block.granule_numel * block.master.working_dtype.itemsize for block in blocks)
-    share_bytes = cpu_memory_bytes // _LENT_SHARE // (ranks.num_ranks + 1)
-    return max(least_bytes, min(_MOST_LENT_PIECE_BYTES, share_bytes))
-
-
-def lent_bytes(ranks: Ranks, piece_bytes: int) -> int:
-    """Return the bytes of RAM of each rank for its own piece, one that it lends, and one of each other rank."""
-    return (ranks.num_ranks + 1) * piece_bytes
 
 
 def lent_expert_bytes(config: OffloadConfig, ranks: Ranks, blocks: Sequence[Block]) -> int:

@@ -49,9 +49,7 @@ from hf_lohan.planning.kept_weights import (
     kept_bytes,
     kept_records,
     lending_bytes,
-    lent_bytes,
     lent_expert_bytes,
-    lent_piece_bytes,
     message_bytes,
 )
 from hf_lohan.planning.shared_machine import Share, rank_paths, share_of_machine, whole_machine
@@ -113,8 +111,6 @@ class OffloadLayout(StoredForm):
     ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
     """Bytes of host memory of a node that passes blocks to all its ranks."""
-    lent_piece_bytes: int = 0
-    """Bytes of one piece of a shard that a rank lends or borrows, if ranks load different blocks."""
     shared_key_bytes: int = 0
     """Bytes of a rank's part of the RAM for keys of shared rows (`with_shared_keys`)."""
     lent_expert_bytes: int = 0
@@ -164,8 +160,8 @@ class OffloadLayout(StoredForm):
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of RAM of each rank for blocks on their way, what is lent, payloads and its part of the copy."""
-        shared_bytes = self.shared_weight_bytes // self.ranks.num_local + lent_bytes(self.ranks, self.lent_piece_bytes)
+        """Bytes of RAM of each rank for blocks on their way, lent experts, payloads and its part of the copy."""
+        shared_bytes = self.shared_weight_bytes // self.ranks.num_local
         return shared_bytes + lending_bytes(self.lent_expert_bytes) + self.weight_message_bytes + self.copy_cpu_bytes
 
     def with_collectives(self, way: Collectives) -> OffloadLayout:
@@ -327,9 +323,6 @@ class WholeBlocks:
     def shared_weight_bytes(self, blocks: Sequence[Block], within: WithinCodec) -> int:
         return 0
 
-    def lent_piece_bytes(self, blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
-        return 0
-
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
         return (WAY_WITHIN_A_NODE,)
 
@@ -355,8 +348,8 @@ class _Shards(WholeBlocks):
 
     def num_rows_buffers(self, *, memory_is_host: bool) -> int:
         """Return the number of host buffers as for a single rank. Ranks also need the second one on a host, and a third
-        one for rows that are sent to other nodes."""
-        return 2 if self._ranks.num_nodes == 1 else 3
+        one for rows that are sent to other ranks."""
+        return 3
 
     def cut(self, form: StoredForm, owners: Mapping[str, int] | None = None) -> StoredForm:
         assign_shards(form.model_blocks, self._ranks.num_ranks, owners if form.model_blocks.experts else None)
@@ -369,9 +362,6 @@ class _Shards(WholeBlocks):
         return _SHARED_BLOCKS * max(
             block.fetched_bytes + coded_bytes_within(block, within) for block in common_blocks(blocks)
         )
-
-    def lent_piece_bytes(self, blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
-        return lent_piece_bytes(self._ranks, common_blocks(blocks), cpu_memory_bytes)
 
     def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
         return ways_of_ranks(asked, self._ranks.num_nodes, self._ranks.num_local)
@@ -464,9 +454,8 @@ def lay_out(
     assert isinstance(config.prefetch_blocks, int)
     open_ways = shards.ways(config.collectives.open_ways())
     messages = min(message_bytes(common_blocks(blocks), ranks, way) for way in open_ways)
-    piece_bytes = shards.lent_piece_bytes(blocks, config.cpu_memory)
     expert_bytes = lent_expert_bytes(config, ranks, blocks)
-    exchange_bytes = shared_bytes // ranks.num_local + lent_bytes(ranks, piece_bytes) + lending_bytes(expert_bytes)
+    exchange_bytes = shared_bytes // ranks.num_local + lending_bytes(expert_bytes)
     exchange_bytes += messages
     if exchange_bytes >= config.cpu_memory:
         raise BudgetError(
@@ -517,7 +506,6 @@ def lay_out(
         rules=rules,
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
-        lent_piece_bytes=piece_bytes,
         lent_expert_bytes=expert_bytes,
         open_ways=open_ways,
         weight_message_bytes=messages,

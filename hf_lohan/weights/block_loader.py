@@ -22,7 +22,6 @@ from hf_lohan.weights.schedule import LoadSchedule, PassSchedule
 from hf_lohan.weights.shared_source import SharedWeights, StaleError
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
-
 _MORE_AHEAD = 2
 """Loads with several ranks come ahead of their uses by at most the number of layer slots plus this number."""
 _TAKES_BACK_AFTER_S = 0.2

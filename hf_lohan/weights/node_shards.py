@@ -21,7 +21,19 @@ from hf_lohan.config import Collectives
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block, ranges
 from hf_lohan.planning import carried_ranks, coded_numel, group_counterparts, kept_ranks, part_bytes
-from hf_lohan.ranks import BlockCodec, CodedTraffic, DeviceLane, Lane as RankLane, Links, MeasuredCodec, Ranks, StepDelta, bytes_of
+from hf_lohan.ranks import (
+    BlockCodec,
+    CodedTraffic,
+    DeviceLane,
+    Links,
+    MeasuredCodec,
+    Ranks,
+    StepDelta,
+    bytes_of,
+)
+from hf_lohan.ranks import (
+    Lane as RankLane,
+)
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import Decoder
@@ -98,9 +110,7 @@ class DeviceCopies:
         if parts.within is not None and (transport is not None or not device.memory_is_host):
             self._payload = device.empty(max(map(parts.coded_bytes, blocks)))
 
-    def copy(
-        self, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None, *, is_for_all: bool
-    ) -> Event:
+    def copy(self, block: Block, weights: Tensor, entry: Tensor, coded: Tensor | None, *, is_for_all: bool) -> Event:
         """Enqueue the copy of a block to ``weights`` in the slot. ``entry`` and ``coded``: the block and its payload in
         shared memory, complete. Returns the event of its end. ``is_for_all``: whether all ranks of the node call this
         for the block. With a transport it then waits for them. Raises RankFailedError or RankTimeoutError."""
@@ -259,7 +269,9 @@ class NodeShards:
         """Return whether ranks of other nodes and this one send each other shards of a block. ``is_kept``: whether nodes
         keep the block. Ranks then send their own shards and those that they keep, within their group."""
         lane = self._group_lane if is_kept else self._lane
-        return lane is not None and any(has_part(block, of) for rank in lane.members for of in self._carried(rank, is_kept))
+        return lane is not None and any(
+            has_part(block, of) for rank in lane.members for of in self._carried(rank, is_kept)
+        )
 
     def _carried(self, rank: int, is_kept: bool) -> list[int]:
         if not is_kept:
@@ -393,9 +405,7 @@ class NodeShards:
 
     # Shards of other nodes.
 
-    def _receive(
-        self, block: Block, rank: int, form: int, payload: Tensor, entry: Tensor, *, keeps: bool
-    ) -> list[int]:
+    def _receive(self, block: Block, rank: int, form: int, payload: Tensor, entry: Tensor, *, keeps: bool) -> list[int]:
         """Put the shards from rank ``rank`` of another node into ``entry``. Returns the ranks whose shards these are."""
         if form == _GROUPED:
             carried = self._carried(rank, True)

@@ -493,9 +493,7 @@ class SharedWeights(Rounds):
     def _note_copied(self, load: _SharedLoad) -> None:
         with self.changed:
             load.is_copied = True
-            self._num_copied = next(
-                (one.number for one in self._loads if not one.is_copied), self._next_number
-            )
+            self._num_copied = next((one.number for one in self._loads if not one.is_copied), self._next_number)
             self.changed.notify_all()
 
 

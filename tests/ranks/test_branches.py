@@ -10,7 +10,6 @@ import re
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +27,11 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import enable_checkpointing
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
-from hf_lohan.planning.kept_weights import lent_bytes
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates import GradientReduction
-from hf_lohan.weights.joint_order import JointOrder, LentShards
-from hf_lohan.weights.load_order import period_of
+from hf_lohan.weights import SharedWeights
 
 LR = 1e-3
 IMAGE_TOKEN = 250
@@ -214,28 +211,27 @@ def check(stock: Trained, trained: Sequence[Trained]) -> None:
 
 
 @pytest.fixture
-def num_lent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The blocks that ranks borrowed. The pieces take the memory that was planned for them."""
-    lent: list[str] = []
-    begin_load = LentShards.begin_load
+def only_for_others(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The blocks that a rank read for other ranks alone."""
+    found: list[str] = []
+    end_load = SharedWeights._end_load
 
-    def note(shards: LentShards, number: int, block: Any, *args: Any) -> None:
-        lent.append(block.name)
-        num_bytes = sum(memory.numel() for memory in shards._memory.values())
-        assert num_bytes <= lent_bytes(shards._links.ranks, shards._piece_bytes)
-        begin_load(shards, number, block, *args)
+    def note(source: SharedWeights, load: Any) -> None:
+        if load.own is None:
+            found.append(load.block.name)
+        end_load(source, load)
 
-    monkeypatch.setattr(LentShards, "begin_load", note)
-    return lent
+    monkeypatch.setattr(SharedWeights, "_end_load", note)
+    return found
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Path, num_lent: list[str]) -> None:
+def test_two_ranks_train_as_one_process(name: str, max_norm: float, tmp_path: Path, only_for_others: list[str]) -> None:
     stock = train_stock(CASES[name], 2, max_norm)
     check(stock, run_ranks(2, lambda links: train_rank(links, tmp_path, CASES[name], max_norm)))
-    assert bool(num_lent) == (name != "none"), "equal batches load everything together"
+    assert bool(only_for_others) == (name != "none"), "ranks with equal batches need the same blocks"
 
 
 @pytest.mark.covering(1)
@@ -329,26 +325,22 @@ def test_the_words_of_a_rank_that_raises_in_its_forward_reach_the_other(failing:
     assert "the image is torn" in str(other.error)
 
 
-@pytest.mark.parametrize("what", ["die", "hang"])
-def test_a_rank_that_is_lost_in_such_a_step_is_named(what: str, tmp_path: Path) -> None:
-    """A rank that hangs still lends, so that the other rank waits for its gradients."""
+@pytest.mark.parametrize("fault", [None, Fault(1, "die", 60, "loads")])
+def test_a_rank_that_is_lost_in_such_a_step_is_named(fault: Fault | None, tmp_path: Path) -> None:
+    """A rank that hangs still serves loads, so that the other rank waits for its gradients."""
     is_over = threading.Event()
 
     def run(links: Links) -> None:
-        def lose(step: int, rank: int) -> None:
-            if (step, rank) == (1, 1) and what == "hang":
+        def hang(step: int, rank: int) -> None:
+            if (step, rank) == (1, 1) and fault is None:
                 is_over.wait(60)
-            elif (step, rank) == (1, 1):
-                for peer in links._peers.values():
-                    for connection in peer.connections.values():
-                        connection.cut()
 
         try:
-            train_rank(links, tmp_path, ONE_HAS_IMAGES, 0.5, in_step=lose)
+            train_rank(links, tmp_path, ONE_HAS_IMAGES, 0.5, in_step=hang)
         finally:
             is_over.set()
 
-    outcomes = rank_outcomes(2, run, timeout_s=1.0)
+    outcomes = rank_outcomes(2, run, timeout_s=1.0, faults=[fault] if fault else [])
     assert isinstance(outcomes[0].error, RankFailedError)
     assert "rank 1" in str(outcomes[0].error)
 
@@ -393,24 +385,3 @@ def test_a_gradient_that_only_others_have_takes_a_buffer_of_the_pool(caplog: pyt
     assert "this rank updates layer[0]" in caplog.text and "4 KiB of RAM that cpu_memory does not count" in caplog.text
     first.release()
     assert reduction._new_buffer(chunk) is first
-
-
-def test_ranks_forget_what_they_knew_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    orders: weakref.WeakSet[JointOrder] = weakref.WeakSet()
-    make_order = JointOrder.__init__
-
-    def noted(order: JointOrder, *args: Any) -> None:
-        make_order(order, *args)
-        orders.add(order)
-
-    monkeypatch.setattr(JointOrder, "__init__", noted)
-    ages: list[int] = []
-
-    def measure(engine: OffloadEngine, _step: int) -> None:
-        for order in list(orders):
-            with order._links.lock:
-                known = [*order._cuts, *map(period_of, order._wanted), *order._summaries]
-                ages.append(order._period - min(known, default=order._period))
-
-    run_ranks(2, lambda links: train_rank(links, tmp_path, SKIPPING, 0.5, after_step=measure))
-    assert len(ages) >= 10 and max(ages) <= 1, ages

@@ -7,13 +7,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from slot_plans import plan_of_slots
-from torch import Tensor, nn
+from torch import nn
 
-from hf_lohan.device import CpuDevice, Device, Event, Lane
+from hf_lohan.device import CpuDevice, Device
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.weights import BlockLoader, Slot, SlotRing

@@ -293,7 +293,13 @@ class Watch:
             [lane for lanes in list(of_threads.values()) for lane in lanes[-1:]]
             for of_threads in (self._waits, self._waits_beside)
         )
-        return {"at": dict(self._positions), "waits": waits, "beside": beside, "closed": list(self._closed), "beats": self._num_beats}
+        return {
+            "at": dict(self._positions),
+            "waits": waits,
+            "beside": beside,
+            "closed": list(self._closed),
+            "beats": self._num_beats,
+        }
 
     def _raise_silent(self, rank: int, what: str) -> NoReturn:
         text = (
