@@ -266,8 +266,8 @@ class NodeShards:
                 coded.codec.decode(message[place], values)
 
     def is_sent(self, block: Block, *, is_kept: bool) -> bool:
-        """Return whether ranks of other nodes and this one send each other shards of a block. ``is_kept``: whether nodes
-        keep the block. Ranks then send their own shards and those that they keep, within their group."""
+        """Return whether ranks of several nodes send each other shards of a block. ``is_kept``: whether nodes keep the
+        block. Ranks then send their own shards and those that they keep, within their group."""
         lane = self._group_lane if is_kept else self._lane
         return lane is not None and any(
             has_part(block, of) for rank in lane.members for of in self._carried(rank, is_kept)
@@ -356,8 +356,8 @@ class NodeShards:
     def exchange(
         self, block: Block, form: int, payload: Tensor, entry: Tensor, *, is_kept: bool, keeps: bool
     ) -> Iterator[int]:
-        """Send what `make_own` returned to the ranks of `is_sent`, and put theirs into ``entry``. Yields the ranks whose
-        shards have arrived."""
+        """Send what `make_own` returned to the ranks of other nodes, and put theirs into ``entry``. Yields the ranks
+        whose shards have arrived."""
         lane = self._group_lane if is_kept else self._lane
         assert lane is not None
         what = f"shards of {block.name}"
@@ -406,7 +406,7 @@ class NodeShards:
     # Shards of other nodes.
 
     def _receive(self, block: Block, rank: int, form: int, payload: Tensor, entry: Tensor, *, keeps: bool) -> list[int]:
-        """Put the shards from rank ``rank`` of another node into ``entry``. Returns the ranks whose shards these are."""
+        """Put the shards from a rank of another node into ``entry``. Returns the ranks whose shards these are."""
         if form == _GROUPED:
             carried = self._carried(rank, True)
             for other in carried:

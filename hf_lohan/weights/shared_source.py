@@ -499,9 +499,9 @@ class SharedWeights(Rounds):
 
 def stale_error(block: Block) -> StaleError:
     return StaleError(
-        f"a rank ends a step with step() or zero_grad(), which changes {block.name}, while another rank still reads the "
-        "weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() or after "
-        "step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
+        f"a rank ends a step with step() or zero_grad(), which changes {block.name}, while another rank still reads "
+        "the weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() or "
+        "after step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
     )
 
 
