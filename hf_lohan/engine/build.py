@@ -211,7 +211,7 @@ def _gradient_pipeline(
     memory, codec = tiers.rank_memory.gradients, tiers.codecs.gradients
     sums = None
     if tiers.transport is not None:
-        sums = DeviceSums(tiers.device, tiers.transport, tiers.links.ranks, tiers.gradients.buffer_bytes)
+        sums = DeviceSums(tiers.device, tiers.transport.gradients, tiers.links.ranks, tiers.gradients.buffer_bytes)
     reduction = GradientReduction(tiers.links, tiers.device, tiers.gradients, memory, chunks, codec, sums)
     setup = replace(
         setup,

@@ -15,7 +15,7 @@ from hf_lohan.ranks.collectives.block_codec import (
     CodingError,
 )
 from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
-from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
+from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange
 from hf_lohan.ranks.collectives.node_sums import TableRows
 from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL, CodedValues, DeviceSums, sum_in_rank_order_
 from hf_lohan.ranks.collectives.row_exchange import CallOfRank, ExpertCall, RowExchange
@@ -53,7 +53,6 @@ __all__ = [
     "DeviceTransport",
     "ExpertCall",
     "GradientExchange",
-    "GradientPart",
     "Lane",
     "LaneClosedError",
     "Links",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from hf_lohan.updates.pipeline import GradientPipeline
 from hf_lohan.updates.row_gradients import RowGradient
 
 _LOOK_S = 1.0
-"""Seconds after which a wait for a buffer checks whether the buffer can still come."""
+"""Seconds after which a wait for a buffer submits the incomplete chunks of other blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,9 @@ class GradientArrivals:
         coded.count(source.nbytes, message.numel())
 
     def _acquire_buffer(self, block: Block, *, half: bool, pool: BufferPool | None = None) -> Buffer:
-        began_s, pool = time.monotonic(), pool or self._pool
+        pool = pool or self._pool
+        if (buffer := pool.acquire_within(0.0, half=half)) is not None:
+            return buffer
         with self._pipeline.wait_for_ranks():
             while (buffer := pool.acquire_within(_LOOK_S, half=half)) is None:
                 # All buffers may be held by layers in which a parameter gets no gradient, such as an expert without
@@ -185,7 +186,6 @@ class GradientArrivals:
                 for arrived in list(self._open.values()):
                     if arrived.chunk.block is not block and arrived.chunk.block.size_class is SizeClass.LAYER:
                         self._submit_chunk(arrived)
-                self._pipeline.check_while_waiting(began_s)
         return buffer
 
     def _submit_chunk(self, arrived: ArrivedChunk, *, has_more: bool = False) -> None:

@@ -25,7 +25,6 @@ from hf_lohan.ranks import (
     TableRows,
 )
 from hf_lohan.ranks.collectives.rank_order_sum import memory_of
-from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.gradients import ChunkGradient
 from hf_lohan.wording import format_bytes
@@ -69,7 +68,7 @@ class GradientReduction:
         """Chunks of this rank whose averaged gradients have not arrived. The lock guards this and what follows."""
         self._lock = threading.Lock()
         self._places: dict[tuple[int, int], Buffer] = {}
-        """Buffers to which devices write averages, by step and key. This holds them, too, until they are written."""
+        """Buffers to which averages are written, by step and key. This holds them, too, until they are applied."""
         self._dropped_steps: set[int] = set()
         """Steps that were dropped, by the exchange's count."""
         self._ended: int | None = None
@@ -79,16 +78,19 @@ class GradientReduction:
     def start(
         self, put: Callable[[Command], None], on_failure: Callable[[BaseException], None], apply_unexpected: Apply
     ) -> None:
-        """Start to take messages. ``put`` runs a command on the worker's thread. ``on_failure`` is called if another
-        rank fails. ``apply_unexpected`` is called with an averaged gradient of a chunk for which this rank published
-        none."""
+        """Start to exchange gradients. All ranks call this together. ``put`` runs a command on the worker's thread.
+        ``on_failure`` is called if another rank fails. ``apply_unexpected`` is called with an averaged gradient of a
+        chunk for which this rank published none."""
         self._put, self._on_failure, self._apply_unexpected = put, on_failure, apply_unexpected
+        this = weakref.ref(self)  # the links live longer
         self._exchange = GradientExchange(
             self._links,
             {key: chunk.owner for key, chunk in enumerate(self._chunks) if self.is_shared(chunk)},
             self._memory,
             completed=lambda complete: put(partial(self._apply_mean, complete)),
             release=_release_buffer,
+            place=self._place_for,
+            failed=lambda error: _note_failure(this(), error),
             coded=self._coded,
             rows={
                 key: _rows_of(chunk)
@@ -96,10 +98,8 @@ class GradientReduction:
                 if chunk.block.size_class is SizeClass.ROWS
             },
             sums=self._sums,
-            place=self._place_for,
             gaps_of=lambda key: self._chunks[key].gaps,
         )
-        this = weakref.ref(self)  # the links live longer
         self._links.add_failure_callback(lambda error: _note_failure(this(), error))
 
     @property
@@ -115,12 +115,6 @@ class GradientReduction:
         """Return whether this rank updates the chunk."""
         return chunk.owner == self._rank
 
-    def check_while_waiting(self, since_s: float) -> None:
-        """Raise if a rank that holds buffers is silent. Called while a gradient waits for a buffer, since ``since_s``
-        (`time.monotonic`)."""
-        holders = self._exchange.holders()
-        self._links.raise_if_silent("its gradients to be added", holders, since_s, before=END_OF_STEP)
-
     def exclude(self, chunks: Collection[Chunk]) -> None:
         """Tell other ranks that this rank will have no gradient of these chunks in the step. Otherwise they learn it at
         the end of the backward, and their gradients fill their buffers until then. Called on the worker's thread."""
@@ -128,9 +122,9 @@ class GradientReduction:
             self.excluded.update(chunks)
             self._exchange.exclude([self._key_of[chunk] for chunk in chunks])
 
-    def note_waiting(self) -> AbstractContextManager[None]:
-        """A context in which the calling thread waits for other ranks."""
-        return self._links.note_waiting()
+    def waiting(self) -> AbstractContextManager[None]:
+        """A context in which the calling thread waits for buffers that other ranks read."""
+        return self._exchange.waiting()
 
     def publish_gradient(self, gradient: ChunkGradient, apply: Apply, on_unwanted: Callable[[], object]) -> None:
         """Publish a gradient, once for each chunk and step. Called on the worker's thread. If this rank owns the chunk,
@@ -168,8 +162,7 @@ class GradientReduction:
             _fill_with_zeros(values)
 
     def _place_for(self, step: int, key: int) -> Tensor | None:
-        """Return the memory for an average that devices have added; None if the step was dropped. Called on the thread
-        of the devices."""
+        """Return the memory for an average; None if the step was dropped. Called on the thread of the exchange."""
         chunk = self._chunks[key]
         with self._lock:
             if step in self._dropped_steps:
@@ -188,24 +181,18 @@ class GradientReduction:
         worker's thread."""
         with self._lock:
             place = self._places.pop((complete.step, complete.key), None)
-            is_unwanted = complete.numel == 0 or complete.step in self._dropped_steps
+            is_wanted = place is not None and complete.step not in self._dropped_steps
         if place is not None:
             place.release()
-        if is_unwanted:
-            complete.release()
+        if not is_wanted:
             return
         chunk = self._chunks[complete.key]
-        if chunk in self._waiting:
-            gradient, apply, _ = self._waiting.pop(chunk)
-        else:
-            gradient, apply = ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected
-        use_all_cores()  # torch would measure it on all cores
-        complete.sum_into(gradient.values)
-        complete.release()
+        gradient, apply, _ = self._waiting.pop(chunk)
         bits = complete.slice_bits
         gradient.slices = {piece.param_slice for index, piece in enumerate(chunk.pieces) if bits >> index & 1}
         gradient.summed = set(gradient.slices)
         gradient.is_measured = False
+        use_all_cores()  # torch would measure it on all cores
         apply(gradient)
 
     def _new_buffer(self, chunk: Chunk) -> Buffer:
@@ -230,7 +217,7 @@ class GradientReduction:
         if self._ended is None:
             self._ended = self._exchange.end_backward()
         if not self._is_complete:
-            self._exchange.wait_until_complete(self._ended, before=END_OF_STEP)
+            self._exchange.wait_until_complete(self._ended)
             self._is_complete = True
 
     def drop_step(self) -> None:
@@ -266,7 +253,7 @@ class GradientReduction:
         self._on_failure(error)
 
     def close(self) -> None:
-        """Take no more messages."""
+        """Exchange no more gradients."""
         self._exchange.close()
 
 

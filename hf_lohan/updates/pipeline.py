@@ -94,10 +94,6 @@ class GradientPipeline:
         are updated with zeros."""
         self._passed.update(dict.fromkeys(chunks))
 
-    def check_while_waiting(self, since_s: float) -> None:
-        """Raise if no buffer can come for a waiting gradient. Called regularly during the wait. `since_s`: start of the
-        wait."""
-
     def wait_for_ranks(self) -> AbstractContextManager[None]:
         """A context in which the calling thread may wait for other ranks."""
         return nullcontext()
@@ -322,11 +318,8 @@ class RankGradientPipeline(GradientPipeline):
             else:
                 self._passed_elsewhere.add(chunk)
 
-    def check_while_waiting(self, since_s: float) -> None:
-        self._exchange.check_while_waiting(since_s)
-
     def wait_for_ranks(self) -> AbstractContextManager[None]:
-        return self._exchange.note_waiting()
+        return self._exchange.waiting()
 
     def exclude(self, blocks: Collection[Block]) -> list[Chunk]:
         chunks = [chunk for chunk in self._exchange.shared_chunks if chunk.block in blocks]

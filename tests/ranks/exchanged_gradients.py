@@ -7,22 +7,21 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from contextlib import suppress
+import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice
 from hf_lohan.ranks import (
-    Channel,
     CompleteGradient,
+    DeviceLanes,
     DeviceSums,
-    DeviceTransport,
     GradientExchange,
     Links,
     MeasuredCodec,
-    RankFailedError,
     SharedRegion,
 )
 
@@ -114,7 +113,7 @@ def _added(values: list[Tensor]) -> Tensor:
 
 @dataclass
 class OwnersSums:
-    """The sums of one rank's owner thread."""
+    """The sums of one rank."""
 
     sums: dict[tuple[int, int], tuple[Tensor | None, int]] = field(default_factory=dict)
     num_left: int = 0
@@ -123,177 +122,121 @@ class OwnersSums:
 
 
 class RankOfExchange:
-    """One rank with buffers in shared memory and a thread that sums complete gradients."""
+    """One rank with buffers in shared memory, or whose device adds its gradients while its loads of weights come in
+    between."""
 
-    def __init__(self, links: Links, backwards: Backwards, coded: MeasuredCodec | None = None) -> None:
-        self.links = links
-        self.backwards = backwards
-        self.sums = OwnersSums()
+    def __init__(
+        self, links: Links, backwards: Backwards, coded: MeasuredCodec | None = None, *, on_device: bool = False
+    ) -> None:
+        self.links, self.backwards, self.sums = links, backwards, OwnersSums()
         ranks = links.ranks
         region = SharedRegion.create(links, ranks.num_local * NUM_BUFFERS * BUFFER_BYTES, "gradients")
         mine = region.bytes[ranks.local_rank * NUM_BUFFERS * BUFFER_BYTES :][: NUM_BUFFERS * BUFFER_BYTES]
-        self.free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         for buffer in mine.split(BUFFER_BYTES):
             self.free.put(buffer)
-        self._complete: queue.SimpleQueue[CompleteGradient | None] = queue.SimpleQueue()
-        self.abandoned: list[tuple[int, int]] = []
-        self.errors: list[BaseException] = []
+        self.places: dict[tuple[int, int], Tensor] = {}
+        self.published: dict[tuple[int, int], Tensor] = {}
+        self.lanes = DeviceLanes.open(links, CpuDevice()) if on_device else None
+        sums = DeviceSums(CpuDevice(), self.lanes.gradients, ranks, BUFFER_BYTES) if self.lanes is not None else None
         self.exchange = GradientExchange(
             links,
             backwards.owners,
             region,
-            completed=self._complete.put,
+            completed=self.note_complete,
             release=self._take_back,
-            abandoned=lambda step, rank: self.abandoned.append((step, rank)),
+            place=self.place,
+            failed=lambda error: self.free.put(None),
             coded=coded,
+            sums=sums,
         )
-        self._thread = threading.Thread(target=self._sum_all, daemon=True)
-        self._thread.start()
+
+    def place(self, step: int, key: int) -> Tensor | None:
+        return self.places.setdefault((step, key), torch.full((self.backwards.numel(key),), float("nan")))
+
+    def note_complete(self, complete: CompleteGradient) -> None:
+        total = self.places.pop((complete.step, complete.key), None)
+        assert (total is None) == (complete.numel == 0)
+        self.sums.sums[complete.step, complete.key] = (total, complete.slice_bits)
 
     def publish(self, step: int, key: int) -> None:
         rank = self.links.ranks.rank
         gradient = self.backwards.gradient(step, rank, key)
-        self.links.wait_for(lambda: not self.free.empty(), "a buffer")
-        buffer = self.free.get()
+        assert gradient is not None
+        with self.exchange.waiting():
+            buffer = self.free.get()
+        if buffer is None:
+            self.links.raise_if_failed("waited for a buffer")
+            raise AssertionError("the exchange ended")
         values = buffer[: gradient.nbytes].view(gradient.dtype)
         values.copy_(gradient)
-        self.exchange.publish(key, values, self.backwards.slice_bits(step, rank, key), buffer)
+        bits = self.backwards.slice_bits(step, rank, key)
+        self.published[step, key] = values
+        self.exchange.publish(key, values, bits, buffer, is_on_device=self.lanes is not None)
 
-    def end(self) -> None:
-        """End the thread and the exchange, also after a failure."""
-        self._complete.put(None)
-        self._thread.join()
-        self.exchange.close()
+    def publish_all(self, step: int) -> None:
+        for key in self.backwards.order(step, self.links.ranks.rank):
+            self.publish(step, key)
+
+    def load_all(self, num_loads: int) -> None:
+        """Exchange weights, in the order of loads."""
+        assert self.lanes is not None
+        rank, num_ranks, lane = self.links.ranks.local_rank, self.links.ranks.num_local, self.lanes.weights
+        parts = [(10 * member, 10 * member + 10) for member in range(num_ranks)]
+        for load in range(num_loads):
+            whole = torch.full((10 * num_ranks,), -1.0)
+            whole[10 * rank : 10 * rank + 10] = 100 * load + rank
+            lane.run("its shard of a test", partial(lane.fill_from_all, whole, parts))
+            assert whole[::10].tolist() == [100 * load + member for member in range(num_ranks)]
+
+    def run(self, num_loads: int = 0) -> OwnersSums:
+        loads = threading.Thread(target=self.load_all, args=(num_loads,))
+        if num_loads:
+            loads.start()
+        for step in range(self.backwards.num_steps):
+            self.publish_all(step)
+            assert self.exchange.end_backward() == step
+            assert self.exchange.wait_until_complete(step)
+        if num_loads:
+            loads.join(20)
+            assert not loads.is_alive()
+        return self.close()
+
+    def wait_for_all_buffers(self) -> None:
+        with self.exchange.waiting():
+            while self.free.qsize() < NUM_BUFFERS:
+                self.links.raise_if_failed("waited for its buffers")
+                time.sleep(1e-3)
 
     def close(self) -> OwnersSums:
-        self._complete.put(None)
-        self._thread.join()
-        if self.errors:
-            raise self.errors[0]
-        self.links.barrier("all sums to be made")
-        self.links.wait_for(lambda: self.free.qsize() == NUM_BUFFERS, "its own buffers")
+        self.wait_for_all_buffers()
         self.links.barrier("all buffers to be back")
-        self.exchange.close()
+        self.end()
         self.sums.num_left = NUM_BUFFERS - self.free.qsize()
-        self.sums.sent_bytes = self.links.sent_bytes[Channel.GRADIENTS]
+        self.sums.sent_bytes = self.links.sent_bytes.get("gradients", 0)
         return self.sums
+
+    def end(self) -> None:
+        """End the exchange, also after a failure."""
+        self.exchange.close()
+        if self.lanes is not None:
+            self.lanes.close()
 
     def _take_back(self, buffer: object) -> None:
         assert isinstance(buffer, Tensor)
         buffer.fill_(255)  # a late reader would find NaN
         self.free.put(buffer)
-        self.links.notify()
-
-    def _sum_all(self) -> None:
-        try:
-            while (gradient := self._complete.get()) is not None:
-                self._sum(gradient)
-        except BaseException as error:
-            self.errors.append(error)
-            self.links.fail(error)
-
-    def _sum(self, gradient: CompleteGradient) -> None:
-        total = None
-        if gradient.numel:
-            total = gradient.sum_into(torch.full((gradient.numel,), float("nan")))
-        gradient.release()
-        self.sums.sums[gradient.step, gradient.key] = (total, gradient.slice_bits)
 
 
-class RankWithDevice:
-    """One rank whose device adds its gradients, while its loads of weights come in between."""
-
-    def __init__(self, links: Links, backwards: Backwards, coded: MeasuredCodec | None = None) -> None:
-        self.links, self.backwards, self.found = links, backwards, OwnersSums()
-        device = CpuDevice()
-        self.transport = DeviceTransport.connect(links, device)
-        self.num_free = NUM_BUFFERS
-        self.places: dict[tuple[int, int], Tensor] = {}
-        self.complete: queue.SimpleQueue[CompleteGradient | None] = queue.SimpleQueue()
-        self.exchange = GradientExchange(
-            links,
-            backwards.owners,
-            None,
-            completed=self._take if links.ranks.num_nodes == 1 else self.complete.put,
-            release=self._take_back,
-            sums=DeviceSums(device, self.transport, links.ranks, BUFFER_BYTES),
-            place=self._place,
-            coded=coded,
-        )
-        self.owner = threading.Thread(target=self._take_all, daemon=True)
-        if links.ranks.num_nodes > 1:  # sums of other nodes take time
-            self.owner.start()
-        links.barrier("all exchanges")
-
-    def _place(self, step: int, key: int) -> Tensor:
-        return self.places.setdefault((step, key), torch.full((self.backwards.numel(key),), float("nan")))
-
-    def _take_all(self) -> None:
-        with suppress(RankFailedError):
-            while (complete := self.complete.get()) is not None:
-                self._take(complete)
-
-    def _take(self, complete: CompleteGradient) -> None:
-        total = self.places.get((complete.step, complete.key))
-        assert complete.is_summed == (total is not None)
-        if complete.numel:
-            total = complete.sum_into(torch.full((complete.numel,), float("nan")) if total is None else total)
-        self.found.sums[complete.step, complete.key] = (total, complete.slice_bits)
-        complete.release()
-
-    def _take_back(self, buffer: object) -> None:
-        assert isinstance(buffer, Tensor)
-        buffer.fill_(float("nan"))  # a late reader would find it
-        with self.links.lock:
-            self.num_free += 1
-            self.links.notify()
-
-    def load_all(self, num_loads: int) -> None:
-        """Exchange weights, in the order of loads."""
-        rank, num_ranks = self.links.ranks.local_rank, self.links.ranks.num_local
-        parts = [(10 * member, 10 * member + 10) for member in range(num_ranks)]
-        for load in range(num_loads):
-            whole = torch.full((10 * num_ranks,), -1.0)
-            whole[10 * rank : 10 * rank + 10] = 100 * load + rank
-            what = "its shard of a test"
-            self.transport.take_part(load, what, lambda whole=whole: self.transport.fill_from_all(whole, parts))
-            assert whole[::10].tolist() == [100 * load + member for member in range(num_ranks)]
-
-    def run(self, num_loads: int) -> OwnersSums:
-        loads = threading.Thread(target=self.load_all, args=(num_loads,))
-        loads.start()
-        for step in range(self.backwards.num_steps):
-            for key in self.backwards.order(step, self.links.ranks.rank):
-                self.links.wait_for(lambda: self.num_free, "a buffer")
-                with self.links.lock:
-                    self.num_free -= 1
-                gradient = self.backwards.gradient(step, self.links.ranks.rank, key)
-                assert gradient is not None
-                bits = self.backwards.slice_bits(step, self.links.ranks.rank, key)
-                self.exchange.publish(key, gradient, bits, gradient, is_on_device=True)
-            assert self.exchange.wait_until_complete(self.exchange.end_backward())
-        loads.join(20)
-        assert not loads.is_alive()
-        if self.owner.is_alive():
-            self.complete.put(None)
-            self.owner.join()
-        self.links.barrier("all sums to be made")
-        self.links.wait_for(lambda: self.num_free == NUM_BUFFERS, "its own buffers")
-        self.links.barrier("all buffers to be back")
-        self.found.sent_bytes = self.links.sent_bytes[Channel.GRADIENTS]
-        self.exchange.close()
-        self.transport.close()
-        return self.found
-
-
-def exchange_all(links: Links, backwards: Backwards, coded: MeasuredCodec | None = None) -> OwnersSums:
-    rank = RankOfExchange(links, backwards, coded)
-    for step in range(backwards.num_steps):
-        for key in backwards.order(step, links.ranks.rank):
-            rank.publish(step, key)
-        assert rank.exchange.end_backward() == step
-        assert rank.exchange.wait_until_complete(step)
-    return rank.close()
+def exchange_all(
+    links: Links,
+    backwards: Backwards,
+    coded: MeasuredCodec | None = None,
+    *,
+    on_device: bool = False,
+    num_loads: int = 0,
+) -> OwnersSums:
+    return RankOfExchange(links, backwards, coded, on_device=on_device).run(num_loads)
 
 
 def check(backwards: Backwards, of_ranks: list[OwnersSums]) -> None:

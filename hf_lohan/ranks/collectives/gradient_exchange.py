@@ -1,126 +1,128 @@
-"""Averages each chunk's gradient over all ranks, for the rank that owns the chunk.
+"""Averages each chunk's gradient over all ranks, for the rank that owns the chunk, in rounds.
 
-A rank publishes a chunk's gradient as soon as it is complete, in any order. On each node, the rank with the owner's
-local rank is the chunk's *collector*. The ranks of a node tell the collector the offset of their gradient in shared
-memory. A collector of another node sums these gradients, and sends the sum when the owner asks for it (`node_sums`), so
-no rank needs memory for sums that arrive early. At the end of the backward, each rank announces the chunks for which it
-has no gradient.
+A rank publishes a chunk's gradient as soon as it is complete, in any order. In a round, all ranks tell each other what
+they have published since the last one, so all find the same chunks complete, in the same order. On each node, the rank
+with the owner's local rank is the chunk's *collector*. It adds the gradients of its node, which are in shared memory or
+on devices, in rank order, and the owner adds the sums of nodes in their order. A rank that enters the next round has
+read all gradients of the last one, so their buffers are free when that round has ended.
+
+One thread of each rank takes part in rounds and adds. It enters a round when this rank has news, or has read gradients
+in the last one, or when its computation waits for other ranks in a step of which it has told something. *No wait is
+circular.* All operations of a round have one order on all ranks, so only the beginning of a round waits for what ranks
+compute. A rank that needs a sum, or a buffer, has told of its gradient, or enters a round to tell it. Each rank without
+which the chunk is not complete computes, and comes to tell of it. A rank that has told of it enters the round, too: it
+has other news, or waits, or computes until it has news or waits. Other threads of a rank do what others wait for, such
+as sending weights, while its computation waits.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_lohan.ranks.collectives.block_codec import GRADIENTS_WITHIN, BlockCodec
 from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
-from hf_lohan.ranks.collectives.node_sums import DTYPES, ChunkName, NodeSums, TableRows
+from hf_lohan.ranks.collectives.node_sums import ChunkOfNodes, NodeSums, PartsOfNode, TableRows
 from hf_lohan.ranks.collectives.rank_order_sum import (
     CodedValues,
     DeviceSums,
     Gradient,
     NodeSum,
     ValuesOnDevice,
-    numel_of,
     sum_gradients_,
 )
-from hf_lohan.ranks.transport.device_transport import GRADIENTS_OF_DEVICES
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError
 from hf_lohan.ranks.transport.links import Links
-from hf_lohan.ranks.transport.messages import Kind, PayloadReader
 from hf_lohan.ranks.transport.shared_region import SharedRegion
+from hf_lohan.threads import Owner, raised_anew, start_thread
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
-"""A published gradient has one of `DTYPES`, or is coded by one of these. A message has the index in the two lists
-joined."""
-_ON_DEVICE = -1
-"""The offset of a gradient in memory of a device."""
-_SMALL_BITS = 62
-"""Number of slice bits that fit a number of a message."""
+"""A published gradient has one of `_DTYPES`, or is coded by one of these. News have the index in both lists joined."""
+_REST_S = 0.01
+"""Seconds after a round without news in which a rank without news enters no other one."""
+_ChunkName = tuple[int, int]
+"""(step, key) of a chunk."""
+_News = list[Any]
+"""A step, what happened, and its details: a gradient (see `_Part`), keys without one, the end of the backward, or its
+being abandoned."""
+
+
+class _Part(NamedTuple):
+    """What one rank has told of its gradient of a chunk."""
+
+    place: int | None
+    """Offset of the gradient in shared memory, -1 if it is in memory of the rank's device; None without a gradient."""
+    numel: int = 0
+    form: int = 0
+    slice_bits: int = 0
+    """Bit mask of the parameters that have a gradient. The values are zero for all others."""
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.place == _ON_DEVICE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.form] if self.codec is None else torch.float32
+
+    @property
+    def codec(self) -> BlockCodec | None:
+        return _CODECS[self.form - len(_DTYPES)] if self.form >= len(_DTYPES) else None
+
+
+_ON_DEVICE, _OF_COLLECTOR = -1, -2
+_WITHOUT = _Part(None)
+_Parts = dict[int, _Part]
+"""By rank."""
 
 
 @dataclass(frozen=True)
-class GradientPart:
-    """One rank's gradient of a chunk."""
+class CompleteGradient:
+    """A chunk's average over all ranks, in the memory that `place` gave."""
 
-    rank: int
-    values: Gradient | ValuesOnDevice | None
-    """Gradient [numel], in memory that this rank or its device can read; None without a gradient."""
+    step: int
+    key: int
+    numel: int
+    """Elements of the gradient; 0 if no rank has one."""
     slice_bits: int
-    """Bit mask of the parameters that have a gradient. `values` are zero for all others."""
+    """Bit mask of the parameters that have a gradient on any rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Published:
+    """This rank's gradient of a chunk."""
+
+    values: Gradient
+    buffer: object
 
 
 @dataclass(eq=False)
-class _ChunkParts:
-    """The arrived gradients of one chunk."""
+class _Step:
+    """What all ranks have told of a step. It is equal on all ranks after the same round."""
 
-    parts: dict[int, GradientPart] = field(default_factory=dict)
-    """Gradients by rank of this node."""
-    nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """At the owner, the number of elements (0 without a gradient) and the slice bits, by node."""
-    is_announced: bool = False
-    """At the owner, whether `on_complete` was called. On other ranks, whether the owner knows that this node is
-    complete."""
-
-    def in_rank_order(self) -> list[GradientPart]:
-        return [self.parts[rank] for rank in sorted(self.parts)]
-
-
-class CompleteGradient:
-    """A chunk's gradient that all ranks have published. It must be released, even if it was not summed."""
-
-    def __init__(
-        self,
-        exchange: GradientExchange,
-        step: int,
-        key: int,
-        parts: list[GradientPart],
-        nodes: dict[int, tuple[int, int]],
-    ) -> None:
-        self._exchange = exchange
-        self._nodes = [node for node, (numel, _) in sorted(nodes.items()) if numel]
-        self.step = step
-        self.key = key
-        self.parts = parts
-        """The gradients of this node's ranks, in rank order."""
-        self.is_summed = any(isinstance(part.values, ValuesOnDevice) for part in parts)
-        """Whether devices have written the sum of this node to the memory that `place` of the exchange returned."""
-        self.numel = max(numel for numel, _ in nodes.values())
-        """Elements of the gradient; 0 if no rank has one."""
-        self.slice_bits = 0
-        """Bit mask of the parameters that have a gradient on any rank."""
-        for _, bits in nodes.values():
-            self.slice_bits |= bits
-
-    def sum_into(self, out: Tensor) -> Tensor:
-        """Write the average over all ranks to `out`, float32 [numel]. Each part is multiplied by float32(1 / number of
-        ranks). Parts are summed in rank order in each node, and these sums in the order of nodes. `out` may share
-        memory with one part as `sum_gradients_` allows. From the third node on, this part is copied first. If
-        `is_summed`, `out` has the sum of this node. This waits for other nodes, so do not call it on a receiving
-        thread."""
-        exchange = self._exchange
-        values = None if self.is_summed else _values_of(self.parts)
-        if self._nodes == [exchange.ranks.node]:
-            return out if values is None else sum_gradients_(out, values, exchange.ranks.num_ranks)
-        exchange.sums.sum_nodes((self.step, self.key), out, values, self._nodes)
-        self._nodes = []  # other nodes released their gradients after sending the sum
-        return out
-
-    def release(self) -> None:
-        """Return the buffers to their ranks."""
-        self._exchange._release(self.step, self.key, self.parts, self._nodes)
+    chunks: dict[int, _Parts] = field(default_factory=lambda: defaultdict(dict))
+    """By key, the incomplete chunks of which a rank has told something."""
+    complete: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    """Ranks that publish nothing more."""
+    is_abandoned: bool = False
 
 
 class GradientExchange:
-    """One rank's side of the exchange. One thread calls `publish`, `end_backward` and `abandon`."""
+    """One rank's side of the exchange. One thread calls `publish` and `exclude`, and one `end_backward`, `abandon` and
+    `wait_until_complete`."""
 
     def __init__(
         self,
@@ -130,68 +132,62 @@ class GradientExchange:
         *,
         completed: Callable[[CompleteGradient], object],
         release: Callable[[object], object],
-        abandoned: Callable[[int, int], object] = lambda step, rank: None,
+        place: Callable[[int, int], Tensor | None],
+        failed: Callable[[BaseException], object] = lambda error: None,
         coded: MeasuredCodec | None = None,
         rows: Mapping[int, TableRows] | None = None,
         sums: DeviceSums | None = None,
-        place: Callable[[int, int], Tensor | None] = lambda step, key: None,
         gaps_of: Callable[[int], Sequence[tuple[int, int]]] = lambda key: (),
     ) -> None:
-        """`owners`: the owner of each chunk by its key, equal on all ranks. `region`: shared memory with all gradients
-        that another rank of this node sums. The callbacks run on any thread and must not wait. `completed` gets a chunk
-        of this rank that all ranks have published. `release` gets a published buffer that may be used again.
-        `abandoned` gets a step and the rank that abandoned it. `coded`: the codec of sums between nodes. ``rows``:
-        see `NodeSums`. ``sums``: adds gradients in memory of devices. ``place`` and ``gaps_of``: see
-        `DeviceSums.start`."""
-        self.ranks = links.ranks
+        """All ranks make it together. `owners`: the owner of each chunk by its key, equal on all ranks. `region`:
+        shared memory with all gradients that another rank of this node sums. The callbacks run on any thread and must
+        not wait. ``place`` gets the step and key of a chunk of this rank, and returns float32 memory [numel] for its
+        average, or None if it is unwanted. This may be the memory of this rank's gradient, as `sum_gradients_` allows.
+        `completed` gets a chunk of this rank that all ranks have published. `release` gets a published buffer that may
+        be used again. ``failed`` gets the error that ends the exchange. `coded`: the codec of sums between nodes.
+        ``rows``: see `NodeSums`. ``sums``: adds gradients in memory of devices. ``gaps_of``: see `DeviceSums.add`."""
+        self.ranks = ranks = links.ranks
         self._links = links
+        self._owner = Owner()
         self._owners = dict(owners)
-        ranks = links.ranks
         self._collectors = {key: ranks.rank_at(ranks.node, owner % ranks.num_local) for key, owner in owners.items()}
-        self._own = {key for key, owner in owners.items() if owner == ranks.rank}
+        self._num_own = sum(owner == ranks.rank for owner in owners.values())
         self._region = region
-        self._completed = completed
-        self._release_buffer = release
-        self._abandoned = abandoned
+        self._completed, self._release, self._place, self._failed = completed, release, place, failed
+        self._device_sums, self._gaps_of = sums, gaps_of
+        self._lane = links.open("gradients")
+        self._node_sums = NodeSums(links, coded, rows) if ranks.num_nodes > 1 else None
+        self._changed = threading.Condition()
+        """Guards what follows."""
         self._step = 0
-        self._published: set[int] = set()
-        """Keys that were published in this step."""
-        self._buffers: dict[ChunkName, object] = {}
-        """Published buffers that are not released."""
-        self._chunks: dict[ChunkName, _ChunkParts] = defaultdict(_ChunkParts)
-        self._abandoned_steps: set[int] = set()
-        self._complete: dict[int, set[int]] = defaultdict(set)
-        """By step, the keys of this rank's complete chunks."""
-        self.sums = NodeSums(links, self._on_sum_sent, coded, rows)
-        self._on_device: dict[ChunkName, Gradient] = {}
-        """This rank's gradients in memory of its device, whose buffers are not released."""
-        self._awaited_sums: set[ChunkName] = set()
-        """Sums of this rank's chunks that devices have not added yet, of steps that no rank has dropped."""
-        self._pulled_sum: ChunkName | None = None
-        """The sum that devices add for the owner on another node, which has asked for it."""
-        self._device_sums = sums
-        if sums is not None:
-            sums.start(
-                self._local_owner_of,
-                self._values_on_device,
-                self._parts_on_devices,
-                place,
-                self._on_added,
-                needs_sum=lambda: bool(self._awaited_sums) or self._pulled_sum is not None,
-                is_owner=self._own.__contains__,
-                gaps_of=gaps_of,
-            )
-        links.set_handler(Kind.CHUNK, self._on_chunk)
-        links.set_handler(Kind.NO_GRADIENT, self._on_no_gradient)
-        links.set_handler(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop_step(numbers[0], peer))
-        links.set_handler(Kind.RELEASE, self._on_release)
-        links.set_handler(Kind.NODE_READY, self._on_node_ready)
-        links.set_handler(Kind.PULL, self._on_pull)
+        self._told: set[int] = set()
+        """Keys that were published or excluded in this step."""
+        self._news: list[_News] = []
+        self._published: dict[_ChunkName, _Published] = {}
+        """Gradients whose buffers are not released."""
+        self._abandoned: set[int] = set()
+        """Steps that some rank has abandoned."""
+        self._num_complete: dict[int, int] = defaultdict(int)
+        """By step, the number of this rank's complete chunks."""
+        self._open_steps: set[int] = set()
+        """Steps of which this rank has told something, and that have not ended on all ranks."""
+        self._error: BaseException | None = None
+        self._is_closed = False
+        # The thread alone uses these.
+        self._steps: dict[int, _Step] = defaultdict(_Step)
+        self._read: list[_ChunkName] = []
+        """Chunks that were complete in the last round. All ranks have read them when the next one has ended."""
+        links.watch.on_waiting(self._wake)
+        self._thread = start_thread(self._run, "lohan-gradient-rounds", beside_kernels=False)
 
     @property
     def step(self) -> int:
         """Number of backwards that have ended or were abandoned. It is equal on all ranks at the same point."""
         return self._step
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A context in which the computing thread waits for buffers."""
+        return self._links.watch.waiting(self._lane.name)
 
     def publish(
         self,
@@ -208,362 +204,325 @@ class GradientExchange:
         one of `GRADIENTS_WITHIN`, it is coded in its memory (`CodedValues.in_place_of`). With ``is_on_device``, it is
         memory of the device, which the host knows to be filled. It is so on all ranks or on none."""
         flat = gradient.view(-1)
-        with self._links.lock:
-            step = self._step
-            assert key not in self._published, f"chunk {key} was already published in this step"
-            self._published.add(key)
-            is_dropped = step in self._abandoned_steps
-            if not is_dropped:
-                self._buffers[step, key] = buffer
-                if is_on_device:
-                    self._on_device[step, key] = _as_coded(flat, codec)
-        if is_dropped:
-            self._release_buffer(buffer)
-            return
-        collector = self._collectors[key]
-        if collector == self.ranks.rank:
-            values = ValuesOnDevice(flat.numel(), flat.dtype, codec) if is_on_device else _as_coded(flat, codec)
-            self._record_part(step, key, GradientPart(collector, values, slice_bits))
-            return
-        offset = self._region.offset_of(flat) if self._region is not None and not is_on_device else None
-        if is_on_device:
-            offset = _ON_DEVICE
-        if offset is None:
+        place: int | None = _ON_DEVICE if is_on_device else _OF_COLLECTOR
+        if not is_on_device and self._collectors[key] != self.ranks.rank:
+            place = self._region.offset_of(flat) if self._region is not None else None
+        if place is None:
             raise ValueError(
                 f"the gradient of chunk {key} is not in the memory that the ranks of this node share, so rank "
-                f"{collector} cannot read it; take its buffer from this memory"
+                f"{self._collectors[key]} cannot read it; take its buffer from this memory"
             )
-        small, large = _pack_bits(slice_bits)
-        form = DTYPES.index(flat.dtype) if codec is None else len(DTYPES) + _CODECS.index(codec)
-        numbers = (step, key, offset, flat.numel(), form, *small)
-        self._links.send(collector, Kind.CHUNK, *numbers, payload=large)
-
-    def end_backward(self) -> int:
-        """Tell the collectors of unpublished chunks that this rank has no gradient. This does not wait, so other ranks
-        soon get their buffers back. Returns the step, for `wait_until_complete`. Later calls of `publish` belong to the
-        next step."""
-        with self._links.lock:
-            without = self._owners.keys() - self._published
-        step = self._next_step()
-        self._send_no_gradient(step, without)
-        return step
+        form = _DTYPES.index(flat.dtype) if codec is None else len(_DTYPES) + _CODECS.index(codec)
+        values = flat if codec is None else CodedValues.in_place_of(flat, codec)
+        with self._changed:
+            assert key not in self._told, f"chunk {key} was already published in this step"
+            self._told.add(key)
+            is_wanted = self._step not in self._abandoned
+            if is_wanted:
+                self._published[self._step, key] = _Published(values, buffer)
+                self._tell("gradient", key, place, flat.numel(), form, slice_bits)
+        if not is_wanted:
+            self._release(buffer)
 
     def exclude(self, keys: Collection[int]) -> None:
-        """Tell the collectors already now that this rank will have no gradient of these chunks in the step, so that
-        other ranks soon get their buffers back. None of them was published."""
-        with self._links.lock:
-            assert self._published.isdisjoint(keys), "an excluded chunk was published"
-            self._published.update(keys)
-        self._send_no_gradient(self._step, keys)
+        """Tell other ranks already now that this rank will have no gradient of these chunks in the step, so that they
+        soon get their buffers back. None of them was published."""
+        with self._changed:
+            assert self._told.isdisjoint(keys), "an excluded chunk was published"
+            self._told.update(keys)
+            self._tell("none", *keys)
 
-    def _send_no_gradient(self, step: int, without: Collection[int]) -> None:
-        for collector in {self._collectors[key] for key in without}:
-            keys = sorted(key for key in without if self._collectors[key] == collector)
-            if collector != self.ranks.rank:
-                payload = torch.tensor(keys, dtype=torch.int64).numpy().tobytes()
-                self._links.send(collector, Kind.NO_GRADIENT, step, payload=payload)
-                continue
-            for key in keys:
-                self._record_part(step, key, GradientPart(collector, None, 0))
-
-    def wait_until_complete(self, step: int, *, before: str = "") -> bool:
-        """Wait until `completed` has been called for all chunks of this rank in a step. Returns False if the step was
-        abandoned. For `before` and the errors see `Links.wait_for`."""
-
-        def is_over() -> bool:
-            return step in self._abandoned_steps or self._complete[step] == self._own
-
-        def missing() -> set[int]:
-            return self._missing(step)
-
-        self._links.wait_for(is_over, f"the gradients of backward {step}", peers=missing, before=before)
-        with self._links.lock:
-            for ended in [ended for ended in self._complete if ended <= step]:
-                del self._complete[ended]
-            return step not in self._abandoned_steps
-
-    def _missing(self, step: int) -> set[int]:
-        """Return the ranks of this node and the collectors of other nodes for which the step waits."""
-        return set[int]().union(*(self._missing_for((step, key)) for key in self._own - self._complete[step]))
-
-    def _missing_for(self, name: ChunkName) -> set[int]:
-        """Return the ranks for which a chunk of this rank waits."""
-        ranks, chunk = self.ranks, self._chunks.get(name, _ChunkParts())
-        missing = {rank for rank in ranks.on_this_node if rank not in chunk.parts}
-        if chunk.is_announced and self._device_sums is not None:
-            missing.update(self._device_sums.transport.choosing_rank())
-        missing.update(
-            ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node not in chunk.nodes
-        )
-        return missing - {ranks.rank}
-
-    def holders(self) -> set[int]:
-        """Return the ranks for which the buffers wait that this rank has published. Gradients on devices also wait for
-        the rank that orders their sums."""
-        with self._links.lock:
-            holders = set[int]()
-            for step, key in self._buffers:
-                own = key in self._own
-                holders.update(self._missing_for((step, key)) if own else {self._owners[key], self._collectors[key]})
-            if self._on_device and self._device_sums is not None:
-                holders.update(self._device_sums.transport.choosing_rank())
-        return holders - {self.ranks.rank}
+    def end_backward(self) -> int:
+        """Tell other ranks that this rank has no gradient of unpublished chunks. This does not wait, so other ranks
+        soon get their buffers back. Returns the step, for `wait_until_complete`. Later calls of `publish` belong to the
+        next step."""
+        return self._end("end")
 
     def abandon(self) -> None:
         """Abandon a backward that ended with an error. All ranks drop the chunks that some rank has not published, and
         get their buffers back by `release`. If a rank has failed, buffers come back immediately, because no rank
         continues. Later calls of `publish` belong to the next step."""
-        step = self._next_step()
-        with suppress(RankFailedError):
-            self._links.send_all(Kind.BACKWARD_ABANDONED, step)
-            self._drop_step(step, self.ranks.rank)
-            return
-        with self._links.lock:
-            buffers, self._buffers = list(self._buffers.values()), {}
-            self._on_device.clear()
-            self._chunks.clear()
-        for buffer in buffers:
-            self._release_buffer(buffer)
+        self._abandoned.add(self._end("abandon"))
+        if self._error is not None:
+            self._release_all(list(self._published))
 
-    def close(self) -> None:
-        for kind in (Kind.CHUNK, Kind.NO_GRADIENT, Kind.BACKWARD_ABANDONED, Kind.RELEASE, Kind.NODE_READY, Kind.PULL):
-            self._links.remove_handler(kind)
-        self.sums.close()
-
-    # Messages from the ranks of this node.
-
-    def _on_chunk(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        step, key, offset, numel, form, *bits = numbers
-        dtype, codec = (DTYPES[form], None) if form < len(DTYPES) else (torch.float32, _CODECS[form - len(DTYPES)])
-        values: Gradient | ValuesOnDevice = ValuesOnDevice(numel, dtype, codec)
-        if offset != _ON_DEVICE:
-            assert self._region is not None
-            memory = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-            values = _as_coded(memory, codec)
-        self._record_part(step, key, GradientPart(peer, values, _unpack_bits(bits, payload)))
-
-    def _on_no_gradient(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        assert payload is not None
-        for key in torch.frombuffer(bytearray(payload.bytes()), dtype=torch.int64).tolist():
-            self._record_part(numbers[0], key, GradientPart(peer, None, 0))
-
-    def _record_part(self, step: int, key: int, part: GradientPart) -> None:
-        """Record the gradient of a chunk from one rank of this node."""
-        ranks = self.ranks
-        with self._links.lock:
-            is_dropped = step in self._abandoned_steps
-            if not is_dropped:
-                chunk = self._chunks[step, key]
-                chunk.parts[part.rank] = part
-                self._refuse_unequal(key, chunk)
-                if len(chunk.parts) < ranks.num_local:
-                    return
-                numel = max(0 if part.values is None else numel_of(part.values) for part in chunk.parts.values())
-                bits = 0
-                for of_rank in chunk.parts.values():
-                    bits |= of_rank.slice_bits
-                chunk.is_announced = self._owners[key] != ranks.rank
-                if chunk.is_announced and numel == 0:
-                    del self._chunks[step, key]
-        if is_dropped:
-            self._give_back(step, key, [part])
-        elif self._owners[key] == ranks.rank:
-            self._note_sum_of_node(step, key, ranks.node, numel, bits)
-        else:
-            small, large = _pack_bits(bits)
-            self._links.send(self._owners[key], Kind.NODE_READY, step, key, numel, *small, payload=large)
-
-    def _refuse_unequal(self, key: int, chunk: _ChunkParts) -> None:
-        with_values = [part for part in chunk.parts.values() if part.values is not None]
-        for part in with_values[1:]:
-            ours, theirs = with_values[0].values, part.values
-            assert ours is not None
-            assert theirs is not None
-            if isinstance(ours, ValuesOnDevice) != isinstance(theirs, ValuesOnDevice):
-                raise RanksDisagreeError(
-                    f"of the gradients of chunk {key}, one of rank {with_values[0].rank} and rank {part.rank} is on "
-                    "the device and the other in RAM; call the same number of backwards on all ranks, or set "
-                    "transport to host"
-                )
-            if (numel_of(ours), _dtype_of(ours)) != (numel_of(theirs), _dtype_of(theirs)):
-                raise RanksDisagreeError(
-                    f"rank {with_values[0].rank} has {numel_of(ours)} elements of {_dtype_of(ours)} in chunk {key}, "
-                    f"and rank {part.rank} has {numel_of(theirs)} of {_dtype_of(theirs)}; load the same model on all "
-                    "ranks"
-                )
-
-    # Messages from other nodes.
-
-    def _on_node_ready(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        step, key, numel, *bits = numbers
-        self._note_sum_of_node(step, key, self.ranks.of_rank(peer).node, numel, _unpack_bits(bits, payload))
-
-    def _note_sum_of_node(self, step: int, key: int, node: int, numel: int, bits: int) -> None:
-        """Record, at the owner, that a node is complete."""
-        with self._links.lock:
-            is_dropped = step in self._abandoned_steps
-            if not is_dropped:
-                chunk = self._chunks[step, key]
-                chunk.nodes[node] = (numel, bits)
-                if len(chunk.nodes) < self.ranks.num_nodes:
-                    return
-                chunk.is_announced = True
-                is_on_device = any(isinstance(part.values, ValuesOnDevice) for part in chunk.parts.values())
-                if is_on_device:
-                    self._awaited_sums.add((step, key))
-        if is_dropped:
-            self._release(step, key, [], [node] if numel else [])
-        elif is_on_device:
-            assert self._device_sums is not None
-            self._device_sums.order(step, key)
-        else:
-            self._complete_chunk(step, key, chunk)
-
-    def _complete_chunk(self, step: int, key: int, chunk: _ChunkParts) -> None:
-        self._completed(CompleteGradient(self, step, key, chunk.in_rank_order(), chunk.nodes))
-        with self._links.lock:
-            self._complete[step].add(key)
-            self._links.notify()
-
-    # Gradients that devices add.
-
-    def _local_owner_of(self, key: int) -> int:
-        return self._owners[key] % self.ranks.num_local
-
-    def _values_on_device(self, step: int, key: int) -> Gradient:
-        return self._on_device[step, key]
-
-    def _parts_on_devices(self, step: int, key: int) -> list[tuple[int, ValuesOnDevice]]:
-        """Return the gradients of a chunk that this rank collects, by local rank, in their order."""
-        return [
-            (self.ranks.of_rank(part.rank).local_rank, part.values)
-            for part in self._chunks[step, key].in_rank_order()
-            if isinstance(part.values, ValuesOnDevice)
-        ]
-
-    def _on_added(self, step: int, key: int) -> None:
-        with self._links.lock:
-            self._awaited_sums.discard((step, key))
-            if self._pulled_sum == (step, key):
-                self._pulled_sum = None
-                self._links.notify()
-        if key in self._own:
-            self._complete_chunk(step, key, self._chunks[step, key])
-
-    def _on_pull(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """Send this node's sum to the owner, which asks for it."""
-        step, key = numbers
-        values = _values_of(parts := self._chunks[step, key].in_rank_order())
-        num_on_device = sum(isinstance(part.values, ValuesOnDevice) for part in parts)
-        if num_on_device:
-            self.sums.send((step, key), lambda: [self._added_on_device(step, key)], peer, num_on_device)
-        else:
-            self.sums.send((step, key), lambda: values, peer, len(values))
-
-    def _added_on_device(self, step: int, key: int) -> NodeSum:
-        """Have devices add the gradients of a chunk for another node, and wait for it. Their memory holds one such sum,
-        so it is called when the sum before is sent. Until then gradients wait in their buffers, as in RAM."""
-        assert self._device_sums is not None
-        sums, transport = self._device_sums, self._device_sums.transport
-        with self._links.lock:
-            self._pulled_sum = step, key
-        sums.order(step, key)
-
-        def is_over() -> bool:
-            return self._pulled_sum is None or transport.has_ended
-
-        self._links.wait_for(is_over, GRADIENTS_OF_DEVICES, peers=transport.choosing_rank)
-        if self._pulled_sum is not None:
-            transport.raise_error(GRADIENTS_OF_DEVICES)
-        return sums.sum_for_other_node(step, key)
-
-    def _on_sum_sent(self, name: tuple[int, int]) -> None:
-        with self._links.lock:
-            chunk = self._chunks.pop(name)
-        self._give_back(*name, chunk.in_rank_order())
-
-    # Returned buffers.
-
-    def _release(self, step: int, key: int, parts: list[GradientPart], nodes: list[int]) -> None:
-        """Release a chunk at the owner. `nodes` still hold their gradients of the chunk."""
-        with self._links.lock:
-            self._chunks.pop((step, key), None)
-        self._give_back(step, key, parts)
-        for node in nodes:
-            if node != self.ranks.node:
-                self._links.send(self.ranks.rank_at(node, self.ranks.local_rank), Kind.RELEASE, step, key)
-
-    def _give_back(self, step: int, key: int, parts: list[GradientPart]) -> None:
-        for part in parts:
-            if part.values is None:
-                continue
-            if part.rank == self.ranks.rank:
-                self._give_back_own(step, key)
-            else:
-                with suppress(RankFailedError):  # after a failure no rank continues
-                    self._links.send(part.rank, Kind.RELEASE, step, key)
-
-    def _give_back_own(self, step: int, key: int) -> None:
-        with self._links.lock:
-            if (step, key) not in self._buffers:  # after a failure `abandon` has released all buffers
-                return
-            buffer = self._buffers.pop((step, key))
-            self._on_device.pop((step, key), None)
-        self._release_buffer(buffer)
-
-    def _on_release(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        step, key = numbers
-        if peer in self.ranks.on_this_node:
-            self._give_back_own(step, key)
-        else:  # the owner does not need this node's sum
-            self._on_sum_sent((step, key))
-
-    # Ends of steps.
-
-    def _next_step(self) -> int:
-        """Begin the next step. Returns the step that ends."""
-        with self._links.lock:
-            self._step, self._published = self._step + 1, set()
+    def _end(self, what: str) -> int:
+        with self._changed:
+            self._tell(what)
+            self._step, self._told = self._step + 1, set()
             return self._step - 1
 
-    def _drop_step(self, step: int, rank: int) -> None:
-        with self._links.lock:
-            if step in self._abandoned_steps:
-                return
-            self._abandoned_steps.add(step)
-            dropped = {
-                name: chunk for name, chunk in self._chunks.items() if name[0] == step and not chunk.is_announced
-            }
-            for name in dropped:
-                del self._chunks[name]
-            self._awaited_sums = {name for name in self._awaited_sums if name[0] != step}
-            self._links.notify()
-        for (_, key), chunk in dropped.items():
-            self._release(step, key, chunk.in_rank_order(), [node for node, (numel, _) in chunk.nodes.items() if numel])
-        if rank != self.ranks.rank:
-            logger.info("rank %d abandoned backward %d", rank, step)
-            self._abandoned(step, rank)
+    def _tell(self, what: str, *details: int) -> None:
+        self._open_steps.add(self._step)
+        self._news.append([self._step, what, *details])
+        self._changed.notify_all()
+
+    def wait_until_complete(self, step: int) -> bool:
+        """Wait until `completed` has been called for all chunks of this rank in a step. Returns False if the step was
+        abandoned. Raises the errors of `Lane.run`."""
+
+        def is_over() -> bool:
+            return step in self._abandoned or self._num_complete[step] == self._num_own
+
+        with self.waiting(), self._changed:
+            self._changed.wait_for(lambda: is_over() or self._error is not None)
+            if not is_over():
+                assert self._error is not None
+                raise raised_anew(self._error)
+            for ended in [ended for ended in self._num_complete if ended <= step]:
+                del self._num_complete[ended]
+            return step not in self._abandoned
+
+    def close(self) -> None:
+        """Take part in no more rounds. Does nothing in a forked process."""
+        if not self._owner.is_here:
+            return
+        self._links.watch.forget_waiting(self._wake)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for stopped in (self._lane, self._node_sums, self._device_sums):
+            if stopped is not None:
+                stopped.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # Rounds. The thread calls what follows.
+
+    def _run(self) -> None:
+        try:
+            while (news := self._next_news()) is not None:
+                has_news = self._take_round(news)
+                if not has_news:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._news or self._is_closed, _REST_S)
+        except BaseException as error:
+            if not self._is_closed:
+                self._note_error(error)
+
+    def _note_error(self, error: BaseException) -> None:
+        if not isinstance(error, RankFailedError):
+            self._links.fail(error)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+            abandoned = [name for name in self._published if name[0] in self._abandoned]
+        self._release_all(abandoned)
+        self._failed(error)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _next_news(self) -> list[_News] | None:
+        """Wait until this rank enters a round. Returns its news; None after `close`."""
+
+        def enters() -> bool:
+            listens = bool(self._open_steps) and self._links.watch.is_waiting
+            return bool(self._news or self._read) or listens
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or enters())
+            if self._is_closed:
+                return None
+            news, self._news = self._news, []
+            return news
+
+    def _take_round(self, news: list[_News]) -> bool:
+        """Tell other ranks the news, and add what is complete then. Returns whether any rank had news, or read
+        gradients of the last round."""
+        told = self._lane.agree("gradients", json.dumps(news).encode() if news else b"")
+        read, self._read = self._read, []
+        self._release_all(read)
+        touched: dict[_ChunkName, None] = {}
+        for rank, packed in enumerate(told):
+            for step, what, *details in json.loads(packed or b"[]"):
+                touched.update(dict.fromkeys((step, key) for key in self._note(rank, step, what, details)))
+        self._drop_abandoned()
+        complete = {name: parts for name in touched if (parts := self._pop_complete(*name)) is not None}
+        for batch in self._batches(complete):
+            self._add(batch)
+        self._read = list(complete)
+        self._forget_ended()
+        return bool(read or any(told))
+
+    def _note(self, rank: int, step: int, what: str, details: list[int]) -> list[int]:
+        """Note a rank's news. Returns the keys of chunks that may be complete now."""
+        of_step = self._steps[step]
+        if what == "gradient":
+            key, *told = details
+            of_step.chunks[key][rank] = _Part(*told)
+            return [key]
+        if what == "none":
+            keys = details
+        else:
+            of_step.ended.add(rank)
+            if what == "abandon":
+                of_step.is_abandoned = True
+                if rank != self.ranks.rank:
+                    logger.info("rank %d abandoned backward %d", rank, step)
+            keys = [key for key in self._owners if key not in of_step.complete]
+        for key in keys:
+            of_step.chunks[key].setdefault(rank, _WITHOUT)
+        return keys
+
+    def _drop_abandoned(self) -> None:
+        """Drop the incomplete chunks of abandoned steps."""
+        abandoned = {step for step, of_step in self._steps.items() if of_step.is_abandoned}
+        if not abandoned:
+            return
+        for step in abandoned:
+            self._steps[step].chunks.clear()
+        with self._changed:
+            self._abandoned |= abandoned
+            self._changed.notify_all()
+            dropped = [
+                name
+                for name in self._published
+                if name[0] in abandoned and name[1] not in self._steps[name[0]].complete
+            ]
+        self._release_all(dropped)
+
+    def _pop_complete(self, step: int, key: int) -> _Parts | None:
+        of_step = self._steps[step]
+        if len(of_step.chunks.get(key, ())) < self.ranks.num_ranks:
+            return None
+        of_step.complete.add(key)
+        parts = of_step.chunks.pop(key)
+        return {rank: parts[rank] for rank in sorted(parts) if parts[rank].place is not None}
+
+    def _forget_ended(self) -> None:
+        ended = [step for step, of_step in self._steps.items() if len(of_step.ended) == self.ranks.num_ranks]
+        for step in ended:
+            del self._steps[step]
+        with self._changed:
+            self._open_steps.difference_update(ended)
+
+    def _release_all(self, names: Sequence[_ChunkName]) -> None:
+        with self._changed:
+            released = [self._published.pop(name) for name in names if name in self._published]
+        for published in released:
+            self._release(published.buffer)
+
+    # Sums.
+
+    def _batches(self, complete: Mapping[_ChunkName, _Parts]) -> Iterator[dict[_ChunkName, _Parts]]:
+        """Yield chunks that different ranks of a node collect, which devices exchange at once."""
+        batch: dict[_ChunkName, _Parts] = {}
+        local_owners: set[int] = set()
+        for name, parts in complete.items():
+            local_owner = self._owners[name[1]] % self.ranks.num_local
+            if local_owner in local_owners:
+                yield batch
+                batch, local_owners = {}, set()
+            batch[name] = parts
+            local_owners.add(local_owner)
+        if batch:
+            yield batch
+
+    def _add(self, batch: Mapping[_ChunkName, _Parts]) -> None:
+        """Add the chunks that this rank collects."""
+        ranks = self.ranks
+        on_devices, own = {}, None
+        for (step, key), parts in batch.items():
+            here = {rank: part for rank, part in parts.items() if rank in ranks.on_this_node}
+            self._refuse_unequal(key, parts)
+            if any(part.is_on_device for part in here.values()):
+                on_devices[step, key] = here
+            if self._collectors[key] == ranks.rank:
+                own = step, key
+        out = None
+        if own is not None and self._owners[own[1]] == ranks.rank and batch[own]:
+            out = self._place(*own)
+        is_added = own in on_devices
+        added = None
+        if on_devices:
+            added = self._add_on_devices(on_devices, own if is_added else None, out if is_added else None)
+        if own is None:
+            return
+        values: list[Gradient | NodeSum] = [] if added is None else [added]
+        if not is_added:
+            values += [
+                self._values_of(own, rank, part) for rank, part in batch[own].items() if rank in ranks.on_this_node
+            ]
+        self._add_nodes(own, batch[own], values, out, is_added=is_added)
+
+    def _add_on_devices(
+        self, chunks: Mapping[_ChunkName, _Parts], own: _ChunkName | None, out: Tensor | None
+    ) -> NodeSum | None:
+        """Have the devices of this node's ranks add their gradients of chunks."""
+        assert self._device_sums is not None
+        ranks = self.ranks
+        sends: list[tuple[int, Gradient]] = []
+        receives: list[tuple[int, Gradient | ValuesOnDevice]] = []
+        for name, parts in chunks.items():
+            for rank, part in parts.items():
+                if name == own and rank != ranks.rank:
+                    receives.append(
+                        (ranks.of_rank(rank).local_rank, ValuesOnDevice(part.numel, part.dtype, part.codec))
+                    )
+                elif name == own:
+                    receives.append((ranks.local_rank, self._published[name].values))
+                elif rank == ranks.rank:
+                    collector = ranks.of_rank(self._collectors[name[1]]).local_rank
+                    sends.append((collector, self._published[name].values))
+        is_owner = own is not None and self._owners[own[1]] == ranks.rank
+        gaps = self._gaps_of(own[1]) if own is not None else ()
+        return self._device_sums.add(sends, receives, is_owner=is_owner, place=out, gaps=gaps)
+
+    def _add_nodes(
+        self, name: _ChunkName, parts: _Parts, values: list[Gradient | NodeSum], out: Tensor | None, *, is_added: bool
+    ) -> None:
+        """Add the gradients of this node, and the sums of all nodes if others have gradients."""
+        ranks, (step, key) = self.ranks, name
+        owner, numel = self._owners[key], max((part.numel for part in parts.values()), default=0)
+        is_owner, of_nodes = owner == ranks.rank, _by_node(parts, ranks.num_local)
+        if is_owner and numel and out is None:
+            out = torch.empty(numel)  # other ranks may send their part of a sum that is unwanted here
+        if set(of_nodes) - {ranks.of_rank(owner).node}:
+            assert self._node_sums is not None
+            chunk = ChunkOfNodes(
+                key=key, owner=owner, numel=numel, nodes=of_nodes, values=values, out=out, is_added=is_added
+            )
+            self._node_sums.add(chunk)
+        elif out is not None and not is_added:
+            sum_gradients_(out, [value for value in values if not isinstance(value, NodeSum)], ranks.num_ranks)
+        if is_owner:
+            bits = 0
+            for part in parts.values():
+                bits |= part.slice_bits
+            self._completed(CompleteGradient(step, key, numel, bits))
+            with self._changed:
+                self._num_complete[step] += 1
+                self._changed.notify_all()
+
+    def _values_of(self, name: _ChunkName, rank: int, part: _Part) -> Gradient:
+        if rank == self.ranks.rank:
+            return self._published[name].values
+        assert self._region is not None
+        assert part.place is not None
+        memory = self._region.bytes[part.place : part.place + part.numel * part.dtype.itemsize].view(part.dtype)
+        return memory if part.codec is None else CodedValues.in_place_of(memory, part.codec)
+
+    def _refuse_unequal(self, key: int, parts: _Parts) -> None:
+        first_of: dict[int, int] = {}
+        for rank, part in parts.items():
+            first = first_of.setdefault(self.ranks.of_rank(rank).node, rank)
+            if parts[first].is_on_device != part.is_on_device:
+                raise RanksDisagreeError(
+                    f"of the gradients of chunk {key}, one of rank {first} and rank {rank} is on the device and the "
+                    "other in RAM; call the same number of backwards on all ranks, or set transport to host"
+                )
+            if (parts[first].numel, parts[first].dtype) != (part.numel, part.dtype):
+                raise RanksDisagreeError(
+                    f"rank {first} has {parts[first].numel} elements of {parts[first].dtype} in chunk {key}, and rank "
+                    f"{rank} has {part.numel} of {part.dtype}; load the same model on all ranks"
+                )
 
 
-def _as_coded(values: Tensor, codec: BlockCodec | None) -> Gradient:
-    return values if codec is None else CodedValues.in_place_of(values, codec)
-
-
-def _values_of(parts: list[GradientPart]) -> list[Gradient]:
-    """Return the gradients that the host can read."""
-    return [part.values for part in parts if isinstance(part.values, Tensor | CodedValues)]
-
-
-def _dtype_of(gradient: Gradient | ValuesOnDevice) -> torch.dtype:
-    return torch.float32 if isinstance(gradient, CodedValues) else gradient.dtype
-
-
-def _pack_bits(bits: int) -> tuple[tuple[int, ...], bytes]:
-    """Pack a few bits as a number of a message, and more as its payload."""
-    if bits < 1 << _SMALL_BITS:
-        return (bits,), b""
-    return (), bits.to_bytes(-(-bits.bit_length() // 8), "little")
-
-
-def _unpack_bits(numbers: list[int], payload: PayloadReader | None) -> int:
-    return int.from_bytes(payload.bytes(), "little") if payload is not None else numbers[0]
+def _by_node(parts: _Parts, num_local: int) -> dict[int, PartsOfNode]:
+    """Return the gradients of each node that has some, in the order of nodes."""
+    of_nodes: dict[int, list[_Part]] = defaultdict(list)
+    for rank, part in parts.items():
+        of_nodes[rank // num_local].append(part)
+    return {node: PartsOfNode(len(of_node), of_node[0].dtype) for node, of_node in of_nodes.items()}

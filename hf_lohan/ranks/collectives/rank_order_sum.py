@@ -5,7 +5,7 @@ the device of their chunk's owner, which adds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Lane
 from hf_lohan.planner.pool_plan import LINK_TILE_NUMEL
 from hf_lohan.ranks.collectives.block_codec import BlockCodec
-from hf_lohan.ranks.transport.device_transport import DeviceTransport
+from hf_lohan.ranks.transport.device_lane import DeviceLane
 from hf_lohan.ranks.transport.topology import Ranks
 
 SUM_TILE_NUMEL = 64 * 1024
@@ -98,12 +98,12 @@ class NodeSum:
         return self.values.numel()
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Return the values [start, stop), which are overwritten by the next call. Waits for their copy."""
+        """Return the values [start, stop) in new memory. Waits for their copy."""
         values = self.values[start:stop]
         piece = self.piece[: values.numel()]
         self.device.copy(Lane.D2H_ASIDE, piece, values)
         self.device.record(Lane.D2H_ASIDE).synchronize()
-        return piece.to(self.dtype)
+        return piece.to(self.dtype, copy=True)
 
 
 def numel_of(gradient: Gradient | NodeSum | ValuesOnDevice) -> int:
@@ -196,106 +196,76 @@ def _refuse_overwriting(out: Tensor, part: Tensor) -> None:
 
 class DeviceSums:
     """Adds the gradients of a node's ranks on the device of each chunk's collector, in rank order. If that rank owns
-    the chunk, it copies the sum to host memory; otherwise it keeps the sum for the owner on another node.
-    `DeviceTransport` gives all ranks the same order of sums, and its thread carries them out."""
+    the chunk, it copies the sum to host memory; otherwise it keeps the sum for the owner on another node. One thread of
+    each rank uses it."""
 
-    def __init__(self, device: Device, transport: DeviceTransport, ranks: Ranks, buffer_bytes: int) -> None:
+    def __init__(self, device: Device, lane: DeviceLane, ranks: Ranks, buffer_bytes: int) -> None:
         """``buffer_bytes``: bytes of the largest chunk's gradient in float32."""
         self._device = device
-        self.transport = transport
+        self._lane = lane
         self._ranks = ranks
         numel = buffer_bytes // torch.float32.itemsize
         self._received = [device.empty(buffer_bytes) for _ in range(ranks.num_local - 1)]
         self._total = device.empty(buffer_bytes).view(torch.float32)
-        self._for_other_node = self._piece = self._total[:0]
-        """The sum of a chunk that a rank of another node owns, and host memory for a piece of it."""
+        self._piece = self._total[:0]
+        """Host memory for a piece of a sum that a rank of another node owns."""
         if ranks.num_nodes > 1:
-            self._for_other_node = device.empty(buffer_bytes).view(torch.float32)
             self._piece = device.host_empty(SUM_PIECE_NUMEL * torch.float32.itemsize).view(torch.float32)
         self._scratch = device.empty(min(numel, LINK_TILE_NUMEL) * torch.float32.itemsize).view(torch.float32)
 
-    def start(
+    def add(
         self,
-        local_owner_of: Callable[[int], int],
-        values_of: Callable[[int, int], Gradient],
-        parts_of: Callable[[int, int], Sequence[tuple[int, ValuesOnDevice]]],
-        place: Callable[[int, int], Tensor | None],
-        completed: Callable[[int, int], object],
-        needs_sum: Callable[[], bool],
-        is_owner: Callable[[int], bool] = lambda key: True,
-        gaps_of: Callable[[int], Sequence[tuple[int, int]]] = lambda key: (),
-    ) -> None:
-        """Begin to take part in sums. The functions get a step and a key. ``values_of``: this rank's gradient, in
-        memory of its device that the host knows to be filled. ``parts_of``: the gradients of a chunk that this rank
-        collects, by local rank, in their order. ``place``: host memory for the sum of a chunk that this rank owns; None
-        if it is unwanted. ``completed`` is called when the sum is there. ``needs_sum``: see `DeviceTransport.add_with`.
-        The others get a key alone. ``local_owner_of``: the local rank of the owner. ``is_owner``: whether this rank
-        owns the chunk. ``gaps_of``: the ranges of the chunk that are zero, and that no rank sends."""
-        self._local_owner_of, self._values_of, self._parts_of = local_owner_of, values_of, parts_of
-        self._place, self._completed, self._is_owner, self._gaps_of = place, completed, is_owner, gaps_of
-        self.transport.add_with(self._add, needs_sum)
-
-    def order(self, step: int, key: int) -> None:
-        """Have all ranks of the node send their gradient of a chunk that this rank collects. All have published it."""
-        members = sum(1 << member for member, _ in self._parts_of(step, key))
-        self.transport.order_sum(step, key, members)
-
-    def sum_for_other_node(self, step: int, key: int) -> NodeSum:
-        """Return the sum of a chunk that this rank does not own, which was added last of all such chunks. The gradient
-        of a single rank is not scaled."""
-        parts = [part for _, part in self._parts_of(step, key)]
-        values = self._for_other_node[: parts[0].num_values]
-        is_single = len(parts) == 1 and parts[0].codec is None
-        self._device.enter_thread()
-        return NodeSum(self._device, values, parts[0].dtype if is_single else torch.float32, self._piece)
-
-    def _add(self, names: Sequence[tuple[int, ...]]) -> Callable[[], object]:
-        """Send this rank's gradients of chunks that other ranks collect, and add those of a chunk of this rank."""
-        own: tuple[int, int] | None = None
-        sends: list[tuple[int, Gradient]] = []
-        for step, key, members in names:
-            collector = self._local_owner_of(key)
-            if collector == self._ranks.local_rank:
-                own = step, key
-            elif members >> self._ranks.local_rank & 1:
-                sends.append((collector, self._values_of(step, key)))
-        receives, parts = self._own_parts(*own) if own is not None else ([], [])
-        is_owner = own is None or self._is_owner(own[1])
-        total = (self._total if is_owner else self._for_other_node)[: numel_of(parts[0]) if parts else 0]
-        num_averaged = 1 if len(parts) == 1 and not is_owner else self._ranks.num_ranks
+        sends: Sequence[tuple[int, Gradient]],
+        parts: Sequence[tuple[int, Gradient | ValuesOnDevice]],
+        *,
+        is_owner: bool,
+        place: Tensor | None,
+        gaps: Sequence[tuple[int, int]],
+    ) -> NodeSum | None:
+        """Send this rank's gradients of chunks that other ranks collect, and add those of a chunk that this rank
+        collects. All ranks of the node call this. ``sends``: the gradients by local rank of their collector. ``parts``:
+        the gradients by local rank, in their order. This rank's own ones are in memory of its device that the host
+        knows to be filled. ``place``: host memory for the sum if this rank owns the chunk; None if it is unwanted.
+        ``gaps``: the ranges of the chunk that are zero, and that no rank sends. Returns the sum of a chunk that a rank
+        of another node owns, until the next call. The gradient of a single rank is not scaled then."""
+        receives: list[tuple[int, Gradient]] = []
+        values = [self._room_for(part, member, receives) for member, part in parts]
+        total = self._total[: numel_of(values[0]) if values else 0]
+        is_single = len(values) == 1 and not is_owner
 
         def work() -> None:
-            self.transport.exchange(_as_bytes(sends), _as_bytes(receives))
-            if own is None or not parts:
-                return
-            add_on_device(total, parts, num_averaged, self._scratch)
-            for start, stop in self._gaps_of(own[1]):
+            self._lane.exchange(_as_bytes(sends), _as_bytes(receives))
+            if values:
+                add_on_device(total, values, 1 if is_single else self._ranks.num_ranks, self._scratch)
+            for start, stop in gaps if values else ():
                 total[start:stop].zero_()
 
-        device, lane = self._device, Lane.D2H_ASIDE
-        reads = [memory for values in (*(values for _, values in sends), *parts) for memory in memory_of(values)]
-        device.run(lane, work, fills=total, reads=reads, name="add gradients")
-        if own is not None and is_owner and (place := self._place(*own)) is not None:
-            device.copy(lane, place, total)
-        device.record(lane).synchronize()
-        return lambda: self._end(own)
+        def enqueue() -> None:
+            reads = [memory for part in (*(part for _, part in sends), *values) for memory in memory_of(part)]
+            self._device.run(Lane.D2H_ASIDE, work, fills=total, reads=reads, name="add gradients")
+            if place is not None:
+                self._device.copy(Lane.D2H_ASIDE, place, total)
+            self._device.record(Lane.D2H_ASIDE).synchronize()
 
-    def _own_parts(self, step: int, key: int) -> tuple[list[tuple[int, Gradient]], list[Gradient]]:
-        """Return the parts of a sum in their order, and those of them that other ranks send, by local rank."""
-        receives: list[tuple[int, Gradient]] = []
-        parts: list[Gradient] = []
-        for member, values in self._parts_of(step, key):
-            if member == self._ranks.local_rank:
-                parts.append(self._values_of(step, key))
-                continue
-            memory = self._received[len(receives)][: values.num_values * values.dtype.itemsize].view(values.dtype)
-            parts.append(memory if values.codec is None else CodedValues.in_place_of(memory, values.codec))
-            receives.append((member, parts[-1]))
-        return receives, parts
+        self._lane.run("gradients that devices add", enqueue)
+        if is_owner or not values:
+            return None
+        self._device.enter_thread()
+        is_exact = is_single and isinstance(values[0], Tensor)
+        return NodeSum(self._device, total, values[0].dtype if is_exact else torch.float32, self._piece)
 
-    def _end(self, own: tuple[int, int] | None) -> None:
-        if own is not None:
-            self._completed(*own)
+    def stop(self) -> None:
+        """End an addition in progress with an error, and add no more."""
+        self._lane.close()
+
+    def _room_for(self, part: Gradient | ValuesOnDevice, member: int, receives: list[tuple[int, Gradient]]) -> Gradient:
+        """Return a gradient of this rank, or memory for one that another rank sends, and note it in ``receives``."""
+        if not isinstance(part, ValuesOnDevice):
+            return part
+        memory = self._received[len(receives)][: part.num_values * part.dtype.itemsize].view(part.dtype)
+        values = memory if part.codec is None else CodedValues.in_place_of(memory, part.codec)
+        receives.append((member, values))
+        return values
 
 
 def memory_of(gradient: Gradient) -> list[Tensor]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import Device, DeviceGroup
-from hf_lohan.ranks.transport.failures import RankFailedError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.threads import start_thread
 
@@ -104,21 +103,14 @@ class DeviceLane:
             return self._work
 
         try:
-            self._raise_lost(what)
             self._lane.run(what, begin)
-            self._raise_lost(what)
+            if self._lost is not None:
+                self._links.watch.raise_cause(what, self._lost, self._lane.members)
             if self._work is not None and self._work.error is not None:
                 raise self._work.error
         except BaseException:
             self._abort()
             raise
-
-    def _raise_lost(self, what: str) -> None:
-        if self._is_closed:
-            rank = self._ranks.rank
-            raise RankFailedError(f"rank {rank} closed its connections while it waited for {what}", rank)
-        if self._lost is not None:
-            self._links.watch.raise_cause(what, self._lost)
 
     # Called by ``enqueue``.
 
@@ -155,6 +147,7 @@ class DeviceLane:
         """End an operation in progress with an error, and take part in no more."""
         if not self._is_closed:
             self._is_closed = True
+            self._lane.stop()
             self._abort()
             self._tasks.put(None)
 

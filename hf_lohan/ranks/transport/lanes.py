@@ -247,8 +247,15 @@ class Lane:
     ) -> None:
         """Send parts of ``sent``, uint8 of ``sum(send_sizes)``, to the members in their order, and receive theirs to
         ``received``, uint8 of ``sum(sizes)``. Sizes are in bytes, and both ends know them. A part may be empty."""
-        self.run(tag, lambda group: group.alltoall_base(received, sent, list(sizes), list(send_sizes)))
+        with self._in_use:
+            self.finish(self.begin_exchange(sent, send_sizes, received, sizes, tag))
+
+    def begin_exchange(
+        self, sent: Tensor, send_sizes: Sequence[int], received: Tensor, sizes: Sequence[int], tag: str
+    ) -> BegunWork:
+        """Begin an `exchange` for `finish`. Both tensors are in use until then."""
         self.sent_bytes += sum(send_sizes) - send_sizes[self.place]
+        return self.begin(tag, lambda group: group.alltoall_base(received, sent, list(sizes), list(send_sizes)))
 
     def close(self) -> None:
         """End this rank's waits in the lane. A rank that waits for this one there gets an error. Any thread may call
