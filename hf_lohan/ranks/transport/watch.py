@@ -177,6 +177,10 @@ class Watch:
             if stops_compute:
                 self._note_waiting()
 
+    @property
+    def is_waiting(self) -> bool:
+        return self.waiting_since_s is not None
+
     def on_waiting(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which must not wait, whenever `waiting_since_s` may have changed."""
         self._waiting_changed.append(callback)
