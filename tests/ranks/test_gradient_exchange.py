@@ -222,7 +222,8 @@ def test_a_rank_that_hangs_is_named_by_all_others(num_ranks: int, num_local: int
     outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[Fault(1, "hang", 8, lane)], timeout_s=2.0)
     for rank in (0, *range(2, num_ranks)):
         assert "rank 1 " in str(outcomes[rank].error), outcomes[rank].error
-        assert "said nothing for 2 s while rank" in str(outcomes[rank].error)
+        # If only the thread of the exchange hangs, its rank may wait elsewhere for one that waits for gradients.
+        assert "said nothing for 2 s while rank" in str(outcomes[rank].error) or lane == "sums"
 
 
 def test_the_error_names_a_rank_that_never_publishes() -> None:
@@ -260,10 +261,12 @@ def test_gradients_of_different_sizes_are_refused() -> None:
         mine = region.bytes[4096 * links.ranks.rank :].view(torch.float32)
         exchange.publish(7, mine[: 100 + links.ranks.rank], 1, None)
         exchange.wait_until_complete(exchange.end_backward())
+        links.barrier("the end")
 
     outcomes = rank_outcomes(2, run)
-    assert isinstance(outcomes[0].error, RanksDisagreeError | RankFailedError)
-    assert "rank 0 has 100 elements of torch.float32 in chunk 7, and rank 1 has 101" in str(outcomes[0].error)
+    assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
+    for outcome in outcomes:
+        assert "rank 0 has 100 elements of torch.float32 in chunk 7, and rank 1 has 101" in str(outcome.error)
 
 
 def test_a_gradient_that_the_owner_cannot_read_is_refused() -> None:
