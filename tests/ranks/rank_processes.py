@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import os
 import re
+import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -42,8 +44,17 @@ class RankProcesses:
         num_local: int | None = None,
         timeout_s: float = 30.0,
         environment: dict[str, str] | None = None,
+        rank_0_has_store: bool = False,
+        end_interpreters: bool = False,
     ) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        """``rank_0_has_store``: the store ends with the process of rank 0, and not with this one.
+        ``end_interpreters``: interpreters end as at the end of a script, which a forked process leaves out."""
+        if rank_0_has_store:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+        else:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
         self.connections: list[Connection] = []
         self.processes = []
         num_local = num_local or num_ranks
@@ -52,7 +63,10 @@ class RankProcesses:
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
                 target=_run,
-                args=(function, ranks, self._store.port, timeout_s, environment or {}, theirs, sys.path),
+                args=(
+                    *(function, ranks, port, rank_0_has_store, end_interpreters),
+                    *(timeout_s, environment or {}, theirs, sys.path),
+                ),
                 daemon=True,
             )
             process.start()
@@ -87,6 +101,13 @@ class RankProcesses:
             process.join(HANGS_AFTER_S)
         return found
 
+    def exit_codes(self, of_ranks: Sequence[int]) -> list[int | None]:
+        """Return the exit codes of processes, in time; None if one hangs."""
+        until_s = time.monotonic() + HANGS_AFTER_S
+        for rank in of_ranks:
+            self.processes[rank].join(max(0.0, until_s - time.monotonic()))
+        return [self.processes[rank].exitcode for rank in of_ranks]
+
     def assert_killed_and_named(self, rank: int) -> None:
         """Check that a rank that reports before it is killed ends all others within 5 s by an error that names it."""
         killed_s = self.report_of(rank)
@@ -107,6 +128,8 @@ def _run(
     function: Callable[[Links, Callable[[object], None]], object],
     ranks: Ranks,
     port: int,
+    rank_0_has_store: bool,
+    end_interpreter: bool,
     timeout_s: float,
     environment: dict[str, str],
     connection: Connection,
@@ -114,14 +137,22 @@ def _run(
 ) -> None:
     sys.path[:] = path
     os.environ.update(environment)
-    ended = Ended()
+    gc.freeze()  # at the interpreter's end, Python would look for garbage in all modules
+    ended, code = Ended(), 0
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        with connect(ranks, store, CONNECTS_WITHIN_S) as links:
-            ended.result = function(links, connection.send)
+        has_store = rank_0_has_store and ranks.rank == 0
+        store = dist.TCPStore("127.0.0.1", port, is_master=has_store, wait_for_workers=False)
+        links = connect(ranks, store, CONNECTS_WITHIN_S)
+        links.set_timeout(timeout_s)
+        ended.result = function(links, connection.send)
+        if not end_interpreter:
+            links.close()
     except BaseException as error:
-        ended.error = f"{type(error).__name__}: {error}"
-        if not isinstance(error, RuntimeError):
-            traceback.print_exc()
+        ended.error, code = f"{type(error).__name__}: {error}", 1
+        sys.last_value = error
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     ended.at_s = time.monotonic()
     connection.send(ended)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.pythonapi.Py_Exit(code) if end_interpreter else os._exit(code)

@@ -33,7 +33,8 @@ class Notice(NamedTuple):
     """What a rank has told, and when this rank first read that."""
 
     table: Table
-    table_s: float
+    beats_s: float
+    """When this rank first read the number of beats in the table."""
     num_looks: int
     """How often the thread of the rank has looked."""
     num_looks_s: float
@@ -91,6 +92,10 @@ class NoticeBoard:
         """Seconds in which a rank that has not left has given no new notice."""
         notice = self.notices.get(rank)
         return 0.0 if notice is None or notice.has_left else self.read_s - notice.num_looks_s
+
+    def unchanged_s(self, rank: int) -> float:
+        """Seconds in which another rank's computation has not gone on; 0 for this rank."""
+        return self.read_s - self.notices[rank].beats_s if rank in self.notices else 0.0
 
     def die(self) -> None:
         """Write nothing any more, as if this process were killed."""
@@ -150,9 +155,15 @@ class NoticeBoard:
         for rank, written in zip(self._ranks.others, told, strict=True):
             table, num_looks, *flags = json.loads(written)
             before = self.notices.get(rank)
-            table_s = before.table_s if before is not None and before.table == table else self.read_s
-            num_looks_s = before.num_looks_s if before is not None and before.num_looks == num_looks else self.read_s
-            self.notices[rank] = Notice(table, table_s, num_looks, num_looks_s, *flags)
+            if before is None:
+                before = Notice(table, self.read_s, num_looks, self.read_s, False, False)
+            self.notices[rank] = Notice(
+                table,
+                before.beats_s if before.table["beats"] == table["beats"] else self.read_s,
+                num_looks,
+                before.num_looks_s if before.num_looks == num_looks else self.read_s,
+                *flags,
+            )
 
     def _end(self) -> None:
         """Say the last words. The end of this process cuts its last bytes, and may end the store."""

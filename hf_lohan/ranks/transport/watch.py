@@ -154,6 +154,8 @@ class Watch:
 
     def note_position(self, lane: str, number: int, tag: str) -> None:
         self._positions[lane] = number, tag
+        if lane in self._of_compute:
+            self.beat()
 
     def note_closed(self, lane: str) -> None:
         """Note that this rank takes part in no later operation of a lane."""
@@ -167,6 +169,7 @@ class Watch:
         lanes = of_threads.setdefault(threading.get_ident(), [])
         lanes.append(lane)
         if stops_compute:
+            self.beat()
             self._note_waiting()
         try:
             yield
@@ -197,7 +200,8 @@ class Watch:
             callback()
 
     def beat(self) -> None:
-        """Tell ranks that wait for this one that it is working."""
+        """Tell ranks that wait for this one that its computation goes on. Threads beside it may serve other ranks although
+        it hangs, so what they do does not count."""
         self._num_beats += 1
 
     def announce(self, failure: Failure) -> None:
@@ -238,37 +242,34 @@ class Watch:
             if (gone := next(filter(self._board.has_left, late), None)) is not None:
                 raise RankFailedError(self._left_text(gone, what), gone)
             if now_s - since_s > min(_CYCLE_S, self.timeout_s):
-                unchanged_s = {rank: self._board.read_s - notice.table_s for rank, notice in notices.items()}
-                self._judge_long_wait(tables, unchanged_s, lane, what, now_s - since_s)
+                self._judge_long_wait(tables, lane, what, now_s - since_s)
         if now_s - since_s > self.timeout_s and now_s - self._board.looked_s > self.timeout_s:
             self._raise_silent(0, what)  # its node has the store, which does not answer
 
-    def _judge_long_wait(
-        self, tables: Mapping[int, Table], unchanged_s: Mapping[int, float], lane: str, what: str, waited_s: float
-    ) -> None:
+    def _judge_long_wait(self, tables: Mapping[int, Table], lane: str, what: str, waited_s: float) -> None:
         for rank in self._late(tables, lane):
             if lane in tables[rank]["closed"]:  # and no rank has told another cause meanwhile
                 text = f"{self.name_of(rank)} had closed its model while rank {self.ranks.rank} waited for {what}"
                 raise RankFailedError(text, rank)
         path, cycle, is_sure = self._follow(tables, lane)
-        if calls := _calls_of(tables, cycle):
+        calls = {rank: _calls_of(tables[rank]) for rank in cycle}
+        if calls and all(calls.values()):
             patience_s = min(_CYCLE_S, self.timeout_s) if is_sure else self.timeout_s
-            if waited_s > patience_s and all(unchanged_s.get(rank, waited_s) > patience_s for rank in calls):
-                (first, call), *others = calls.items()
-                told = " and ".join(f"rank {rank} waits for {others_call!r}" for rank, others_call in others)
+            others = [rank for rank in cycle if rank != self.ranks.rank]
+            if waited_s > patience_s and all(self._board.unchanged_s(rank) > patience_s for rank in others):
+                first, *told = [f"rank {rank} waits for {call[-1]!r}" for rank, call in calls.items()]
                 raise RanksDisagreeError(
-                    f"rank {first} waits for {call!r}, and {told}; all ranks must do the same in the same order; look "
-                    "for a step, a callback or a save that only some of them run"
+                    f"{first}, and {' and '.join(told)}; all ranks must do the same in the same order; look for a "
+                    "step, a callback or a save that only some of them run"
                 )
         elif waited_s > self.timeout_s:
             stopped = [rank for rank in self.ranks.others if self._board.silent_s(rank) > self.timeout_s]
             if stopped or path[1:]:
-                concerned = stopped or [next((rank for rank in cycle if not tables[rank]["waits"]), path[-1])]
+                concerned = stopped or [next((rank for rank in cycle if not calls[rank]), path[-1])]
             else:  # all have begun, and the bytes of one do not arrive
-                concerned = sorted(
-                    set(self._members[lane]) - {self.ranks.rank}, key=self.ranks.on_this_node.__contains__
-                )
-            if all(unchanged_s.get(rank, 0.0) > self.timeout_s for rank in concerned):
+                members = set(self._members[lane]) - {self.ranks.rank}
+                concerned = sorted(members, key=self.ranks.on_this_node.__contains__)
+            if all(self._board.unchanged_s(rank) > self.timeout_s for rank in concerned):
                 self._raise_silent(concerned[0], what)
 
     def _follow(self, tables: Mapping[int, Table], lane: str) -> tuple[list[int], list[int], bool]:
@@ -359,7 +360,7 @@ class Watch:
         if fd is not None and select.select([fd], [], [], _ANSWER_S)[0]:
             text = f"{self.name_of(0)} ended"
         else:
-            text = f"the launcher's store, on the node of rank 0, ended ({error})"
+            text = f"the launcher's store, on the node of rank 0, ended ({str(error).splitlines()[0]})"
         self._failure.record_failure(Failure(0, text))
 
     def _end_stuck_process(self) -> None:
@@ -391,10 +392,9 @@ class Watch:
             os.close(fd)
 
 
-def _calls_of(tables: Mapping[int, Table], cycle: Sequence[int]) -> dict[int, str]:
-    """Return the calls in which computations wait for each other; {} if one of them does not wait."""
-    waits = {rank: [lane for lane in tables[rank]["waits"] if lane in tables[rank]["at"]] for rank in cycle}
-    return {rank: tables[rank]["at"][lanes[-1]][1] for rank, lanes in waits.items()} if all(waits.values()) else {}
+def _calls_of(table: Table) -> list[str]:
+    """Return the calls in which a rank's computation waits."""
+    return [table["at"][lane][1] for lane in table["waits"] if lane in table["at"]]
 
 
 def _is_in_torch_collective() -> bool:
