@@ -216,6 +216,7 @@ class SharedWeights(Rounds):
             period, version = self._changes.num_changes, self._changes.version_of(block)
             self._wanted.append(_Wanted(block, slot, listener, period, version))
             self.last_wish_s = time.monotonic()
+            self._links.send_heartbeat()
             self.changed.notify_all()
 
     def finish_loads(self) -> None:

@@ -200,7 +200,7 @@ class Watch:
             callback()
 
     def beat(self) -> None:
-        """Tell ranks that wait for this one that its computation goes on. Threads beside it may serve other ranks although
+        """Tell ranks that wait for this one that its computation goes on. Threads beside it may serve others although
         it hangs, so what they do does not count."""
         self._num_beats += 1
 
