@@ -50,7 +50,7 @@ from hf_lohan.files.directories import make_directory, sync_directory
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.model import Block, StoredForm
 from hf_lohan.planning.run_plan import RUN_ID
-from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, one_rank_at_a_time
+from hf_lohan.ranks import Lane, Links, bytes_of, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.store.versions import Checksums, TieCodes
@@ -103,9 +103,10 @@ def reshard_together(
             _refuse_another_model(store, new, old)
         loaded = () if opened is None else opened[1]
         total_bytes = sum(record.num_bytes for shard in old.shards for record in shard)
+        lane = links.open("pieces of old stores", carries="weights", stops_compute=True)
         for writer in range(links.ranks.num_ranks):
             _copy_shard(
-                found, old, store, loaded, writer, links, io, lambda num_bytes: on_copied(num_bytes, total_bytes)
+                found, old, store, loaded, writer, links, lane, io, lambda num_bytes: on_copied(num_bytes, total_bytes)
             )
         resharded_stores = [(seen.store_id, seen.newest) for seen in found.stores]
         facts = {**facts_of_all(old.facts), RESHARDED_FROM: found.num_ranks, RESHARDED_STORES: resharded_stores}
@@ -308,6 +309,7 @@ def _copy_shard(
     loaded: Sequence[Block],
     writer: int,
     links: Links,
+    lane: Lane,
     io: IoEngine,
     on_copied: Callable[[int], object],
 ) -> None:
@@ -316,7 +318,6 @@ def _copy_shard(
     rank is sent when all before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
     reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in found.stores}
-    received = _Received(links, memory)
     copied_bytes, folder = 0, found.stores[0].directories[0]
 
     def checked(store: Store, piece: Piece, content: Tensor) -> Checksums | None:
@@ -350,37 +351,21 @@ def _copy_shard(
                 continue
             if me == reader:
                 stores[piece.source].read(piece.block, piece.kind, piece.start, content).wait()
-                links.send(writer, Kind.STORE_PIECE, payload=content, channel=Channel.WEIGHTS)
-            elif me == writer:
-                received.wait_for(reader, content)
+            if reader != writer:
+                _hand_over(content, reader, writer, lane)
+            if me == writer:
                 new.write(piece.block, piece.kind, piece.start, content, checksums=checked(new, piece, content)).wait()
             on_copied(content.nbytes)
         copies.finish()
     links.barrier("a new store to be copied")
 
 
-class _Received:
-    """Receives pieces of other ranks' old stores into ``memory``."""
-
-    def __init__(self, links: Links, memory: Tensor) -> None:
-        self._links = links
-        self._memory = memory
-        self._num_bytes = 0
-        links.set_handler(Kind.STORE_PIECE, self._on_piece)
-
-    def wait_for(self, reader: int, content: Tensor) -> None:
-        """Wait until ``content``, the beginning of the memory, has come from rank ``reader``."""
-        what = "its piece of an old store"
-        self._links.wait_for(lambda: self._num_bytes == content.nbytes, what, peers=[reader])
-        self._num_bytes = 0
-
-    def _on_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        assert payload is not None
-        num_bytes = payload.num_bytes
-        payload.read_into(self._memory[:num_bytes])
-        with self._links.lock:
-            self._num_bytes = num_bytes
-            self._links.notify()
+def _hand_over(content: Tensor, reader: int, writer: int, lane: Lane) -> None:
+    """Copy ``content`` of one rank to that of another. All ranks call this."""
+    flat, me = bytes_of(content), lane.place
+    sent = [content.nbytes * (me == reader and rank == writer) for rank in lane.members]
+    got = [content.nbytes * (me == writer and rank == reader) for rank in lane.members]
+    lane.exchange(flat[: sum(sent)], sent, flat[: sum(got)], got, "a piece of an old store")
 
 
 def set_left_over_aside(found: OtherRanks, own_paths: Sequence[str], links: Links, *, is_open: bool) -> None:

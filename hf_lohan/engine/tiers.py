@@ -155,7 +155,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             rank_memory,
             transport,
             direct,
-            RowMemory(RowLinks.of(links, config.sequence_ranks), device) if config.sequence_ranks > 1 else None,
+            RowMemory(RowLinks(links, config.sequence_ranks), device) if config.sequence_ranks > 1 else None,
         )
         cleanup.pop_all()
     _log_tiers(layout, tiers)

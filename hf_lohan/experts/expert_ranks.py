@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -26,12 +26,8 @@ from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.experts.lent_experts import Lending, LentExpert
 from hf_lohan.experts.routing import Routing
 from hf_lohan.planner import shared_segments
-from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RanksDisagreeError, RowExchange
+from hf_lohan.ranks import IS_OF_TOKEN, CallOfRank, ChosenRows, ExpertCall, Links, Ranks, RowExchange
 
-_IS_OF_TOKEN = (True, False, True)
-"""Which of `CallRows.given` are equal for all choices of a token."""
-_HAS_NODE_ROWS = 1 << 7
-"""The flag of a call whose sender has rows for the receiver's node, which follow."""
 _CALLS = (Call.FORWARD, Call.AGAIN, Call.BACKWARD)
 """The calls in the order of `CALL_KINDS`."""
 
@@ -124,9 +120,6 @@ class ExpertPlaces(Protocol):
         """Return the rows of all forwards so far. None if each rank computes the rows of its own experts, because it
         does not know those of the others."""
 
-    def close(self) -> None:
-        """Take no more rows of others."""
-
 
 class AllHere:
     """The `ExpertPlaces` of a single process."""
@@ -149,46 +142,48 @@ class AllHere:
     def rows_by_rank(self) -> None:
         return None
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-@dataclass(eq=False)
-class _Served:
-    """Another rank's part of a call."""
-
-    rank: int
-    groups: RowGroups = field(default_factory=dict)
-
 
 class _Division:
     """Which rank computes which groups of a call."""
 
-    def __init__(self, owned: Sequence[Sequence[int]], shared: Mapping[tuple[int, int], int] | None = None) -> None:
-        """``owned``: the experts of each rank. ``shared``: the groups that other ranks compute, by expert and rank."""
-        self.owned = owned
-        self._shared = shared or {}
+    def __init__(
+        self,
+        heads: Mapping[int, CallOfRank],
+        num_ranks: int,
+        owners: Sequence[int],
+        share: Callable[[Sequence[Sequence[int]], Sequence[int]], Mapping[tuple[int, int], int]],
+    ) -> None:
+        """``heads``: the parts of the ranks with rows. ``owners``: the rank of each expert. ``share`` takes the numbers
+        of rows and the owners, and returns `shared_segments`."""
+        self.heads = heads
+        self.counts = [heads[rank].num_rows if rank in heads else (0,) * len(owners) for rank in range(num_ranks)]
+        """[ranks][experts]: the rows of each group."""
+        self._owners = owners
+        self._shared = share(self.counts, owners)
+        self._by = [
+            [self._shared.get((expert, source), owner) for expert, owner in enumerate(owners)]
+            for source in range(num_ranks)
+        ]
+        """[ranks][experts]: the rank that computes each group."""
+        self.num_sent = [[0] * num_ranks for _ in range(num_ranks)]
+        """[ranks][ranks]: how many of its choices each rank sends to each other."""
+        for source, (by, of_source) in enumerate(zip(self._by, self.counts, strict=True)):
+            for rank, number in zip(by, of_source, strict=True):
+                self.num_sent[source][rank] += number * (rank != source)
 
-    def experts(self, source: int, rank: int) -> Sequence[int]:
-        """Return the experts, ascending, of which ``rank`` computes the rows of ``source``."""
-        own = self.owned[rank]
-        if not self._shared:
-            return own
-        come = [expert for (expert, of), by in self._shared.items() if of == source and by == rank]
-        return sorted([*(expert for expert in own if (expert, source) not in self._shared), *come])
+    def experts(self, source: int, rank: int) -> list[int]:
+        """Return the experts for which ``rank`` computes rows of ``source``, ascending."""
+        of_source = zip(self._by[source], self.counts[source], strict=True)
+        return [expert for expert, (by, number) in enumerate(of_source) if by == rank and number]
 
-    def lent(self, ranks: Ranks, counts: Sequence[Sequence[int]]) -> list[LentExpert]:
-        """Return the experts that this rank lends or borrows, ascending. ``counts`` [ranks][experts]."""
-        owner_of = {expert: rank for rank, own in enumerate(self.owned) for expert in own}
+    def lent(self, ranks: Ranks) -> list[LentExpert]:
+        """Return the experts that ranks of this node lend each other, ascending."""
         lent = []
         for expert in sorted({expert for expert, _ in self._shared}):
-            owner = owner_of[expert]
-            computed_by = tuple(
-                self._shared.get((expert, source), owner) for source, of in enumerate(counts) if of[expert]
-            )
-            if ranks.rank == owner or ranks.rank in computed_by:
-                num_rows = sum(of[expert] for of in counts)
-                lent.append(LentExpert(expert, owner, ranks.rank, computed_by, num_rows))
+            if (owner := self._owners[expert]) in ranks.on_this_node:
+                rows = [(by[expert], of[expert]) for by, of in zip(self._by, self.counts, strict=True) if of[expert]]
+                computed_by, numbers = zip(*rows, strict=True)
+                lent.append(LentExpert(expert, owner, ranks.rank, computed_by, sum(numbers)))
         return lent
 
 
@@ -214,7 +209,6 @@ class OneOwnerEach:
         self._exchange = exchange
         self._device = device
         self._owned = owned
-        self._are_ranges = all(isinstance(own, range) for of_layer in owned for own in of_layer)
         self._scale = 1.0 / links.ranks.num_ranks
         self.lending = lending
         self._least_rows = least_rows
@@ -231,188 +225,90 @@ class OneOwnerEach:
     def rows_by_rank(self) -> BalancedRows | None:
         return deepcopy(self._rows) if self.lending is not None else None
 
-    def close(self) -> None:
-        self._exchange.close()
-        if self.lending is not None:
-            self.lending.close()
-
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         call, own_rank = ExpertCall(rows.layer, _CALLS.index(rows.kind), rows.forward), self._ranks.rank
-        division = _Division(self._owned[rows.layer])
-        self._announce(call, rows, division)
-        if self.lending is None:
-            self._send(rows, division)
-        what = f"the rows of {rows.name}"
+        flags = sum(1 << bit for bit, is_needed in enumerate(rows.needs) if is_needed)
         while True:
-            now, ranks = self._exchange.next_call(call, what)
-            is_own = now == call
-            lent: Sequence[LentExpert] = ()
-            if self.lending is not None:
-                division, lent = self._divide(division.owned, ranks, rows if is_own else None)
-                if is_own:
-                    self._send(rows, division)
-            num_tensors = len(rows.given) if is_own else 1
-            for rank in ranks:
-                if self._exchange.call_of(rank).flags & _HAS_NODE_ROWS:
-                    self._pass_on(rank, num_tensors, what)
-            served = [self._take(rank, division.experts(rank, own_rank), num_tensors, what) for rank in ranks]
-            parts = {part.rank: part.groups for part in served}
-            if is_own:
-                parts[own_rank] = _groups_of(rows, division.experts(own_rank, own_rank))
-            work(_CALLS[now.kind], now.forward, _in_rank_order(parts), lent)
-            for part in served:
-                self._return(part)
-            if is_own:
-                return self._results(rows, division, parts[own_rank])
+            own_part = CallOfRank(call, flags, tuple(rows.routed.counts))
+            now, heads = self._exchange.next_call(own_part, f"the rows of {rows.name}")
+            owners = sorted((expert, rank) for rank, own in enumerate(self._owned[rows.layer]) for expert in own)
+            division = _Division(heads, self._ranks.num_ranks, [rank for _, rank in owners], partial(self._share, now))
+            # In a recomputation of other ranks this rank has no rows.
+            given = rows.given if now == call else rows.given[:1]
+            groups = self._spread(rows, given, division)
+            own_groups = _groups_of(rows, division.experts(own_rank, own_rank))
+            groups |= {(expert, own_rank): group for expert, (group,) in own_groups.items()}
+            by_expert: RowGroups = {}
+            for expert, source in sorted(groups):
+                by_expert.setdefault(expert, []).append(groups[expert, source])
+            work(_CALLS[now.kind], now.forward, by_expert, division.lent(self._ranks))
+            num_results = max(1, len(given) - 1)
+            results = [self._returned(index, given[index], rows, groups, division) for index in range(num_results)]
+            if now == call:
+                return results
 
-    def _divide(
-        self, owned: Sequence[Sequence[int]], ranks: Sequence[int], rows: CallRows | None
-    ) -> tuple[_Division, list[LentExpert]]:
-        """Return which rank computes which groups of the call that runs now, equal on all ranks, and the experts that
-        this rank lends or borrows. ``ranks``: the other ranks with rows. ``rows``: those of this rank, if it has
-        any."""
-        num_experts = sum(map(len, owned))
-        counts: list[Sequence[int]] = [(0,) * num_experts] * self._ranks.num_ranks
-        for rank in ranks:
-            counts[rank] = self._exchange.call_of(rank).num_rows
-            if len(counts[rank]) != num_experts:
-                raise RanksDisagreeError(
-                    f"rank {rank} sent {len(counts[rank])} numbers of rows where rank {self._ranks.rank} expects "
-                    f"{num_experts}; load the same model on all ranks"
-                )
-        if rows is not None:
-            counts[self._ranks.rank] = rows.routed.counts
-        owners = [rank for _, rank in sorted((expert, rank) for rank, own in enumerate(owned) for expert in own)]
+    def _share(
+        self, now: ExpertCall, counts: Sequence[Sequence[int]], owners: Sequence[int]
+    ) -> Mapping[tuple[int, int], int]:
+        if self.lending is None:
+            return {}
         shared = shared_segments(counts, owners, self._ranks.num_local, self._least_rows)
-        if rows is not None and rows.kind is Call.FORWARD:
+        if _CALLS[now.kind] is Call.FORWARD:
             self._rows.add_forward(counts, owners, shared)
-        division = _Division(owned, shared)
-        return division, division.lent(self._ranks, counts)
+        return shared
 
-    def _announce(self, call: ExpertCall, rows: CallRows, division: _Division) -> None:
-        """Tell all other ranks of this rank's numbers of rows. Groups move only within nodes, so ``division`` before
-        the moves tells which nodes get rows."""
-        ranks, routed = self._ranks, rows.routed
-        for rank in ranks.others:
-            own = division.owned[rank]
-            counts = [routed.counts[expert] for expert in own] if self.lending is None else routed.counts
-            of_node = [division.owned[other] for other in ranks.of_rank(rank).on_this_node]
-            is_chosen = any(routed.counts[expert] for of_rank in of_node for expert in of_rank)
-            has_node_rows = rank in self._passing and is_chosen
-            flags = _bits(rows.needs) | has_node_rows * _HAS_NODE_ROWS
-            self._exchange.send_call(rank, CallOfRank(call, flags, tuple(counts)))
-
-    @property
-    def _passing(self) -> Sequence[int]:
-        """The ranks of other nodes that pass this rank's rows on."""
-        return self._ranks.counterparts if self._ranks.num_local > 1 else ()
-
-    def _send(self, rows: CallRows, division: _Division) -> None:
-        """Send this rank's rows to the ranks that compute them."""
-        ranks = self._ranks
-        choices = [_choices_of(rows.routed, division.experts(ranks.rank, rank)) for rank in range(ranks.num_ranks)]
-        for rank in ranks.others:
-            if (ranks.num_local == 1 or rank in ranks.on_this_node) and len(choices[rank]):
-                self._exchange.send_rows(rank, self._packed(rows, choices[rank]))
-        for rank in self._passing:
-            of_node = [choices[other] for other in ranks.of_rank(rank).on_this_node]
-            if any(map(len, of_node)):
-                numbers = torch.tensor([len(of_rank) for of_rank in of_node], dtype=torch.int32)
-                self._exchange.send_to_node(rank, [numbers, *self._packed(rows, torch.cat(of_node))])
-
-    def _packed(self, rows: CallRows, choices: Tensor) -> list[Tensor]:
-        """Return what is sent for some of the sorted choices: the index of each choice's token among the sent tokens,
-        and then `CallRows.given`, once for each token where all its choices have the same."""
-        choices = choices.to(rows.routed.token.device)
-        tokens, of_choice = torch.unique(rows.routed.token[choices], return_inverse=True)
-        one_choice = torch.empty_like(tokens).scatter_(0, of_choice, choices)  # any choice of each token
-        packed = [
-            tensor[one_choice] if is_of_token else tensor[choices]
-            for tensor, is_of_token in zip(rows.given, _IS_OF_TOKEN, strict=False)
+    def _spread(self, rows: CallRows, given: Sequence[Tensor], division: _Division) -> dict[tuple[int, int], RowGroup]:
+        """Exchange the rows of a call. Returns the groups of other ranks that this rank computes, by expert and
+        rank."""
+        own, token = self._ranks.rank, rows.routed.token
+        choices = [
+            _choices_of(rows.routed, division.experts(own, rank) if rank != own else ())
+            for rank in range(self._ranks.num_ranks)
         ]
-        return [self._to_host(tensor) for tensor in (of_choice.to(torch.int32), *packed)]
+        any_choice = torch.empty_like(token).scatter_(0, token, torch.arange(len(token), device=token.device))
+        sent, groups = ChosenRows(any_choice[token], given), {}
+        for sources, come in self._exchange.spread(sent, choices, division.num_sent, f"the rows of {rows.name}"):
+            place, on_device = self._to_device(come.place), map(self._to_device, come.given)
+            tensors = [t[place] if is_of_token else t for t, is_of_token in zip(on_device, IS_OF_TOKEN, strict=False)]
+            keys = [(expert, rank) for rank in sources if rank != own for expert in division.experts(rank, own)]
+            of_keys = (tensor.split([division.counts[rank][expert] for expert, rank in keys]) for tensor in tensors)
+            for (expert, rank), *parts in zip(keys, *of_keys, strict=True):
+                needs = tuple(bool(division.heads[rank].flags >> bit & 1) for bit in range(max(1, len(given) - 1)))
+                groups[expert, rank] = RowGroup(tuple(parts), needs)
+        return groups
 
-    def _pass_on(self, source: int, num_tensors: int, what: str) -> None:
-        """Give the rows that a rank of another node sent for this node to their owners."""
-        take, owners = self._exchange.take_node_rows, self._ranks.on_this_node
-        numbers = take(source, len(owners), what).tolist()
-        of_choice = take(source, sum(numbers), what)
-        given = [
-            take(source, None if is_of_token else sum(numbers), what) for is_of_token in _IS_OF_TOKEN[:num_tensors]
-        ]
-        ends = list(accumulate(numbers, initial=0))
-        for owner, (first, last) in zip(owners, pairwise(ends), strict=True):
-            if first < last:
-                tokens, of_own_choice = torch.unique(of_choice[first:last].long(), return_inverse=True)
-                parts = [
-                    tensor[tokens] if is_of_token else tensor[first:last].contiguous()
-                    for tensor, is_of_token in zip(given, _IS_OF_TOKEN, strict=False)
-                ]
-                self._exchange.pass_on(source, owner, [of_own_choice.to(torch.int32), *parts])
-
-    def _take(self, rank: int, experts: Sequence[int], num_tensors: int, what: str) -> _Served:
-        """Take another rank's part of the call that runs now, of which this rank computes the rows for ``experts``."""
-        call = self._exchange.take_call(rank)
-        served = _Served(rank)
-        counts = call.num_rows if self.lending is None else [call.num_rows[expert] for expert in experts]
-        num_rows = sum(counts)
-        if num_rows:
-            of_choice = self._to_device(self._exchange.take_rows(rank, num_rows, what)).long()
-            given = []
-            for is_of_token in _IS_OF_TOKEN[:num_tensors]:
-                sent = self._exchange.take_rows(rank, None if is_of_token else num_rows, what)
-                given.append(self._to_device(sent)[of_choice] if is_of_token else self._to_device(sent))
-            of_each = zip(*(tensor.split(list(counts)) for tensor in given), strict=True)
-            needs = tuple(bool(call.flags >> bit & 1) for bit in range(max(1, num_tensors - 1)))
-            served.groups.update(
-                {
-                    expert: [RowGroup(parts, needs)]
-                    for expert, number, parts in zip(experts, counts, of_each, strict=True)
-                    if number
-                }
-            )
-        return served
-
-    def _return(self, served: _Served) -> None:
-        if served.groups:
-            needs = next(iter(served.groups.values()))[0].needs
-            made = [_joined(served.groups, index) for index in range(len(needs))]
-            self._exchange.send_results(served.rank, [self._to_host(result) for result in made if result is not None])
-
-    def _results(self, rows: CallRows, division: _Division, mine: RowGroups) -> list[Tensor | None]:
-        """Return the results of this rank's rows, in their order."""
-        found: list[list[Tensor]] = [[] for _ in rows.needs]
-        order = []
-        for rank in sorted(range(self._ranks.num_ranks), key=lambda rank: [*division.owned[rank][:1]]):
-            choices = _choices_of(rows.routed, division.experts(self._ranks.rank, rank))
-            order.append(choices)
-            for index, is_needed in enumerate(rows.needs):
-                if len(choices) and is_needed and rank == self._ranks.rank:
-                    part = _joined(mine, index)
-                    assert part is not None
-                    found[index].append(part)
-                elif len(choices) and is_needed:
-                    taken = self._exchange.take_results(rank, len(choices), f"the results of {rows.name}")
-                    found[index].append(self._to_device(taken))
-        joined = [torch.cat(parts) if parts else None for parts in found]
-        if self.lending is None and self._are_ranges:
-            return joined
-        places = self._to_device(torch.cat(order))
-        return [part if part is None else torch.empty_like(part).index_copy_(0, places, part) for part in joined]
+    def _returned(
+        self, index: int, like: Tensor, rows: CallRows, groups: Mapping[tuple[int, int], RowGroup], division: _Division
+    ) -> Tensor | None:
+        """Exchange result ``index`` of all groups. Returns that of this rank's rows, which has the form of ``like``;
+        None if it is not needed, or if there are no rows."""
+        own, num = self._ranks.rank, division.num_sent
+        needing = [rank for rank, head in division.heads.items() if head.flags >> index & 1]
+        if not needing:
+            return None
+        made = {rank: [groups[expert, rank].made[index] for expert in division.experts(rank, own)] for rank in needing}
+        come = self._exchange.return_results(
+            torch.cat(
+                [like[:0], *(part for rank in needing if rank != own for part in made[rank] if part is not None)]
+            ),
+            [num[rank][own] if rank in needing else 0 for rank in range(self._ranks.num_ranks)],
+            num[own] if own in needing else [0] * self._ranks.num_ranks,
+            f"the results of {rows.name}",
+        )
+        if own not in needing or not len(like):
+            return None
+        order = [*self._ranks.others, own]
+        places = torch.cat([_choices_of(rows.routed, division.experts(own, rank)) for rank in order])
+        parts = [self._to_device(come), *(part for part in made[own] if part is not None)]
+        return torch.empty_like(like).index_copy_(0, places.to(like.device), torch.cat(parts))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device.torch_device)
-
-    @staticmethod
-    def _to_host(tensor: Tensor) -> Tensor:
-        return tensor.detach().contiguous().cpu()
 
 
 def _choices_of(routed: Routing, experts: Sequence[int]) -> Tensor:
     """Return the indices of the sorted choices of these experts, which are ascending."""
     ends = routed.ends
-    if isinstance(experts, range):
-        return torch.arange(ends[experts.start], ends[experts.stop])
     return torch.cat([torch.arange(0), *(torch.arange(ends[expert], ends[expert + 1]) for expert in experts)])
 
 
@@ -426,19 +322,7 @@ def _groups_of(rows: CallRows, experts: Sequence[int]) -> RowGroups:
     }
 
 
-def _in_rank_order(parts: Mapping[int, RowGroups]) -> RowGroups:
-    joined: RowGroups = {}
-    for expert in sorted({expert for groups in parts.values() for expert in groups}):
-        joined[expert] = [group for rank in sorted(parts) for group in parts[rank].get(expert, ())]
-    return joined
-
-
 def _joined(groups: RowGroups, index: int) -> Tensor | None:
     """Return one rank's result ``index``, by expert; None if it is not needed."""
-    found = [group.made[index] for of_expert in groups.values() for group in of_expert]
-    made = [part for part in found if part is not None]
+    made = [part for of in groups.values() for group in of if (part := group.made[index]) is not None]
     return torch.cat(made) if made else None
-
-
-def _bits(needs: Sequence[bool]) -> int:
-    return sum(1 << bit for bit, is_needed in enumerate(needs) if is_needed)

@@ -7,10 +7,13 @@ CPU, a grouped product is one product for each group, so that experts can be com
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -20,7 +23,7 @@ from hf_lohan.compat.torch_private import is_in_backward
 from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_ranks import CallRows, ExpertPlaces, RowGroup, RowGroups
 from hf_lohan.experts.expert_schedule import ALL_ROWS, Call
-from hf_lohan.experts.lent_experts import GradientsInOrder, LentExpert
+from hf_lohan.experts.lent_experts import LentExpert, in_turns
 from hf_lohan.experts.next_router import NextRouter, most_chosen
 from hf_lohan.experts.routing import HostNumbers, KnownCounts, Routing
 from hf_lohan.model import Block, ParamSlice
@@ -124,79 +127,88 @@ class StreamedExperts:
         return self._parts.places.run(rows, self._work)
 
     def _work(self, call: Call, forward: int, groups: RowGroups, lent: Sequence[LentExpert]) -> None:
-        """Compute the results of all groups."""
-        if call is Call.BACKWARD:
-            self._run_backward(forward, groups, lent)
-            return
-        with torch.no_grad():
-            for expert, weights in self._as_they_come(call, groups, lent):
-                own = _weights_in(weights, self._blocks[expert])
-                for group in groups.get(expert, ()):
-                    group.made = (self._compute(group.given[0], own),)
-
-    def _as_they_come(self, call: Call, groups: RowGroups, lent: Sequence[LentExpert]) -> Iterator[tuple[int, Tensor]]:
-        """Begin a call with the loader. Yield each expert that this process computes or lends, with its weights, which
-        stay while the caller computes. Lent experts come in their order, and in backward in the reverse order. Of the
-        others, experts in slots come first, and then those that are loaded, in the order of their arrival."""
-        loader, is_shared = self._parts.loader, {expert.expert for expert in lent}
-        alone = [expert for expert in groups if expert not in is_shared]
-        if call is Call.BACKWARD:
-            lent, alone = lent[::-1], alone[::-1]
+        """Compute the results of all groups. Lent experts come in their turns, and in backward in the reverse order. Of
+        the others, experts in slots come first, and then those that are loaded, in the order of their arrival. They are
+        computed while this rank would wait for other ranks."""
+        loader, lending, is_back = self._parts.loader, self._parts.places.lending, call is Call.BACKWARD
+        lent = in_turns(lent[::-1] if is_back else lent, gives_gradients=is_back and any(map(_trained, self._blocks)))
+        is_shared, own_lent = {item.expert for item in lent}, [item.expert for item in lent if item.is_own]
+        alone = [expert for expert in groups if expert not in is_shared][:: -1 if is_back else 1]
         num_rows = sum(len(group.given[0]) for expert in alone for group in groups[expert])
-        num_rows += sum(expert.num_rows for expert in lent if expert.is_own)
-        own_lent = [expert.expert for expert in lent if expert.is_own]
+        num_rows += sum(item.num_rows for item in lent if item.is_own)
         numbers = [self._number_at_loader[expert] for expert in (*own_lent, *alone)]
         loader.route(self._layer, numbers, num_rows=num_rows, call=call)
         if self._hints is not None:
             loader.hint(self._layer + 1, self._hints)
             self._hints = None
-        num_left = len(alone)
-        for expert in lent:
-            for block, slot in self._while_not_ready(expert, num_left, own_lent):
-                num_left -= 1
-                yield from self._pinned(block, slot)
-            yield from self._lent(expert)
-        for _ in range(num_left):
-            yield from self._pinned(*loader.acquire_any())
+        compute = partial(self._run_backward, forward) if is_back else self._run_forward
+        num_left, but = len(alone), {self._blocks[expert] for expert in own_lent}
 
-    def _while_not_ready(
-        self, lent: LentExpert, num_left: int, own_lent: Sequence[int]
-    ) -> Iterator[tuple[Block, Slot]]:
-        """Wait until a lent expert is ready. Yield experts that arrive meanwhile, of ``num_left`` that this rank
-        computes alone, in pinned slots."""
-        lending = self._parts.places.lending
-        assert lending is not None, "another rank shares an expert"
-        but, since_s = {self._blocks[expert] for expert in own_lent}, time.monotonic()
-        while num_left and not lending.is_ready(lent):
-            found = self._parts.loader.acquire_arrived(but=but)
-            if found is None:
-                lending.wait_a_moment(lent, since_s)
-            else:
-                num_left -= 1
-                yield found
-                since_s = time.monotonic()
-        lending.wait_until_ready(lent)
-
-    def _lent(self, lent: LentExpert) -> Iterator[tuple[int, Tensor]]:
-        """Yield an expert that this rank lends or borrows, with its weights."""
-        lending, block = self._parts.places.lending, self._blocks[lent.expert]
-        assert lending is not None
-        if lent.is_own:
-            slot = self._parts.loader.acquire(block)
+        def compute_one(block: Block, slot: Slot) -> None:
             try:
-                lending.lend(lent, slot.weights[: block.numel])
-                yield lent.expert, slot.weights
+                deque(compute(self._number[block], slot.weights, groups[self._number[block]]), 0)
             finally:
                 self._parts.ring.unpin(block)
-        else:
-            yield lent.expert, lending.borrow(lent, block)
-            lending.give_back(lent)
 
-    def _pinned(self, block: Block, slot: Slot) -> Iterator[tuple[int, Tensor]]:
-        try:
-            yield self._number[block], slot.weights
-        finally:
-            self._parts.ring.unpin(block)
+        for _ in self._take_turns(lent, groups, compute):
+            assert lending is not None, "an expert is lent"
+            while num_left and not lending.is_over:
+                if (found := loader.acquire_arrived(but=but)) is None:
+                    lending.wait_a_moment()
+                else:
+                    num_left -= 1
+                    compute_one(*found)
+            lending.wait()
+        for _ in range(num_left):
+            compute_one(*loader.acquire_any())
+        if is_back:
+            for expert in sorted(set(range(len(self._blocks))) - {*alone, *own_lent}, reverse=True):
+                for part in _trained(self._blocks[expert]):
+                    self._parts.forward_pass().take_expert_gradient(forward, part, None)
+
+    def _take_turns(
+        self, lent: Sequence[LentExpert], groups: RowGroups, compute: Callable[..., Iterator[int]]
+    ) -> Iterator[None]:
+        """Lend and borrow experts, turn by turn. Yields where all ranks must have ended a half of a turn."""
+        lending = self._parts.places.lending
+        own: Iterator[int] = iter(())
+        needs: int | None = None
+        with ExitStack() as pinned:
+            for turn in range(1 + max((item.turns[-1] for item in lent), default=-1)):
+                assert lending is not None, "an expert is lent"
+                for item in (item for item in lent if item.is_own and item.first_turn == turn):
+                    yield
+                    block = self._blocks[item.expert]
+                    slot = self._parts.loader.acquire(block)
+                    pinned.callback(self._parts.ring.unpin, block)
+                    lending.lend(slot.weights[: block.numel])
+                    own = compute(item.expert, slot.weights, groups.get(item.expert, ()), item)
+                lending.end_half(f"the experts that ranks lend of {self._name}")
+                if needs is None:
+                    needs = next(own, None)
+                borrowed = [item for item in lent if turn in item.own_turns]
+                if borrowed:
+                    yield
+                for item in borrowed:
+                    weights = lending.borrow(item, self._blocks[item.expert])
+                    pairs = zip(groups[item.expert], item.own_turns, strict=True)
+                    deque(compute(item.expert, weights, [group for group, of in pairs if of == turn], item), 0)
+                lending.end_half(f"the borrowed experts of {self._name}")
+                if needs == turn:
+                    yield
+                    needs = next((other for other in own if other != turn), None)
+                if needs is None:
+                    pinned.close()
+
+    def _run_forward(
+        self, expert: int, weights: Tensor, groups: Sequence[RowGroup], _lent: LentExpert | None = None
+    ) -> Iterator[int]:
+        """Compute groups of an expert. Yields nothing."""
+        own = _weights_in(weights, self._blocks[expert])
+        with torch.no_grad():
+            for group in groups:
+                group.made = (self._compute(group.given[0], own),)
+        yield from ()
 
     def _compute(self, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         module = self._module()
@@ -233,47 +245,32 @@ class StreamedExperts:
             _gathered(weights, routed.order, of_weights).view_as(top_k_weights) if needs[1] else None,
         )
 
-    def _run_backward(self, forward_number: int, groups: RowGroups, lent: Sequence[LentExpert]) -> None:
-        forward_pass, lending = self._parts.forward_pass(), self._parts.places.lending
-        shared = {expert.expert: expert for expert in lent}
-        others = set(range(len(self._blocks)))
-        for expert, weights in self._as_they_come(Call.BACKWARD, groups, lent):
-            block, of_expert, item = self._blocks[expert], groups.get(expert, []), shared.get(expert)
-            if item is not None and not item.is_own:
-                assert lending is not None
-                for group in of_expert:
-                    if found := self._backward_of(block, weights, group):
-                        lending.send_gradient(item, block, found)
-                continue
-            totals = self._summed(block, weights, of_expert, item)
-            others.discard(expert)
-            for part in _trained(block):
-                forward_pass.take_expert_gradient(forward_number, part, totals.pop(part))
-        for expert in sorted(others, reverse=True):
-            for part in _trained(self._blocks[expert]):
-                forward_pass.take_expert_gradient(forward_number, part, None)
-
-    def _summed(
-        self, block: Block, weights: Tensor, groups: Sequence[RowGroup], lent: LentExpert | None
-    ) -> dict[ParamSlice, Tensor]:
-        """Run the backward of an expert's groups. Returns the sums of their gradients, in rank order, with those of
-        groups that other ranks compute."""
+    def _run_backward(
+        self, forward: int, expert: int, weights: Tensor, groups: Sequence[RowGroup], lent: LentExpert | None = None
+    ) -> Iterator[int]:
+        """Run the backward of an expert's groups. Give the owner the gradients of a borrowed expert. Of another one,
+        pass on the sums of the gradients of all groups, in the order of the ranks that have the rows. Yields the turn
+        that must be over, if a borrower computes the next group."""
+        block, lending, parts = self._blocks[expert], self._parts.places.lending, _trained(self._blocks[expert])
+        own = (self._backward_of(block, weights, group) for group in groups)
+        if lending is not None and lent is not None and not lent.is_own:
+            for gradients in own:
+                lending.give_gradient(block, gradients)
+            return
         totals: dict[ParamSlice, Tensor] = {}
-
-        def add(gradients: Mapping[ParamSlice, Tensor]) -> None:
-            for part, gradient in gradients.items():
-                totals[part] = self._parts.places.add_gradient(totals.get(part), gradient)
-
-        trained, lending = _trained(block), self._parts.places.lending
-        if lent is None or lending is None or not trained:
-            for group in groups:
-                add(self._backward_of(block, weights, group))
-            return totals
-        in_order = GradientsInOrder(lending, lent, block, trained, add)
-        for group in groups:
-            in_order.put(self._backward_of(block, weights, group))
-        in_order.finish()
-        return totals
+        ready: deque[dict[ParamSlice, Tensor]] = deque()
+        for borrowed in lent.borrowed if lent is not None else [None] * len(groups):
+            if borrowed is None:
+                gradients = ready.pop() if ready else next(own)
+            elif parts:
+                ready.extend(islice(own, 1 - len(ready)))  # computed while the borrower computes
+                yield borrowed[1]
+                assert lending is not None
+                gradients = lending.take_gradient(borrowed[0], block, parts)
+            for part in parts:
+                totals[part] = self._parts.places.add_gradient(totals.get(part), gradients[part])
+        for part in parts:
+            self._parts.forward_pass().take_expert_gradient(forward, part, totals.pop(part))
 
     def _backward_of(self, block: Block, in_slot: Tensor, group: RowGroup) -> dict[ParamSlice, Tensor]:
         """Run one expert's backward of a group, which gave rows, their routing weights, and the gradients of the

@@ -18,7 +18,7 @@ from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
 from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange
 from hf_lohan.ranks.collectives.node_sums import TableRows
 from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL, CodedValues, DeviceSums, sum_in_rank_order_
-from hf_lohan.ranks.collectives.row_exchange import CallOfRank, ExpertCall, RowExchange
+from hf_lohan.ranks.collectives.row_exchange import IS_OF_TOKEN, CallOfRank, ChosenRows, ExpertCall, RowExchange
 from hf_lohan.ranks.collectives.row_links import RowLinks
 from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.equal_values import check_equal
@@ -27,7 +27,7 @@ from hf_lohan.ranks.transport.device_lane import DeviceLane, DeviceLanes
 from hf_lohan.ranks.transport.device_transport import DeviceTransport
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.messages import Kind, Channel, PayloadReader, Handler
-from hf_lohan.ranks.transport.lanes import Lane, LaneClosedError, bytes_of
+from hf_lohan.ranks.transport.lanes import BegunWork, Lane, LaneClosedError, bytes_of
 from hf_lohan.ranks.transport.links import Links, connect, one_rank_at_a_time
 from hf_lohan.ranks.transport.rounds import Rounds
 from hf_lohan.ranks.transport.shared_region import SharedRegion
@@ -37,11 +37,14 @@ __all__ = [
     "GRADIENTS_INT4",
     "GRADIENTS_INT8",
     "GRADIENTS_WITHIN",
+    "IS_OF_TOKEN",
     "SINGLE_RANK",
     "SUM_TILE_NUMEL",
     "WEIGHTS_INT8",
+    "BegunWork",
     "BlockCodec",
     "CallOfRank",
+    "ChosenRows",
     "CodedTraffic",
     "CodedValues",
     "CodingError",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -112,7 +110,7 @@ def batch_of(kind: str, *, with_mask: bool) -> dict[str, Tensor]:
 def gradients_of_rank(links: Links, models: list[Any], batch: dict[str, Tensor], chunk_tokens: int | None) -> Any:
     model, num_ranks = models[links.ranks.rank], links.ranks.num_ranks
     activations = ActivationTiers(CpuDevice(), {})
-    memory = RowMemory(RowLinks.of(links, num_ranks), CpuDevice())
+    memory = RowMemory(RowLinks(links, num_ranks), CpuDevice())
     layers = {layer: name for name, layer in model.named_modules() if re.search(r"model\.layers\.\d+$", name)}
     assert len(layers) == 2
     run_layers_in_chunks(model, activations, layers, memory).cut(chunk_tokens)
@@ -156,19 +154,9 @@ def test_ranks_have_together_what_one_process_has(kind: str, num_ranks: int, chu
         model.zero_grad()
 
 
-def test_links_are_freed_with_the_connections_of_a_row() -> None:
-    def made(links: Links) -> weakref.ref[RowLinks]:
-        assert RowLinks.of(links, 2) is RowLinks.of(links, 2)
-        return weakref.ref(RowLinks.of(links, 2))
-
-    references = run_ranks(2, made)
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-
-
 def test_a_rank_in_another_layer_ends_all() -> None:
     def meet(links: Links) -> None:
-        RowLinks.of(links, 2).barrier(f"the keys of layer {links.ranks.rank}")
+        RowLinks(links, 2).barrier(f"the keys of layer {links.ranks.rank}")
 
     outcomes = rank_outcomes(2, meet)
     assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
@@ -177,7 +165,7 @@ def test_a_rank_in_another_layer_ends_all() -> None:
 
 def test_a_rank_that_dies_ends_those_that_wait_for_its_keys() -> None:
     batch = batch_of("llama", with_mask=False)
-    dies = [Fault(rank=1, what="die", at_message=20)]
+    dies = [Fault(rank=1, what="die", at_operation=20)]
     models = [small_model("llama") for _ in range(3)]
     outcomes = rank_outcomes(3, lambda links: gradients_of_rank(links, models, batch, None), faults=dies)
     for rank in (0, 2):
@@ -187,7 +175,7 @@ def test_a_rank_that_dies_ends_those_that_wait_for_its_keys() -> None:
 
 def test_two_rows_of_two_ranks_do_not_wait_for_each_other() -> None:
     def meet(links: Links) -> list[bytes]:
-        shared = RowLinks.of(links, 2)
+        shared = RowLinks(links, 2)
         found = shared.all_gather("the numbers", str(links.ranks.rank).encode())
         if links.ranks.rank < 2:  # the others meet only once
             found += shared.all_gather("the numbers", b"again")
@@ -205,7 +193,7 @@ def test_ranks_of_a_row_with_different_batches_are_refused(changed: str | None) 
         batches = [batch_of("llama", with_mask=True) for _ in range(2)]
         if changed is not None and links.ranks.rank == 1:
             batches[1][changed][0, -1] = 0
-        return list(own_parts(batches, RowLinks.of(links, 2)))
+        return list(own_parts(batches, RowLinks(links, 2)))
 
     outcomes = rank_outcomes(2, cut)
     if changed is not None:
@@ -256,7 +244,7 @@ def test_a_layer_that_carries_state_along_tokens_is_refused_by_name() -> None:
             model = transformers.MambaForCausalLM(
                 transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1, state_size=4)
             ).train()
-        memory = RowMemory(RowLinks.of(links, 2), CpuDevice())
+        memory = RowMemory(RowLinks(links, 2), CpuDevice())
         layers = {layer: f"backbone.layers.{number}" for number, layer in enumerate(model.backbone.layers)}
         run_layers_in_chunks(model, ActivationTiers(CpuDevice(), {}), layers, memory)
         own = cut_rows(batch_of("llama", with_mask=False), links.ranks.rank, 2)
@@ -272,7 +260,7 @@ def test_a_layer_that_carries_state_along_tokens_is_refused_by_name() -> None:
 def test_a_training_forward_of_whole_rows_is_refused() -> None:
     def run(links: Links) -> None:
         model = small_model("llama")
-        memory = RowMemory(RowLinks.of(links, 2), CpuDevice())
+        memory = RowMemory(RowLinks(links, 2), CpuDevice())
         run_layers_in_chunks(model, ActivationTiers(CpuDevice(), {}), {}, memory)
         model(**batch_of("llama", with_mask=False))
 

@@ -18,7 +18,7 @@ from hf_lohan.activations.layer_runs.layer_run import CutLayer, LayerInputs, Lay
 from hf_lohan.activations.layer_runs.module_state import ModuleState
 from hf_lohan.activations.token_ranges import ChunkKeys, NotCuttableError, RowPieces, TokenRange
 from hf_lohan.device import Device
-from hf_lohan.ranks import RowLinks
+from hf_lohan.ranks import RowLinks, SharedRegion
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class RowMemory:
         # The plan counts one piece of memory, so all ranks give up the smaller one first.
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.links.barrier("the end of the smaller memory for keys and values")
-        self._bytes = self.links.share_memory(num_bytes, "keys and values", self._device)
+        self._bytes = SharedRegion.create(self.links, num_bytes, "keys and values", self._device).bytes
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         if self._planned_bytes is not None and num_bytes > self._planned_bytes:
             logger.warning(

@@ -34,7 +34,7 @@ from hf_lohan.huggingface.ranks import (
 )
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
 from hf_lohan.planning.shared_machine import rank_paths
-from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, RowLinks
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.report.run_data import STORE_FOLDER
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 from hf_lohan.wording import times
@@ -278,9 +278,9 @@ class RankTrainerMixin(_TrainerBase):
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Same as upstream, but cut the batches for the ranks that share their rows, before their labels are
         counted."""
-        num_sharing = self.num_row_ranks
-        if num_sharing > 1:
-            epoch_iterator = own_parts(epoch_iterator, RowLinks.of(self._links, num_sharing))
+        engine = self.offload_engine
+        if engine is not None and engine.tiers.row_memory is not None:
+            epoch_iterator = own_parts(epoch_iterator, engine.tiers.row_memory.links)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,38 +1,37 @@
-"""Sends rows of tokens to the ranks that own their experts, and brings back what the experts made of them.
+"""Sends rows of tokens to the ranks that compute their experts, and brings back what the experts made of them.
 
-All ranks call the experts of the layers in the same order. In each call every rank sends a head to every other rank,
-with the number of its choices of each of the receiver's experts, and then the rows of the tokens that made them. A
-token with several choices there is sent once. An owner returns a result for each choice. If the ranks of a node
-balance their rows, heads have the numbers of all experts, and rows follow when all ranks know them.
+All ranks call the experts of the layers in the same order. In each call all ranks first tell all others their numbers
+of rows, so that both ends of later exchanges know the sizes. Then they exchange the rows, with the index of each
+choice's token: a token with several choices at a rank is sent there once. Results come back for each choice.
 
 With several nodes of several ranks, the rows for another node go to its rank with the sender's local number, once for
-each token with choices in that node. That rank passes them on to the owners, over memory or sockets of its node.
+each token with choices in that node. That rank passes them on within its node.
 
-No rank is more than one call ahead, because it waits for the heads of all others, so a rank holds the rows of at most
-one call of each rank in addition to its own.
+Only computing threads use these lanes, and between two exchanges of a call they wait for no other rank, except in the
+turns of `lent_experts`, which also have one order on all ranks. So no wait is circular.
 
-A recomputation may be needed by some ranks only, because a rank may have kept its output. Ranks that are already in
-the backward of the layer serve the recomputation first, and have no rows in it.
+A recomputation may be needed by some ranks only, because a rank may have kept its output. Ranks that are already in the
+backward of the layer take part in the recomputation first, without rows, and then come to their own call again.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_lohan.ranks.transport.failures import RanksDisagreeError
+from hf_lohan.ranks.transport.lanes import Lane, bytes_of
 from hf_lohan.ranks.transport.links import Links
-from hf_lohan.ranks.transport.messages import Channel, Kind, PayloadReader
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
-"""Types of rows and of indices. A message has the index of one."""
 CALL_KINDS = ("forward", "recomputation", "backward")
-_KINDS = (Kind.EXPERT_CALL, Kind.EXPERT_ROWS, Kind.EXPERT_RESULTS, Kind.EXPERT_NODE_ROWS)
+IS_OF_TOKEN = (True, False, True)
+"""Which of a call's tensors are equal for all choices of a token."""
 
 
 @dataclass(frozen=True)
@@ -63,156 +62,104 @@ class CallOfRank:
     flags: int
     """Bits for the caller's use."""
     num_rows: tuple[int, ...]
-    """Number of the rank's choices of each expert of the receiver, or of each expert of the layer if the ranks of a
-    node balance their rows."""
+    """Number of the rank's choices of each expert."""
+
+
+class ChosenRows(NamedTuple):
+    """The rows of choices, in an order of the choices."""
+
+    place: Tensor
+    """int64 [n]: the row of each choice in the tensors of tokens."""
+    given: Sequence[Tensor]
+    """Tensors of tokens, and of choices, [n, ...] (`IS_OF_TOKEN`)."""
 
 
 class RowExchange:
-    """One rank's side of the exchange. The computing thread calls all methods except `close`."""
+    """One rank's side of the exchange, for its computing thread."""
 
     def __init__(self, links: Links) -> None:
-        """All ranks make this before any of them calls an expert."""
-        self._links = links
-        self._calls: dict[int, deque[CallOfRank]] = {rank: deque() for rank in links.ranks.others}
-        """The calls of each other rank that this rank has not served. The links' lock guards these four."""
-        self._rows: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.others}
-        self._results: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.others}
-        self._node_rows: dict[int, deque[Tensor]] = {rank: deque() for rank in links.ranks.counterparts}
-        links.set_handler(Kind.EXPERT_CALL, self._on_call)
-        links.set_handler(Kind.EXPERT_ROWS, partial(self._on_rows, self._rows))
-        links.set_handler(Kind.EXPERT_RESULTS, partial(self._on_rows, self._results))
-        links.set_handler(Kind.EXPERT_NODE_ROWS, partial(self._on_rows, self._node_rows))
+        """All ranks make this together."""
+        self._ranks = links.ranks
+        self._all = links.open("tokens", carries="tokens", stops_compute=True)
+        self._here = self._across = None
+        if links.ranks.num_local > 1 and links.ranks.num_nodes > 1:
+            self._here = links.open_here("tokens here", carries="tokens", stops_compute=True)
+            self._across = links.open_across("tokens across", carries="tokens", stops_compute=True)
 
-    def close(self) -> None:
-        """Ignore later messages."""
-        for kind in _KINDS:
-            self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
-
-    # Sending.
-
-    def send_call(self, rank: int, call: CallOfRank) -> None:
-        """Tell another rank of this rank's part of a call. Rows may follow."""
-        name = call.call
-        numbers = (name.layer, name.kind, name.forward, call.flags)
-        counts = torch.tensor(call.num_rows, dtype=torch.int64).numpy().tobytes()
-        self._links.send(rank, Kind.EXPERT_CALL, *numbers, payload=counts, channel=Channel.TOKENS)
-
-    def send_rows(self, rank: int, rows: Sequence[Tensor]) -> None:
-        """Send this rank's rows of a call. Each tensor [n, ...] is contiguous and on the host. There are none without
-        choices, and if the rows go through another rank of the receiver's node."""
-        self._send(rank, Kind.EXPERT_ROWS, rows, self._links.ranks.rank)
-
-    def send_results(self, rank: int, results: Sequence[Tensor]) -> None:
-        """Send the results of a rank's rows, in the order of its rows. For tensors see `send_rows`."""
-        self._send(rank, Kind.EXPERT_RESULTS, results, self._links.ranks.rank)
-
-    def send_to_node(self, rank: int, rows: Sequence[Tensor]) -> None:
-        """Send rows for all owners of another node to its rank ``rank``. For tensors see `send_rows`."""
-        self._send(rank, Kind.EXPERT_NODE_ROWS, rows, self._links.ranks.rank)
-
-    def pass_on(self, source: int, rank: int, rows: Sequence[Tensor]) -> None:
-        """Give rows of another node's rank ``source`` to their owner, a rank of this node or this rank itself."""
-        if rank != self._links.ranks.rank:
-            self._send(rank, Kind.EXPERT_ROWS, rows, source)
-            return
-        with self._links.lock:
-            self._rows[source].extend(rows)
-            self._links.notify()
-
-    def _send(self, rank: int, kind: Kind, tensors: Sequence[Tensor], source: int) -> None:
-        for tensor in tensors:
-            numbers = (source, _DTYPES.index(tensor.dtype), *tensor.shape[1:])
-            self._links.send(rank, kind, *numbers, payload=tensor, channel=Channel.TOKENS)
-
-    # Receiving.
-
-    def next_call(self, own: ExpertCall, what: str) -> tuple[ExpertCall, list[int]]:
-        """Wait until every other rank is in a call. Return the call that runs now, and the other ranks that take part
-        in it with rows. It is ``own``, or a recomputation of others that this rank serves first. ``what`` names the
-        rows for errors. Raises RanksDisagreeError if a rank is in another call."""
-        self._links.wait_for(
-            lambda: all(self._calls.values()),
-            what,
-            peers=lambda: [rank for rank, calls in self._calls.items() if not calls],
-        )
-        with self._links.lock:
-            heads = {rank: calls[0].call for rank, calls in self._calls.items()}
-        repeats = [call for call in (own, *heads.values()) if call.is_repeat]
-        now = min(repeats, key=lambda call: call.forward) if repeats else own
-        for rank, call in heads.items():
-            is_in_backward = call.layer == now.layer and CALL_KINDS[call.kind] != "forward"
-            if call != now and not (repeats and is_in_backward):
+    def next_call(self, own: CallOfRank, what: str) -> tuple[ExpertCall, dict[int, CallOfRank]]:
+        """Meet all other ranks. Return the call that runs now, and the parts of the ranks that have rows in it. It is
+        that of ``own``, or a recomputation of others that comes first. ``what`` names the rows for errors. Raises
+        RanksDisagreeError if a rank is in another call."""
+        numbers = (own.call.layer, own.call.kind, own.call.forward, own.flags, *own.num_rows)
+        told = self._all.agree(what, struct.pack(f"<{len(numbers)}i", *numbers))
+        parts = []
+        for rank, packed in enumerate(told):
+            layer, kind, forward, flags, *num_rows = struct.unpack(f"<{len(packed) // 4}i", packed)
+            if len(num_rows) != len(own.num_rows):
                 raise RanksDisagreeError(
-                    f"rank {self._links.ranks.rank} is in {own}, and rank {rank} is in {call}; all ranks must run the "
-                    "same passes in the same order; look for a forward, a callback or a save that only some of them run"
+                    f"rank {rank} sent {len(num_rows)} numbers of rows where rank {self._ranks.rank} expects "
+                    f"{len(own.num_rows)} ({what}); load the same model on all ranks"
                 )
-        return now, [rank for rank, call in heads.items() if call == now]
+            parts.append(CallOfRank(ExpertCall(layer, kind, forward), flags, tuple(num_rows)))
+        repeats = [part.call for part in parts if part.call.is_repeat]
+        now = min(repeats, key=lambda call: call.forward) if repeats else own.call
+        here = {rank: part for rank, part in enumerate(parts) if part.call == now}
+        for rank, part in enumerate(parts):
+            is_in_backward = part.call.layer == now.layer and CALL_KINDS[part.call.kind] != "forward"
+            if rank not in here and not (repeats and is_in_backward):
+                raise RanksDisagreeError(
+                    f"rank {min(here)} is in {now}, and rank {rank} is in {part.call}; all ranks must run the same "
+                    "passes in the same order; look for a forward, a callback or a save that only some of them run"
+                )
+        return now, here
 
-    def call_of(self, rank: int) -> CallOfRank:
-        """Return what `take_call` will return."""
-        with self._links.lock:
-            return self._calls[rank][0]
+    def spread(
+        self, rows: ChosenRows, choices: Sequence[Tensor], num: Sequence[Sequence[int]], what: str
+    ) -> list[tuple[Sequence[int], ChosenRows]]:
+        """Send choices of ``rows`` to ranks, by rank. ``num`` [ranks][ranks]: how many each rank sends to each. A rank
+        sends itself none. Returns what has come, on the host, as ranks and their choices one after the other."""
+        own, near = self._ranks.rank, self._ranks.on_this_node
+        if self._here is None or self._across is None:
+            return [(self._all.members, _move(self._all, rows, choices, [of[own] for of in num], what))]
+        of_near = _move(self._here, rows, [choices[rank] for rank in near], [num[rank][own] for rank in near], what)
+        # The choices of this rank's counterparts for all ranks of this node.
+        others = self._ranks.counterparts
+        nodes = [self._ranks.of_rank(rank).on_this_node for rank in self._across.members]
+        of_node = [torch.cat([choices[rank] for rank in node]) if node != near else torch.arange(0) for node in nodes]
+        far = [sum(num[rank][to] for to in near) * (rank != own) for rank in self._across.members]
+        passed = _move(self._across, rows, of_node, far, what)
+        parts = torch.arange(len(passed.place)).split([num[rank][to] for rank in others for to in near])
+        to_near = [torch.cat(parts[place :: len(near)]) for place in range(len(near))]
+        sources = [[self._ranks.of_rank(other).on_this_node[place] for other in others] for place in range(len(near))]
+        from_near = [sum(num[source][own] for source in of) for of in sources]
+        of_far = _move(self._here, passed, to_near, from_near, what)
+        return [(near, of_near), ([source for of in sources for source in of], of_far)]
 
-    def take_call(self, rank: int) -> CallOfRank:
-        """Return the rank's part of the call that runs now, after `next_call`."""
-        with self._links.lock:
-            return self._calls[rank].popleft()
+    def return_results(self, results: Tensor, sizes: Sequence[int], own_sizes: Sequence[int], what: str) -> Tensor:
+        """Send ``results`` [sum(sizes), ...] to the ranks, in their order. Returns those of this rank's choices from
+        each rank, [sum(own_sizes), ...], on the host."""
+        return _exchange(self._all, results, sizes, own_sizes, what)
 
-    def take_rows(self, rank: int, num_rows: int | None, what: str) -> Tensor:
-        """Return the next tensor [num_rows, ...] of the rank's rows, on the host. Waits for it. None is any number."""
-        return self._take(self._rows, rank, num_rows, what, self._giver(rank))
 
-    def take_node_rows(self, rank: int, num_rows: int | None, what: str) -> Tensor:
-        """Return the next tensor that another node's rank gave this rank for the owners of this node. See
-        `take_rows`."""
-        return self._take(self._node_rows, rank, num_rows, what, rank)
+def _move(lane: Lane, rows: ChosenRows, choices: Sequence[Tensor], num: Sequence[int], what: str) -> ChosenRows:
+    """Send choices of ``rows`` to the members of a lane, and return ``num`` choices of each of them, on the host."""
+    choices = [of.to(rows.place.device) for of in choices]
+    tokens, of_choice = zip(*(torch.unique(rows.place[of], return_inverse=True) for of in choices), strict=True)
+    index = _exchange(lane, torch.cat(of_choice).to(torch.int32), list(map(len, choices)), num, what).long()
+    num_tokens = [int(of.max()) + 1 if len(of) else 0 for of in index.split(list(num))]
+    first_tokens = torch.tensor(list(accumulate(num_tokens, initial=0))[:-1])
+    given = []
+    for tensor, is_of_token in zip(rows.given, IS_OF_TOKEN, strict=False):
+        sent, sizes = (tokens, num_tokens) if is_of_token else (choices, num)
+        given.append(_exchange(lane, tensor[torch.cat(tuple(sent))], list(map(len, sent)), sizes, what))
+    return ChosenRows(index + first_tokens.repeat_interleave(torch.tensor(num)), given)
 
-    def take_results(self, rank: int, num_rows: int, what: str) -> Tensor:
-        """Return the next tensor [num_rows, ...] of results of this rank's rows, on the host. Waits for it."""
-        return self._take(self._results, rank, num_rows, what, rank)
 
-    def _giver(self, source: int) -> int:
-        """Return the rank from which the rows of ``source`` come."""
-        ranks = self._links.ranks
-        if source in ranks.on_this_node:
-            return source
-        passing = ranks.rank_at(ranks.node, source % ranks.num_local)
-        return source if passing == ranks.rank else passing
-
-    def _take(
-        self, tensors: dict[int, deque[Tensor]], rank: int, num_rows: int | None, what: str, giver: int
-    ) -> Tensor:
-        self._links.wait_for(lambda: tensors[rank], what, peers=[giver])
-        with self._links.lock:
-            taken = tensors[rank].popleft()
-        if num_rows is not None and len(taken) != num_rows:
-            raise RanksDisagreeError(
-                f"rank {rank} sent {len(taken)} rows where rank {self._links.ranks.rank} expects {num_rows} ({what}); "
-                "load the same model on all ranks"
-            )
-        return taken
-
-    # Called by receiving threads.
-
-    def _on_call(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        layer, kind, forward, flags = numbers
-        counts = torch.frombuffer(bytearray(payload.bytes()), dtype=torch.int64).tolist() if payload is not None else []
-        call = CallOfRank(ExpertCall(layer, kind, forward), flags, tuple(counts))
-        with self._links.lock:
-            self._calls[peer].append(call)
-            self._links.notify()
-
-    def _on_rows(
-        self,
-        tensors: dict[int, deque[Tensor]],
-        peer: int,
-        numbers: tuple[int, ...],
-        payload: PayloadReader | None,
-    ) -> None:
-        assert payload is not None
-        source, dtype, shape = numbers[0], _DTYPES[numbers[1]], numbers[2:]
-        landing = torch.empty(payload.num_bytes, dtype=torch.uint8)
-        payload.read_into(landing)
-        with self._links.lock:
-            tensors[source].append(landing.view(dtype).view(-1, *shape))
-            self._links.notify()
+def _exchange(lane: Lane, rows: Tensor, num: Sequence[int], num_of_members: Sequence[int], what: str) -> Tensor:
+    """Send ``num`` of ``rows`` [n, ...] to each member of a lane, and return those of each, on the host."""
+    sent = rows.detach().contiguous().cpu()
+    received = sent.new_empty(sum(num_of_members), *sent.shape[1:])
+    row_bytes = sent.shape[1:].numel() * sent.itemsize
+    sizes, sizes_of_members = ([number * row_bytes for number in numbers] for numbers in (num, num_of_members))
+    lane.exchange(bytes_of(sent), sizes, bytes_of(received), sizes_of_members, what)
+    return received

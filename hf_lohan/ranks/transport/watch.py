@@ -238,7 +238,7 @@ class Watch:
         now_s, notices = time.monotonic(), dict(self._board.notices)
         if len(notices) == len(self.ranks.others):
             tables = {rank: notice.table for rank, notice in notices.items()} | {self.ranks.rank: self._table()}
-            late = self._late(tables, lane)
+            late = self._late(tables, lane, self.ranks.rank)
             if (gone := next(filter(self._board.has_left, late), None)) is not None:
                 raise RankFailedError(self._left_text(gone, what), gone)
             if now_s - since_s > min(_CYCLE_S, self.timeout_s):
@@ -277,21 +277,21 @@ class Watch:
         that wait for each other in a circle, and whether each of these waits for another's computation. A thread beside
         the computation may be late because it works."""
         path, is_sure = [self.ranks.rank], True
-        while late := [rank for rank in self._late(tables, lane) if rank != path[-1]]:
+        while late := self._late(tables, lane, path[-1]):
             is_sure = is_sure and lane in self._of_compute
             if late[0] in path:
                 return path, path[path.index(late[0]) :], is_sure
             path.append(late[0])
             of_next = tables[late[0]]
             waits = [*of_next["waits"], *([] if lane in self._of_compute else of_next["beside"])]
-            lane = next((name for name in waits if set(self._late(tables, name)) - {late[0]}), "")
+            lane = next((name for name in waits if self._late(tables, name, late[0])), "")
         return path, [], False
 
-    def _late(self, tables: Mapping[int, Table], lane: str) -> list[int]:
-        """Return the ranks that have not begun an operation of a lane that another rank has begun."""
-        numbers = {rank: tables[rank]["at"].get(lane, (0, ""))[0] for rank in self._members.get(lane, ())}
-        most = max(numbers.values(), default=0)
-        return [rank for rank, number in numbers.items() if number < most]
+    def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
+        """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Others may be ahead of
+        it, and it does not wait for them."""
+        numbers = {member: tables[member]["at"].get(lane, (0, ""))[0] for member in self._members.get(lane, ())}
+        return [member for member, number in numbers.items() if number < numbers.get(rank, 0)]
 
     def _table(self) -> Table:
         waits, beside = (
