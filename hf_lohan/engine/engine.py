@@ -326,6 +326,7 @@ class OffloadEngine:
         self._hooks.remove()
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
+        self._expert_places.close()
         if self.embedding_rows is not None:
             self.embedding_rows.close()
         self.activations.close()

@@ -120,6 +120,9 @@ class ExpertPlaces(Protocol):
         """Return the rows of all forwards so far. None if each rank computes the rows of its own experts, because it
         does not know those of the others."""
 
+    def close(self) -> None:
+        """Take part in no more calls."""
+
 
 class AllHere:
     """The `ExpertPlaces` of a single process."""
@@ -141,6 +144,9 @@ class AllHere:
 
     def rows_by_rank(self) -> None:
         return None
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class _Division:
@@ -224,6 +230,9 @@ class OneOwnerEach:
 
     def rows_by_rank(self) -> BalancedRows | None:
         return deepcopy(self._rows) if self.lending is not None else None
+
+    def close(self) -> None:
+        self._exchange.close()
 
     def run(self, rows: CallRows, work: ComputeGroups) -> list[Tensor | None]:
         call, own_rank = ExpertCall(rows.layer, _CALLS.index(rows.kind), rows.forward), self._ranks.rank

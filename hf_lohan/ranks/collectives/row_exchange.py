@@ -86,6 +86,11 @@ class RowExchange:
             self._here = links.open_here("tokens here", carries="tokens", stops_compute=True)
             self._across = links.open_across("tokens across", carries="tokens", stops_compute=True)
 
+    def close(self) -> None:
+        """Take part in no more calls."""
+        for lane in filter(None, (self._all, self._here, self._across)):
+            lane.close()
+
     def next_call(self, own: CallOfRank, what: str) -> tuple[ExpertCall, dict[int, CallOfRank]]:
         """Meet all other ranks. Return the call that runs now, and the parts of the ranks that have rows in it. It is
         that of ``own``, or a recomputation of others that comes first. ``what`` names the rows for errors. Raises

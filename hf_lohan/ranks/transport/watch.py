@@ -247,7 +247,7 @@ class Watch:
             self._raise_silent(0, what)  # its node has the store, which does not answer
 
     def _judge_long_wait(self, tables: Mapping[int, Table], lane: str, what: str, waited_s: float) -> None:
-        for rank in self._late(tables, lane):
+        for rank in self._late(tables, lane, self.ranks.rank):
             if lane in tables[rank]["closed"]:  # and no rank has told another cause meanwhile
                 text = f"{self.name_of(rank)} had closed its model while rank {self.ranks.rank} waited for {what}"
                 raise RankFailedError(text, rank)
