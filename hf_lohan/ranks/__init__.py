@@ -26,7 +26,6 @@ from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, 
 from hf_lohan.ranks.transport.device_lane import DeviceLane, DeviceLanes
 from hf_lohan.ranks.transport.device_transport import DeviceTransport
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
-from hf_lohan.ranks.transport.messages import Kind, Channel, PayloadReader, Handler
 from hf_lohan.ranks.transport.lanes import BegunWork, Lane, LaneClosedError, bytes_of
 from hf_lohan.ranks.transport.links import Links, connect, one_rank_at_a_time
 from hf_lohan.ranks.transport.rounds import Rounds

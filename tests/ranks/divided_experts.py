@@ -26,7 +26,7 @@ from hf_lohan.huggingface.attachment import (
 from hf_lohan.model import find_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
-from hf_lohan.ranks import Channel, Links
+from hf_lohan.ranks import Links
 from hf_lohan.testing.models import VOCAB_SIZE
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -176,14 +176,14 @@ def train_rank(
                 (loss / accumulation).backward()
 
         for step in range(NUM_STEPS):
-            before = links.sent_bytes[Channel.TOKENS]
+            before = links.sent_bytes["tokens"]
             calls = [partial(run_one, step, micro) for micro in range(accumulation)]
             if is_joint:
                 engine.run_micro_batches(calls)
             else:
                 for call in calls:
                     call()
-            trained.sent_bytes += links.sent_bytes[Channel.TOKENS] - before
+            trained.sent_bytes += links.sent_bytes["tokens"] - before
             if max_norm:
                 trained.norms.append(engine.clip_grad_norm(max_norm))
             optimizer.step()

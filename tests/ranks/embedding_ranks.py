@@ -16,7 +16,7 @@ from hf_lohan.device import Device
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
-from hf_lohan.ranks import Channel, Links
+from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -48,7 +48,7 @@ class Trained:
     norms: list[Tensor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Weights and moments."""
-    sent: Mapping[Channel, int] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)
     rows_bytes: int | None = None
     """Bytes of rows that came to the device; None if the table was loaded."""
     layout: Any = None
@@ -106,7 +106,7 @@ class Run:
                 self.after_step(engine, step)
             engine.wait_for_updates()
             quiet_bytes(links, before)
-            found.sent = {channel: links.sent_bytes[channel] - before[channel] for channel in Channel}
+            found.sent = {channel: links.sent_bytes[channel] - before[channel] for channel in links.sent_bytes}
             found.rows_bytes = engine.embedding_rows.num_bytes if engine.embedding_rows is not None else None
             for name, _ in model.named_parameters():
                 found.tensors[name] = engine.parameters.read_parameter(name)

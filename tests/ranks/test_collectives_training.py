@@ -21,12 +21,11 @@ from trained_nodes import Oracle, Trained, Training, gradient_numels, part_numel
 
 from hf_lohan.engine import ranks as engine_ranks
 from hf_lohan.planner import Collectives
-from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, Channel, RanksDisagreeError
+from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, GRADIENTS_WITHIN, WEIGHTS_INT8, RanksDisagreeError
 from hf_lohan.ranks.collectives import block_operators
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
-from hf_lohan.weights.joint_order import JointOrder
 
 NODES = [(2, 1), (4, 2), (3, 1)]
 """The number of ranks, and the number of ranks per node."""
@@ -80,7 +79,7 @@ def test_the_sent_bytes_of_gradients(num_ranks: int, num_local: int, word: str, 
             assert figures["exact_bytes"] == 2 * exact_bytes
             if numels:
                 assert 0.001 < figures["relative_rms_error"] < (0.05 if word == "int8" else 0.3)
-        assert ours.sent[Channel.GRADIENTS] == 2 * sent_bytes
+        assert ours.sent["gradients"] == 2 * sent_bytes
         assert ours.figures["sent_bytes"]["gradients"] == 2 * sent_bytes
     trained_numel = sum(block.state_numel for block in trained[0].layout.blocks)
     all_numels = [sum(gradient_numels(training, trained[0].layout, rank)) for rank in range(num_ranks)]
@@ -106,7 +105,7 @@ def test_settings_between_nodes_round_nothing_on_one_node(tmp_path: Path, caplog
         quantized = training.run(tmp_path / "quantized", setting)
     for ours, other in zip(quantized, exact, strict=True):
         assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
-        assert ours.sent[Channel.WEIGHTS] == ours.sent[Channel.GRADIENTS] == 0
+        assert ours.sent["weights"] == ours.sent["gradients"] == 0
     assert "has no effect between machines" in caplog.text
 
 
@@ -266,25 +265,6 @@ def test_weights_are_rounded_as_in_one_process_with_the_codec(
     check_against_oracle(training.run(tmp_path, {"forward": "int8", "backward": backward}), oracle)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
-def test_lent_weights_are_rounded_like_common_ones(
-    num_ranks: int, num_local: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(JointOrder, "is_common", lambda order, number: False)
-    training = Training(num_ranks, num_local, 0.5)
-    oracle = Oracle(training, tmp_path)
-    oracle.train(weights=WEIGHTS_INT8)
-    check_against_oracle(training.run(tmp_path, {"forward": "int8"}), oracle)
-
-
-def test_lent_weights_are_rounded_within_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JointOrder, "is_common", lambda order, number: False)
-    training = Training(2, 2, 0.5)
-    oracle = Oracle(training, tmp_path)
-    oracle.train(weights=WEIGHTS_INT8, gradients_within=GRADIENTS_WITHIN["int8"])
-    check_against_oracle(training.run(tmp_path, {"within": "int8"}), oracle)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("within", ["exact", "int4"])
 @pytest.mark.parametrize("num_local", [1, 2])
@@ -343,7 +323,7 @@ def test_the_sent_bytes_of_weights(num_ranks: int, num_local: int, forward: str,
                 num_loads = ours.num_states[block.name]
             expected += num_loads * (training.num_nodes - 1) * message_bytes
             exact += num_loads * (training.num_nodes - 1) * numel * 4
-        assert ours.sent[Channel.WEIGHTS] == expected
+        assert ours.sent["weights"] == expected
         if forward == "int8":
             assert ours.figures["coded"]["weights"]["sent_bytes"] == expected
             assert ours.figures["coded"]["weights"]["exact_bytes"] == exact
@@ -364,12 +344,12 @@ def test_a_step_sends_only_changes(tmp_path: Path) -> None:
     changes = training.run(tmp_path / "changes", {"forward": "delta"})
     for ours, other in zip(changes, kept, strict=True):
         figures = ours.figures["coded"]["weights"]
-        assert figures["exact_bytes"] == other.sent[Channel.WEIGHTS]
-        assert figures["sent_bytes"] == ours.sent[Channel.WEIGHTS]
+        assert figures["exact_bytes"] == other.sent["weights"]
+        assert figures["sent_bytes"] == ours.sent["weights"]
         of_first = sum(2 * part_numel(block, ours.rank) for block in ours.layout.blocks)
-        of_later = other.sent[Channel.WEIGHTS] - of_first
+        of_later = other.sent["weights"] - of_first
         assert of_later > 0
-        assert ours.sent[Channel.WEIGHTS] - of_first < of_later / 3
+        assert ours.sent["weights"] - of_first < of_later / 3
 
 
 @pytest.mark.covering(1)
@@ -418,7 +398,7 @@ def test_groups_of_nodes_keep_one_copy_among_them(
             num_in_group += num_kept
             of_carried = sum(part_numel(block, of) for of in carried) * dtype.itemsize
             sent += num_states * (num_nodes - 1) * message_bytes + num_kept * (of_group - 1) * of_carried
-        assert ours.sent[Channel.WEIGHTS] == sent
+        assert ours.sent["weights"] == sent
         kept_bytes = sum(part_numel(block, of) * dtype.itemsize for block in ours.layout.blocks for of in carried[1:])
         assert kept_bytes <= ours.layout.copy_bytes
         assert source == "ram" or kept_bytes == sum(record.num_bytes for record in ours.layout.copy_records)

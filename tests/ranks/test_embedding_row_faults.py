@@ -22,16 +22,16 @@ from embedding_ranks import (
     random_batch,
     small_model,
 )
+from hf_lohan.weights.joint_order import StaleError
 from rank_processes import RankProcesses
 from torch import Tensor
 
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.planner import cuts
-from hf_lohan.ranks import Channel, Kind, Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Kind, Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.weights import ShardedRows
-from hf_lohan.weights.joint_order import StaleError
 
 pytestmark = pytest.mark.usefixtures("cuts_small_tables")
 
@@ -185,7 +185,7 @@ def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:
 def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_message: int, num_local: int, tmp_path: Path) -> None:
     """After a greeting for each rank, the messages of this channel are rows alone."""
     run = Run(4, num_local, max_norm=0.5)
-    fault = Fault(1, "die", at_message, Channel.TOKENS)
+    fault = Fault(1, "die", at_message, "tokens")
     outcomes = rank_outcomes(
         4, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=num_local, faults=[fault]
     )

@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.model import rows_between
 from hf_lohan.planner import SizeClass
-from hf_lohan.ranks import Channel, TableRows
+from hf_lohan.ranks import TableRows
 from hf_lohan.ranks.collectives.node_sums import SUM_PIECE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -72,8 +72,8 @@ def test_a_large_vocabulary(num_ranks: int, num_local: int, tmp_path: Path) -> N
         assert whole[rank].layout.plan.gpu_pool_bytes - ours.layout.plan.gpu_pool_bytes >= table_bytes
         tokens = [batch(step, rank, 0)["input_ids"].unique() for step in range(run.num_steps)]
         assert ours.rows_bytes == sum(map(len, tokens)) * WIDTH * 4
-        assert ours.sent[Channel.TOKENS] == sent_rows_bytes(run, ours.layout, rank)
-        less = whole[rank].sent[Channel.GRADIENTS] - ours.sent[Channel.GRADIENTS]
+        assert ours.sent["tokens"] == sent_rows_bytes(run, ours.layout, rank)
+        less = whole[rank].sent["gradients"] - ours.sent["gradients"]
         assert less == table_gradient_bytes(run, ours.layout, rank, by_rows=False) - table_gradient_bytes(
             run, ours.layout, rank, by_rows=True
         )

@@ -41,7 +41,7 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import owned_experts
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
-from hf_lohan.ranks import CallOfRank, Channel, ExpertCall, Links, Ranks, RowExchange
+from hf_lohan.ranks import CallOfRank, ExpertCall, Links, Ranks, RowExchange
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
@@ -245,8 +245,8 @@ def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_
 def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_path: Path) -> None:
     """The other channels have the bytes of the blocks that all ranks share."""
 
-    def train(links: Links) -> tuple[dict[Channel, int], dict[Channel, int]]:
-        rank, before = links.ranks.rank, dict.fromkeys(Channel, 0)
+    def train(links: Links) -> tuple[dict[str, int], dict[str, int]]:
+        rank, before = links.ranks.rank, dict.fromkeys(links.sent_bytes, 0)
         with opened(links, tmp_path, partial(expert_model, "mixtral")) as engine:
             before |= links.sent_bytes
             optimizer = OffloadAdamW(engine.model.parameters(), lr=LR, engine=engine)
@@ -261,10 +261,8 @@ def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_
             num_nodes = links.ranks.num_ranks // num_local
             chunks = [chunk for chunk in engine.layout.chunks() if chunk.block.owner is None and chunk.owner != rank]
             return sent, {
-                Channel.WEIGHTS: 4
-                * (num_nodes - 1)
-                * sum(part_numel(b, rank) * engine._ring.num_loads(b) for b in shared),
-                Channel.GRADIENTS: 4 * (num_nodes - 1) * NUM_STEPS * sum(chunk.numel for chunk in chunks),
+                "weights": 4 * (num_nodes - 1) * sum(part_numel(b, rank) * engine._ring.num_loads(b) for b in shared),
+                "gradients": 4 * (num_nodes - 1) * NUM_STEPS * sum(chunk.numel for chunk in chunks),
             }
 
     for sent, expected in run_ranks(2, train, num_local=num_local):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from hf_lohan.ranks.transport.connection import Connection, Socket
 
 from hf_lohan.ranks import Channel, Kind, Links, RankFailedError, Ranks, RankTimeoutError
-from hf_lohan.ranks.transport.connection import Connection, Socket
 from hf_lohan.ranks.transport.messages import Head
 from hf_lohan.testing.thread_ranks import Fault, Outcome, _RankSocket, rank_outcomes
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hf_lohan.ranks.transport.rendezvous import outgoing_address
 
 from hf_lohan.ranks import Links, RankFailedError, Ranks, RankTimeoutError, connect
 from hf_lohan.ranks.transport import rendezvous
-from hf_lohan.ranks.transport.rendezvous import outgoing_address
 
 
 def connect_threads(num_ranks: int, num_local: int, store: dist.Store, timeout_s: float = 20.0) -> list[Links]:

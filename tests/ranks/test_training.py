@@ -287,9 +287,9 @@ def test_a_forward_and_the_end_of_a_step_have_one_exchange_each(
     done: dict[int, list[str]] = {0: [], 1: []}
     all_gather = Links.all_gather
 
-    def recorded(links: Links, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
+    def recorded(links: Links, tag: str, payload: bytes = b"") -> list[bytes]:
         done[int(threading.current_thread().name.removeprefix("rank-"))].append(tag)
-        return all_gather(links, tag, payload, sequence=sequence)
+        return all_gather(links, tag, payload)
 
     def begin_steps(engine: OffloadEngine, step: int) -> None:
         if step == 0:

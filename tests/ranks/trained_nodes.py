@@ -19,7 +19,7 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_ti
 from hf_lohan.model import Block, Chunk
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import OffloadLayout, lay_out
-from hf_lohan.ranks import BlockCodec, Channel, Links, Ranks
+from hf_lohan.ranks import BlockCodec, Links, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -119,7 +119,7 @@ class Trained:
     weights: dict[str, Tensor] = field(default_factory=dict)
     norms: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    sent: dict[Channel, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
     """The bytes of payloads, without those of loading before and of reading afterwards."""
     num_loads: dict[str, int] = field(default_factory=dict)
     num_states: dict[str, int] = field(default_factory=dict)
@@ -127,17 +127,15 @@ class Trained:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def quiet_bytes(links: Links, before: Mapping[Channel, int]) -> dict[Channel, int]:
+def quiet_bytes(links: Links, before: Mapping[str, int]) -> dict[str, int]:
     """Return the sent bytes after the loads for the next pass have ended."""
-    found: dict[Channel, int] = {}
-    links.barrier("steps to be over", sequence="quiet")
+    found: dict[str, int] = {}
+    links.barrier("steps to be over")
     while found != (
-        found := {
-            channel: links.sent_bytes[channel] - before[channel] for channel in (Channel.WEIGHTS, Channel.GRADIENTS)
-        }
+        found := {channel: links.sent_bytes[channel] - before[channel] for channel in ("weights", "gradients")}
     ):
         time.sleep(0.3)
-    links.barrier("all to be quiet", sequence="quiet")
+    links.barrier("all to be quiet")
     return found
 
 

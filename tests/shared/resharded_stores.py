@@ -19,7 +19,7 @@ from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over
 from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.huggingface.models.export import described_model
-from hf_lohan.ranks import Channel, Links
+from hf_lohan.ranks import Links
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.testing.stored_state import Content, content_of
@@ -66,7 +66,7 @@ def reshard_to(num_ranks: int, sees: Sees, *, sets_aside: bool = True) -> list[A
             reshard_together(found, own, links, form_of, None)
         if sets_aside:
             set_left_over_aside(found, own, links, is_open=False)
-        return found, links.sent_bytes[Channel.WEIGHTS]
+        return found, links.sent_bytes["weights"]
 
     return run_ranks(num_ranks, on_rank)
 

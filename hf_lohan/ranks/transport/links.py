@@ -34,6 +34,8 @@ from hf_lohan.threads import Owner
 
 logger = logging.getLogger(__name__)
 
+CARRIES = ("control", "weights", "gradients", "tokens")
+"""What lanes carry. Tokens are rows for experts and their results, and rows of embeddings."""
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECTS_WITHIN = timedelta(seconds=60)
 _WITHOUT_EFFECT = {
@@ -150,12 +152,13 @@ class Links:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes of payloads for other ranks, by what they carry."""
-        total: Counter[str] = Counter()
+        """Bytes of payloads for other ranks, by what they carry. Those of devices are not counted."""
+        sent = dict.fromkeys(CARRIES, 0)
         for carries, lane in self._lanes:
-            total[carries] += lane.sent_bytes
-            total["control"] += lane.agreed_bytes
-        return dict(total)
+            sent["control"] += lane.agreed_bytes
+            if carries in sent:
+                sent[carries] += lane.sent_bytes
+        return sent
 
     @property
     def waited_s(self) -> dict[int, float]:

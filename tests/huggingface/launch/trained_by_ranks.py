@@ -88,9 +88,9 @@ class Exchanged(TrainerCallback):
         self.tags: list[list[str]] = [[]]
         all_gather = Links.all_gather
 
-        def recorded(links: Links, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
+        def recorded(links: Links, tag: str, payload: bytes = b"") -> list[bytes]:
             self.tags[-1].append(tag)
-            return all_gather(links, tag, payload, sequence=sequence)
+            return all_gather(links, tag, payload)
 
         Links.all_gather = recorded  # type: ignore[method-assign]
 
