@@ -24,7 +24,6 @@ from hf_lohan.ranks.collectives.step_delta import StepDelta
 from hf_lohan.ranks.equal_values import check_equal
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
 from hf_lohan.ranks.transport.device_lane import DeviceLane, DeviceLanes
-from hf_lohan.ranks.transport.device_transport import DeviceTransport
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.transport.lanes import BegunWork, Lane, LaneClosedError, bytes_of
 from hf_lohan.ranks.transport.links import Links, connect, one_rank_at_a_time
@@ -52,7 +51,6 @@ __all__ = [
     "DeviceLane",
     "DeviceLanes",
     "DeviceSums",
-    "DeviceTransport",
     "ExpertCall",
     "GradientExchange",
     "Lane",
