@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import test_branches
 import torch
 from engines import ONE_GENERATOR, RANK_SETTINGS, open_engine, resolved
-from exchanged_gradients import BUFFER_BYTES, NUM_BUFFERS, Backwards, OwnersSums, RankWithDevice, check, exchange_all
+from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
 from peft import LoraConfig, get_peft_model
 from test_branches import ACCUMULATED, CASES, Case, choose_skipped_layers
 from test_training import LR, NUM_STEPS, Trained, seed_of, train_rank, train_stock
@@ -31,15 +30,14 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import (
     GRADIENTS_INT8,
+    DeviceLanes,
     DeviceSums,
-    DeviceTransport,
     GradientExchange,
     Links,
     MeasuredCodec,
     RankFailedError,
     RanksDisagreeError,
     RankTimeoutError,
-    SharedRegion,
 )
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
@@ -89,7 +87,7 @@ def test_devices_add_in_rank_order_in_any_order_of_arrival(seed: int) -> None:
     backwards = Backwards(num_ranks, num_local, seed, dtype, num_chunks, 2, without, max_numel)
 
     def run(links: Links) -> OwnersSums:
-        return RankWithDevice(links, backwards).run(seed % 5 * 4)
+        return exchange_all(links, backwards, on_device=True, num_loads=seed % 5 * 4)
 
     check(backwards, run_ranks(num_ranks, run, num_local=num_local, delays_seed=seed))
 
@@ -101,7 +99,7 @@ def test_sums_are_coded_for_other_nodes_as_on_the_host(seed: int) -> None:
 
     def run(links: Links, on_devices: bool) -> OwnersSums:
         coded = MeasuredCodec("gradients", GRADIENTS_INT8)
-        return RankWithDevice(links, backwards, coded).run(0) if on_devices else exchange_all(links, backwards, coded)
+        return exchange_all(links, backwards, coded, on_device=on_devices)
 
     host, nccl = (
         run_ranks(6, lambda links, on_devices=on_devices: run(links, on_devices), num_local=2)  # type: ignore[misc]
@@ -119,13 +117,11 @@ def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
     backwards = Backwards(2, 2, seed=0, num_chunks=1, num_steps=1, share_without=0.0)
 
     def run(links: Links) -> None:
-        rank = RankWithDevice(links, backwards)
-        region = SharedRegion.create(links, BUFFER_BYTES, "gradients")
-        rank.exchange._region = region
-        gradient = backwards.gradient(0, links.ranks.rank, 0)
-        assert gradient is not None
-        values = region.bytes[: gradient.nbytes].view(torch.float32)
-        rank.exchange.publish(0, values, 1, values, is_on_device=links.ranks.rank == 0)
+        rank = RankOfExchange(links, backwards, on_device=True)
+        buffer = rank.free.get()
+        assert buffer is not None
+        values = buffer[:4].view(torch.float32)
+        rank.exchange.publish(0, values, 1, buffer, is_on_device=links.ranks.rank == 0)
         rank.exchange.wait_until_complete(rank.exchange.end_backward())
         links.barrier("the end")
 
@@ -140,18 +136,15 @@ def test_a_gradient_in_ram_is_not_added_to_one_on_a_device() -> None:
 def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(
     num_ranks: int, num_local: int, victim: int, what: Any
 ) -> None:
-    """The victim publishes its gradients, or has begun to. The first rank of each node orders the exchanges. Another
-    node waits for sums of the victim's node, which does not send them, so its ranks wait longer to hear of the
-    victim."""
+    """Another node waits for sums of the victim's node, which does not send them."""
     timeout_s = 2.0 if what == "hang" else 10.0
     backwards = Backwards(num_ranks, num_local, seed=3, num_chunks=NUM_BUFFERS, num_steps=10, share_without=0.0)
 
     def run(links: Links) -> None:
-        if links.ranks.node != victim // num_local:
-            links.set_timeout(2 * timeout_s)
-        RankWithDevice(links, backwards).run(0)
+        exchange_all(links, backwards, on_device=True)
 
-    outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[Fault(victim, what, 60)], timeout_s=timeout_s)
+    fault = Fault(victim, what, 6, "gradients of devices")
+    outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[fault], timeout_s=timeout_s)
     assert outcomes[victim].error is not None or what == "hang", "the fault did not happen"
     for rank in set(range(num_ranks)) - {victim}:
         error = outcomes[rank].error
@@ -161,91 +154,56 @@ def test_a_sum_ends_with_the_name_of_a_rank_that_dies_or_hangs(
         assert outcomes[rank].took_s < (timeout_s if what == "hang" else 0.0) + 5.0
 
 
-def publish_one(rank: RankWithDevice) -> None:
-    """Publish a gradient, on all ranks, of the one chunk, which rank 0 owns."""
-    gradient = rank.backwards.gradient(0, rank.links.ranks.rank, 0)
-    assert gradient is not None
-    rank.exchange.publish(0, gradient, 1, gradient, is_on_device=True)
-
-
 ONE_SUM = Backwards(2, 2, seed=5, num_chunks=1, num_steps=1, share_without=0.0)
 
 
-@pytest.mark.parametrize("closes_first", [True, False])
-def test_a_sum_ends_if_a_rank_closes(closes_first: bool) -> None:
+def test_a_sum_ends_if_a_rank_closes() -> None:
     """The rank leaves later."""
 
     def run(links: Links) -> None:
-        rank = RankWithDevice(links, ONE_SUM)
+        rank = RankOfExchange(links, ONE_SUM, on_device=True)
+        rank.publish(0, 0)
         if links.ranks.rank == 1:
-            if closes_first:
-                rank.transport.close()
-            else:
-                rank.transport._add = lambda names: close(rank.transport)
-            publish_one(rank)
-            rank.exchange.end_backward()
-            links.wait_for(lambda: False, "nothing", peers=[0])
-        try:
-            publish_one(rank)
-            rank.exchange.wait_until_complete(rank.exchange.end_backward())
-        finally:
-            rank.transport.close()
+            assert rank.lanes is not None
+            rank.lanes.close()
+            links.barrier("what the other rank waits for")
+        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        links.barrier("the end")
 
-    def close(transport: DeviceTransport) -> Callable[[], object]:
-        transport._group.abort = lambda: None  # type: ignore[method-assign]
-        transport.close()
-        return lambda: None
-
-    outcomes = rank_outcomes(2, run)
-    for outcome in outcomes:
-        assert "rank 1 had ended its exchanges while rank 0 waited for gradients" in str(outcome.error), outcome.error
-        assert outcome.took_s < 5.0
+    outcome = rank_outcomes(2, run)[0]
+    assert "rank 1" in str(outcome.error) and "had closed its model while rank 0 waited" in str(outcome.error)
+    assert outcome.took_s < 5.0
 
 
 def test_a_rank_that_closes_ends_no_run_after_a_dropped_step() -> None:
     def run(links: Links) -> None:
-        rank = RankWithDevice(links, ONE_SUM)
-        if links.ranks.rank == 1:
-            rank.transport.close()
-        links.barrier("the closed rank to be known")
-        publish_one(rank)
-        links.barrier("both gradients to be published")
+        rank = RankOfExchange(links, ONE_SUM, on_device=True)
+        rank.publish(0, 0)
         rank.exchange.abandon()
-        time.sleep(1.0)
-        links.barrier("the end")
-        rank.transport.close()
-
-    run_ranks(2, run)
-
-
-def test_a_late_gradient_ends_no_run_after_a_normal_close() -> None:
-    def run(links: Links) -> None:
-        rank = RankWithDevice(links, ONE_SUM)
-        links.barrier("the beginning")
-        rank.transport.close()
-        publish_one(rank)
-        rank.exchange.end_backward()
-        time.sleep(0.2)
-        links.barrier("the end")
-
-    run_ranks(2, run)
-
-
-def test_all_ranks_learn_the_error_of_one_that_needs_no_sum() -> None:
-    def run(links: Links) -> None:
-        rank = RankWithDevice(links, ONE_SUM)
         if links.ranks.rank == 1:
+            rank.end()
+        links.barrier("the closed rank to be known")
+        rank.end()
+        links.barrier("the end")
 
-            def fail(_names: object) -> Callable[[], object]:
-                raise ValueError("broken on purpose")
+    run_ranks(2, run)
 
-            rank.transport._add = fail
-        publish_one(rank)
-        try:
-            rank.exchange.wait_until_complete(rank.exchange.end_backward())
-            links.wait_for(lambda: False, "nothing", peers=[1 - links.ranks.rank])
-        finally:
-            rank.transport.close()
+
+def test_all_ranks_learn_the_error_of_one_that_needs_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = DeviceSums.add
+
+    def fail(sums: DeviceSums, sends: list[Any], *args: Any, **options: Any) -> Any:
+        if sends:
+            raise ValueError("broken on purpose")
+        return add(sums, sends, *args, **options)
+
+    monkeypatch.setattr(DeviceSums, "add", fail)
+
+    def run(links: Links) -> None:
+        rank = RankOfExchange(links, ONE_SUM, on_device=True)
+        rank.publish(0, 0)
+        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        links.barrier("the end")
 
     for outcome in rank_outcomes(2, run):
         assert "broken on purpose" in str(outcome.error), outcome.error
@@ -261,21 +219,20 @@ class ReducingRank:
         block.rank_edges = (0, 0, block.fetched_numel)
         chunks = block.cut(2 * GRANULE_NUMEL)
         self.parts, num_bytes = block.slices, 8 * GRANULE_NUMEL
-        self.transport = DeviceTransport.connect(links, device)
-        sums = DeviceSums(device, self.transport, links.ranks, num_bytes)
+        self.lanes = DeviceLanes.open(links, device)
+        sums = DeviceSums(device, self.lanes.gradients, links.ranks, num_bytes)
         self.host, self.on_device = (
             BufferPool(device, name=name, num_buffers=num, buffer_bytes=num_bytes)
             for name, num in (("gradients", 2), ("gradients on the device", 1))
         )
         self.reduction = GradientReduction(links, device, self.host, None, chunks, None, sums)  # type: ignore[arg-type]
-        self.reduction.start(lambda command: command(), lambda error: None, lambda gradient: None)
+        self.reduction.start(lambda command: command(), self._fail, lambda gradient: None)
         pipeline: Any = SimpleNamespace(
             measure_gradient=lambda part, gradient: None,
             has_gradients=False,
             count_backward=lambda: 1,
-            wait_for_ranks=nullcontext,
+            wait_for_ranks=self.reduction.waiting,
             held_back=lambda submitted: [],
-            check_while_waiting=self.reduction.check_while_waiting,
             updates_in_backward=False,
             updates_chunk=self.reduction.owns,
             submit=self._publish,
@@ -284,6 +241,14 @@ class ReducingRank:
         self.arrivals.begin_backward(BackwardContext())
         links.barrier("all ranks to be ready")
 
+    def close(self) -> None:
+        self.reduction.close()
+        self.lanes.close()
+
+    def _fail(self, error: BaseException) -> None:
+        for pool in (self.host, self.on_device):
+            pool.abort(error)
+
     def _publish(self, arrived: ArrivedChunk, **_options: Any) -> None:
         arrived.wait_for_copies()
         slices = {piece.param_slice for piece in arrived.pieces}
@@ -291,45 +256,22 @@ class ReducingRank:
         self.reduction.publish_gradient(gradient, lambda gradient: None, lambda: None)
 
 
-def test_a_sum_that_cannot_come_ends_the_run_with_its_cause() -> None:
-    """The devices of other ranks know that one is gone, a moment before this rank hears why."""
-
-    def run(links: Links) -> None:
-        transport = DeviceTransport.connect(links, CpuDevice())
-        try:
-            if links.ranks.rank == 1:
-                time.sleep(0.1)
-                raise OSError("the drive is full")
-            transport._break_off(RuntimeError("Connection closed by peer"))
-            transport.order_sum(0, 0, 3)
-            links.wait_for(lambda: False, "the end")
-        finally:
-            transport.close()
-
-    error = rank_outcomes(2, run)[0].error
-    assert isinstance(error, RankFailedError) and "the drive is full" in str(error) and error.rank == 1, error
-
-
-def test_a_wait_for_a_buffer_ends_if_the_rank_that_orders_sums_hangs() -> None:
-    """All ranks have published, and rank 1 itself owns the gradients that fill its buffers."""
+def test_a_wait_for_a_buffer_ends_with_the_name_of_a_rank_that_does_nothing() -> None:
+    """The buffers of rank 1 are full of gradients that rank 0 has not published."""
     has_ended = threading.Event()
 
     def run(links: Links) -> None:
         rank = ReducingRank(links, CpuDevice())
-        if links.ranks.rank == 0:
-            rank.transport._choose = list  # type: ignore[method-assign]
-        links.barrier("the first rank to choose no sums")
         try:
-            for part in rank.parts[: 2 if links.ranks.rank == 0 else 4]:
+            for part in rank.parts[: 1 if links.ranks.rank == 0 else 4]:
                 rank.arrivals.send_gradient(part, torch.ones(GRANULE_NUMEL, 1))
             has_ended.wait(20)
         finally:
             has_ended.set()
-            rank.transport.close()
+            rank.close()
 
     errors = [outcome.error for outcome in rank_outcomes(2, run, timeout_s=2.0)]
-    assert isinstance(errors[1], RankTimeoutError), errors
-    assert "rank 0" in str(errors[1]) and "waited for its gradients to be added" in str(errors[1])
+    assert "rank 0" in str(errors[1]) and "said nothing for 2 s while rank 1 waited for gradients" in str(errors[1])
 
 
 def test_zeros_of_a_dropped_step_are_written_before_a_buffer_is_free() -> None:
@@ -353,8 +295,10 @@ def test_zeros_of_a_dropped_step_are_written_before_a_buffer_is_free() -> None:
             may_end.set()
             device.record(Lane.D2H_ASIDE).synchronize()
             found.append(values.clone())
+        else:
+            rank.reduction.drop_step()
         links.barrier("the end")
-        rank.transport.close()
+        rank.close()
 
     run_ranks(2, run)
     assert found[0].eq(7.0).all()

@@ -41,6 +41,7 @@ from hf_lohan.ranks.collectives.rank_order_sum import (
     sum_gradients_,
 )
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.transport.lanes import LaneClosedError
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.ranks.transport.shared_region import SharedRegion
 from hf_lohan.threads import Owner, raised_anew, start_thread
@@ -52,6 +53,7 @@ _CODECS = tuple(GRADIENTS_WITHIN.values())
 """A published gradient has one of `_DTYPES`, or is coded by one of these. News have the index in both lists joined."""
 _REST_S = 0.01
 """Seconds after a round without news in which a rank without news enters no other one."""
+_CLOSES_WITHIN_S = 2.0
 _ChunkName = tuple[int, int]
 """(step, key) of a chunk."""
 _News = list[Any]
@@ -274,18 +276,21 @@ class GradientExchange:
             return step not in self._abandoned
 
     def close(self) -> None:
-        """Take part in no more rounds. Does nothing in a forked process."""
-        if not self._owner.is_here:
+        """Take part in no more rounds, after a moment for those of a step that has not ended. A rank that waits for
+        this one later gets an error. Does nothing in a forked process."""
+        if not self._owner.is_here or self._is_closed:
             return
-        self._links.watch.forget_waiting(self._wake)
-        with self._changed:
+        with self.waiting(), self._changed:
+            self._changed.wait_for(
+                lambda: not (self._news or self._read or self._open_steps) or self._error is not None, _CLOSES_WITHIN_S
+            )
             self._is_closed = True
             self._changed.notify_all()
-        for stopped in (self._lane, self._node_sums, self._device_sums):
-            if stopped is not None:
-                stopped.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._links.watch.forget_waiting(self._wake)
+        for lane in (self._lane, self._node_sums, self._device_sums):
+            if lane is not None:
+                lane.close()
+        self._thread.join()
 
     # Rounds. The thread calls what follows.
 
@@ -301,7 +306,7 @@ class GradientExchange:
                 self._note_error(error)
 
     def _note_error(self, error: BaseException) -> None:
-        if not isinstance(error, RankFailedError):
+        if not isinstance(error, RankFailedError | LaneClosedError):
             self._links.fail(error)
         with self._changed:
             self._error = error
@@ -397,6 +402,7 @@ class GradientExchange:
             del self._steps[step]
         with self._changed:
             self._open_steps.difference_update(ended)
+            self._changed.notify_all()
 
     def _release_all(self, names: Sequence[_ChunkName]) -> None:
         with self._changed:

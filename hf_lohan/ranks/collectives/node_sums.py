@@ -133,9 +133,9 @@ class NodeSums:
         self._lane = links.open_across("sums", carries="gradients")
         self._memory: dict[tuple[str, int], Tensor] = {}
 
-    def stop(self) -> None:
-        """See `Lane.stop`."""
-        self._lane.stop()
+    def close(self) -> None:
+        """See `Lane.close`."""
+        self._lane.close()
 
     def add(self, chunk: ChunkOfNodes) -> None:
         """Set ``out`` of the owner to the sum over all nodes. The chunk's collectors on all nodes call this, for the

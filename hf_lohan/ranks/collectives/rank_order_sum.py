@@ -254,7 +254,7 @@ class DeviceSums:
         is_exact = is_single and isinstance(values[0], Tensor)
         return NodeSum(self._device, total, values[0].dtype if is_exact else torch.float32, self._piece)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End an addition in progress with an error, and add no more."""
         self._lane.close()
 

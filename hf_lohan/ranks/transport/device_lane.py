@@ -147,7 +147,7 @@ class DeviceLane:
         """End an operation in progress with an error, and take part in no more."""
         if not self._is_closed:
             self._is_closed = True
-            self._lane.stop()
+            self._lane.close()
             self._abort()
             self._tasks.put(None)
 
