@@ -14,16 +14,37 @@ from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (2, 2), (4, 2), (3, 1), (8, 4)])
-def test_threads_of_a_node_have_the_same_tensor(num_ranks: int, num_local: int) -> None:
-    def create(links: Links) -> tuple[int, torch.Tensor]:
+def test_ranks_of_a_node_have_the_same_memory(num_ranks: int, num_local: int) -> None:
+    def create(links: Links) -> list[int]:
         region = SharedRegion.create(links, 5000, "test", CpuDevice())
-        return region.bytes.data_ptr(), region.bytes
+        region.bytes[links.ranks.local_rank] = 1 + links.ranks.rank
+        links.barrier("all have written")
+        return region.bytes[:num_local].tolist()
 
     found = run_ranks(num_ranks, create, num_local=num_local)
-    for rank, (address, _) in enumerate(found):
-        assert [address == other for other, _ in found] == [
-            rank // num_local == other // num_local for other in range(num_ranks)
-        ]
+    for rank, content in enumerate(found):
+        node = rank // num_local
+        assert content == [1 + node * num_local + local for local in range(num_local)]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_region_that_is_gone_keeps_no_descriptor() -> None:
+    def create(links: Links) -> tuple[int, int]:
+        links.barrier("the start")
+        before = num_descriptors()
+        links.barrier("the descriptors to be counted")
+        for _ in range(3):
+            SharedRegion.create(links, 4096, "test")
+        links.barrier("the regions")
+        after = num_descriptors()
+        links.barrier("the descriptors to be counted again")
+        return before, after
+
+    for before, after in run_ranks(2, create):
+        assert before == after
 
 
 def test_the_offset_of_a_tensor_in_the_region() -> None:
@@ -40,6 +61,19 @@ def test_too_much_memory_is_refused_on_all_ranks() -> None:
     for outcome in outcomes:
         assert "3 ranks of a node share 1 PiB of memory for weights" in str(outcome.error)
         assert "lower cpu_memory" in str(outcome.error)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), FileNotFoundError(2, "No such file")])
+def test_a_rank_that_cannot_open_the_memory_is_named(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another user, or in another container."""
+
+    def refuse(path: str, *_: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(shared_region, "_map", refuse)
+    for outcome in rank_outcomes(2, lambda links: SharedRegion.create(links, 4096, "weights")):
+        assert "rank 1 cannot map the memory that its node shares for weights" in str(outcome.error)
+        assert "start the ranks of one node as one user, in one container" in str(outcome.error)
 
 
 def test_sizes_that_differ_are_refused() -> None:

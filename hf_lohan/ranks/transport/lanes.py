@@ -152,19 +152,20 @@ class Lane:
         try:
             work.wait(_SLICE)  # it may have ended well since the first wait ran out
         except RuntimeError as error:
+            self._raise_if_over(what)
             self._watch.raise_cause(what, error, self.members)
         return True
 
     def agree(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Return the payloads of all members, in their order. ``tag`` names the call in a few words. Raises
         RanksDisagreeError if a rank is at another call, and the errors of `run`."""
-        if len(self.members) == 1:
-            return [payload]
         with self._in_use:
             return self.begin_agree(tag, payload)()
 
     def begin_agree(self, tag: str, payload: bytes = b"") -> Callable[[], list[bytes]]:
         """Begin an `agree`. Returns what waits for its end and returns the payloads."""
+        if len(self.members) == 1:
+            return lambda: [payload]
         waited_s, name = self._last_wait_s, tag.encode()[:_INLINE_BYTES]
         own = _HEAD.pack(len(payload), len(name), waited_s) + (name + payload)[:_INLINE_BYTES]
         begun = self._begin_exchange(tag, own, _HEAD.size + _INLINE_BYTES)
