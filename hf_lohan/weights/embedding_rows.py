@@ -100,7 +100,7 @@ class OwnRows:
             start += self._part.start
             rest = self._updates.copy_new(self.table, start, run)
             if rest is None:
-                raise stale_error(self.table)
+                raise stale_error(self.rank, self.table)
             for low, high in rest:
                 piece = run[low - start : high - start]
                 if not self._store.read_from_ram(self.table.name, PARAM, low, piece):
@@ -242,7 +242,7 @@ class ShardedRows(Rounds):
 
     def _refuse_stale(self, period: int) -> None:
         if not self._changes.is_unchanged_since(self._own.table, period):
-            raise stale_error(self._own.table)
+            raise stale_error(self._own.rank, self._own.table)
 
 
 class EmbeddingRows:

@@ -192,8 +192,8 @@ class SharedWeights(Rounds):
         """The loads in progress, in their order. `changed` guards this and their progress."""
         self._next_number = self._num_filled = self._num_whole = self._num_copied = 0
         self._period = self._progress = 0
-        self._stale: set[int] = set()
-        """Loads of which some rank has no weights any more."""
+        self._stale: dict[int, int] = {}
+        """By load, a rank that has no weights of its period any more."""
         self._own_stale: set[int] = set()
         self._kept: tuple[PeerWeightCache, CodedTraffic | None] | None = None
         """What `keep_weights` was called with, until all ranks have called it."""
@@ -278,8 +278,9 @@ class SharedWeights(Rounds):
     def carry_out(self, heads: Sequence[bytes]) -> bool:
         told = [_Head.unpack(head) for head in heads]
         self._refuse_other_changes(told)
-        for of_rank in told:
-            self._stale.update(of_rank.stale)
+        for rank, of_rank in enumerate(told):
+            for number in of_rank.stale:
+                self._stale.setdefault(number, rank)
         with self.changed:
             if all(of_rank.keeps_weights for of_rank in told) and self._kept is not None:
                 self._parts.keep_weights(*self._kept)
@@ -295,7 +296,7 @@ class SharedWeights(Rounds):
                 load = self._loads.popleft()
                 self._regions.free_region(load.number)
                 if load.number in self._stale:  # all ranks know it by now
-                    self._stale.discard(load.number)
+                    del self._stale[load.number]
                     self._own_stale.discard(load.number)
                     self._parts.forget_kept()
             self._begin_wanted(told)
@@ -387,7 +388,7 @@ class SharedWeights(Rounds):
             for wanted in old:
                 wanted.period, wanted.version = period, self._changes.version_of(wanted.block)
         for wanted in void:
-            wanted.listener.on_delivered(stale_error(wanted.block))
+            wanted.listener.on_delivered(stale_error(self._ranks.rank, wanted.block))
 
     def _begin_own_shard(self, load: _SharedLoad) -> None:
         """Have updates deliver this rank's shard, and order the reads of the rest."""
@@ -477,7 +478,7 @@ class SharedWeights(Rounds):
             self._note_copied(load)
             if own is not None:
                 load.own = None
-                own.listener.on_delivered(stale_error(load.block))
+                own.listener.on_delivered(stale_error(self._stale[load.number], load.block))
             return
         if own.slot.last_use is not None:
             self._device.wait(Lane.H2D, own.slot.last_use)
@@ -498,9 +499,9 @@ class SharedWeights(Rounds):
             self.changed.notify_all()
 
 
-def stale_error(block: Block) -> StaleError:
+def stale_error(rank: int, block: Block) -> StaleError:
     return StaleError(
-        f"a rank ends a step with step() or zero_grad(), which changes {block.name}, while another rank still reads "
+        f"rank {rank} ends a step with step() or zero_grad(), which changes {block.name}, while another rank still reads "
         "the weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() or "
         "after step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
     )

@@ -22,13 +22,13 @@ from embedding_ranks import (
     random_batch,
     small_model,
 )
-from hf_lohan.weights.joint_order import StaleError
+from hf_lohan.weights.shared_source import StaleError
 from rank_processes import RankProcesses
 from torch import Tensor
 
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.planner import cuts
-from hf_lohan.ranks import Kind, Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.weights import ShardedRows
@@ -181,22 +181,21 @@ def test_ranks_with_another_form_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_local", [1, 2])
-@pytest.mark.parametrize("at_message", [3, 5])
-def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_message: int, num_local: int, tmp_path: Path) -> None:
-    """After a greeting for each rank, the messages of this channel are rows alone."""
+@pytest.mark.parametrize("at_operation", [3, 5])
+def test_a_rank_that_ends_in_the_exchange_ends_the_others(at_operation: int, num_local: int, tmp_path: Path) -> None:
     run = Run(4, num_local, max_norm=0.5)
-    fault = Fault(1, "die", at_message, "tokens")
+    fault = Fault(1, "die", at_operation, "rows")
     outcomes = rank_outcomes(
-        4, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=num_local, faults=[fault]
+        4, lambda links: run.train_rank(links, tmp_path, "rows"), num_local=num_local, faults=[fault], timeout_s=3.0
     )
-    for outcome in outcomes:
+    for outcome in (outcomes[0], *outcomes[2:]):
         assert isinstance(outcome.error, RankFailedError)
         assert re.match(r"rank \d (\(pid \d+, \S+\) )?", str(outcome.error)), outcome.error
 
 
 def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int) -> None:
     """Kill rank 1 when it is about to read rows for another rank."""
-    calls, fill = iter(range(at_call)), ShardedRows._fill_lent
+    calls, fill = iter(range(at_call)), ShardedRows._fill
     cuts.SMALL_NUMEL = 0
 
     def killing(*args: Any) -> None:
@@ -205,7 +204,7 @@ def kills_itself(links: Links, report: Callable[[object], None], folder: Path, a
             os.kill(os.getpid(), signal.SIGKILL)
         fill(*args)
 
-    ShardedRows._fill_lent = killing  # type: ignore[method-assign]
+    ShardedRows._fill = killing  # type: ignore[method-assign]
     Run(links.ranks.num_ranks, links.ranks.num_local, max_norm=0.5).train_rank(links, folder, "rows")
 
 
@@ -242,28 +241,26 @@ def test_damage_of_another_ranks_rows_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize("num_local", [1, 2])
-def test_rows_come_after_an_interrupt_between_requests(num_local: int, is_sent: bool, tmp_path: Path) -> None:
+def test_rows_come_after_an_interrupt_between_requests(num_local: int, is_told: bool, tmp_path: Path) -> None:
     found: list[Tensor] = []
 
     def interrupt(engine: OffloadEngine, step: int) -> None:
-        links = engine.links
-        if links.ranks.rank:
+        if engine.links.ranks.rank:
             return
-        send, calls = links.send, iter(range(1))
+        source = engine.embedding_rows._source
+        wait_for, waits = source.changed.wait_for, iter((is_told, False))
 
-        def interrupted(rank: int, kind: Kind, *args: Any, **options: Any) -> None:
-            is_first = kind is Kind.ROWS_WANTED and next(calls, None) is not None
-            if not is_first or is_sent:
-                send(rank, kind, *args, **options)
-            if is_first:
+        def interrupted(predicate: Callable[[], bool]) -> bool:
+            if not next(waits):
                 raise KeyboardInterrupt
+            return wait_for(predicate)
 
-        links.send = interrupted  # type: ignore[method-assign]
+        source.changed.wait_for = interrupted
         with pytest.raises(KeyboardInterrupt):
             read_rows(engine)
-        links.send = send  # type: ignore[method-assign]
+        source.changed.wait_for = wait_for
         found.append(read_rows(engine))
 
     run = Run(2, num_local, num_steps=2, after_step=interrupt)
@@ -275,26 +272,7 @@ def test_an_error_without_a_text_ends_the_read(tmp_path: Path, monkeypatch: pyte
     def fail(*_args: Any) -> None:
         raise StaleError
 
-    monkeypatch.setattr(ShardedRows, "_fill_lent", fail)
-    with pytest.raises(RanksDisagreeError, match="StaleError"):
-        run_ranks(2, lambda links: Run().train_rank(links, tmp_path, "rows"))
-
-
-def test_a_second_engine_takes_no_late_rows_of_the_first(tmp_path: Path) -> None:
-    """No request has a number of an earlier one."""
-
-    def train(links: Links) -> list[tuple[int, int]]:
-        send, requests = links.send, list[tuple[int, int]]()
-
-        def noting(rank: int, kind: Kind, *numbers: int, **options: Any) -> None:
-            if kind is Kind.ROWS_WANTED:
-                requests.append((rank, numbers[0]))
-            send(rank, kind, *numbers, **options)
-
-        links.send = noting  # type: ignore[method-assign]
-        for name in ("first", "second"):
-            Run(num_steps=1).train_rank(links, tmp_path / name, "rows")
-        return requests
-
-    for requests in run_ranks(2, train):
-        assert len(requests) == len(set(requests)) >= 2
+    monkeypatch.setattr(ShardedRows, "_fill", fail)
+    outcomes = rank_outcomes(2, lambda links: Run().train_rank(links, tmp_path, "rows"))
+    assert all(isinstance(outcome.error, RanksDisagreeError | RankFailedError) for outcome in outcomes)
+    assert any("StaleError" in str(outcome.error) for outcome in outcomes)
