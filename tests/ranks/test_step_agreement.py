@@ -19,7 +19,6 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, StepAgreement
-from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Outcome, rank_outcomes, run_ranks
 
@@ -117,7 +116,7 @@ def test_a_rank_with_other_hyperparameters_is_named(of_rank_2: tuple[float, floa
 
 
 def test_a_rank_in_another_exchange_is_named_while_others_wait_for_its_gradients() -> None:
-    """The error is raised at once. Both ranks are healthy and would otherwise wait for each other."""
+    """Both ranks are healthy and would otherwise wait for each other."""
     backwards = Backwards(2, 2, seed=3, num_steps=1, share_without=0.0)
 
     def run(links: Links) -> None:
@@ -125,15 +124,15 @@ def test_a_rank_in_another_exchange_is_named_while_others_wait_for_its_gradients
         try:
             if links.ranks.rank == 1:
                 links.barrier("a checkpoint")
-            rank.exchange.wait_until_complete(rank.exchange.end_backward(), before=END_OF_STEP)
+            rank.exchange.wait_until_complete(rank.exchange.end_backward())
         finally:
             rank.end()
 
     outcomes = rank_outcomes(2, run, timeout_s=20)
-    told = "rank 0 is at 'the end of the step' where rank 1 is at 'a checkpoint'"
-    assert isinstance(outcomes[0].error, RanksDisagreeError) and told in str(outcomes[0].error)
-    assert isinstance(outcomes[1].error, RankFailedError) and told in str(outcomes[1].error)
-    assert outcomes[0].took_s < 10
+    assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
+    for outcome in outcomes:
+        assert "waits for 'gradients'" in str(outcome.error) and "waits for 'a checkpoint'" in str(outcome.error)
+        assert outcome.took_s < 10
 
 
 # Calls that only one rank makes.

@@ -175,6 +175,8 @@ class GradientExchange:
         """Steps of which this rank has told something, and that have not ended on all ranks."""
         self._error: BaseException | None = None
         self._is_closed = False
+        self._awaited: list[int] = []
+        """Ranks that have not told of a chunk of which this rank has."""
         # The thread alone uses these.
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._read: list[_ChunkName] = []
@@ -189,7 +191,7 @@ class GradientExchange:
 
     def waiting(self) -> AbstractContextManager[None]:
         """A context in which the computing thread waits for buffers."""
-        return self._links.watch.waiting(self._lane.name)
+        return self._links.watch.waiting(self._lane.name, needs=lambda: self._awaited)
 
     def publish(
         self,
@@ -326,7 +328,7 @@ class GradientExchange:
             listens = bool(self._open_steps) and self._links.watch.is_waiting
             return bool(self._news or self._read) or listens
 
-        with self._changed:
+        with self._changed, self._links.watch.idle(self._lane.name):
             self._changed.wait_for(lambda: self._is_closed or enters())
             if self._is_closed:
                 return None
@@ -402,6 +404,9 @@ class GradientExchange:
             del self._steps[step]
         with self._changed:
             self._open_steps.difference_update(ended)
+            told = [parts for of_step in self._steps.values() for parts in of_step.chunks.values()]
+            open_parts = [parts for parts in told if self.ranks.rank in parts]
+            self._awaited = [rank for rank in self.ranks.others if any(rank not in parts for parts in open_parts)]
             self._changed.notify_all()
 
     def _release_all(self, names: Sequence[_ChunkName]) -> None:

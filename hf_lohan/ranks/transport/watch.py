@@ -72,12 +72,15 @@ class Watch:
         """The lanes of threads that compute."""
         self._positions: dict[str, tuple[int, str]] = {}
         """Number and tag of this rank's last operation, by lane."""
-        self._waits: dict[int, list[str]] = {}
-        """By thread, the lanes for which it waits, if this keeps the rank from computing."""
+        self._waits: dict[int, list[tuple[str, Callable[[], Sequence[int]]]]] = {}
+        """By thread, the lanes for which it waits, if this keeps the rank from computing, and what returns the ranks
+        for whose computations it waits there."""
         self.waiting_since_s: float | None = None
         """Since when this rank's computation waits for other ranks, by `time.monotonic`; None if it does not."""
-        self._waits_beside: dict[int, list[str]] = {}
+        self._waits_beside: dict[int, list[tuple[str, Callable[[], Sequence[int]]]]] = {}
         """The same of threads beside the computation."""
+        self._idle: set[str] = set()
+        """Lanes whose threads beside the computation wait for it."""
         self._closed: list[str] = []
         """Lanes in which this rank takes part no more."""
         self._num_beats = 0
@@ -162,12 +165,14 @@ class Watch:
         self._closed.append(lane)
 
     @contextmanager
-    def waiting(self, lane: str, *, stops_compute: bool = True) -> Iterator[None]:
+    def waiting(
+        self, lane: str, *, stops_compute: bool = True, needs: Callable[[], Sequence[int]] = tuple
+    ) -> Iterator[None]:
         """A context in which the calling thread waits for a lane, and with it this rank's computation, unless
-        ``stops_compute`` is False."""
+        ``stops_compute`` is False. ``needs`` returns other ranks whose computations must go on before it ends."""
         of_threads = self._waits if stops_compute else self._waits_beside
         lanes = of_threads.setdefault(threading.get_ident(), [])
-        lanes.append(lane)
+        lanes.append((lane, needs))
         if stops_compute:
             self.beat()
             self._note_waiting()
@@ -183,6 +188,15 @@ class Watch:
     @property
     def is_waiting(self) -> bool:
         return self.waiting_since_s is not None
+
+    @contextmanager
+    def idle(self, lane: str) -> Iterator[None]:
+        """A context in which the thread that uses a lane, beside the computation, waits for this rank's computation."""
+        self._idle.add(lane)
+        try:
+            yield
+        finally:
+            self._idle.discard(lane)
 
     def on_waiting(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which must not wait, whenever `waiting_since_s` may have changed."""
@@ -276,16 +290,18 @@ class Watch:
         """Follow who waits for whom from this rank's wait in a lane. Returns the ranks in their order, those of them
         that wait for each other in a circle, and whether each of these waits for another's computation. A thread beside
         the computation may be late because it works."""
-        path, is_sure = [self.ranks.rank], True
-        while late := self._late(tables, lane, path[-1]):
-            is_sure = is_sure and lane in self._of_compute
+        path, lanes, needs, is_sure = [self.ranks.rank], [lane], list[int](), True
+        while True:
+            lane, late = next(((name, of) for name in lanes if (of := self._late(tables, name, path[-1]))), ("", needs))
+            if not late:
+                return path, [], False
+            is_of_compute = not lane or lane in self._of_compute or lane in tables[late[0]]["idle"]
+            is_sure = is_sure and is_of_compute
             if late[0] in path:
                 return path, path[path.index(late[0]) :], is_sure
             path.append(late[0])
             of_next = tables[late[0]]
-            waits = [*of_next["waits"], *([] if lane in self._of_compute else of_next["beside"])]
-            lane = next((name for name in waits if self._late(tables, name, late[0])), "")
-        return path, [], False
+            lanes, needs = [*of_next["waits"], *([] if is_of_compute else of_next["beside"])], of_next["needs"]
 
     def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
         """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Others may be ahead of
@@ -295,13 +311,15 @@ class Watch:
 
     def _table(self) -> Table:
         waits, beside = (
-            [lane for lanes in list(of_threads.values()) for lane in lanes[-1:]]
+            [wait for of_thread in list(of_threads.values()) for wait in of_thread[-1:]]
             for of_threads in (self._waits, self._waits_beside)
         )
         return {
             "at": dict(self._positions),
-            "waits": waits,
-            "beside": beside,
+            "waits": [lane for lane, _ in waits],
+            "needs": [rank for _, needs in waits for rank in needs()],
+            "beside": [lane for lane, _ in beside],
+            "idle": list(self._idle),
             "closed": list(self._closed),
             "beats": self._num_beats,
         }
