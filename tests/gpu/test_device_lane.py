@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import threading
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from hf_lohan.device import DeviceGroup, Lane, device_for, num_gpus
-from hf_lohan.ranks import GRADIENTS_WITHIN, DeviceSums, DeviceTransport
+from hf_lohan.device import Device, DeviceGroup, Lane, device_for, num_gpus
+from hf_lohan.ranks import GRADIENTS_WITHIN, DeviceLane, DeviceSums
 from hf_lohan.ranks.collectives.rank_order_sum import (
     SUM_PIECE_NUMEL,
     CodedValues,
@@ -23,7 +23,6 @@ from hf_lohan.ranks.collectives.rank_order_sum import (
     add_on_device,
     sum_gradients_,
 )
-from hf_lohan.ranks.transport.messages import Kind
 from hf_lohan.testing.thread_ranks import run_ranks
 
 NUMEL = 1 << 20
@@ -54,6 +53,11 @@ class OwnMemory(DeviceGroup):
         return
 
 
+def open_lane(links: Any, device: Device, group: DeviceGroup) -> DeviceLane:
+    with mock.patch.object(type(device), "open_group", lambda *_: group):
+        return DeviceLane.open(links, device, "tests")
+
+
 def test_an_exchange_follows_the_copy_of_the_own_shard_and_precedes_compute() -> None:
     """Work of the lane H2D is in order: the copy of the shard, and the exchange, which other work waits for."""
     device = device_for("cuda:0")
@@ -64,24 +68,21 @@ def test_an_exchange_follows_the_copy_of_the_own_shard_and_precedes_compute() ->
     group = OwnMemory(theirs)
 
     def run(links: Any) -> None:
+        lane = open_lane(links, device, group)
         if links.ranks.rank == 0:
-            transport = DeviceTransport(links, device, group, 0)
             device.copy(Lane.H2D, slot[:NUMEL], host)
             parts = [(0, NUMEL), (NUMEL, 2 * NUMEL)]
 
             def fill() -> None:
-                device.run(Lane.H2D, lambda: transport.fill_from_all(slot, parts), fills=slot, reads=(slot[:NUMEL],))
+                device.run(Lane.H2D, lambda: lane.fill_from_all(slot, parts), fills=slot, reads=(slot[:NUMEL],))
                 device.record(Lane.H2D).synchronize()
 
-            transport.take_part(0, "its shard of a test", fill)
+            lane.run("its shard of a test", fill)
             device.wait(Lane.COMPUTE, device.record(Lane.H2D))
-            links.barrier("the end")
-            transport.close()
         else:
-            links.set_handler(Kind.EXCHANGE, lambda *_: None)
-            links.set_handler(Kind.EXCHANGE_ORDER, lambda *_: None)
-            links.send(0, Kind.EXCHANGE_READY, 0, 0, 0, 0, 0)
-            links.barrier("the end")
+            lane.run("its shard of a test", lambda: None)
+        links.barrier("the end")
+        lane.close()
 
     run_ranks(2, run)
     assert slot.cpu().tolist() == [7] * NUMEL + [9] * NUMEL
@@ -96,36 +97,24 @@ def test_the_device_of_an_owner_adds_in_rank_order_and_copies_the_sum_to_the_hos
     group = OwnMemory(torch.empty(0, dtype=torch.uint8, device=device.torch_device))
     buffer = device.empty(4 * numel).view(torch.float32)
     places = [device.host_empty(4 * numel).view(torch.float32) for _ in own]
-    ended = [threading.Event() for _ in own]
 
     def run(links: Any) -> None:
-        if links.ranks.rank == 1:  # it has published its gradients
-            links.set_handler(Kind.EXCHANGE, lambda *_: None)
-            links.set_handler(Kind.EXCHANGE_ORDER, lambda *_: None)
-            links.barrier("the end")
-            return
-        transport = DeviceTransport(links, device, group, 0)
-        sums = DeviceSums(device, transport, links.ranks, 4 * numel)
-        part = ValuesOnDevice(numel, torch.float32)
-        sums.start(
-            local_owner_of=lambda _key: 0,
-            values_of=lambda _step, _key: buffer,
-            parts_of=lambda _step, _key: [(0, part), (1, part)],
-            place=lambda _step, key: places[key],
-            completed=lambda _step, key: ended[key].set(),
-            needs_sum=lambda: True,
-        )
+        lane = open_lane(links, device, group)
+        sums = DeviceSums(device, lane, links.ranks, 4 * numel)
         for key in range(len(own)):
+            if links.ranks.rank == 1:  # it has published its gradients
+                lane.run("gradients that devices add", lambda: None)
+                continue
             gradient = own[key].to(device.torch_device)
             group.theirs = theirs[key].to(device.torch_device).view(torch.uint8)
             device.wait(Lane.D2H, device.record(Lane.COMPUTE, gradient))
             device.copy(Lane.D2H, buffer, gradient)
             device.record(Lane.D2H).synchronize()
             torch.cuda.synchronize()  # the other member's memory
-            sums.order(0, key)
-            assert ended[key].wait(60)
+            parts = [(0, buffer), (1, ValuesOnDevice(numel, torch.float32))]
+            sums.add([], parts, is_owner=True, place=places[key], gaps=())
         links.barrier("the end")
-        transport.close()
+        lane.close()
 
     run_ranks(2, run)
     for key, place in enumerate(places):
@@ -161,7 +150,7 @@ def exchange(rank: int, num_ranks: int, port: int, connection: Connection) -> No
     store = torch.distributed.TCPStore("127.0.0.1", port, num_ranks, rank == 0, timeout=timedelta(seconds=60))
     torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)
     device = device_for(f"cuda:{rank}")
-    group = device.open_group("lohan/test", rank, num_ranks)
+    group = device.open_group(torch.distributed.PrefixStore("lohan/test", store), rank, num_ranks)
     edges = [member * NUMEL for member in range(num_ranks + 1)]
     slot = device.empty(edges[-1])
     own = slot[edges[rank] : edges[rank + 1]]

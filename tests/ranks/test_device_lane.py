@@ -30,13 +30,12 @@ from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.huggingface.sequences import ROWS, cut_rows, sharing_rows
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
-from hf_lohan.ranks import DeviceTransport, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
+from hf_lohan.ranks import DeviceLane, DeviceLanes, Links, RankFailedError, RanksDisagreeError, RankTimeoutError
+from hf_lohan.ranks.transport.lanes import LaneClosedError
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.gloo_devices import gloo_between_cpus
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
-from hf_lohan.weights import SharedWeights
-from hf_lohan.weights.load_order import first_of_period
 
 ROOM = {"gpu_memory": "4MiB"}
 """Also for gradients that devices add."""
@@ -48,12 +47,15 @@ def over_gloo() -> Iterator[None]:
         yield
 
 
-def fill(transport: DeviceTransport, rank: int, parts: list[tuple[int, int]], load: int = 0) -> Tensor:
+def fill(lane: DeviceLane, rank: int, parts: list[tuple[int, int]]) -> Tensor:
     whole = torch.full((parts[-1][1],), -1.0)
     start, stop = parts[rank]
     whole[start:stop] = torch.arange(start, stop, dtype=torch.float32)
-    transport.take_part(load, "its shard of a test", lambda: transport.fill_from_all(whole, parts))
+    lane.run("its shard of a test", lambda: lane.fill_from_all(whole, parts))
     return whole
+
+
+TWO_PARTS = [(0, 8), (8, 16)]
 
 
 @pytest.mark.parametrize("edges", [[0, 1000], [0, 7, 7], [0, 0, 5, 12], [0, 3, 4, 4, 100_000]])
@@ -62,13 +64,11 @@ def test_every_device_gets_the_parts_of_all(edges: list[int], over_gloo: None) -
     parts = list(pairwise(edges))
 
     def run(links: Links) -> tuple[list[Tensor], int]:
-        transport = DeviceTransport.connect(links, CpuDevice())
-        try:
-            found = [fill(transport, links.ranks.rank, parts, load) for load in range(3)]
-            links.barrier("the end")
-            return found, transport.sent_bytes
-        finally:
-            transport.close()
+        lane = DeviceLane.open(links, CpuDevice(), "weights")
+        found = [fill(lane, links.ranks.rank, parts) for _ in range(3)]
+        links.barrier("the end")
+        lane.close()
+        return found, lane.sent_bytes
 
     expected = torch.arange(edges[-1], dtype=torch.float32)
     for rank, (found, sent_bytes) in enumerate(run_ranks(num_ranks, run)):
@@ -76,50 +76,50 @@ def test_every_device_gets_the_parts_of_all(edges: list[int], over_gloo: None) -
         assert sent_bytes == 3 * 4 * (parts[rank][1] - parts[rank][0]) * (num_ranks - 1)
 
 
-def test_a_rank_that_closes_ends_the_exchange_of_another(over_gloo: None) -> None:
-    """A rank that has loaded all it needs closes, while another loads ahead."""
+@pytest.mark.parametrize("is_in_exchange", [False, True])
+def test_a_rank_that_closes_ends_the_exchange_of_another(is_in_exchange: bool, over_gloo: None) -> None:
+    """A rank that has loaded all it needs closes, while another loads ahead. A group of GPUs does not tell that another
+    member has aborted it. The rank leaves later."""
 
     def run(links: Links) -> float:
-        transport = DeviceTransport.connect(links, CpuDevice())
-        try:
-            fill(transport, links.ranks.rank, [(0, 8), (8, 16)])
-            began_s = time.monotonic()
-            if links.ranks.rank == 0:
-                with pytest.raises(RankFailedError, match=r"while (it|rank 0) waited for its shard of a test"):
-                    fill(transport, 0, [(0, 8), (8, 16)], load=1)
-            return time.monotonic() - began_s
-        finally:
-            transport.close()
-            links.barrier("the end")
+        lane = DeviceLane.open(links, CpuDevice(), "weights")
+        fill(lane, links.ranks.rank, TWO_PARTS)
+        began_s = time.monotonic()
+        if links.ranks.rank == 0:
+            with pytest.raises(
+                RankFailedError, match=r"rank 1 .* had closed its model while rank 0 waited for its shard"
+            ):
+                fill(lane, 0, TWO_PARTS)
+        elif is_in_exchange:
+            assert lane._group is not None
+            lane._group.abort = lambda: None  # type: ignore[method-assign]
+            has_closed = threading.Event()
+            closing = threading.Timer(0.5, lambda: (lane.close(), has_closed.set()))
+            closing.start()
+            with pytest.raises(LaneClosedError):
+                lane.run("its shard of a test", lambda: has_closed.wait(20))
+            closing.join()
+        lane.close()
+        took_s = time.monotonic() - began_s
+        links.barrier("the end")
+        return took_s
 
-    assert max(run_ranks(2, run)) < 3.0
+    assert run_ranks(2, run)[0] < 5.0
 
 
 def test_closing_ends_the_own_exchange(over_gloo: None) -> None:
-    ended: list[BaseException] = []
-
     def run(links: Links) -> None:
-        transport = DeviceTransport.connect(links, CpuDevice())
+        lane = DeviceLane.open(links, CpuDevice(), "weights")
         if links.ranks.rank == 0:
-
-            def wait() -> None:
-                try:
-                    fill(transport, 0, [(0, 8), (8, 16)])
-                except BaseException as error:
-                    ended.append(error)
-
-            waiting = threading.Thread(target=wait)
-            waiting.start()
-            while not transport._offers:
-                time.sleep(1e-3)
-            transport.close()
-            waiting.join(5.0)
-            assert not waiting.is_alive()
+            closing = threading.Timer(0.2, lane.close)
+            closing.start()
+            with pytest.raises(LaneClosedError):
+                fill(lane, 0, TWO_PARTS)
+            closing.join()
         links.barrier("the end")
-        transport.close()
+        lane.close()
 
     run_ranks(2, run)
-    assert isinstance(ended[0], RankFailedError)
 
 
 @pytest.mark.parametrize("what", ["die", "hang"])
@@ -127,18 +127,12 @@ def test_an_exchange_ends_with_the_name_of_a_rank_that_dies_or_hangs(what: Any, 
     timeout_s = 2.0 if what == "hang" else 10.0  # on a busy machine a rank may be silent for 2 s
 
     def run(links: Links) -> None:
-        transport = DeviceTransport.connect(links, CpuDevice())
-        try:
-            if links.ranks.rank == 1:
-                while True:
-                    links.send_heartbeat()
-                    links.raise_if_failed("was running")  # a heartbeat is then not sent
-                    time.sleep(5e-3)
-            fill(transport, links.ranks.rank, [(0, 8), (8, 16), (16, 20)])
-        finally:
-            transport.close()
+        lane = DeviceLane.open(links, CpuDevice(), "weights")
+        while True:
+            fill(lane, links.ranks.rank, [(0, 8), (8, 16), (16, 20)])
 
-    outcomes = rank_outcomes(3, run, faults=[Fault(1, what, 40)], timeout_s=timeout_s)
+    fault = Fault(1, what, 5, "weights of devices")
+    outcomes = rank_outcomes(3, run, faults=[fault], timeout_s=timeout_s)
     for rank in (0, 2):
         error = outcomes[rank].error
         assert isinstance(error, RankFailedError), error
@@ -147,54 +141,28 @@ def test_an_exchange_ends_with_the_name_of_a_rank_that_dies_or_hangs(what: Any, 
         assert outcomes[rank].took_s < (timeout_s if what == "hang" else 0.0) + 3.0
 
 
-def test_a_rank_that_closes_in_an_exchange_ends_that_of_another(over_gloo: None) -> None:
-    """A group of GPUs does not tell that another member has aborted it. The rank leaves later."""
-
-    def run(links: Links) -> float:
-        transport = DeviceTransport.connect(links, CpuDevice())
-        parts = [(0, 8), (8, 16)]
-        if links.ranks.rank == 1:
-            transport._group.abort = lambda: None  # type: ignore[method-assign]
-
-            def hang() -> None:
-                links.wait_for(lambda: transport._is_closed, "its end", peers=[])
-
-            threading.Timer(0.5, transport.close).start()
-            with pytest.raises(RankFailedError):
-                transport.take_part(0, "its shard of a test", hang)
-            links.barrier("the end")
-            return 0.0
-        began_s = time.monotonic()
-        with pytest.raises(RankFailedError, match="rank 1 had ended its exchanges while rank 0 waited for its shard"):
-            fill(transport, 0, parts)
-        took_s = time.monotonic() - began_s
-        links.barrier("the end")
-        transport.close()
-        return took_s
-
-    assert max(run_ranks(2, run)) < 5.0
-
-
 def test_an_exchange_ends_that_has_ended_on_a_rank_that_closed(over_gloo: None) -> None:
-    parts = [(0, 8), (8, 16)]
+    has_closed = threading.Event()
 
     def run(links: Links) -> Tensor:
-        transport = DeviceTransport.connect(links, CpuDevice())
+        lane, rank = DeviceLane.open(links, CpuDevice(), "weights"), links.ranks.rank
         whole = torch.full((16,), -1.0)
-        start, stop = parts[links.ranks.rank]
+        start, stop = TWO_PARTS[rank]
         whole[start:stop] = torch.arange(start, stop, dtype=torch.float32)
 
         def enqueue() -> None:
-            transport.fill_from_all(whole, parts)
-            if links.ranks.rank == 0:
-                links.wait_for(lambda: transport._last_of, "the other rank to close", peers=[])
-                time.sleep(0.2)
+            lane.fill_from_all(whole, TWO_PARTS)
+            if rank == 0:
+                assert has_closed.wait(20)
+                notices = links.watch._board.notices
+                while 1 not in notices or lane._lane.name not in notices[1].table["closed"]:
+                    time.sleep(1e-3)
+                threading.Event().wait(0.5)  # it is judged
 
-        transport.take_part(0, "its shard of a test", enqueue)
-        if links.ranks.rank == 1:
-            transport.close()
+        lane.run("its shard of a test", enqueue)
+        lane.close()
+        has_closed.set()
         links.barrier("the end")
-        transport.close()
         return whole
 
     for whole in run_ranks(2, run):
@@ -203,20 +171,14 @@ def test_an_exchange_ends_that_has_ended_on_a_rank_that_closed(over_gloo: None) 
 
 def test_all_ranks_learn_the_error_of_one_in_an_exchange(over_gloo: None) -> None:
     def run(links: Links) -> None:
-        transport = DeviceTransport.connect(links, CpuDevice())
-        parts = [(0, 8), (8, 16)]
+        lane = DeviceLane.open(links, CpuDevice(), "weights")
 
         def fail() -> None:
             raise ValueError("broken on purpose")
 
-        try:
-            if links.ranks.rank == 1:
-                with pytest.raises((ValueError, RankFailedError)):
-                    transport.take_part(0, "its shard of a test", fail)
-                links.wait_for(lambda: False, "nothing", peers=[0])
-            fill(transport, 0, parts)
-        finally:
-            transport.close()
+        if links.ranks.rank == 1:
+            lane.run("its shard of a test", fail)
+        fill(lane, 0, TWO_PARTS)
 
     outcomes = rank_outcomes(2, run)
     for outcome in outcomes:
@@ -224,10 +186,19 @@ def test_all_ranks_learn_the_error_of_one_in_an_exchange(over_gloo: None) -> Non
         assert outcome.took_s < 5.0
 
 
+def test_ranks_that_cannot_connect_their_devices_are_told(over_gloo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_device: CpuDevice, _store: Any, _member: int, _num_members: int) -> None:
+        raise RuntimeError("no way to the other GPU")
+
+    monkeypatch.setattr(CpuDevice, "open_group", refuse)
+    for outcome in rank_outcomes(2, lambda links: DeviceLane.open(links, CpuDevice(), "weights")):
+        assert "no way to the other GPU" in str(outcome.error)
+
+
 # The setting.
 
 
-def open_transport(links: Links, folder: Path, **settings: Any) -> DeviceTransport | None:
+def open_transport(links: Links, folder: Path, **settings: Any) -> DeviceLanes | None:
     config = resolved(folder, cpu_memory="6MiB", gpu_memory="1MiB", **settings)
     return open_device_transport(config, CpuDevice(), links)
 
@@ -407,65 +378,6 @@ def test_coded_weights_and_gradients_go_from_device_to_device(
     compare_transports(nodes(3, 3, num_backwards=num_backwards), tmp_path, {"within": within})
 
 
-def test_a_load_is_given_up_after_a_rank_is_ready_for_it(
-    tmp_path: Path, over_gloo: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if a rank of another node, of which this node needs nothing, loaded another block. A cut changes no bits."""
-    has_taken_part: list[bool] = []
-    take_part, is_whole = DeviceTransport.take_part, SharedWeights.is_whole
-
-    def note(transport: DeviceTransport, load: int, *args: Any) -> bool:
-        has_taken_part.append(take_part(transport, load, *args))
-        return has_taken_part[-1]
-
-    def find_out(source: SharedWeights, number: int) -> bool:
-        is_here = is_whole(source, number)
-        if not is_here or source._ranks.rank == 0 or number != first_of_period(2) + 2:
-            return is_here
-        transport = source._to_device._transport
-        assert transport is not None
-        with source._links.lock:
-            if any(name[1] == number and 0 in ready for name, ready in transport._ready.items()):
-                source._order.cut(number)
-        source.notify()
-        return False
-
-    monkeypatch.setattr(DeviceTransport, "take_part", note)
-    monkeypatch.setattr(SharedWeights, "is_whole", find_out)
-    stock = train_stock("llama", 2, 0.5)
-    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, transport="nccl", **ROOM)):
-        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
-        assert all(map(torch.equal, ours.norms, stock.norms))
-    assert has_taken_part.count(False) == 1 and has_taken_part.count(True)
-
-
-def test_a_load_that_not_all_ranks_carry_out_is_left_out(over_gloo: None) -> None:
-    """Rank 1 knows it and takes no part. The first rank tells it the one that does."""
-
-    def run(links: Links) -> list[bool]:
-        transport, has_cut = DeviceTransport.connect(links, CpuDevice()), [False]
-        transport.leave_out(lambda load: load != 1 or not has_cut[0])
-        parts = [(0, 8), (8, 16), (16, 20)]
-        found = [transport.take_part(0, "load 0", lambda: transport.fill_from_all(torch.zeros(20), parts))]
-
-        def know() -> None:
-            has_cut[0] = True
-            links.notify()
-
-        if links.ranks.rank == 2:
-            found.append(transport.take_part(1, "load 1", lambda: pytest.fail("not all take part")))
-        elif links.ranks.rank == 0:
-            links.wait_for(lambda: any(name[1] == 1 for name in transport._ready), "the other rank to be ready")
-            know()
-        links.barrier("the next load")
-        found.append(transport.take_part(8, "load 8", lambda: transport.fill_from_all(torch.zeros(20), parts)))
-        links.barrier("the end")
-        transport.close()
-        return found
-
-    assert run_ranks(3, run) == [[True, True], [True, True], [True, False, True]]
-
-
 def slowly(*values: int) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
@@ -497,13 +409,13 @@ def test_packed_weights_are_decoded_on_each_device(
 ) -> None:
     """Codes and scales go from device to device."""
     gathered: list[int] = []
-    fill_from_all = DeviceTransport.fill_from_all
+    fill_from_all = DeviceLane.fill_from_all
 
-    def note(transport: DeviceTransport, whole: Tensor, parts: Any) -> None:
+    def note(lane: DeviceLane, whole: Tensor, parts: Any) -> None:
         gathered.append(whole.nbytes)
-        fill_from_all(transport, whole, parts)
+        fill_from_all(lane, whole, parts)
 
-    monkeypatch.setattr(DeviceTransport, "fill_from_all", note)
+    monkeypatch.setattr(DeviceLane, "fill_from_all", note)
 
     def trained(transport: str) -> list[Any]:
         settings: dict[str, Any] = {"experts": "with_layer", "transport": transport, "gpu_memory": "8MiB"}
