@@ -173,7 +173,7 @@ class Links:
 
     def barrier(self, tag: str) -> None:
         """Wait until all ranks have called this."""
-        self._control.agree(tag)
+        self.all_gather(tag)
 
     def broadcast(self, tensor: Tensor, owner: int, tag: str) -> None:
         """See `Lane.broadcast`."""
