@@ -1,62 +1,72 @@
-"""Ranks that communicate in random orders never wait forever."""
+"""Ranks whose threads communicate in random orders, each in its own lane, never wait forever."""
 
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
 
-from hf_lohan.ranks import Channel, Kind, Links, PayloadReader
+from hf_lohan.ranks import Lane, Links, bytes_of
 from hf_lohan.testing.thread_ranks import run_ranks
 
 
 def run_schedule(seed: int) -> None:
     draw = random.Random(seed)
     num_ranks = draw.choice([2, 3, 4])
-    plan = [draw.choice(["gather", "share", "send", "barrier"]) for _ in range(8)]
-    owners = [draw.randrange(num_ranks) for _ in plan]
-    numels = [draw.choice([1, 1000, 300_000]) for _ in plan]
+    plans = [[draw.choice(["gather", "share", "exchange", "barrier"]) for _ in range(8)] for _ in range(2)]
+    owners = [draw.randrange(num_ranks) for _ in range(8)]
+    numels = [draw.choice([1, 1000, 300_000]) for _ in range(8)]
 
-    def follow(links: Links) -> int:
-        rank, others = links.ranks.rank, links.ranks.others
-        landed: dict[tuple[int, int], torch.Tensor] = {}
-
-        def land(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-            tensor = torch.empty(numbers[1])
-            payload.read_into(tensor)
-            with links.lock:
-                landed[numbers[0], peer] = tensor
-                links.notify()
-
-        links.set_handler(Kind.PIECE, land)
+    def follow(lane: Lane, plan: list[str]) -> None:
+        rank = lane.place
         for step, (what, owner, numel) in enumerate(zip(plan, owners, numels, strict=True)):
             match what:
                 case "gather":
-                    gathered = links.all_gather(f"{step}", bytes([rank, step]))
-                    assert gathered == [bytes([other, step]) for other in range(num_ranks)]
+                    payload = bytes([rank, step]) * (step % 2 * 200 + 1)
+                    gathered = lane.agree(f"{step}", payload)
+                    assert [told[:2] for told in gathered] == [bytes([other, step]) for other in range(num_ranks)]
                 case "barrier":
-                    links.barrier(f"{step}")
+                    lane.barrier(f"{step}")
                 case "share":
                     tensor = torch.full((numel,), float(rank))
-                    links.broadcast(tensor, owner, f"{step}")
+                    lane.broadcast(tensor, owner, f"{step}")
                     assert bool((tensor == owner).all())
-                case "send":
-                    for other in others:
-                        tensor = torch.full((numel,), float(rank + step))
-                        links.send(other, Kind.PIECE, step, numel, payload=tensor, channel=Channel.GRADIENTS)
-                    links.wait_for(
-                        lambda step=step: all((step, other) in landed for other in others),
-                        f"the pieces of {step}",
-                        peers=lambda step=step: [other for other in others if (step, other) not in landed],
-                    )
-                    for other in others:
-                        assert bool((landed[step, other] == other + step).all())
-        return links.sent_bytes[Channel.GRADIENTS]
+                case "exchange":
+                    sizes = [4 * numel * (other != rank) for other in range(num_ranks)]
+                    sent = torch.full((numel * (num_ranks - 1),), float(rank + step))
+                    received = torch.empty_like(sent)
+                    lane.exchange(bytes_of(sent), sizes, bytes_of(received), sizes, f"{step}")
+                    others = [other for other in range(num_ranks) if other != rank]
+                    for other, piece in zip(others, received.split(numel), strict=True):
+                        assert bool((piece == other + step).all())
 
-    sent_bytes = run_ranks(num_ranks, follow, delays_seed=seed)
-    of_each = sum(4 * numel * (num_ranks - 1) for what, numel in zip(plan, numels, strict=True) if what == "send")
-    assert sent_bytes == [of_each] * num_ranks
+    def follow_both(links: Links) -> list[int]:
+        lanes = [links.open("pieces", stops_compute=bool(number)) for number in range(2)]
+        errors: list[BaseException] = []
+
+        def beside() -> None:
+            try:
+                follow(lanes[0], plans[0])
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        follow(lanes[1], plans[1])
+        thread.join(20)
+        assert not errors and not thread.is_alive(), errors
+        links.barrier("the end")
+        return [lane.sent_bytes for lane in lanes]
+
+    of_ranks = run_ranks(num_ranks, follow_both, delays_seed=seed)
+    for number, plan in enumerate(plans):
+        sent_bytes = [sent[number] for sent in of_ranks]
+        of_each = sum(4 * numel for what, numel in zip(plan, numels, strict=True) if what == "exchange")
+        shared = sum(4 * numel for what, numel in zip(plan, numels, strict=True) if what == "share")
+        small = sum(sent_bytes) - (num_ranks - 1) * (num_ranks * of_each + shared)
+        assert 0 <= small < 8 * num_ranks**2 * 1000
 
 
 def test_ranks_communicate_in_any_order() -> None:

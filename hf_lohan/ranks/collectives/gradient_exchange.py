@@ -308,14 +308,14 @@ class GradientExchange:
                 self._note_error(error)
 
     def _note_error(self, error: BaseException) -> None:
-        if not isinstance(error, RankFailedError | LaneClosedError):
-            self._links.fail(error)
         with self._changed:
             self._error = error
             self._changed.notify_all()
             abandoned = [name for name in self._published if name[0] in self._abandoned]
         self._release_all(abandoned)
-        self._failed(error)
+        self._failed(error)  # before others tell this rank of it
+        if not isinstance(error, RankFailedError | LaneClosedError):
+            self._links.fail(error)
 
     def _wake(self) -> None:
         with self._changed:
