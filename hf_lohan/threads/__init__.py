@@ -9,7 +9,7 @@ from hf_lohan.threads.cpu_policies import (
     use_all_cores,
 )
 from hf_lohan.threads.failures import FirstFailure, raised_anew
-from hf_lohan.threads.forks import Owner, close_in_children, close_object_in_children, closing
+from hf_lohan.threads.forks import Owner, close_in_children, closing
 from hf_lohan.threads.task_threads import KernelThreads, TaskThreads
 from hf_lohan.threads.thread_settings import ThreadSettings, uninterrupted
 from hf_lohan.threads.work_thread import Command, WorkThread
@@ -23,7 +23,6 @@ __all__ = [
     "ThreadSettings",
     "WorkThread",
     "close_in_children",
-    "close_object_in_children",
     "closing",
     "keep_freed_memory",
     "raised_anew",

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import os
-import weakref
 from contextlib import suppress
-from typing import Protocol
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
 
 _closed_in_children: set[int] = set()
-_objects_closed_in_children: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_in_children(fd: int) -> None:
@@ -25,12 +17,6 @@ def close_in_children(fd: int) -> None:
 def closing(fd: int) -> None:
     """Undo `close_in_children`, because ``fd`` is about to be closed."""
     _closed_in_children.discard(fd)
-
-
-def close_object_in_children(closable: _Closable) -> None:
-    """Make every forked process close ``closable``, such as a socket. While a child has a socket open, the other end
-    does not notice the end of this process. This keeps no reference to ``closable``."""
-    _objects_closed_in_children.add(closable)
 
 
 class Owner:
@@ -50,9 +36,6 @@ def _close_all() -> None:
     while _closed_in_children:
         with suppress(OSError):
             os.close(_closed_in_children.pop())
-    for closable in list(_objects_closed_in_children):
-        with suppress(OSError):
-            closable.close()
 
 
 os.register_at_fork(after_in_child=_close_all)

@@ -179,7 +179,9 @@ def test_a_single_rank_supports_all_operations() -> None:
         links.barrier("here")
         lane = links.open("sums", carries="gradients", stops_compute=True)
         lane.exchange(torch.empty(0, dtype=torch.uint8), [0], torch.empty(0, dtype=torch.uint8), [0], "nothing")
-        assert links.all_gather("a norm", b"x") == lane.agree("a norm", b"x") == lane.begin_agree("it", b"x")() == [b"x"]
+        assert (
+            links.all_gather("a norm", b"x") == lane.agree("a norm", b"x") == lane.begin_agree("it", b"x")() == [b"x"]
+        )
         assert tensor.tolist() == [0, 1, 2, 3, 4]
         assert not any(links.sent_bytes.values())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -252,3 +253,40 @@ def test_a_rank_that_tells_that_it_works_is_waited_for() -> None:
         return "done"
 
     assert [outcome.result for outcome in rank_outcomes(2, work, timeout_s=0.9)] == ["done"] * 2
+
+
+@pytest.mark.parametrize("tells", ["idle", "needs"])
+def test_a_wait_for_another_computation_beside_its_lane_is_a_disagreement(
+    tells: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for gradients that the computation of rank 1 must give, and rank 1 waits for it in a barrier. The
+    thread of rank 1 is idle, or takes part and has nothing to give."""
+    monkeypatch.setattr(watch, "_CYCLE_S", 0.2)
+
+    def run(links: Links) -> str:
+        lane, rank, is_over = links.open("gradients"), links.ranks.rank, threading.Event()
+
+        def give() -> None:
+            with suppress(RankFailedError, RanksDisagreeError):
+                if rank == 0 or tells == "needs":
+                    lane.agree("gradients")
+                else:
+                    with links.watch.idle(lane.name):
+                        is_over.wait(20.0)
+
+        threading.Thread(target=give, daemon=True).start()
+        links.add_failure_callback(lambda _error: is_over.set())
+        try:
+            if rank == 1:
+                links.barrier("a save")
+            with links.watch.waiting(lane.name, needs=lambda: [1] if tells == "needs" else []):
+                is_over.wait(20.0)
+            links.raise_if_failed("waited for gradients")
+        finally:
+            is_over.set()
+        return "done"
+
+    outcomes = rank_outcomes(2, run)
+    for outcome in outcomes:
+        assert "rank 0 waits for 'gradients'" in str(outcome.error), outcome.error
+        assert "rank 1 waits for 'a save'" in str(outcome.error)
