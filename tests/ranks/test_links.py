@@ -178,7 +178,9 @@ def test_a_single_rank_supports_all_operations() -> None:
         links.broadcast(tensor, 0, "a tensor")
         links.barrier("here")
         lane = links.open("sums", carries="gradients", stops_compute=True)
-        lane.exchange(torch.empty(0, dtype=torch.uint8), [0], torch.empty(0, dtype=torch.uint8), [0], "nothing")
+        received = torch.zeros(5, dtype=torch.uint8)
+        lane.exchange(tensor.to(torch.uint8), [5], received, [5], "its own part")
+        assert received.tolist() == [0, 1, 2, 3, 4]
         assert (
             links.all_gather("a norm", b"x") == lane.agree("a norm", b"x") == lane.begin_agree("it", b"x")() == [b"x"]
         )

@@ -256,6 +256,8 @@ class Lane:
     ) -> BegunWork:
         """Begin an `exchange` for `finish`. Both tensors are in use until then."""
         self.sent_bytes += sum(send_sizes) - send_sizes[self.place]
+        if len(self.members) == 1:
+            received.copy_(sent)
         return self.begin(tag, lambda group: group.alltoall_base(received, sent, list(sizes), list(send_sizes)))
 
     def close(self) -> None:
