@@ -72,6 +72,8 @@ class Changes(Protocol):
 class _Head:
     """What a rank tells in a round."""
 
+    num_copied: int
+    """Number of loads that the rank has copied, or does not keep. This is the beginning of a packed head."""
     period: int
     progress: int
     """Number of loads that the rank has kept in the period."""
@@ -81,8 +83,6 @@ class _Head:
     """Number of changes of this block."""
     num_filled: int
     """Number of loads whose shard of this rank, and of its counterparts, is in the memory of its node."""
-    num_copied: int
-    """Number of loads that the rank has copied, or does not keep."""
     is_closed: bool
     keeps_weights: bool
     serves: bool
@@ -93,7 +93,7 @@ class _Head:
     """The loads, among those in progress, of which the rank has no weights of their period any more."""
 
     def pack(self) -> bytes:
-        numbers = self.period, self.progress, self.wanted, self.version, self.num_filled, self.num_copied
+        numbers = self.num_copied, self.period, self.progress, self.wanted, self.version, self.num_filled
         fixed = _HEAD.pack(*numbers, self.is_closed, self.keeps_weights, self.serves, self.change)
         return fixed + b"".join(_NUMBER.pack(number) for number in self.stale)
 
@@ -249,18 +249,22 @@ class SharedWeights(Rounds):
             self._period, self._progress = period, 0
         change = self._changes.change_before(period)
         return _Head(
+            self._num_copied,
             period,
             self._progress,
             _NOTHING if wanted is None else self._number_of[wanted.block],
             0 if wanted is None else wanted.version,
             self._num_filled,
-            self._num_copied,
             self.is_closed,
             self._kept is not None,
             self.serves,
             _UNKNOWN if change is None else int(change),
             tuple(sorted(self._own_stale)),
         ).pack()
+
+    def news_of(self, head: bytes) -> bytes:
+        # A copy matters to the others when the next load begins, which takes a want of this rank, or its service.
+        return head[_NUMBER.size :]
 
     def is_waiting(self) -> bool:
         # A rank whose own shard is not there yet has news later.
