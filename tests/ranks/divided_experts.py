@@ -53,7 +53,7 @@ class Trained:
     states: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
-    """Bytes that the rank sent on the channel of tokens while it trained."""
+    """Bytes of rows that the rank sent while it trained."""
     num_behind: int = 0
     """Number of the rank's experts that were behind at the end."""
     rows: BalancedRows | None = None

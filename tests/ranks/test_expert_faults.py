@@ -16,57 +16,52 @@ from divided_experts import Chosen, half_to_one, train_rank
 from rank_processes import RankProcesses
 
 from hf_lohan.experts import Lending
-from hf_lohan.ranks import Channel, ExpertCall, Links, RowExchange
-from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+from hf_lohan.ranks import CallOfRank, ExpertCall, Links, RankFailedError, RowExchange
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes
 
 
-def error_of(function: Callable[[], object]) -> tuple[str, float]:
-    """Return the error of a rank, and the time at which it came. The error's traceback would keep threads alive."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic()
-    return "", 0.0
-
-
-@pytest.mark.parametrize("at_message", [3, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in range(7, 60, 4))])
+@pytest.mark.parametrize("at", [3, 6, *(pytest.param(at, marks=pytest.mark.slow) for at in range(7, 60, 4))])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2)])
 def test_a_rank_that_dies_in_the_exchange_ends_the_others(
-    at_message: int, num_ranks: int, num_local: int, tmp_path: Path
+    at: int, num_ranks: int, num_local: int, tmp_path: Path
 ) -> None:
-    fault = Fault(1, "die", at_message, Channel.TOKENS)
-    balance = 1 if at_message % 2 == 0 else False
-    train = partial(train_rank, folder=tmp_path, make_model=Chosen("mixtral", half_to_one), balance_experts=balance)
-    ends = run_ranks(num_ranks, lambda links: error_of(partial(train, links)), faults=[fault], num_local=num_local)
-    for error, at_s in ends:
-        assert re.match(r"RankFailedError: rank \d (\(pid \d+, \S+\) )?", error), error
-        assert at_s - ends[fault.rank][1] < 5
+    balances = at % 2 == 0
+    fault = Fault(1, "die", at, "lent experts" if balances else "tokens")
+    train = partial(
+        train_rank,
+        folder=tmp_path,
+        make_model=Chosen("mixtral", half_to_one),
+        balance_experts=1 if balances else False,
+    )
+    outcomes = rank_outcomes(num_ranks, train, faults=[fault], num_local=num_local)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome.error, RankFailedError)
+        assert rank == fault.rank or re.match(r"rank 1 \(pid \d+, \S+\) ended", str(outcome.error)), outcome.error
+        assert outcome.took_s - outcomes[fault.rank].took_s < 5
 
 
 def test_a_rank_that_is_silent_is_named_with_the_experts() -> None:
     def call(links: Links) -> None:
-        exchange = RowExchange(links)
-        links.barrier("all to listen")
-        if links.ranks.rank == 0:
-            exchange.next_call(ExpertCall(0, 0, 0), "the rows of layers.0.mlp.experts")
-        time.sleep(2.0)
+        own = CallOfRank(ExpertCall(0, 0, 0), 1, (0, 0))
+        RowExchange(links).next_call(own, "the rows of layers.0.mlp.experts")
 
-    errors = [str(outcome.error) for outcome in rank_outcomes(2, call, timeout_s=0.5)]
+    faults = [Fault(1, "hang", 0, "tokens")]
+    errors = [str(outcome.error) for outcome in rank_outcomes(2, call, timeout_s=0.5, faults=faults)]
     assert re.match(
         r"rank 1 .*said nothing for 0.5 s while rank 0 waited for the rows of layers.0.mlp.experts", errors[0]
     ), errors
 
 
 def kills_itself(links: Links, report: Callable[[object], None], folder: Path, at_call: int, balances: bool) -> None:
-    """Kill rank 1 when it is about to return results, or to lend an expert, to give it back, or to give a gradient."""
+    """Kill rank 1 when it is about to return results, or to lend or borrow an expert, or to give a gradient."""
     calls = iter(range(at_call))
 
-    def killing(method: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
+    def killing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
             if links.ranks.rank == 1 and next(calls, None) is None:
                 report(time.monotonic())
                 os.kill(os.getpid(), signal.SIGKILL)
-            method(*args)
+            return method(*args)
 
         return call
 
@@ -75,7 +70,7 @@ def kills_itself(links: Links, report: Callable[[object], None], folder: Path, a
     train_rank(links, folder, Chosen("mixtral", half_to_one), balance_experts=1 if balances else False)
 
 
-MAY_END_IN = [(RowExchange, "send_results"), *((Lending, name) for name in ("lend", "give_back", "send_gradient"))]
+MAY_END_IN = [(RowExchange, "return_results"), *((Lending, name) for name in ("lend", "borrow", "give_gradient"))]
 
 
 @pytest.mark.slow

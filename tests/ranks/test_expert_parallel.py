@@ -102,12 +102,12 @@ def test_ranks_that_kept_their_outputs_serve_a_recomputation(
     served: list[ExpertCall] = []
     next_call = RowExchange.next_call
 
-    def noted(exchange: RowExchange, own: ExpertCall, what: str) -> tuple[ExpertCall, list[int]]:
-        now, ranks = next_call(exchange, own, what)
-        if now != own:
-            assert len(ranks) == num_ranks - 1
+    def noted(exchange: RowExchange, own: CallOfRank, what: str) -> tuple[ExpertCall, dict[int, CallOfRank]]:
+        now, parts = next_call(exchange, own, what)
+        if now != own.call:
+            assert len(parts) == num_ranks - 1
             served.append(now)
-        return now, ranks
+        return now, parts
 
     monkeypatch.setattr(RowExchange, "next_call", noted)
     make_model = partial(expert_model, "mixtral")
@@ -212,10 +212,7 @@ def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_
 
     trained = run_ranks(num_ranks, train, num_local=num_local)
     model = make_model()
-    hidden, num_calls = model.config.hidden_size, NUM_STEPS * len(find_experts(model))
-    # Calls, and with nodes of several ranks the numbers of choices of each owner, in forward and backward.
-    heads = 2 * num_calls * (16 - 16 // num_ranks) * 8
-    heads += 2 * num_calls * (len(nodes) - 1) * num_local * 4 if num_local > 1 else 0
+    hidden = model.config.hidden_size
 
     def rows_bytes(rank: int, owners: range) -> int:
         tokens, choices = num_tokens[rank, owners], num_choices[rank, owners]
@@ -234,7 +231,7 @@ def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_
                 if num_local > 1:  # and what this rank passes on for its counterpart
                     sent += sum(rows_bytes(other_node[node.index(rank)], owner) for owner in neighbours)
         returned = sum(num_choices[other, range(rank, rank + 1)] for other in range(num_ranks) if other != rank)
-        assert trained[rank].sent_bytes == heads + sent + 4 * (returned * hidden + returned * (hidden + 1))
+        assert trained[rank].sent_bytes == sent + 4 * (returned * hidden + returned * (hidden + 1))
     if num_local < num_ranks:
         # With 8 choices of each token, a node gets about a quarter of what it would get if each choice had a row.
         assert between_nodes / undivided < 0.26
@@ -243,7 +240,7 @@ def test_sent_bytes_follow_from_the_routing(num_ranks: int, num_local: int, tmp_
 
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_path: Path) -> None:
-    """The other channels have the bytes of the blocks that all ranks share."""
+    """The other lanes have the bytes of the blocks that all ranks share."""
 
     def train(links: Links) -> tuple[dict[str, int], dict[str, int]]:
         rank, before = links.ranks.rank, dict.fromkeys(links.sent_bytes, 0)
@@ -271,11 +268,8 @@ def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_
 
 def test_ranks_in_different_calls_are_refused() -> None:
     def call(links: Links) -> None:
-        exchange = RowExchange(links)
-        links.barrier("all to listen")
         own = ExpertCall(links.ranks.rank, 0, 0)
-        exchange.send_call(1 - links.ranks.rank, CallOfRank(own, 1, (0, 0)))
-        exchange.next_call(own, "rows")
+        RowExchange(links).next_call(CallOfRank(own, 1, (0, 0)), "rows")
 
     errors = [str(outcome.error) for outcome in rank_outcomes(2, call)]
     assert any(
