@@ -1,2 +1,2 @@
-"""Connections between ranks, with messages, rendezvous, shared memory of a node, failures, and agreements of all
+"""Lanes between ranks, and the watch over them, with meeting, shared memory of a node, failures, and agreements of all
 ranks."""
