@@ -45,7 +45,7 @@ RESTRICTED = {
     "threads": set[str](),
     "files": {"threads", "timeline", "wording"},
     "store": {"compat", "device", "files", "threads", "timeline", "wording"},
-    "ranks": {"device", "files", "planner", "threads", "timeline", "wording"},
+    "ranks": {"compat", "device", "files", "planner", "threads", "timeline", "wording"},
     "optim": {"compat"},
     "quantize": {"planner"},
     "report": {"config", "timeline", "wording"},

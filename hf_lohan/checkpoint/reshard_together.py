@@ -50,7 +50,7 @@ from hf_lohan.files.directories import make_directory, sync_directory
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.model import Block, StoredForm
 from hf_lohan.planning.run_plan import RUN_ID
-from hf_lohan.ranks import Lane, Links, bytes_of, one_rank_at_a_time
+from hf_lohan.ranks import Links, RankLane, bytes_of, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.store.versions import Checksums, TieCodes
@@ -309,7 +309,7 @@ def _copy_shard(
     loaded: Sequence[Block],
     writer: int,
     links: Links,
-    lane: Lane,
+    lane: RankLane,
     io: IoEngine,
     on_copied: Callable[[int], object],
 ) -> None:
@@ -360,7 +360,7 @@ def _copy_shard(
     links.barrier("a new store to be copied")
 
 
-def _hand_over(content: Tensor, reader: int, writer: int, lane: Lane) -> None:
+def _hand_over(content: Tensor, reader: int, writer: int, lane: RankLane) -> None:
     """Copy ``content`` of one rank to that of another. All ranks call this."""
     flat, me = bytes_of(content), lane.place
     sent = [content.nbytes * (me == reader and rank == writer) for rank in lane.members]

@@ -83,7 +83,9 @@ def gloo_group(store: Any, rank: int, num_ranks: int, host: str, connects_within
     which other ranks reach this one."""
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._devices, options._timeout, options._threads = [gloo.create_device(hostname=host)], connects_within, 2
+    settings = {"_devices": [gloo.create_device(hostname=host)], "_timeout": connects_within, "_threads": 2}
+    for name, value in settings.items():
+        setattr(options, name, value)
     group = gloo(store, rank, num_ranks, options)
     group._set_default_timeout(_NO_TIMEOUT)
     return group

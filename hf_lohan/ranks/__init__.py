@@ -25,7 +25,7 @@ from hf_lohan.ranks.equal_values import check_equal
 from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
 from hf_lohan.ranks.transport.device_lane import DeviceLane, DeviceLanes
 from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
-from hf_lohan.ranks.transport.lanes import BegunWork, Lane, LaneClosedError, bytes_of
+from hf_lohan.ranks.transport.lanes import BegunWork, LaneClosedError, RankLane, bytes_of
 from hf_lohan.ranks.transport.links import Links, connect, one_rank_at_a_time
 from hf_lohan.ranks.transport.rounds import Rounds
 from hf_lohan.ranks.transport.shared_region import SharedRegion
@@ -53,11 +53,11 @@ __all__ = [
     "DeviceSums",
     "ExpertCall",
     "GradientExchange",
-    "Lane",
     "LaneClosedError",
     "Links",
     "MeasuredCodec",
     "RankFailedError",
+    "RankLane",
     "RankTimeoutError",
     "Ranks",
     "RanksDisagreeError",

@@ -145,7 +145,7 @@ class ShardedRows(Rounds):
 
     def fill(self, ids: RowIds, out: Tensor) -> None:
         """Fill ``out`` [len(ids), width]."""
-        with self._links.watch.waiting(self._lane.name), self.changed:
+        with self._links.watch.waiting(self._lane.name), self.lock:
             # After an interrupt, an earlier request may still write to the memory.
             self.changed.wait_for(lambda: self._request is None or self._error is not None)
             request = self._request = _Request(ids, out, self._changes.num_changes)
@@ -213,13 +213,13 @@ class ShardedRows(Rounds):
             self._end(request, None)
 
     def _end(self, request: _Request, error: BaseException | None) -> None:
-        with self.changed:
+        with self.lock:
             request.error, self._request = error, None
             self.changed.notify_all()
 
     def _numel_of(self, ids: RowIds, rank: int) -> int:
         _, elements = rows_between(ids, self._own.width, *self._own.elements_of(rank))
-        return elements.stop - elements.start
+        return int(elements.stop - elements.start)
 
     def _room(self, num_bytes: int) -> Tensor:
         return self._sent[:num_bytes] if num_bytes <= self._sent.numel() else torch.empty(num_bytes, dtype=torch.uint8)

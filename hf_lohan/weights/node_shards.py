@@ -27,12 +27,10 @@ from hf_lohan.ranks import (
     DeviceLane,
     Links,
     MeasuredCodec,
+    RankLane,
     Ranks,
     StepDelta,
     bytes_of,
-)
-from hf_lohan.ranks import (
-    Lane as RankLane,
 )
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.peer_weights import PeerWeightCache
@@ -225,8 +223,7 @@ class NodeShards:
 
     def open_lanes(self, links: Links) -> None:
         """Open the lane between nodes. All ranks call this together."""
-        if links.ranks.num_nodes > 1:
-            self._lane = links.open_across("weights", carries="weights")
+        self._lane = links.open_across("weights", carries="weights")
 
     def open_group_lane(self, links: Links, way: Collectives) -> None:
         """Open the lane between the nodes that keep one copy together. All ranks call this together."""
@@ -269,9 +266,8 @@ class NodeShards:
         """Return whether ranks of several nodes send each other shards of a block. ``is_kept``: whether nodes keep the
         block. Ranks then send their own shards and those that they keep, within their group."""
         lane = self._group_lane if is_kept else self._lane
-        return lane is not None and any(
-            has_part(block, of) for rank in lane.members for of in self._carried(rank, is_kept)
-        )
+        members = lane.members if lane is not None else []
+        return len(members) > 1 and any(has_part(block, of) for rank in members for of in self._carried(rank, is_kept))
 
     def _carried(self, rank: int, is_kept: bool) -> list[int]:
         if not is_kept:

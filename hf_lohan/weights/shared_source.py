@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -83,9 +83,9 @@ class _Head:
     """Number of changes of this block."""
     num_filled: int
     """Number of loads whose shard of this rank, and of its counterparts, is in the memory of its node."""
-    is_closed: bool
-    keeps_weights: bool
-    serves: bool
+    is_closed: int
+    keeps_weights: int
+    serves: int
     """Whether the rank takes part in loads without a want of its own."""
     change: int
     """The change of weights before the period."""
@@ -99,9 +99,9 @@ class _Head:
 
     @classmethod
     def unpack(cls, packed: bytes) -> _Head:
-        *numbers, is_closed, keeps, serves, change = _HEAD.unpack_from(packed)
+        fields: list[Any] = [*_HEAD.unpack_from(packed)]
         stale = tuple(number for (number,) in _NUMBER.iter_unpack(packed[_HEAD.size :]))
-        return cls(*numbers, bool(is_closed), bool(keeps), bool(serves), change, stale)
+        return cls(*fields, stale=stale)
 
 
 @dataclass(eq=False)
@@ -189,7 +189,7 @@ class SharedWeights(Rounds):
         self._changes = changes
         self._wanted: deque[_Wanted] = deque()
         self._loads: deque[_SharedLoad] = deque()
-        """The loads in progress, in their order. `changed` guards this and their progress."""
+        """The loads in progress, in their order. `lock` guards this and their progress."""
         self._next_number = self._num_filled = self._num_whole = self._num_copied = 0
         self._period = self._progress = 0
         self._stale: dict[int, int] = {}
@@ -211,7 +211,7 @@ class SharedWeights(Rounds):
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
         """Order the load of a block. See `WeightSource`."""
-        with self.changed:
+        with self.lock:
             self.raise_if_broken()
             period, version = self._changes.num_changes, self._changes.version_of(block)
             self._wanted.append(_Wanted(block, slot, listener, period, version))
@@ -226,7 +226,7 @@ class SharedWeights(Rounds):
         """Keep the weights of other nodes in ``kept``, from the load on before which all ranks have called this. With
         ``changes``, which counts the traffic, only the changes of each step are sent."""
         self._parts.open_group_lane(self._links, kept.way)
-        with self.changed:
+        with self.lock:
             self._kept = kept, changes
             self.changed.notify_all()
 
@@ -285,7 +285,7 @@ class SharedWeights(Rounds):
         for rank, of_rank in enumerate(told):
             for number in of_rank.stale:
                 self._stale.setdefault(number, rank)
-        with self.changed:
+        with self.lock:
             if all(of_rank.keeps_weights for of_rank in told) and self._kept is not None:
                 self._parts.keep_weights(*self._kept)
                 self._kept = None
@@ -294,7 +294,7 @@ class SharedWeights(Rounds):
             self._num_whole = max(self._num_whole, num_whole)
         for load in whole:
             self._end_load(load)
-        with self.changed:
+        with self.lock:
             num_copied = min(of_rank.num_copied for of_rank in told)
             while self._loads and self._loads[0].number < num_copied:
                 load = self._loads.popleft()
@@ -363,7 +363,7 @@ class SharedWeights(Rounds):
             self._filler.submit(partial(self._fill, load, has_begun=not is_coming))
 
     def break_off(self, error: BaseException) -> None:
-        with self.changed:
+        with self.lock:
             waiting = [*(load.own for load in self._loads), *self._wanted]
             for load in self._loads:
                 load.own = None
@@ -384,7 +384,7 @@ class SharedWeights(Rounds):
     def _renew_wanted(self) -> None:
         """Forget loads that were ordered before the last change of their block."""
         period = self._changes.num_changes
-        with self.changed:
+        with self.lock:
             old = [wanted for wanted in self._wanted if wanted.period < period]
             void = [wanted for wanted in old if wanted.slot.block is not wanted.block]
             for wanted in void:
@@ -440,7 +440,7 @@ class SharedWeights(Rounds):
         except BaseException as error:
             self._links.fail(error)  # the thread of the rounds then raises it
             return
-        with self.changed:
+        with self.lock:
             self._num_filled += 1
             self.changed.notify_all()
 
@@ -470,7 +470,7 @@ class SharedWeights(Rounds):
                 has_retried = True
             self._begin_own_shard(load)
         if not is_current:
-            with self.changed:
+            with self.lock:
                 self._own_stale.add(load.number)
 
     # The whole block.
@@ -497,7 +497,7 @@ class SharedWeights(Rounds):
         self._note_copied(load)
 
     def _note_copied(self, load: _SharedLoad) -> None:
-        with self.changed:
+        with self.lock:
             load.is_copied = True
             self._num_copied = next((one.number for one in self._loads if not one.is_copied), self._next_number)
             self.changed.notify_all()
@@ -505,9 +505,9 @@ class SharedWeights(Rounds):
 
 def stale_error(rank: int, block: Block) -> StaleError:
     return StaleError(
-        f"rank {rank} ends a step with step() or zero_grad(), which changes {block.name}, while another rank still reads "
-        "the weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() or "
-        "after step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
+        f"rank {rank} ends a step with step() or zero_grad(), which changes {block.name}, while another rank still "
+        "reads the weights of before it, between clip_grad_norm_() and step(); read weights before clip_grad_norm_() "
+        "or after step(), or let all ranks wait for each other before step() (accelerator.wait_for_everyone())"
     )
 
 

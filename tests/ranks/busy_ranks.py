@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import RankProcesses
 
-from hf_lohan.ranks import Lane, Links
+from hf_lohan.ranks import Links, RankLane
 
 NUM_RANKS = 4
 NET_TIMEOUT_S = 3.0
@@ -59,13 +59,13 @@ def work(links: Links, report: Report, *, victim: int, fault: Fault, at_s: float
     parts, came = torch.ones(piece * NUM_RANKS, dtype=torch.uint8), torch.empty(piece * NUM_RANKS, dtype=torch.uint8)
     sizes = [piece] * NUM_RANKS
 
-    def send_block(lane: Lane) -> None:
+    def send_block(lane: RankLane) -> None:
         lane.send_to_all(block, 1, "a block")
 
-    def send_sums(lane: Lane) -> None:
+    def send_sums(lane: RankLane) -> None:
         lane.exchange(parts, sizes, came, sizes, "sums")
 
-    def repeat(lane: Lane, send: Callable[[Lane], None]) -> None:
+    def repeat(lane: RankLane, send: Callable[[RankLane], None]) -> None:
         try:
             while True:
                 send(lane)

@@ -22,7 +22,6 @@ from embedding_ranks import (
     random_batch,
     small_model,
 )
-from hf_lohan.weights.shared_source import StaleError
 from rank_processes import RankProcesses
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.weights import ShardedRows
+from hf_lohan.weights.shared_source import StaleError
 
 pytestmark = pytest.mark.usefixtures("cuts_small_tables")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_lohan.ranks import Lane, Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Links, RankFailedError, RankLane, RanksDisagreeError
 from hf_lohan.ranks.transport import links as links_module
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
@@ -236,7 +236,7 @@ def test_the_wait_of_a_computation_is_told_to_other_threads() -> None:
     assert run_ranks(2, run) == [[True, False]] * 2
 
 
-def waited_for(order: Callable[[Lane, int], None]) -> list[dict[int, float]]:
+def waited_for(order: Callable[[RankLane, int], None]) -> list[dict[int, float]]:
     def run(links: Links) -> dict[int, float]:
         for step in range(4):
             order(links._control, step)
@@ -250,7 +250,7 @@ def waited_for(order: Callable[[Lane, int], None]) -> list[dict[int, float]]:
 def test_waits_are_counted_for_the_rank_that_comes_last() -> None:
     late = threading.Event()
 
-    def come_late(lane: Lane, step: int) -> None:
+    def come_late(lane: RankLane, step: int) -> None:
         if lane.place == 2:
             late.wait(0.1)
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from hf_lohan.ranks import Lane, Links, bytes_of
+from hf_lohan.ranks import Links, RankLane, bytes_of
 from hf_lohan.testing.thread_ranks import run_ranks
 
 
@@ -19,7 +19,7 @@ def run_schedule(seed: int) -> None:
     owners = [draw.randrange(num_ranks) for _ in range(8)]
     numels = [draw.choice([1, 1000, 300_000]) for _ in range(8)]
 
-    def follow(lane: Lane, plan: list[str]) -> None:
+    def follow(lane: RankLane, plan: list[str]) -> None:
         rank = lane.place
         for step, (what, owner, numel) in enumerate(zip(plan, owners, numels, strict=True)):
             match what:

@@ -57,11 +57,11 @@ _CLOSES_WITHIN_S = 2.0
 _ChunkName = tuple[int, int]
 """(step, key) of a chunk."""
 _News = list[Any]
-"""A step, what happened, and its details: a gradient (see `_Part`), keys without one, the end of the backward, or its
-being abandoned."""
+"""A step, what happened, and its details: a gradient (see `_ToldPart`), keys without one, the end of the backward, or
+its being abandoned."""
 
 
-class _Part(NamedTuple):
+class _ToldPart(NamedTuple):
     """What one rank has told of its gradient of a chunk."""
 
     place: int | None
@@ -85,8 +85,8 @@ class _Part(NamedTuple):
 
 
 _ON_DEVICE, _OF_COLLECTOR = -1, -2
-_WITHOUT = _Part(None)
-_Parts = dict[int, _Part]
+_WITHOUT = _ToldPart(None)
+_Told = dict[int, _ToldPart]
 """By rank."""
 
 
@@ -114,7 +114,7 @@ class _Published:
 class _Step:
     """What all ranks have told of a step. It is equal on all ranks after the same round."""
 
-    chunks: dict[int, _Parts] = field(default_factory=lambda: defaultdict(dict))
+    chunks: dict[int, _Told] = field(default_factory=lambda: defaultdict(dict))
     """By key, the incomplete chunks of which a rank has told something."""
     complete: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
@@ -159,7 +159,9 @@ class GradientExchange:
         self._device_sums, self._gaps_of = sums, gaps_of
         self._lane = links.open("gradients")
         self._node_sums = NodeSums(links, coded, rows) if ranks.num_nodes > 1 else None
-        self._changed = threading.Condition()
+        # Enter the lock itself and not the condition, which an interrupt may stop halfway.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         """Guards what follows."""
         self._step = 0
         self._told: set[int] = set()
@@ -218,7 +220,7 @@ class GradientExchange:
             )
         form = _DTYPES.index(flat.dtype) if codec is None else len(_DTYPES) + _CODECS.index(codec)
         values = flat if codec is None else CodedValues.in_place_of(flat, codec)
-        with self._changed:
+        with self._lock:
             assert key not in self._told, f"chunk {key} was already published in this step"
             self._told.add(key)
             is_wanted = self._step not in self._abandoned
@@ -231,7 +233,7 @@ class GradientExchange:
     def exclude(self, keys: Collection[int]) -> None:
         """Tell other ranks already now that this rank will have no gradient of these chunks in the step, so that they
         soon get their buffers back. None of them was published."""
-        with self._changed:
+        with self._lock:
             assert self._told.isdisjoint(keys), "an excluded chunk was published"
             self._told.update(keys)
             self._tell("none", *keys)
@@ -251,7 +253,7 @@ class GradientExchange:
             self._release_all(list(self._published))
 
     def _end(self, what: str) -> int:
-        with self._changed:
+        with self._lock:
             self._tell(what)
             self._step, self._told = self._step + 1, set()
             return self._step - 1
@@ -263,12 +265,12 @@ class GradientExchange:
 
     def wait_until_complete(self, step: int) -> bool:
         """Wait until `completed` has been called for all chunks of this rank in a step. Returns False if the step was
-        abandoned. Raises the errors of `Lane.run`."""
+        abandoned. Raises the errors of `RankLane.run`."""
 
         def is_over() -> bool:
             return step in self._abandoned or self._num_complete[step] == self._num_own
 
-        with self.waiting(), self._changed:
+        with self.waiting(), self._lock:
             self._changed.wait_for(lambda: is_over() or self._error is not None)
             if not is_over():
                 assert self._error is not None
@@ -282,7 +284,7 @@ class GradientExchange:
         this one later gets an error. Does nothing in a forked process."""
         if not self._owner.is_here or self._is_closed:
             return
-        with self.waiting(), self._changed:
+        with self.waiting(), self._lock:
             self._changed.wait_for(
                 lambda: not (self._news or self._read or self._open_steps) or self._error is not None, _CLOSES_WITHIN_S
             )
@@ -301,14 +303,14 @@ class GradientExchange:
             while (news := self._next_news()) is not None:
                 has_news = self._take_round(news)
                 if not has_news:
-                    with self._changed:
+                    with self._lock:
                         self._changed.wait_for(lambda: self._news or self._is_closed, _REST_S)
         except BaseException as error:
             if not self._is_closed:
                 self._note_error(error)
 
     def _note_error(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error = error
             self._changed.notify_all()
             abandoned = [name for name in self._published if name[0] in self._abandoned]
@@ -318,7 +320,7 @@ class GradientExchange:
             self._links.fail(error)
 
     def _wake(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _next_news(self) -> list[_News] | None:
@@ -328,7 +330,7 @@ class GradientExchange:
             listens = bool(self._open_steps) and self._links.watch.is_waiting
             return bool(self._news or self._read) or listens
 
-        with self._changed, self._links.watch.idle(self._lane.name):
+        with self._lock, self._links.watch.idle(self._lane.name):
             self._changed.wait_for(lambda: self._is_closed or enters())
             if self._is_closed:
                 return None
@@ -358,7 +360,7 @@ class GradientExchange:
         of_step = self._steps[step]
         if what == "gradient":
             key, *told = details
-            of_step.chunks[key][rank] = _Part(*told)
+            of_step.chunks[key][rank] = _ToldPart(*told)
             return [key]
         if what == "none":
             keys = details
@@ -380,7 +382,7 @@ class GradientExchange:
             return
         for step in abandoned:
             self._steps[step].chunks.clear()
-        with self._changed:
+        with self._lock:
             self._abandoned |= abandoned
             self._changed.notify_all()
             dropped = [
@@ -390,7 +392,7 @@ class GradientExchange:
             ]
         self._release_all(dropped)
 
-    def _pop_complete(self, step: int, key: int) -> _Parts | None:
+    def _pop_complete(self, step: int, key: int) -> _Told | None:
         of_step = self._steps[step]
         if len(of_step.chunks.get(key, ())) < self.ranks.num_ranks:
             return None
@@ -402,7 +404,7 @@ class GradientExchange:
         ended = [step for step, of_step in self._steps.items() if len(of_step.ended) == self.ranks.num_ranks]
         for step in ended:
             del self._steps[step]
-        with self._changed:
+        with self._lock:
             self._open_steps.difference_update(ended)
             told = [parts for of_step in self._steps.values() for parts in of_step.chunks.values()]
             open_parts = [parts for parts in told if self.ranks.rank in parts]
@@ -410,16 +412,16 @@ class GradientExchange:
             self._changed.notify_all()
 
     def _release_all(self, names: Sequence[_ChunkName]) -> None:
-        with self._changed:
+        with self._lock:
             released = [self._published.pop(name) for name in names if name in self._published]
         for published in released:
             self._release(published.buffer)
 
     # Sums.
 
-    def _batches(self, complete: Mapping[_ChunkName, _Parts]) -> Iterator[dict[_ChunkName, _Parts]]:
+    def _batches(self, complete: Mapping[_ChunkName, _Told]) -> Iterator[dict[_ChunkName, _Told]]:
         """Yield chunks that different ranks of a node collect, which devices exchange at once."""
-        batch: dict[_ChunkName, _Parts] = {}
+        batch: dict[_ChunkName, _Told] = {}
         local_owners: set[int] = set()
         for name, parts in complete.items():
             local_owner = self._owners[name[1]] % self.ranks.num_local
@@ -431,7 +433,7 @@ class GradientExchange:
         if batch:
             yield batch
 
-    def _add(self, batch: Mapping[_ChunkName, _Parts]) -> None:
+    def _add(self, batch: Mapping[_ChunkName, _Told]) -> None:
         """Add the chunks that this rank collects."""
         ranks = self.ranks
         on_devices, own = {}, None
@@ -459,7 +461,7 @@ class GradientExchange:
         self._add_nodes(own, batch[own], values, out, is_added=is_added)
 
     def _add_on_devices(
-        self, chunks: Mapping[_ChunkName, _Parts], own: _ChunkName | None, out: Tensor | None
+        self, chunks: Mapping[_ChunkName, _Told], own: _ChunkName | None, out: Tensor | None
     ) -> NodeSum | None:
         """Have the devices of this node's ranks add their gradients of chunks."""
         assert self._device_sums is not None
@@ -482,7 +484,13 @@ class GradientExchange:
         return self._device_sums.add(sends, receives, is_owner=is_owner, place=out, gaps=gaps)
 
     def _add_nodes(
-        self, name: _ChunkName, parts: _Parts, values: list[Gradient | NodeSum], out: Tensor | None, *, is_added: bool
+        self,
+        name: _ChunkName,
+        parts: _Told,
+        values: list[Gradient | NodeSum],
+        out: Tensor | None,
+        *,
+        is_added: bool,
     ) -> None:
         """Add the gradients of this node, and the sums of all nodes if others have gradients."""
         ranks, (step, key) = self.ranks, name
@@ -503,11 +511,11 @@ class GradientExchange:
             for part in parts.values():
                 bits |= part.slice_bits
             self._completed(CompleteGradient(step, key, numel, bits))
-            with self._changed:
+            with self._lock:
                 self._num_complete[step] += 1
                 self._changed.notify_all()
 
-    def _values_of(self, name: _ChunkName, rank: int, part: _Part) -> Gradient:
+    def _values_of(self, name: _ChunkName, rank: int, part: _ToldPart) -> Gradient:
         if rank == self.ranks.rank:
             return self._published[name].values
         assert self._region is not None
@@ -515,7 +523,7 @@ class GradientExchange:
         memory = self._region.bytes[part.place : part.place + part.numel * part.dtype.itemsize].view(part.dtype)
         return memory if part.codec is None else CodedValues.in_place_of(memory, part.codec)
 
-    def _refuse_unequal(self, key: int, parts: _Parts) -> None:
+    def _refuse_unequal(self, key: int, parts: _Told) -> None:
         first_of: dict[int, int] = {}
         for rank, part in parts.items():
             first = first_of.setdefault(self.ranks.of_rank(rank).node, rank)
@@ -531,9 +539,9 @@ class GradientExchange:
                 )
 
 
-def _by_node(parts: _Parts, num_local: int) -> dict[int, PartsOfNode]:
+def _by_node(parts: _Told, num_local: int) -> dict[int, PartsOfNode]:
     """Return the gradients of each node that has some, in the order of nodes."""
-    of_nodes: dict[int, list[_Part]] = defaultdict(list)
+    of_nodes: dict[int, list[_ToldPart]] = defaultdict(list)
     for rank, part in parts.items():
         of_nodes[rank // num_local].append(part)
     return {node: PartsOfNode(len(of_node), of_node[0].dtype) for node, of_node in of_nodes.items()}

@@ -134,12 +134,12 @@ class NodeSums:
         self._memory: dict[tuple[str, int], Tensor] = {}
 
     def close(self) -> None:
-        """See `Lane.close`."""
+        """See `RankLane.close`."""
         self._lane.close()
 
     def add(self, chunk: ChunkOfNodes) -> None:
         """Set ``out`` of the owner to the sum over all nodes. The chunk's collectors on all nodes call this, for the
-        same chunks in the same order. Raises the errors of `Lane.run`."""
+        same chunks in the same order. Raises the errors of `RankLane.run`."""
         begin = self._receive if self._ranks.rank == chunk.owner else self._send
         under_way: deque[Callable[[], None]] = deque()
         for number, start in enumerate(range(0, chunk.numel, SUM_PIECE_NUMEL)):

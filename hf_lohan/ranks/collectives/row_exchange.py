@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.ranks.transport.failures import RanksDisagreeError
-from hf_lohan.ranks.transport.lanes import Lane, bytes_of
+from hf_lohan.ranks.transport.lanes import RankLane, bytes_of
 from hf_lohan.ranks.transport.links import Links
 
 CALL_KINDS = ("forward", "recomputation", "backward")
@@ -146,7 +146,7 @@ class RowExchange:
         return _exchange(self._all, results, sizes, own_sizes, what)
 
 
-def _move(lane: Lane, rows: ChosenRows, choices: Sequence[Tensor], num: Sequence[int], what: str) -> ChosenRows:
+def _move(lane: RankLane, rows: ChosenRows, choices: Sequence[Tensor], num: Sequence[int], what: str) -> ChosenRows:
     """Send choices of ``rows`` to the members of a lane, and return ``num`` choices of each of them, on the host."""
     choices = [of.to(rows.place.device) for of in choices]
     tokens, of_choice = zip(*(torch.unique(rows.place[of], return_inverse=True) for of in choices), strict=True)
@@ -160,7 +160,7 @@ def _move(lane: Lane, rows: ChosenRows, choices: Sequence[Tensor], num: Sequence
     return ChosenRows(index + first_tokens.repeat_interleave(torch.tensor(num)), given)
 
 
-def _exchange(lane: Lane, rows: Tensor, num: Sequence[int], num_of_members: Sequence[int], what: str) -> Tensor:
+def _exchange(lane: RankLane, rows: Tensor, num: Sequence[int], num_of_members: Sequence[int], what: str) -> Tensor:
     """Send ``num`` of ``rows`` [n, ...] to each member of a lane, and return those of each, on the host."""
     sent = rows.detach().contiguous().cpu()
     received = sent.new_empty(sum(num_of_members), *sent.shape[1:])

@@ -43,7 +43,7 @@ class BegunWork(NamedTuple):
     work: Any
 
 
-class Lane:
+class RankLane:
     """One thread at a time uses a lane. Different threads may use it one after the other."""
 
     def __init__(

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hf_lohan.compat.torch_private import gloo_group
 from hf_lohan.ranks.transport.failures import Failure, FirstRankFailure, RankFailedError
-from hf_lohan.ranks.transport.lanes import Lane
+from hf_lohan.ranks.transport.lanes import RankLane
 from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 from hf_lohan.ranks.transport.watch import Watch
 from hf_lohan.threads import Owner
@@ -62,13 +62,13 @@ class Links:
         """Meet the other ranks. ``store``: a store of torch.distributed, which no other connections use. ``timeout_s``:
         seconds that a rank may take to connect, and later may do nothing while this rank waits for it. ``host``: the
         address at which other ranks reach this one, by default that of `outgoing_address`. ``exits``: see `Watch`.
-        ``interfere``: see `Lane`. Raises RankTimeoutError."""
+        ``interfere``: see `RankLane`. Raises RankTimeoutError."""
         self.ranks = ranks
         self._owner = Owner()
         self._failure = FirstRankFailure(ranks.rank)
         self._interfere = interfere
         self._connects_within_s = timeout_s
-        self._lanes: list[tuple[str, Lane]] = []
+        self._lanes: list[tuple[str, RankLane]] = []
         """What each lane carries, and the lane."""
         self._num_of_name: Counter[str] = Counter()
         self._is_closed = False
@@ -109,11 +109,11 @@ class Links:
         carries: str = "control",
         stops_compute: bool = False,
         connect: Callable[[Any, int, int], Any] | None = None,
-    ) -> Lane:
+    ) -> RankLane:
         """Make a lane of ``members``, by default all ranks, together with them. All ranks open their lanes of one name
-        in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `Lane`. ``connect``
-        makes the group of a store, this rank's place among the members and their number, by default one of gloo. Raises
-        RankFailedError and RankTimeoutError."""
+        in the same order. ``carries``: the kind of data, for `sent_bytes`. ``stops_compute``: see `RankLane`.
+        ``connect`` makes the group of a store, this rank's place among the members and their number, by default one of
+        gloo. Raises RankFailedError and RankTimeoutError."""
         members = list(range(self.ranks.num_ranks)) if members is None else list(members)
         self._num_of_name[name] += 1
         unique = name if self._num_of_name[name] == 1 else f"{name} {self._num_of_name[name]}"
@@ -125,7 +125,7 @@ class Links:
                 group = (connect or self._connect)(store, members.index(self.ranks.rank), len(members))
             except RuntimeError as error:
                 self.watch.raise_cause(f"the connections of {unique}", error, members)
-        lane = Lane(
+        lane = RankLane(
             unique,
             members,
             self.watch,
@@ -140,12 +140,12 @@ class Links:
     def _connect(self, store: Any, place: int, num_members: int) -> Any:
         return gloo_group(store, place, num_members, self._host, _CONNECTS_WITHIN)
 
-    def open_here(self, name: str, **options: Any) -> Lane:
+    def open_here(self, name: str, **options: Any) -> RankLane:
         """Make a lane of the ranks of this node. For ``options`` see `open`."""
         node = "" if self.ranks.num_nodes == 1 else f" of node {self.ranks.node}"
         return self.open(name + node, self.ranks.on_this_node, **options)
 
-    def open_across(self, name: str, **options: Any) -> Lane:
+    def open_across(self, name: str, **options: Any) -> RankLane:
         """Make a lane of the ranks of all nodes with this rank's local number. For ``options`` see `open`."""
         members = sorted([self.ranks.rank, *self.ranks.counterparts])
         return self.open(f"{name} of local rank {self.ranks.local_rank}", members, **options)
@@ -168,7 +168,7 @@ class Links:
     # Collective calls of the computing thread of each rank, in the same order on all ranks.
 
     def all_gather(self, tag: str, payload: bytes = b"") -> list[bytes]:
-        """Return the payloads of all ranks, in rank order. See `Lane.agree`."""
+        """Return the payloads of all ranks, in rank order. See `RankLane.agree`."""
         return self._control.agree(tag, payload)
 
     def barrier(self, tag: str) -> None:
@@ -176,7 +176,7 @@ class Links:
         self.all_gather(tag)
 
     def broadcast(self, tensor: Tensor, owner: int, tag: str) -> None:
-        """See `Lane.broadcast`."""
+        """See `RankLane.broadcast`."""
         self._control.broadcast(tensor, owner, tag)
 
     # Waits and failures.

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from hf_lohan.ranks.transport.failures import RankFailedError
-from hf_lohan.ranks.transport.lanes import Lane, LaneClosedError
+from hf_lohan.ranks.transport.lanes import LaneClosedError, RankLane
 from hf_lohan.ranks.transport.links import Links
 from hf_lohan.threads import start_thread
 
@@ -36,13 +36,15 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 
 
 class Rounds(ABC):
-    """One rank's side. `changed` guards the state of the deriving class."""
+    """One rank's side. `lock` guards the state of the deriving class."""
 
-    def __init__(self, links: Links, lane: Lane, *, beside_kernels: bool) -> None:
+    def __init__(self, links: Links, lane: RankLane, *, beside_kernels: bool) -> None:
         self._links = links
         self._lane = lane
         self._beside_kernels = beside_kernels
-        self.changed = threading.Condition(threading.RLock())
+        # Enter the lock itself and not the condition, which an interrupt may stop halfway.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.is_closed = False
         self._told = b""
         self._told_by_all: list[bytes] = []
@@ -64,12 +66,12 @@ class Rounds(ABC):
 
     def notify(self) -> None:
         """Tell the thread that something may have changed. Any thread may call this."""
-        with self.changed:
+        with self.lock:
             self.changed.notify_all()
 
     def close(self) -> None:
         """Serve other ranks for a moment, until all have closed. A rank that waits for this one later gets an error."""
-        with self.changed:
+        with self.lock:
             self.is_closed = True
             self.changed.notify_all()
         if self._thread is not None:
@@ -84,7 +86,7 @@ class Rounds(ABC):
         if self._error is not None:
             raise self._error
 
-    # What a deriving class says. The thread calls these, with `changed` held where it is said.
+    # What a deriving class says. The thread calls these, with `lock` held where it is said.
 
     @abstractmethod
     def advance(self) -> None:
@@ -136,7 +138,7 @@ class Rounds(ABC):
             if not isinstance(error, RankFailedError):
                 with suppress(Exception):
                     self._links.fail(error)
-            with self.changed:
+            with self.lock:
                 self._error = error
                 self.changed.notify_all()
             self.break_off(error)
@@ -146,7 +148,7 @@ class Rounds(ABC):
         since_s = time.monotonic()
         while True:
             self.advance()
-            with self.changed:
+            with self.lock:
                 self._links.raise_if_failed("waited for a round")
                 self._lane.raise_if_closed()
                 now_s = time.monotonic()
