@@ -131,7 +131,7 @@ class _SharedLoad:
     """Whether nodes have kept this version. Then groups of several nodes send each other their parts of it."""
     keeps: bool
     """Whether nodes keep what they receive."""
-    own: _Wanted | None
+    ordered: _Wanted | None
     """What this rank has ordered; None if only other ranks need the block."""
     is_for_all: bool
     """Whether all ranks of this node keep the block."""
@@ -274,7 +274,7 @@ class SharedWeights(Rounds):
         return self._is_between_passes()
 
     def shown_wait(self) -> AbstractContextManager[object]:
-        first = next((load for load in self._loads if load.own is not None), None)
+        first = next((load for load in self._loads if load.ordered is not None), None)
         if first is None or first.number >= self._num_filled:
             return nullcontext()  # the thread that fills the memory shows its waits
         return self._device.timeline.task(LOADS_WAIT, "for other ranks", block=first.block.name)
@@ -364,9 +364,9 @@ class SharedWeights(Rounds):
 
     def break_off(self, error: BaseException) -> None:
         with self.lock:
-            waiting = [*(load.own for load in self._loads), *self._wanted]
+            waiting = [*(load.ordered for load in self._loads), *self._wanted]
             for load in self._loads:
-                load.own = None
+                load.ordered = None
             self._wanted.clear()
         for wanted in waiting:
             if wanted is not None:
@@ -477,18 +477,18 @@ class SharedWeights(Rounds):
 
     def _end_load(self, load: _SharedLoad) -> None:
         """Copy a block, whose shards are all in the memory of this node, to this rank's slot."""
-        own = load.own
+        own = load.ordered
         if own is None or load.number in self._stale:
             self._note_copied(load)
             if own is not None:
-                load.own = None
+                load.ordered = None
                 own.listener.on_delivered(stale_error(self._stale[load.number], load.block))
             return
         if own.slot.last_use is not None:
             self._device.wait(Lane.H2D, own.slot.last_use)
         weights = own.slot.weights[: load.block.numel]
         ready = self._to_device.copy(load.block, weights, load.entry, load.coded, is_for_all=load.is_for_all)
-        load.own = None
+        load.ordered = None
         own.listener.on_delivered(None)
         self._copier.submit(partial(self._wait_for_copy, load, ready))
 

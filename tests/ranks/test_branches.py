@@ -217,7 +217,7 @@ def only_for_others(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     end_load = SharedWeights._end_load
 
     def note(source: SharedWeights, load: Any) -> None:
-        if load.own is None:
+        if load.ordered is None:
             found.append(load.block.name)
         end_load(source, load)
 

@@ -77,7 +77,7 @@ def test_no_gradient_is_sent_within_a_node() -> None:
         return found
 
     check(backwards, run_ranks(4, run))
-    assert all(sent.keys() == {"control"} and sent["control"] < 20_000 for sent in sent_bytes)
+    assert all(sum(sent.values()) == sent["control"] < 20_000 for sent in sent_bytes)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1), (8, 2)])
