@@ -22,6 +22,7 @@ from hf_lohan.ranks.collectives.rank_order_sum import (
     CodedValues,
     Gradient,
     NodeSum,
+    numel_of,
     part_of_gradient,
     sum_gradients_,
 )
@@ -220,26 +221,24 @@ class NodeSums:
     def _payload_of(self, chunk: ChunkOfNodes, piece: _Piece) -> Tensor:
         start, stop, slot = piece
         parts = [part_of_gradient(value, start, stop) for value in chunk.values]
-        rows, num_ranks = self._rows.get(chunk.key), self._ranks.num_ranks
-        coded = self._coded if rows is None else None
-        message = self._take_memory("coded", slot, coded.codec.message_bytes(stop - start)) if coded else parts[0]
+        rows, coded = self._rows.get(chunk.key), self._coded
+        if rows is not None or coded is None:
+            values = self._sum_of(parts, slot)
+            return values if rows is None else rows.pack_rows(values, start)
+        message = self._take_memory("coded", slot, coded.codec.message_bytes(stop - start))
+        payload, of_ranks = None, [part for part in parts if isinstance(part, CodedValues)]
+        if len(of_ranks) == len(parts) > 1:
+            payload = coded.encode_sum(of_ranks, self._ranks.num_ranks, message)
+        if payload is None:
+            payload = coded.encode(self._sum_of(parts, slot), message)
+        coded.count((stop - start) * chunk.nodes[self._ranks.node].sent_dtype.itemsize, payload.nbytes)
+        return payload
+
+    def _sum_of(self, parts: Sequence[Gradient], slot: int) -> Tensor:
         if len(parts) > 1:
-            of_ranks = [part for part in parts if isinstance(part, CodedValues)]
-            if coded is not None and len(of_ranks) == len(parts):
-                payload = coded.encode_sum(of_ranks, num_ranks, message)
-                if payload is not None:
-                    coded.count(4 * (stop - start), payload.nbytes)
-                    return payload
-            values = self._take_memory("sum", slot, 4 * (stop - start)).view(torch.float32)
-            sum_gradients_(values, parts, num_ranks)
-        else:
-            (part,) = parts
-            values = part.decoded() if isinstance(part, CodedValues) else part
-        if coded is not None:
-            payload = coded.encode(values, message)
-            coded.count(values.nbytes, payload.nbytes)
-            return payload
-        return values if rows is None else rows.pack_rows(values, start)
+            total = self._take_memory("sum", slot, 4 * numel_of(parts[0])).view(torch.float32)
+            return sum_gradients_(total, parts, self._ranks.num_ranks)
+        return parts[0] if isinstance(parts[0], Tensor) else parts[0].decoded()
 
     def _sizes(self, chunk: ChunkOfNodes, piece: _Piece, own: int) -> list[int]:
         """Return the bytes of a piece, by node. Only those of rows must be told, and ``own`` are this node's."""

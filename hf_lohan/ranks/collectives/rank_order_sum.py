@@ -251,8 +251,8 @@ class DeviceSums:
         if is_owner or not values:
             return None
         self._device.enter_thread()
-        is_exact = is_single and isinstance(values[0], Tensor)
-        return NodeSum(self._device, total, values[0].dtype if is_exact else torch.float32, self._piece)
+        dtype = values[0].dtype if is_single and isinstance(values[0], Tensor) else torch.float32
+        return NodeSum(self._device, total, dtype, self._piece)
 
     def close(self) -> None:
         """End an addition in progress with an error, and add no more."""
