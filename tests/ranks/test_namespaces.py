@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -98,11 +98,16 @@ def wait_for_ever(links: Links, folder: str) -> tuple[str, float]:
     raise AssertionError("no link was cut")
 
 
-def be_rank(rank: int, box: NetworkBox, folder: str, work: Work, connection: Any) -> None:
-    box.enter()
+STORE_PORT = 29511
+"""In the network namespace of rank 0."""
+
+
+def be_rank(rank: int, boxes: Sequence[NetworkBox], folder: str, work: Work, connection: Any) -> None:
+    boxes[rank].enter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", box.interface)
-        store = dist.FileStore(f"{folder}/meeting", 2)
+        patch.setenv("GLOO_SOCKET_IFNAME", boxes[rank].interface)
+        # As of a launcher, and cut off with its node.
+        store = dist.TCPStore(boxes[0].address, STORE_PORT, is_master=rank == 0, wait_for_workers=False)
         with connect(Ranks(rank, 2, 0, 1), store, 60.0) as links:
             connection.send(work(links, f"{folder}/{rank}"))
 
@@ -112,9 +117,9 @@ def ranks_on(boxes: list[NetworkBox], folder: Path, work: Work) -> Iterator[list
     """Start a rank on each node, and yield the ends of pipes through which their results come."""
     receiving, processes = [], []
     try:
-        for rank, box in enumerate(boxes):
+        for rank in range(len(boxes)):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=be_rank, args=(rank, box, str(folder), work, theirs), daemon=True)
+            process = CONTEXT.Process(target=be_rank, args=(rank, boxes, str(folder), work, theirs), daemon=True)
             process.start()
             theirs.close()
             receiving.append(ours)
