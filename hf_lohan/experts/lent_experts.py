@@ -76,9 +76,9 @@ def in_turns(lent: Sequence[LentExpert], *, gives_gradients: bool) -> list[LentE
     for item in lent:
         turn, turns = of_owner[item.owner], []
         for rank in item.computed_by:
-            if rank != item.owner:
+            if rank != item.owner and gives_gradients:
                 turn = max(turn, of_borrower[rank])
-                of_borrower[rank] = turn + gives_gradients
+                of_borrower[rank] = turn + 1
             turns.append(turn)
         of_owner[item.owner] = turn + 1
         found.append(replace(item, turns=tuple(turns)))
