@@ -99,9 +99,9 @@ class _Head:
 
     @classmethod
     def unpack(cls, packed: bytes) -> _Head:
-        fields: list[Any] = [*_HEAD.unpack_from(packed)]
         stale = tuple(number for (number,) in _NUMBER.iter_unpack(packed[_HEAD.size :]))
-        return cls(*fields, stale=stale)
+        fields: list[Any] = [*_HEAD.unpack_from(packed), stale]
+        return cls(*fields)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,8 @@
 
 As in a `RankLane`, one thread of each rank carries out operations, in the same order on all ranks of the node. An
 operation of a device group tells nobody why it takes long, and its waits have no timeout. So another thread enqueues it
-and waits for the device, while the thread that uses the lane asks `Watch`, and aborts the group if the operation cannot end.
+and waits for the device, while the thread that uses the lane asks `Watch`, and aborts the group if the operation cannot
+end.
 """
 
 from __future__ import annotations
