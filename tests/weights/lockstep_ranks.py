@@ -110,7 +110,7 @@ class ProgramWriter:
             self._release_class(number, but=around)
             self._pin(number)
         self._release_all()
-        self.ops.append(("end", 0))
+        self.ops += [("end", 0), ("meet", 0)]  # as ranks that agree on the end of a step
         if self._is_odd():
             self.ops += [("update", self._random.randrange(len(self._blocks))) for _ in range(3)]
         else:
