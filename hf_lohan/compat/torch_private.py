@@ -162,6 +162,13 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def in_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory, whose views have another storage than other views of the memory."""
+    with torch.inference_mode(mode=False):  # training cannot use what is made in inference mode
+        own: Tensor = torch._C._from_dlpack(torch._C._to_dlpack(tensor))
+    return own
+
+
 def aliases_count_versions() -> AbstractContextManager[object]:
     """Have `detach` share the version counter in dispatch modes as well, which run below autograd."""
     guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_lohan.absent import saved_weight_hooks, weight_refusal
-from hf_lohan.compat.torch_private import is_compiled
+from hf_lohan.compat.torch_private import is_compiled, tree_leaves
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, PassPhase
 from hf_lohan.model import Block, ModelBlocks, ParamSlice, wrapped_models
 from hf_lohan.planning import StepShape
@@ -130,10 +130,8 @@ class ModelHooks:
     def _on_module_output(
         self, layer: int | None, blocks: tuple[Block, ...], _module: nn.Module, _args: Any, output: Any
     ) -> Any:
-        if layer is not None:
-            return self._after_layer(layer, blocks, output)
-        self._after_outer(blocks)
-        return None
+        output = self._after_outer(blocks, output)
+        return output if layer is None else self._after_layer(layer, blocks, output)
 
     def _before(self, blocks: tuple[Block, ...]) -> None:
         if self._pass.phase is PassPhase.BACKWARD:
@@ -150,15 +148,33 @@ class ModelHooks:
         if blocks:
             self._pass.spans.begin_span("forward", blocks[0])
 
-    def _after_outer(self, blocks: tuple[Block, ...]) -> None:
-        if self._pass.phase is not PassPhase.BACKWARD:
-            self._pass.spans.end_span()
-            self._forward_pass.leave(blocks)
+    def _after_outer(self, blocks: tuple[Block, ...], output: Any) -> Any:
+        if self._pass.phase is PassPhase.BACKWARD:
+            return output
+        self._pass.spans.end_span()
+
+        def copy_views(block: Block) -> None:
+            nonlocal output
+            output = self._copy_views(output, block)
+
+        self._forward_pass.leave(blocks, copy_views)
+        return output
+
+    def _copy_views(self, output: Any, block: Block) -> Any:
+        """Return a module's output with copies of views of the block. Raises ValueError if the module has kept these
+        views elsewhere."""
+        ring = self._parts.ring
+        if not any(isinstance(leaf, Tensor) and ring.block_behind(leaf) is block for leaf in tree_leaves(output)):
+            raise ValueError(
+                f"a view of a weight of {block.name} was kept after the forward that made it, and its memory may get "
+                "the weights of another block; keep the parameter itself or a clone() of the view, or give the view to "
+                "ctx.save_for_backward"
+            )
+        return ring.copy_views(output, (block,))
 
     def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
         if self._pass.phase is PassPhase.BACKWARD:
             return output
-        self._after_outer(blocks)
         hidden = output[0] if isinstance(output, tuple | list) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(partial(_without_reference(self._before_backward), blocks))

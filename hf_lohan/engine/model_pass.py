@@ -374,8 +374,9 @@ class ForwardPass(Protocol):
     def enter(self, blocks: Sequence[Block]) -> None:
         """Called before a module that needs the blocks runs."""
 
-    def leave(self, blocks: Sequence[Block]) -> None:
-        """Called after a module that needed the blocks has run."""
+    def leave(self, blocks: Sequence[Block], on_views: Callable[[Block], None] = lambda _block: None) -> None:
+        """Called after a module that needed the blocks has run. Calls ``on_views`` with each block of which views are
+        left, while it still has its slot."""
 
     @property
     def number(self) -> int:
@@ -453,9 +454,9 @@ class OneForward:
         for block in blocks:
             self._pass.in_use.enter(block)
 
-    def leave(self, blocks: Sequence[Block]) -> None:
+    def leave(self, blocks: Sequence[Block], on_views: Callable[[Block], None] = lambda _block: None) -> None:
         for block in blocks:
-            self._pass.in_use.leave(block)
+            self._pass.in_use.leave(block, on_views)
 
     @property
     def number(self) -> int:

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, BorrowedWeights, WeightView, weight_refusal
-from hf_lohan.compat.torch_private import has_gradient_hook, storage_id, tree_map
+from hf_lohan.compat.torch_private import has_gradient_hook
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, PassPhase
 from hf_lohan.engine.parameter_access import ParameterAccess, packed_weight_error
@@ -166,18 +165,7 @@ class _OperationWeights:
         return copied
 
     def copy_views(self, output: Any) -> Any:
-        if not self.blocks:
-            return output
-        slots = {storage_id(self._parts.ring.slot_of(block).weights) for block in self.blocks}
-
-        def copy_view(leaf: Any) -> Any:
-            if isinstance(leaf, np.ndarray):
-                return leaf.copy()  # the array's memory may be a slot
-            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or storage_id(leaf) not in slots:
-                return leaf
-            return leaf.clone()
-
-        return tree_map(copy_view, output)
+        return self._parts.ring.copy_views(output, self.blocks) if self.blocks else output
 
 
 class _Copied(torch.autograd.Function):

@@ -191,11 +191,12 @@ class JointForward:
             self._ring.show(block)
             self._leaves.enter(number, block)
 
-    def leave(self, blocks: Sequence[Block]) -> None:
+    def leave(self, blocks: Sequence[Block], on_views: Callable[[Block], None] = lambda _block: None) -> None:
         for block in blocks:
             self._leaves.leave(self._lockstep.running, block)
-            if self._is_idle(block):
-                self._ring.hide(block)  # the block stays in its slot, but reads of its weights need a leaf
+            # The block stays in its slot, but reads of its weights need a leaf.
+            if self._is_idle(block) and self._ring.hide(block):
+                on_views(block)
 
     @property
     def number(self) -> int:

@@ -38,12 +38,13 @@ class BlocksInUse:
             self._ring.show(block)
         in_use.append(block)
 
-    def leave(self, block: Block) -> None:
-        """Release a block after its module has run."""
+    def leave(self, block: Block, on_views: Callable[[Block], None] = lambda _block: None) -> None:
+        """Release a block after its module has run. ``on_views`` is called before that if views of its weights are
+        left."""
         in_use = self._blocks[block.size_class]
         in_use.remove(block)
-        if block not in in_use:  # no outer module still uses it
-            self._ring.hide(block)
+        if block not in in_use and self._ring.hide(block):  # no outer module still uses it
+            on_views(block)
         self._ring.unpin(block)
 
     def enter_for_many(self, block: Block, *, is_idle: Callable[[Block], bool]) -> Slot:

@@ -7,11 +7,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_lohan.absent import AbsentParameter, MovedGradients, StandIns
+from hf_lohan.compat.torch_private import StorageWeakRef, in_own_storage, tree_map
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
@@ -41,6 +44,8 @@ class Slot:
     """What these updates hold."""
     is_kept: bool = False
     """Whether the block stays permanently."""
+    shown: Tensor | None = None
+    """`weights` with a storage of their own, while the block's parameters are views of them."""
 
     @property
     def is_claimable(self) -> bool:
@@ -161,14 +166,24 @@ class SlotRing(WeightSlots):
         """Make the block's parameters views of its pinned slot."""
         for part in block.slices:
             assert part.is_whole, f"{part.name} is in several blocks, so no single block can show it"
-            weights = self.slot_of(block).weights
-            AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
+        slot = self.slot_of(block)
+        if slot.shown is None:
+            slot.shown = in_own_storage(slot.weights)
+        for part in block.slices:
+            AbsentParameter.show(part.parameter, slot.shown[part.start : part.stop].view(part.shape))
 
-    def hide(self, block: Block) -> None:
-        """Make the block's parameters absent. A parameter in several blocks is always absent."""
+    def hide(self, block: Block) -> bool:
+        """Make the block's parameters absent. A parameter in several blocks is always absent. Returns whether other
+        views of the shown weights exist, which may get another block's values."""
         for part in block.slices:
             if not part.first:
                 AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
+        slot = self._holder.get(block)
+        if slot is None or slot.shown is None:
+            return False
+        storage = StorageWeakRef(slot.shown.untyped_storage())
+        slot.shown = None
+        return not (storage.expired() or block.size_class is SizeClass.RESIDENT)  # which has a slot of its own
 
     def has_room_for(self, block: Block) -> bool:
         """Return whether the block can be pinned while all pinned blocks stay pinned."""
@@ -209,6 +224,18 @@ class SlotRing(WeightSlots):
         slot = self._by_storage.get(tensor.untyped_storage().data_ptr())
         assert slot is None or slot.block is not None, "a view of an empty slot"
         return slot.block if slot is not None else None
+
+    def copy_views(self, output: Any, blocks: Collection[Block]) -> Any:
+        """Return ``output`` with copies in place of arrays, and of tensors that are views of these blocks' slots."""
+
+        def copy_view(leaf: Any) -> Any:
+            if isinstance(leaf, np.ndarray):
+                return leaf.copy()  # the array's memory may be a slot
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and self.block_behind(leaf) in blocks:
+                return leaf.clone()
+            return leaf
+
+        return tree_map(copy_view, output)
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """Empty the slots of these blocks, because the store has newer weights."""
