@@ -87,3 +87,8 @@ def tiny_batch(*, batch_size: int = 2, sequence_length: int = 16, seed: int = 1)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, VOCAB_SIZE, (batch_size, sequence_length), generator=generator)
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
+def tiny_rows(num_rows: int, **shape: int) -> list[dict[str, Tensor]]:
+    """Return rows of a dataset: the first row of `tiny_batch` for each seed from 0 on."""
+    return [{name: values[0] for name, values in tiny_batch(seed=seed, **shape).items()} for seed in range(num_rows)]

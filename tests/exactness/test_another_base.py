@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from interrupted_runs import COMMIT_EACH_STEP, SETTINGS, InterruptAfter, Outcome, assert_same, interrupt, train_to_end
 from resharded_stores import form_of
 from trajectories import arguments, dataset
@@ -93,7 +94,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return outcome
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", slow_but(["nf4"], ["none", "nf4"]))
 def test_adapters_over_another_base_are_refused_and_the_run_resumes(
     quantize: str, bases: Path, undisturbed: Undisturbed
 ) -> None:
@@ -139,7 +140,7 @@ def test_a_base_that_an_older_version_rounded_half_up_is_the_same(
     assert hf_lohan.last_step(tmp_path / "run") == SETTINGS["max_steps"] and store.exists()
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", slow_but(["none"], ["none", "nf4"]))
 def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(
     quantize: str, bases: Path, undisturbed: Undisturbed
 ) -> None:

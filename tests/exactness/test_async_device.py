@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from engines import open_engine, resolved
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_SEEDS = 20
 NUM_QUICK_SEEDS = 1
-"""These seeds of each family and mode run by default. Tests with other seeds are slow."""
+"""Of these seeds, cases that cover each family and mode run by default. Other seeds are slow."""
 NUM_STEPS = 4
 DELAYS_S = (1e-3, 5e-3, 2e-2, 8e-2, 0.32)
 """The maximum delays of copies. The shortest shows most races. The longest shows all of them, even on a busy machine.
@@ -90,24 +92,20 @@ def swap_here_and_there(engine: OffloadEngine, sizes: Sizes | None) -> None:
     memory.set_placements({**mixture, last: dict.fromkeys(mixture[last], Placement.CPU)})
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[str, str], Outcome]:
-    """Return the weights of every family and mode after training with torch in memory."""
-    outcomes = {}
-    for family in FAMILIES:
-        for mode, settings in MODES.items():
-            model = _model(family, recompute=settings["recompute"])
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-            parameters = list(model.parameters())
-            train(
-                model,
-                optimizer,
-                max_norm=settings["max_norm"],
-                num_backwards=settings["num_backwards"],
-                clip=lambda max_norm, parameters=parameters: torch.nn.utils.clip_grad_norm_(parameters, max_norm),
-            )
-            outcomes[family, mode] = {name: p.detach() for name, p in model.named_parameters()}
-    return outcomes
+@functools.cache
+def reference(family: str, mode: str) -> Outcome:
+    """Return the weights after training with torch in memory."""
+    settings = MODES[mode]
+    model = _model(family, recompute=settings["recompute"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    train(
+        model,
+        optimizer,
+        max_norm=settings["max_norm"],
+        num_backwards=settings["num_backwards"],
+        clip=lambda max_norm: torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm),
+    )
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def _model(family: str, *, recompute: bool) -> Any:
@@ -161,10 +159,8 @@ def same(ours: Outcome, reference: Outcome) -> bool:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cpu_device_is_exact_to_the_bit(
-    family: str, mode: str, references: dict[tuple[str, str], Outcome], tmp_path: Path
-) -> None:
-    assert same(run(family, mode, CpuDevice(), tmp_path), references[family, mode])
+def test_cpu_device_is_exact_to_the_bit(family: str, mode: str, tmp_path: Path) -> None:
+    assert same(run(family, mode, CpuDevice(), tmp_path), reference(family, mode))
 
 
 def late(family: str, mode: str, seed: int, *, is_quick: bool) -> Any:
@@ -184,30 +180,27 @@ LATE += [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("family", "mode", "seed"), LATE)
-def test_late_copies_change_no_bit(
-    family: str, mode: str, seed: int, references: dict[tuple[str, str], Outcome], tmp_path: Path
-) -> None:
+def test_late_copies_change_no_bit(family: str, mode: str, seed: int, tmp_path: Path) -> None:
     device = AsyncDevice(seed, max_delay_s=5e-4)
-    assert same(run(family, mode, device, tmp_path), references[family, mode])
+    assert same(run(family, mode, device, tmp_path), reference(family, mode))
     assert device.num_races == 0
 
 
 @pytest.fixture(scope="module")
-def in_chunks(
-    references: dict[tuple[str, str], Outcome], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Outcome, Sizes]:
+def in_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Sizes]:
     """Return the weights after training in chunks on the CPU, and the bytes that whole layers could swap."""
     folder = tmp_path_factory.mktemp("chunks")
     outcome = run("llama", "chunks", CpuDevice(), folder / "cut")
-    assert not same(outcome, references["llama", "swap"]), "not cut"
+    assert not same(outcome, reference("llama", "swap")), "not cut"
     with offloaded("llama", "swap", CpuDevice(), folder / "whole") as (engine, _):
         engine.model(**tiny_batch()).loss.backward()
         return outcome, {name: layer.sizes() for name, layer in engine.planned_memory.trace.items()}
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
-@pytest.mark.parametrize("mode", ["chunks", "chunks, swap"])
+@pytest.mark.parametrize("mode", slow_but(["chunks, swap"], ["chunks", "chunks, swap"]))
 def test_late_copies_change_no_bit_of_chunks(
     mode: str, seed: int, in_chunks: tuple[Outcome, Sizes], tmp_path: Path
 ) -> None:
@@ -218,7 +211,7 @@ def test_late_copies_change_no_bit_of_chunks(
 
 
 @pytest.mark.slow
-def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_path: Path) -> None:
+def test_every_wait_is_needed(tmp_path: Path) -> None:
     """If the engine skips any single wait, it gives a wrong weight, a NaN or an error."""
     needless: list[WaitSite] = []
     for mode in MODES:
@@ -229,17 +222,15 @@ def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_pa
             if site.function in (*BOUND_MEMORY, *SHOWN_APART):
                 continue
             attempts = range(len(DELAYS_S))
-            if not any(goes_wrong_without(site, mode, attempt, references, tmp_path) for attempt in attempts):
+            if not any(goes_wrong_without(site, mode, attempt, tmp_path) for attempt in attempts):
                 needless.append(site)
     assert not needless
 
 
-def goes_wrong_without(
-    site: WaitSite, mode: str, attempt: int, references: dict[tuple[str, str], Outcome], folder: Path
-) -> bool:
+def goes_wrong_without(site: WaitSite, mode: str, attempt: int, folder: Path) -> bool:
     """Return whether a run without this wait goes wrong. Later attempts delay copies more and show more races."""
     device = AsyncDevice(attempt, max_delay_s=DELAYS_S[attempt], ignored=frozenset([site]))
     try:
-        return not same(run("llama", mode, device, folder), references["llama", mode])
+        return not same(run("llama", mode, device, folder), reference("llama", mode))
     except Exception:
         return True

@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": {},
 }
-STEPS = 6
+STEPS = 3
 
 
 def model_of(family: str, kind: str) -> nn.Module:

@@ -58,13 +58,13 @@ def test_equals_the_stock_trainer(
         ({}, {"optimizer_state_dtype": "int8"}),
         ({}, {"optimizer": "muon"}),
         pytest.param({"optim": "adafactor"}, {}, marks=pytest.mark.slow),
-        ({"max_grad_norm": 0.0}, {"schedule": "naive"}),
+        pytest.param({"max_grad_norm": 0.0}, {"schedule": "naive"}, marks=pytest.mark.slow),
         ({}, {"schedule": "serial", "activations": "swap"}),
     ],
     ids=["bf16", "bf16-accumulated", "int8", "muon", "adafactor", "naive", "serial"],
 )
 def test_the_commit_interval_changes_no_bit(settings: dict[str, Any], offload: dict[str, Any], tmp_path: Path) -> None:
-    asked = {"max_grad_norm": 3.1, "weight_decay": 0.1, "max_steps": 6, **settings}
+    asked = {"max_grad_norm": 3.1, "weight_decay": 0.1, "max_steps": 5, **settings}
     each, seldom = (
         train_offloaded(
             "llama", tmp_path / str(every), {}, offload={**ALL_IN_RAM, **offload, "commit_every": every}, **asked
