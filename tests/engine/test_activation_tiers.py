@@ -23,7 +23,7 @@ from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch
 
 TwinsFactory = Callable[..., Any]
-NUM_MIXTURES = 10
+NUM_MIXTURES = 4
 FAMILIES = ("llama", "opt", "mixtral", "qwen3_moe", "gpt2", "gemma3_text")
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 DROPOUT: dict[str, dict[str, float]] = {

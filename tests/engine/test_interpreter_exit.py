@@ -11,22 +11,35 @@ from hf_lohan.store import last_commit
 SCRIPT = """
 import sys
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.device import CpuDevice
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
+
+class Model(nn.Module):  # imports no transformers, which would take most of the time
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return hidden.sum()
 
 def train(folder, max_grad_norm):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        hidden_size=256, num_hidden_layers=4, intermediate_size=1024, vocab_size=2048, num_attention_heads=4))
-    config = OffloadConfig.load({"cpu_memory": "64MiB", "gpu_memory": "64MiB", "ssd": folder, "clip": "defer"})
-    engine = offload_model(
-        model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0)
+    model = Model()
+    settings = {"cpu_memory": "64MiB", "gpu_memory": "64MiB", "ssd": folder, "clip": "defer", "activations": "keep"}
+    config = OffloadConfig.load(settings).resolve(
+        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=folder)
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=max_grad_norm > 0)
+    tiers = open_tiers(layout, config, CpuDevice())
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
+    engine = OffloadEngine(model, layout, tiers, config)
     optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
-    ids = torch.arange(32).view(1, 32)
     for _ in range(3):
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(torch.ones(2, 1024)).backward()
         if max_grad_norm:
             engine.clip_grad_norm(max_grad_norm)
         optimizer.step()

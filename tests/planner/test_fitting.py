@@ -137,7 +137,7 @@ def test_swapped_activations_never_exceed_the_drives() -> None:
         assert not plan.fits or plan.prediction.spilled_bytes == spilled
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(tiny_models, machines, setups)
 def test_each_change_that_a_refusal_names_helps(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup

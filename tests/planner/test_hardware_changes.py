@@ -39,7 +39,7 @@ def test_more_ram_holds_more_records() -> None:
     assert len(more_ram.plan.resident_blocks("param")) == 3
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(tiny_models, machines, setups)
 def test_no_hardware_change_makes_a_step_longer(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup

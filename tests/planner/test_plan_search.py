@@ -36,7 +36,7 @@ from hf_lohan.planner import (
     sweep_swapped_bytes,
 )
 
-often = settings(max_examples=200)
+often = settings(max_examples=100)
 ROUNDING = 1 + 1e-8
 OTHER_DIVISION = 1.25
 """The search tries a few divisions of the device's memory, and with more memory it tries others. A single output may be
@@ -91,7 +91,7 @@ def test_algorithm_1_is_as_good_as_brute_force(
     assert plan.prediction.step_s == pytest.approx(brute_force_step_s(model, hardware, activation_ram))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(operation_lists, st.integers(1, 12), machines, st.integers(0, 400))
 def test_the_row_of_algorithm_1_is_convex(
     operations: list[tuple[float, int]], num_layers: int, hardware: HardwareProfile, activation_ram: int
@@ -136,7 +136,7 @@ def better_setups(setup: TrainingSetup, factor: float) -> Iterator[TrainingSetup
         yield replace(setup, activation_cpu_bytes=int(setup.activation_cpu_bytes * factor))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(mixed_models, machines, setups, st.floats(1.0, 4.0), st.booleans())
 def test_better_hardware_or_budgets_never_make_a_plan_slower(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, factor: float, shares_cpu: bool

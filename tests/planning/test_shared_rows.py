@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_models import one_plan_alone
 from rich.console import Console
 from transformers import DeepseekV3Config
 
@@ -29,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(folder: Path, num_ranks: int, **settings: Any) -> PlannedRun:
     options = {"batch_size": 1, "sequence_length": 4097, "num_ranks": num_ranks, **settings}
-    return plan_run(PlanRequest(model=str(folder), hardware=DESKTOP, **options))
+    with one_plan_alone():
+        return plan_run(PlanRequest(model=str(folder), hardware=DESKTOP, **options))
 
 
 def test_ranks_divide_the_work_of_a_row(folder: Path) -> None:
@@ -63,7 +65,8 @@ def test_the_shared_keys_are_planned_by_name_and_refused_if_cpu_memory_is_too_sm
     in_ram = shared.plan.prediction.tier_bytes["cpu"]
     assert in_ram["shared_keys"] == keys_bytes
     assert sum(in_ram.values()) <= 2 * shared.setup.cpu_memory_bytes
-    print_plan(shared, Console(width=200))
+    with one_plan_alone():
+        print_plan(shared, Console(width=200))
     assert f"shared keys {format_bytes(keys_bytes)}" in capsys.readouterr().out
 
     settings = tmp_path / "small.yaml"

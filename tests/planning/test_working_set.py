@@ -79,6 +79,7 @@ def planned_peak(profile: ModelProfile) -> int:
     return profile.inter_block_bytes + max(layer_working_bytes(profile), outer_working_bytes(profile))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [

@@ -156,6 +156,7 @@ def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Ten
     return records
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_threads", [1, 2, 9])
 @pytest.mark.parametrize("clip", [1.0, 0.3])
 def test_parts_change_no_bit(store: Store, form: MasterFormat, num_threads: int, clip: float) -> None:

@@ -183,7 +183,7 @@ def test_kept_dtypes_hold_more_gradients_and_spill_fewer(make_runs: RunFactory) 
 # Several backwards per step, although the engine expected one.
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["defer", "accepted", "redone", "serial"])
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
 @pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "unannounced"])
@@ -270,6 +270,7 @@ def frozen_in_bfloat16() -> Any:
     return model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model_factory", [some_in_float32, frozen_in_bfloat16])
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
 def test_records_of_blocks_of_several_dtypes_are_equal(

@@ -58,7 +58,7 @@ def train(twins: Any, num_steps: int, *, first_seed: int) -> None:
     twins.train(num_steps, first_seed=first_seed, max_norm=CLIPS if twins.engine.layout.holds_gradients else 0.0)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @WAY
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])

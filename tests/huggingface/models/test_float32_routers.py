@@ -17,7 +17,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_batch
 
-NUM_STEPS = 5
+NUM_STEPS = 3
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 SETTINGS = {"cpu_memory": "16MiB", "gpu_memory": "8MiB"}
 
