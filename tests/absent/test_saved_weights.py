@@ -47,6 +47,7 @@ def poison(engine: OffloadEngine) -> None:
             slot.weights.fill_(float("nan"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_view_of_a_slot_outlives_the_forward(family: str, recompute: bool, make_twins: Callable[..., Any]) -> None:

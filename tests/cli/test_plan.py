@@ -115,16 +115,16 @@ def test_a_model_that_fits_without_offloading_is_reported(tiny: str) -> None:
     assert planned(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)["fits_without_offloading"] is True
 
 
-def test_options_change_the_plan(model_13b: str, tmp_path: Path) -> None:
-    one, four = (planned(model_13b, "--hardware", PAPER, "--gradient-accumulation-steps", n) for n in (1, 4))
+def test_options_change_the_plan(model_of_4_layers: str, tmp_path: Path) -> None:
+    one, four = (planned(model_of_4_layers, "--hardware", PAPER, "--gradient-accumulation-steps", n) for n in (1, 4))
     assert four["num_tokens"] == 4 * one["num_tokens"]
-    assert planned(model_13b, "--hardware", PAPER, "--max-grad-norm", 0)["clip"] == "none"
+    assert planned(model_of_4_layers, "--hardware", PAPER, "--max-grad-norm", 0)["clip"] == "none"
     assert one["clip"] in ("defer", "speculate")
-    float32 = planned(model_13b, "--hardware", PAPER, "--dtype", "float32")
+    float32 = planned(model_of_4_layers, "--hardware", PAPER, "--dtype", "float32")
     assert float32["tier_bytes"]["gpu"]["slots"] == 2 * one["tier_bytes"]["gpu"]["slots"]
     offload = tmp_path / "offload.yaml"
     offload.write_text("gpu_memory: 12GB\ncpu_memory: 100GB\ndurability: checkpoint\n")
-    values = planned(model_13b, "--hardware", PAPER, "--offload", offload)
+    values = planned(model_of_4_layers, "--hardware", PAPER, "--offload", offload)
     assert sum(values["tier_bytes"]["cpu"].values()) <= 100e9
     assert values["durability"] == "checkpoint"
 
@@ -244,14 +244,16 @@ def test_durability_is_checkpoint_if_two_versions_of_the_state_do_not_fit(model_
     ("changes", "message"),
     [
         ({"device": {"memory_bytes": "5GB"}}, "use a batch size of at most"),
-        ({"ssd": drives(1, capacity_bytes="90GB")}, "give the SSDs"),
+        ({"ssd": drives(1, capacity_bytes="20GB")}, "give the SSDs"),
         ({"cpu": {"memory_bytes": "64MB"}}, "set cpu_memory to at least"),
         ({"device": {"memory_bytes": "1GB"}}, "gpu_memory"),
     ],
 )
-def test_a_refusal_says_what_to_change(model_13b: str, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_refusal_says_what_to_change(
+    model_of_4_layers: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", **changes)
-    result = plan(model_13b, "--hardware", hardware)
+    result = plan(model_of_4_layers, "--hardware", hardware)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -259,7 +261,7 @@ def test_a_refusal_says_what_to_change(model_13b: str, tmp_path: Path, changes: 
     assert names_longest == ("batch size" in message), "a shorter row helps only if the batch is too large"
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
-    result = plan(model_13b, "--hardware", hardware, "--json")
+    result = plan(model_of_4_layers, "--hardware", hardware, "--json")
     assert result.exit_code == 2
     values = json.loads(result.stdout)
     assert values["fits"] is False
@@ -288,10 +290,10 @@ def test_bad_values_are_reported_in_one_line(tiny: str, options: list[str], mess
 
 
 @pytest.mark.parametrize("shares_cpu", [False, True])
-def test_plot_writes_a_picture(model_13b: str, tmp_path: Path, shares_cpu: bool) -> None:
+def test_plot_writes_a_picture(model_of_4_layers: str, tmp_path: Path, shares_cpu: bool) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(3), device={"shares_cpu": shares_cpu})
     picture = tmp_path / "plan.png"
-    result = plan(model_13b, "--hardware", hardware, "--plot", picture)
+    result = plan(model_of_4_layers, "--hardware", hardware, "--plot", picture)
     assert result.exit_code == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert ("copies to the device" in result.stdout) == shares_cpu
@@ -480,9 +482,9 @@ def test_estimate_uses_the_number_of_positions_of_the_model(tmp_path: Path) -> N
     assert json.loads(result.stdout)["num_tokens"] == 8 * 128
 
 
-def test_estimate_refuses_a_store_that_does_not_fit(model_13b: str, tmp_path: Path) -> None:
-    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="90GB"))
-    result = estimate(model_13b, "--hardware", hardware)
+def test_estimate_refuses_a_store_that_does_not_fit(model_of_4_layers: str, tmp_path: Path) -> None:
+    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="20GB"))
+    result = estimate(model_of_4_layers, "--hardware", hardware)
     assert result.exit_code == 2
     assert "give the SSDs" in result.stderr
 

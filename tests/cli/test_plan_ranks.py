@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 from planned_models import DESKTOP, LLAMA_8B, PAPER, estimate, hardware_file, plan, planned, runner
-from transformers import AutoConfig
 
 from hf_lohan.cli import app
 from hf_lohan.cli.plan_ranks import PAYLOAD_OF_LINE_RATE, link_bytes_per_s
@@ -54,14 +53,6 @@ def test_four_ranks_on_two_nodes_are_planned(tmp_path: Path) -> None:
         "network",
     ):
         assert text in printed, text
-
-
-@pytest.fixture
-def llama_of_4_layers(tmp_path: Path) -> str:
-    """A model with the layers of LLAMA_8B, planned in an eighth of the time."""
-    config = AutoConfig.from_pretrained(LLAMA_8B, num_hidden_layers=4)
-    config.save_pretrained(tmp_path / "4_layers")
-    return str(tmp_path / "4_layers")
 
 
 def test_quantized_collectives_are_opt_in(llama_of_4_layers: str) -> None:

@@ -121,6 +121,7 @@ def test_two_backwards_through_one_graph_equal_stock(place: Placement | None, ma
     twins.assert_equal()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [PlannedError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["forward", "backward", "recomputation"])
 def test_an_error_in_a_step_leaks_nothing(when: str, error: type[BaseException], make_swapping: TwinsFactory) -> None:
@@ -219,6 +220,7 @@ class ActivationFaults(FileBackend):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("call", "fault"), [("write", "eio"), ("read", "eio"), ("read", "flip")])
 @pytest.mark.parametrize("hold_gradients", [True, False])

@@ -136,6 +136,7 @@ def test_computing_the_norm_changes_nothing(make_twins: TwinsFactory) -> None:
     twins.assert_equal()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
 @pytest.mark.parametrize("delay_s", [0.0, 2e-3], ids=["fast", "slow"])
 def test_held_updates_use_the_hyperparameters_of_their_own_step(

@@ -181,6 +181,7 @@ def test_updates_in_backward_are_undone_with_their_step(
     twins.assert_equal()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("when", ["before_forward", "before_backward", "before_evaluation"])
 @RECOMPUTE
 def test_training_continues_after_reads_fail_for_a_while(when: str, recompute: bool, make_twins: TwinsFactory) -> None:

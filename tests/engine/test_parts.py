@@ -118,6 +118,7 @@ def test_weights_and_states_of_parts_equal_those_of_the_whole(dtype: torch.dtype
         assert all(torch.equal(found[kind], state) for kind, state in expected.items())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 @DTYPES
 def test_a_checkpoint_of_one_split_loads_into_another(

@@ -15,6 +15,7 @@ STREAMED: dict[str, Any] = {"experts": "streamed", "hold_gradients": False}
 FAMILIES = ["mixtral", "qwen3_moe"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training_equals_stock(make_twins: TwinsFactory, family: str, recompute: bool) -> None:

@@ -56,6 +56,7 @@ def test_an_ambiguous_router_is_not_used() -> None:
     assert routers[0] is None and None not in routers[1:]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_predictions_change_no_number(

@@ -38,6 +38,7 @@ def clip(twins: Twins, max_norm: float) -> None:
     torch.nn.utils.clip_grads_with_norm_(twins.stock.parameters(), max_norm, norm)
 
 
+@pytest.mark.covering(1)
 @MAX_NORMS
 @pytest.mark.parametrize("clip_by", ["defer", "speculate"])
 def test_twins_clipped_by_one_norm_are_equal(clip_by: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
@@ -64,6 +65,7 @@ def test_a_guess_in_the_last_of_several_backwards_equals_stock(max_norm: float, 
     assert_speculated(twins, [max_norm] * 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "way", [STREAMED, {"experts": "streamed", "clip": "defer"}, {"experts": "streamed", "clip": "speculate"}]
 )
@@ -98,6 +100,7 @@ def frozen(*parts: str) -> Any:
     return model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "parts", [("gate.weight",), ("experts",), ("experts.gate_up_proj",), ("self_attn", "norm", "embed", "gate.weight")]

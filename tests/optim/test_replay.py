@@ -51,6 +51,7 @@ class LazyExpert:
         assert torch.equal(self.records[kind].view(torch.int32), expected.view(torch.int32)), kind
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("hit_rate", "schedule"), [(0.5, linear), (0.1, cosine), (0.01, linear)])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01, 0.1])

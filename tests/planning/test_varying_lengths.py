@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from engines import ONE_GENERATOR
 from planned_models import TINY_EFFORT
 
@@ -400,7 +401,7 @@ def keys_bytes(num_tokens: int, num_ranks: int) -> int:
     return 2 * 4 * numel + num_ranks * 4 * numel
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", slow_but([3], [2, 3]))
 def test_planned_ram_has_the_keys_of_shared_rows(num_ranks: int, tmp_path: Path) -> None:
     lengths = [24, 120, 24, 126]
     for run in run_shared(lengths, tmp_path, num_ranks):
@@ -416,7 +417,7 @@ def test_a_row_that_ranks_cannot_halve_is_planned_with_a_token_more(tmp_path: Pa
     assert (planned_bytes, peak_bytes) == (keys_bytes(2 * 62, 2), keys_bytes(2 * 61, 2))
 
 
-@pytest.mark.parametrize(("length", "at_once"), [(120, 120), (40, 64), (16, 64)])
+@pytest.mark.parametrize(("length", "at_once"), [(120, 120), (40, 64), pytest.param(16, 64, marks=pytest.mark.slow)])
 def test_only_rows_that_chunks_see_together_have_keys_in_ram(length: int, at_once: int, tmp_path: Path) -> None:
     """Batches have 4 rows. Chunks have 32 tokens, so that 64 tokens of whole rows may be in RAM together."""
     ((planned_bytes, peak_bytes, _),) = run_shared([length], tmp_path, batch_size=4, chunked_layers=32)[0].keys

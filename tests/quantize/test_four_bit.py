@@ -38,6 +38,7 @@ def weights(dtype: torch.dtype) -> list[Tensor]:
     return [weight.to(dtype) for weight in drawn]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.method}-{form.double}-{form.block}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_scales_and_decoded_weights_equal_bitsandbytes(form: Quantization, dtype: torch.dtype) -> None:
@@ -69,6 +70,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert all(torch.equal(scales, packed[0]) for scales in packed)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.method}-{form.double}-{form.block}")
 @pytest.mark.parametrize("shape", [(20, 72), (7, 9), (50, 100), (3, 129), (300, 72)])
 def test_a_width_that_is_no_multiple_of_the_block_equals_bitsandbytes(

@@ -164,6 +164,7 @@ def test_a_setting_of_a_run_is_read_from_its_description() -> None:
     assert quantization.packs
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_int8_has_the_bits_of_bitsandbytes(dtype: torch.dtype, is_transposed: bool) -> None:

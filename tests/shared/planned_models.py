@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import yaml
 from click.testing import Result
-from transformers import OPTConfig
+from transformers import AutoConfig, OPTConfig
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app, plan_changes, plan_report
@@ -100,16 +100,33 @@ def tiny(tmp_path: Path) -> str:
 @pytest.fixture
 def model_13b(tmp_path: Path) -> str:
     """The model of the LoHan paper."""
+    return _paper_model(tmp_path / "13b", num_layers=40)
+
+
+@pytest.fixture
+def model_of_4_layers(tmp_path: Path) -> str:
+    """The first layers of `model_13b`, which are planned in a fraction of its time."""
+    return _paper_model(tmp_path / "4_layers", num_layers=4)
+
+
+def _paper_model(folder: Path, num_layers: int) -> str:
     OPTConfig(
         hidden_size=5120,
         word_embed_proj_dim=5120,
-        num_hidden_layers=40,
+        num_hidden_layers=num_layers,
         num_attention_heads=40,
         ffn_dim=20480,
         vocab_size=50257,
         max_position_embeddings=2048,
-    ).save_pretrained(tmp_path / "13b")
-    return str(tmp_path / "13b")
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def llama_of_4_layers(tmp_path: Path) -> str:
+    """The first layers of `LLAMA_8B`."""
+    AutoConfig.from_pretrained(LLAMA_8B, num_hidden_layers=4).save_pretrained(tmp_path / "llama_of_4_layers")
+    return str(tmp_path / "llama_of_4_layers")
 
 
 def hardware_file(path: Path, machine: Path = PAPER, **changes: Any) -> str:

@@ -133,6 +133,7 @@ def run(model: nn.Module) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_operations_and_flops_equal_a_real_step(name: str, dtype: torch.dtype) -> None:
