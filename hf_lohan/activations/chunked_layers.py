@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from hf_lohan.activations.chunked_norms import ChunkedNorm
 from hf_lohan.activations.layer_frame import is_random
 from hf_lohan.activations.layer_runs.layer_run import ChunkFrames, LayerInputs, LayerRun, RunInChunks
-from hf_lohan.activations.layer_runs.module_state import ModuleState
+from hf_lohan.activations.layer_runs.module_state import ModuleState, state_kept
 from hf_lohan.activations.token_ranges import NotCuttableError, TokenRange, cut_batch
-from hf_lohan.compat.module_state import state_kept
 from hf_lohan.compat.torch_private import TorchDispatchMode, schema_of
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from layered_model import WIDTH, LayeredModel, all_equal
@@ -171,6 +173,14 @@ CASES: dict[str, Case] = {
     "batch norm": Case(normalized, lambda layer: setattr(layer, "norm", nn.BatchNorm1d(WIDTH))),
     "spectral norm": Case(prepare=lambda layer: spectral_norm(layer.up)),
     "generator": Case(of_generator, lambda layer: setattr(layer, "generator", torch.Generator().manual_seed(1))),
+    "generator of Python": Case(
+        lambda layer, hidden: block(layer, hidden, layer.generator.random()),
+        lambda layer: setattr(layer, "generator", random.Random(1)),
+    ),
+    "generator of numpy": Case(
+        lambda layer, hidden: block(layer, hidden, float(layer.generator.random())),
+        lambda layer: setattr(layer, "generator", np.random.default_rng(1)),
+    ),
 }
 
 

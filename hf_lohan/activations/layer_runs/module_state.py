@@ -1,4 +1,9 @@
-"""What a forward reads beside arguments, weights and torch's random numbers. A layer that runs again reads the same."""
+"""What a forward reads and changes beside arguments, weights and torch's random numbers: attributes of modules, the
+objects and containers that they refer to, and generators.
+
+A layer that runs again reads its `ModuleState`, which is quick to note. A trace or a trial leaves no mark
+(`state_kept`), also in global names of the model's code and in all other objects.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,18 @@ import contextlib
 import contextvars
 import dataclasses
 import enum
+import functools
 import operator
+import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -32,6 +42,28 @@ _MOST_KEPT_BYTES = 1 << 20
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, Counter, list, deque, set))
 _PLAIN: set[type] = {bool, int, float, str, type(None)}
 """Types of which a reference is enough, as far as they are known."""
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda own: own.bit_generator.state,
+        lambda own, state: setattr(own.bit_generator, "state", state),
+    ),
+    np.random.BitGenerator: (lambda own: own.state, lambda own, state: setattr(own, "state", state)),
+}
+"""By type of random generator, functions that read and write its state."""
+_MOST_OBJECTS = 1_000_000
+"""Objects that are looked at, nearest to the model first. A module may refer to a whole data set."""
+_MOST_COPIED_BYTES = 256 << 20
+"""Bytes of tensors and arrays that are copied. Larger ones are not put back."""
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_OPAQUE = frozenset({"hf_lohan", "numpy", "torch", *sys.stdlib_module_names} - {"argparse", "collections", "types"})
+"""Packages whose objects are not looked into."""
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of libraries. Functions in them are not looked into, because libraries keep no state of a model."""
+_LRU_CACHE: Any = type(functools.lru_cache(lambda: None))
+_MISSING = object()
 
 
 class _Noted(enum.Enum):
@@ -50,7 +82,7 @@ def _noted_of(kind: type) -> _Noted | None:
         return _Noted.CONTENTS
     if issubclass(kind, Tensor):
         return None if issubclass(kind, nn.Parameter) else _Noted.ELEMENTS
-    if issubclass(kind, torch.Generator):
+    if issubclass(kind, tuple(_GENERATORS)):
         return _Noted.RANDOM_STATE
     has_settings = dataclasses.is_dataclass(kind) or issubclass(kind, SimpleNamespace) or hasattr(kind, "to_dict")
     has_attributes = getattr(kind, "__dictoffset__", 0) != 0 and not issubclass(kind, nn.Module)
@@ -73,11 +105,11 @@ class ModuleState:
         """By id, a tensor, its version, and a copy."""
         self._placed: dict[int, Tensor] = {}
         """By id, what is in a tensor's place within `restored`."""
-        self._generators: list[torch.Generator] = []
+        self._random_states: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
+        """Functions that write and read the state of a generator, and the state."""
         with torch.no_grad():
             self._find_state()
         self._trained = self._read_trained()
-        self._random_states = [generator.get_state() for generator in self._generators]
         self._variables = [
             (variable, value)
             for variable, value in contextvars.copy_context().items()
@@ -117,7 +149,8 @@ class ModuleState:
                     elif noted is _Noted.ATTRIBUTES:
                         waiting.append(vars(value))
                     elif noted is _Noted.RANDOM_STATE:
-                        self._generators.append(value)
+                        read, write = _access_of(value)
+                        self._random_states.append((partial(write, value), partial(read, value), read(value)))
                     elif not value.requires_grad:
                         self._tensors[id(value)] = value, version_of(value), value.clone()
 
@@ -150,15 +183,15 @@ class ModuleState:
             self._placed = {key: self._as_noted(key) for key in self._tensors}
         contents_now = [(container, container.copy()) for container, _ in self._contents]
         trained_now = self._read_trained()
-        random_states_now = [generator.get_state() for generator in self._generators]
+        random_states_now = [(write, read()) for write, read, _ in self._random_states]
         tokens: list[tuple[contextvars.ContextVar[Any], Any]] = []
         contents_now += [(container, container.copy()) for container in self._empty if container]
         try:
             _fill_all(self._contents, self._placed)
             self._clear_empty()
             self._write_trained(self._trained)
-            for generator, state in zip(self._generators, self._random_states, strict=True):
-                generator.set_state(state)
+            for write, _, state in self._random_states:
+                write(state)
             for variable, value in self._variables:
                 tokens.append((variable, variable.set(value)))
             with using_attention_kernels(self._kernels):
@@ -166,8 +199,8 @@ class ModuleState:
         finally:
             for variable, token in tokens:
                 variable.reset(token)
-            for generator, state in zip(self._generators, random_states_now, strict=True):
-                generator.set_state(state)
+            for write, state in random_states_now:
+                write(state)
             self._write_trained(trained_now)
             self._clear_empty()
             _fill_all(contents_now, {})
@@ -204,27 +237,25 @@ class ModuleState:
 def _fill_all(all_contents: list[tuple[Any, Any]], tensors: Mapping[int, Tensor]) -> None:
     """Have containers contain what they did. ``tensors``: by id of a tensor, the one to put in its place."""
     for container, contents in all_contents:
-        if isinstance(container, dict):
-            if tensors and not tensors.keys().isdisjoint(map(id, contents.values())):
-                contents = {name: tensors.get(id(value), value) for name, value in contents.items()}
-            elif _is_same(container, contents):
-                continue
-            container.clear()
-            container.update(contents)
-        else:
-            container.clear()
-            if isinstance(container, set):
-                container.update(contents)
-            else:
-                container.extend(tensors.get(id(value), value) for value in contents)
+        values = contents.values() if isinstance(contents, dict) else contents
+        if tensors and not tensors.keys().isdisjoint(map(id, values)):
+            placed = [tensors.get(id(value), value) for value in values]
+            contents = dict(zip(contents, placed, strict=True)) if isinstance(contents, dict) else placed
+        _fill(container, contents)
 
 
-def _is_same(container: dict[Any, Any], contents: dict[Any, Any]) -> bool:
-    return (
-        len(container) == len(contents)
-        and all(map(operator.is_, container.values(), contents.values()))
-        and list(container) == list(contents)
-    )
+def _fill(container: Any, contents: Any) -> None:
+    """Have a container contain what it did, unless it does."""
+    now, before = (c.values() if isinstance(c, dict) else c for c in (container, contents))
+    are_same = len(now) == len(before) and all(map(operator.is_, now, before))
+    if are_same and (not isinstance(container, dict) or list(container) == list(contents)):
+        return
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(contents)
+
+
+def _access_of(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], object]]:
+    return next(access for kind, access in _GENERATORS.items() if isinstance(generator, kind))
 
 
 class RandomNumbers:
@@ -271,3 +302,189 @@ def _other_computation(name: str, reason: str) -> ValueError:
         "reads something beside its arguments and the attributes of its modules that has changed; keep that until the "
         "backward has run, or set activations: keep"
     )
+
+
+@contextlib.contextmanager
+def state_kept(
+    model: nn.Module, device: torch.device | None = None, *, spared: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Put back, at the end of the context, what the model's forwards have changed: attributes of modules, the contents
+    of containers, objects, tensors and random generators that they refer to, and the global names and class attributes
+    that the model's own code uses.
+
+    Parameters are not put back, nor are ``spared`` tensors. ``device``: its default random generator is put back too.
+    Iterators, and state in other libraries, stay as the forwards left them.
+    """
+    with contextlib.ExitStack() as stack:
+        has_generator = device is not None and device.type not in ("cpu", "meta") and torch.accelerator.is_available()
+        devices, kind = ([device], device.type) if device is not None and has_generator else ([], "cuda")
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        _Keeper(stack, spared).keep(model)
+        yield
+
+
+class _Keeper:
+    """Notes the state of objects, and has ``stack`` put it back."""
+
+    def __init__(self, stack: contextlib.ExitStack, spared: Iterable[Tensor]) -> None:
+        self._stack = stack
+        self._seen: dict[int, object] = {id(tensor): tensor for tensor in spared}  # keeps the ids unique
+        self._bytes_left = _MOST_COPIED_BYTES
+
+    def keep(self, first: object) -> None:
+        """Note the state of an object and of all to which it refers."""
+        pending = deque([first])
+        while pending and len(self._seen) < _MOST_OBJECTS:
+            value = pending.popleft()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                pending.extend(found for found in self._note(value) if not isinstance(found, _ATOMS))
+
+    def _note(self, value: Any) -> Iterable[object]:
+        """Note an object's own state. Returns the objects to which it refers."""
+        match value:
+            case dict():
+                before = dict(value)
+                self._stack.callback(_fill, value, before)
+                return before.values()
+            case list() | set() | deque():
+                elements = list(value)
+                self._stack.callback(_fill, value, elements)
+                return elements
+            case tuple() | frozenset():
+                return value
+            case Tensor():
+                return self._note_tensor(value)
+            case np.ndarray():
+                if self._may_copy(value.nbytes) and value.flags.writeable:
+                    self._stack.callback(np.copyto, value, value.copy())
+                return ()
+            case _ if isinstance(value, tuple(_GENERATORS)):
+                read, write = _access_of(value)
+                self._stack.callback(write, value, read(value))
+            case CellType():
+                try:
+                    content = value.cell_contents
+                except ValueError:  # it is empty
+                    return ()
+                self._stack.callback(setattr, value, "cell_contents", content)
+                return (content,)
+            case MethodType():
+                return () if _is_opaque(value.__self__) else (value.__self__, value.__func__)
+            case functools.partial():
+                return () if _is_opaque(value.func) else (value.func, value.args, value.keywords)
+            case _LRU_CACHE():
+                self._stack.callback(_drop_new_results, value, value.cache_info())
+                return (value.__wrapped__,)
+            case FunctionType():
+                return self._note_function(value) if _is_own_code(value.__module__) else ()
+            case type():
+                return self._note_class(value) if _is_own_code(value.__module__) else ()
+            case staticmethod() | classmethod():
+                return (value.__func__,)
+            case property():
+                return (value.fget,)
+            case ModuleType():
+                return ()
+            case nn.Module():
+                return (vars(value), type(value))
+            case _ if not _is_opaque(value):
+                return (*self._note_attributes(value), type(value))
+        return ()
+
+    def _note_tensor(self, tensor: Tensor) -> Iterable[object]:
+        # Parameters and subclasses have values that are elsewhere, and a tensor of a graph is not written to.
+        has_own_values = type(tensor) is Tensor and tensor.device.type != "meta" and not tensor.is_inference()
+        if has_own_values and not tensor.requires_grad and self._may_copy(tensor.nbytes):
+            self._stack.callback(_put_back_values, tensor, version_of(tensor), tensor.clone())
+        return ()
+
+    def _may_copy(self, num_bytes: int) -> bool:
+        self._bytes_left -= num_bytes
+        return self._bytes_left >= 0
+
+    def _note_function(self, function: FunctionType) -> Iterable[object]:
+        names = set(_names_in(function.__code__))
+        scopes, found = [function.__globals__], list[object]()
+        while scopes:
+            scope = scopes.pop()
+            for name in names:
+                value = scope.get(name, _MISSING)
+                self._stack.callback(_put_back_name, scope, name, value)
+                if isinstance(value, ModuleType) and scope is function.__globals__ and _is_own_code(value.__name__):
+                    scopes.append(vars(value))
+                elif value is not _MISSING:
+                    found.append(value)
+        return (*found, function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ()), vars(function))
+
+    def _note_class(self, owner: type) -> Iterable[object]:
+        before = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+        self._stack.callback(_put_back_attributes, owner, before)
+        return (*before.values(), *owner.__bases__)
+
+    def _note_attributes(self, value: object) -> Iterable[object]:
+        slots = [name for owner in type(value).__mro__ for name in _slots_of(owner) if hasattr(value, name)]
+        if slots:
+            before = {name: getattr(value, name) for name in slots}
+            for name, content in before.items():
+                self._stack.callback(object.__setattr__, value, name, content)
+            yield from before.values()
+        if hasattr(value, "__dict__"):
+            yield vars(value)
+
+
+def _is_opaque(value: object) -> bool:
+    """Return whether an object or function is of a package that is not looked into."""
+    owner = value if isinstance(value, FunctionType | type) else type(value)
+    return not isinstance(value, nn.Module) and owner.__module__.partition(".")[0] in _OPAQUE
+
+
+@functools.cache
+def _is_own_code(module_name: str | None) -> bool:
+    """Return whether a module has code of a user or of a checkpoint, and not of a library."""
+    if module_name is None or module_name.partition(".")[0] in _OPAQUE:
+        return False
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return file is None or _INSTALLED.isdisjoint(Path(file).parts)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Return the global names that a function and the functions in it may use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _slots_of(owner: type) -> tuple[str, ...]:
+    slots = vars(owner).get("__slots__", ())
+    return tuple(name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__"))
+
+
+def _put_back_name(scope: dict[str, Any], name: str, value: object) -> None:
+    if value is _MISSING:
+        scope.pop(name, None)
+    elif scope.get(name, _MISSING) is not value:
+        scope[name] = value
+
+
+def _put_back_attributes(owner: type, before: dict[str, Any]) -> None:
+    for name in [name for name in vars(owner) if not name.startswith("__") and name not in before]:
+        delattr(owner, name)
+    for name, value in before.items():
+        if vars(owner).get(name, _MISSING) is not value:
+            setattr(owner, name, value)
+
+
+def _put_back_values(tensor: Tensor, version: int, values: Tensor) -> None:
+    if version_of(tensor) != version:
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
+def _drop_new_results(cached: Any, before: Any) -> None:
+    """Forget all results of a cached function that has computed some since ``before``, because they may be fake."""
+    if cached.cache_info().misses != before.misses:
+        cached.cache_clear()

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
 from hf_lohan.activations.chunked_layers import whole_layers
-from hf_lohan.compat.module_state import state_kept
+from hf_lohan.activations.layer_runs.module_state import state_kept
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters
 from hf_lohan.hardware import AttentionShape, MatrixShape
 from hf_lohan.model.block import Block

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.compat.module_state import state_kept
+from hf_lohan.activations.layer_runs.module_state import state_kept
 
 _TABLES: dict[tuple[int, ...], Tensor] = {}
 _calls = 0
