@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from hf_lohan.absent.weight_provider import (
@@ -18,6 +19,7 @@ from hf_lohan.absent.weight_provider import (
     WeightProvider,
     WeightView,
     gradient_refusal,
+    inputs_refusal,
     no_model_refusal,
     weight_refusal,
 )
@@ -63,6 +65,8 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (torch.autograd.backward, torch.autograd.grad):
+            return func(*tree_map(_gradient_edge, args), **tree_map(_gradient_edge, dict(kwargs)))
         if func is functional.embedding:
             with without_torch_function():
                 embedded = _embed_rows(*args, **kwargs)
@@ -138,6 +142,18 @@ class AbsentParameter(nn.Parameter):
         provider = _provider_of(self)
         if provider is not None:
             provider.moved_gradients.forget_gradient(self)
+
+
+def _gradient_edge(leaf: Any) -> Any:
+    """Return the place in graphs where an absent parameter's gradient arrives. Other values stay as they are. Raises
+    ValueError if a backward cannot be limited to some parameters."""
+    if not isinstance(leaf, AbsentParameter):
+        return leaf
+    provider = _provider_of(leaf)
+    if provider is not None and provider.moved_gradients.are_beside_autograd:
+        raise ValueError(inputs_refusal())
+    with without_torch_function():
+        return get_gradient_edge(leaf)
 
 
 def parameter_behind(tensor: Any) -> nn.Parameter | None:

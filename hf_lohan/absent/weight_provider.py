@@ -18,9 +18,15 @@ class MovedGradients:
         self._has_any = False
         self.forgotten: set[nn.Parameter] = set()
         """Parameters whose `.grad` the training loop has set to None since gradients were moved."""
+        self.are_beside_autograd = False
+        """Whether a backward moves gradients of parameters that its graph does not have."""
 
     def __bool__(self) -> bool:
         return self._has_any
+
+    def expect_beside_autograd(self) -> None:
+        """Note that experts stream and train, whose parameters are in no graph."""
+        self.are_beside_autograd = True
 
     def mark_moved(self) -> None:
         """Note that a gradient was moved."""
@@ -101,6 +107,15 @@ def no_model_refusal(name: str) -> str:
     return (
         f"{name} needs a weight of an offloaded model that no longer exists; keep a reference to the model while its "
         "weights are in use, or load a saved copy of it"
+    )
+
+
+def inputs_refusal() -> str:
+    """Return the error for a backward to some parameters of a model whose experts stream and train."""
+    return (
+        "backward(inputs=...) and torch.autograd.grad are not supported for weights of a model whose experts stream "
+        "one by one, because each backward also computes the experts' gradients; leave inputs out, or set experts: "
+        "with_layer"
     )
 
 

@@ -62,6 +62,8 @@ class WeightReads:
         for block in blocks:
             for part in block.slices:
                 self._place.setdefault(part.parameter, (block, part))
+            if block.size_class is SizeClass.EXPERT and block.state_numel:
+                self.moved_gradients.expect_beside_autograd()
         self._gathering = Gathering(self._place, parts, model_pass, access, wait_for_updates, links)
 
     def note_view(self, view: Tensor, weight_view: WeightView) -> None:

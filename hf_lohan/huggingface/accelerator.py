@@ -124,11 +124,6 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Same as in accelerate. In `run_micro_batches` the backward runs after the forwards of all micro-batches."""
         engine = self.offload_engine
-        if engine is not None and kwargs.get("inputs") is not None:
-            raise ValueError(
-                "backward(inputs=...) is not supported under offload, because gradients come for all weights or none; "
-                "leave it out, and freeze the other parameters (requires_grad=False) before the model is offloaded"
-            )
         if engine is None or not engine.defers_backwards:
             with (
                 engine.planned_memory.out_of_memory.added_to_errors()
