@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import slow_but
 from expert_models import ALL_SLOTS, least_gpu_memory
 from interrupted_runs import SETTINGS, InterruptAfter, assert_same, interrupt, make_trainer, outcome_of, train_to_end
 from trajectories import arguments, assert_same_tensors, dataset, logged, stored_weights
@@ -74,7 +75,7 @@ def test_the_last_step_resumes_with_other_budgets(stock: Any, tmp_path: Path) ->
     assert_as_stock(last, stock)
 
 
-@pytest.mark.parametrize("stored", ["streamed", "with_layer"])
+@pytest.mark.parametrize("stored", slow_but(["streamed"], ["streamed", "with_layer"]))
 def test_auto_follows_the_store(stored: str, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With these budgets a new run would choose the other form."""
     first = make_trainer(tmp_path, InterruptAfter(4), **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": stored})

@@ -98,7 +98,9 @@ def test_budgets_and_schedules_change_no_bit(
     assert_same(outcome_of(trainer), undisturbed_runs[dtype])
 
 
-@pytest.mark.parametrize(("dtype", "clip"), [("bfloat16", "speculate"), ("int8", "defer")])
+@pytest.mark.parametrize(
+    ("dtype", "clip"), [pytest.param("bfloat16", "speculate", marks=pytest.mark.slow), ("int8", "defer")]
+)
 def test_resuming_from_the_last_step_changes_no_bit(
     dtype: str, clip: str, undisturbed_runs: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import packed_by_ranks
 import pytest
-import torch
+from equal_tensors import assert_same_tensors
 from packed_by_ranks import KINDS, NF4
 from safetensors.torch import load_file
 
@@ -56,8 +56,7 @@ def assert_as_alone(ours: Path, alone: Path) -> None:
     assert len(log_of(alone)) == packed_by_ranks.NUM_STEPS and log_of(ours) == log_of(alone)
     for file in ("adapter_model.safetensors", "merged/model.safetensors"):
         found, expected = load_file(ours / file), load_file(alone / file)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), file
+        assert_same_tensors(found, expected)
 
 
 def test_two_processes_train_save_and_merge_as_one(folder: Path) -> None:

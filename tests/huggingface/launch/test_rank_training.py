@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import trained_by_ranks
+from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -25,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).parent / "trained_by_ranks.py")
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ONE_PROCESS = ("stock", "alone", "stock_loop")
-TOGETHER = ("whole", "rows", "differ")
-"""Runs of the same processes, one after another, because importing takes most of the time of a launch. The last ends
-their connections."""
+FORKED = ("whole,rows,differ", "outside")
+"""Launches of one process that forks both ranks. Runs of one launch run one after another; the last ends the ranks'
+connections."""
 Run = Callable[..., str]
 
 
@@ -55,15 +56,16 @@ def run(folder: Path) -> Run:
             done[what] = subprocess.CompletedProcess(what, 0, stderr="")
         elif what not in done:
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            launched = TOGETHER if what in TOGETHER else (what,)
+            forks = any(what in launch.split(",") for launch in FORKED)
+            command = [SCRIPT, str(folder), *FORKED] if forks else [*TWO_RANKS, SCRIPT, str(folder), what]
             process = subprocess.run(
-                [sys.executable, *TWO_RANKS, SCRIPT, str(folder), *launched],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=280,
+                [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280
             )
-            done.update(dict.fromkeys(launched, process))
+            done[what] = process
+            if forks:
+                assert process.returncode == 0, process.stderr
+                for run, code in json.loads((folder / "statuses.json").read_text()).items():
+                    done[run] = subprocess.CompletedProcess(run, code, stderr=process.stderr)
         assert done[what].returncode == status, done[what].stderr
         return done[what].stderr
 
@@ -86,8 +88,7 @@ def steps(folder: Path, what: str) -> list[tuple[Any, ...]]:
 
 def assert_as_stock(folder: Path, what: str) -> None:
     ours, theirs = weights(folder, what), weights(folder, "stock")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert_same_tensors(ours, theirs)
     assert steps(folder, what) == steps(folder, "stock")
 
 
@@ -127,6 +128,13 @@ def test_ranks_that_begin_differently_are_refused_by_name(run: Run, folder: Path
         assert "rms_norm_eps of the config is 1e-06 on rank 0 and 2e-06 on rank 1" in told["config"]
         assert told["stores"] == ""
         assert "learning_rate is 0.01 on rank 0 and 0.02 on rank 1; give all ranks the same training" in told["train"]
+
+
+def test_an_exception_outside_train_ends_the_other_ranks(run: Run, folder: Path) -> None:
+    run("outside", status=1)
+    stderrs = [(folder / f"stderr-{rank}").read_text() for rank in (0, 1)]
+    assert "OSError: the drive of my loop is full" in stderrs[0]
+    assert "failed: OSError: the drive of my loop is full while rank 1 waited for the next step" in stderrs[1]
 
 
 def test_a_step_has_one_exchange_for_its_decisions(run: Run, folder: Path) -> None:
@@ -170,8 +178,7 @@ def test_the_last_step_of_two_ranks_is_resharded_for_three_and_for_one(run: Run,
         assert "every checksum is right" in lohan("verify", copy)
     lohan("export", copy, tmp_path / "out")
     exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights(folder, "whole")
-    assert exported.keys() == trained.keys()
-    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
+    assert_same_tensors(exported, trained)
 
 
 def test_one_process_resumes_from_a_checkpoint_of_two_ranks(run: Run, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A script with Trainer that several processes run together: `torchrun ... trained_by_ranks.py <folder> <what>...`.
-Every run writes its log, and its weights by `save_model`, to `<folder>/<what>`.
+Every run writes its log, and its weights by `save_model`, to `<folder>/<what>`. Without torchrun the script forks both
+ranks of each `<what>`, because importing takes most of the time of a launch. Commas join runs of the same ranks.
 """
 
 from __future__ import annotations
@@ -7,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -184,8 +187,23 @@ def differ(folder: Path) -> None:
     (own / "told.json").write_text(json.dumps(told))
 
 
+def fail_outside_train(folder: Path) -> None:
+    """Raise on rank 0 while rank 1 waits for it. The real exit handlers run when the processes exit."""
+    rank = int(os.environ["RANK"])
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    accelerate.PartialState(cpu=True)
+    links = links_to_other_ranks()
+    links.barrier("the start")
+    if rank == 0:
+        raise OSError("the drive of my loop is full")
+    links.barrier("the next step")
+
+
 def main(folder: Path, what: str) -> None:
     torch.set_num_threads(1)
+    if what == "outside":
+        fail_outside_train(folder)
+        return
     if what.endswith("loop"):
         loop(folder, what)
         return
@@ -221,6 +239,32 @@ def main(folder: Path, what: str) -> None:
         (folder / what / "facts.json").write_text(json.dumps(facts))
 
 
+def is_forked_rank(what: str, statuses: dict[str, int]) -> bool:
+    """Fork both ranks and note their exit statuses. Return True in a rank."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    processes = []
+    for rank in range(NUM_RANKS):
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        processes.append(os.fork())
+        if not processes[-1]:
+            return True
+    statuses |= dict.fromkeys(
+        what.split(","), max(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
+    )
+    return False
+
+
 if __name__ == "__main__":
-    for one in sys.argv[2:]:
-        main(Path(sys.argv[1]), one)
+    folder, statuses = Path(sys.argv[1]), dict[str, int]()
+    is_launched = "RANK" in os.environ
+    for launch in sys.argv[2:]:
+        if is_launched or is_forked_rank(launch, statuses):
+            for what in launch.split(","):
+                main(folder, what)
+            if not is_launched:
+                break
+    else:
+        if not is_launched:
+            (folder / "statuses.json").write_text(json.dumps(statuses))

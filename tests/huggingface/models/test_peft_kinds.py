@@ -12,6 +12,7 @@ import pytest
 import quantized_folders
 import torch
 from covering import slow_but
+from equal_tensors import assert_same_tensors, tensors_in
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -72,12 +73,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def saved(model: Any, folder: Path) -> dict[str, Tensor]:
     model.save_pretrained(folder)
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    return tensors_in(folder)
 
 
 @torch.no_grad()
@@ -92,7 +88,7 @@ def test_adapters_equal_those_of_a_base_in_memory(kind: str, tmp_path: Path) -> 
     trainable = [[p for p in model.parameters() if p.requires_grad] for model in (stock, ours)]
     stock_losses = train(stock, torch.optim.AdamW(trainable[0], lr=1e-2, fused=True))
     assert train(ours, OffloadAdamW(trainable[1], lr=1e-2, engine=engine)) == stock_losses
-    assert_same(saved(ours, tmp_path / "ours"), saved(stock, tmp_path / "stock"))
+    assert_same_tensors(saved(ours, tmp_path / "ours"), saved(stock, tmp_path / "stock"))
     if kind in CANNOT_MERGE:
         return
     for action in ("merge_adapter", "unmerge_adapter"):
@@ -101,7 +97,7 @@ def test_adapters_equal_those_of_a_base_in_memory(kind: str, tmp_path: Path) -> 
         assert_computes_the_same(ours, stock)
     bases = [model.merge_and_unload() for model in (ours, stock)]
     assert_computes_the_same(*bases)
-    assert_same(saved(bases[0], tmp_path / "our base"), saved(bases[1], tmp_path / "stock base"))
+    assert_same_tensors(saved(bases[0], tmp_path / "our base"), saved(bases[1], tmp_path / "stock base"))
     engine.close()
 
 
@@ -114,7 +110,7 @@ def test_a_given_state_dict_of_adapters_is_saved(tmp_path: Path) -> None:
     stock.save_pretrained(tmp_path / "stock", state_dict={**averages, **kept})
     ours.save_pretrained(tmp_path / "ours", state_dict={**averages, **placeholders})
     files = [load_file(tmp_path / whose / "adapter_model.safetensors") for whose in ("ours", "stock")]
-    assert_same(*files)
+    assert_same_tensors(*files)
     engine.close()
 
 
@@ -130,10 +126,10 @@ def test_several_adapters_train_one_by_one_and_are_saved(tmp_path: Path) -> None
     trainable = [[p for p in model.parameters() if p.requires_grad] for model in (stock, ours)]
     losses = train(stock, torch.optim.AdamW(trainable[0], lr=1e-2, fused=True))
     assert train(ours, OffloadAdamW(trainable[1], lr=1e-2, engine=engine)) == losses
-    assert_same(saved(ours, tmp_path / "ours"), saved(stock, tmp_path / "stock"))
-    assert_same(saved(ours, tmp_path / "ours"), load_file(tmp_path / "stock" / "adapter_model.safetensors"))
+    assert_same_tensors(saved(ours, tmp_path / "ours"), saved(stock, tmp_path / "stock"))
+    assert_same_tensors(saved(ours, tmp_path / "ours"), load_file(tmp_path / "stock" / "adapter_model.safetensors"))
     second = [load_file(tmp_path / whose / "second" / "adapter_model.safetensors") for whose in ("ours", "stock")]
-    assert_same(*second)
+    assert_same_tensors(*second)
     with ours.disable_adapter(), stock.disable_adapter():
         assert_computes_the_same(ours, stock)
     engine.close()
@@ -207,7 +203,7 @@ def test_projections_of_vera_that_a_model_does_not_have_are_refused(
     changes = False
     hf_lohan.merge(adapter, base, tmp_path / "merged")
     stock = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
-    assert_same(load_file(tmp_path / "merged" / "model.safetensors"), saved(stock, tmp_path / "expected"))
+    assert_same_tensors(load_file(tmp_path / "merged" / "model.safetensors"), saved(stock, tmp_path / "expected"))
     changes = True
     with pytest.raises(ValueError, match=r"trained over another model than .*: it also has base_model\.vera_B"):
         hf_lohan.merge(adapter, base, tmp_path / "other")
@@ -282,7 +278,7 @@ def test_a_saved_adapter_is_merged_into_another_base(kind: str, tmp_path: Path) 
     for file in files:
         if file.suffix == ".json":
             assert (tmp_path / "merged" / file.name).read_text() == file.read_text()
-    assert_same(load_file(tmp_path / "merged" / "model.safetensors"), expected)
+    assert_same_tensors(load_file(tmp_path / "merged" / "model.safetensors"), expected)
     before = load_file(base / "model.safetensors")
     assert any(not torch.equal(before[name], tensor) for name, tensor in expected.items() if name in before)
 
@@ -303,7 +299,7 @@ def test_an_adapter_is_merged_into_a_quantized_original(kind: str, dtype: torch.
     hf_lohan.merge(tmp_path / "adapter", base, tmp_path / "merged")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert not hasattr(found.config, "quantization_config") and found.dtype == dtype
-    assert_same(found.state_dict(), expected)
+    assert_same_tensors(found.state_dict(), expected)
 
 
 @pytest.fixture(scope="module")

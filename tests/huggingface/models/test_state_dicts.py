@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, load_model
+from equal_tensors import assert_same_tensors, tensors_in
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -65,15 +66,6 @@ def trainer(folder: Path, *, offload: Any, seed: int = 0, **settings: Any) -> An
     return hf_lohan.Trainer(model, args, train_dataset=rows(), offload=offload)
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def stock_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
 
@@ -87,16 +79,16 @@ def test_trainer_saves_and_resumes_a_plain_module(tmp_path: Path) -> None:
     ours.offload_engine.close()
     expected = stock_weights(stock.model)
     assert expected["num_rows"] > 0
-    assert_same(tensors_in(tmp_path / "saved"), expected)
-    assert_same(tensors_in(tmp_path / "ours" / "checkpoint-4"), expected)
+    assert_same_tensors(tensors_in(tmp_path / "saved"), expected)
+    assert_same_tensors(tensors_in(tmp_path / "ours" / "checkpoint-4"), expected)
     loaded = Plain(seed=7)
     load_model(loaded, tmp_path / "saved" / "model.safetensors")
-    assert_same(stock_weights(loaded), expected)
+    assert_same_tensors(stock_weights(loaded), expected)
     again = trainer(tmp_path / "again", offload=BUDGETS, seed=7)
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
     again.save_model(str(tmp_path / "resumed"))
     again.offload_engine.close()
-    assert_same(tensors_in(tmp_path / "resumed"), expected)
+    assert_same_tensors(tensors_in(tmp_path / "resumed"), expected)
 
 
 def test_a_state_dict_that_is_given_to_trainer_is_saved(tmp_path: Path) -> None:
@@ -106,10 +98,10 @@ def test_a_state_dict_that_is_given_to_trainer_is_saved(tmp_path: Path) -> None:
     placeholders = ours.model.state_dict()
     averages = {name: torch.full(tensor.shape, 0.5) for name, tensor in placeholders.items() if name != "head.weight"}
     ours._save(str(tmp_path / "given"), state_dict=averages)
-    assert_same(tensors_in(tmp_path / "given"), averages)
+    assert_same_tensors(tensors_in(tmp_path / "given"), averages)
     expected = ours.accelerator.get_state_dict(ours.model)["embed.weight"]
     ours._save(str(tmp_path / "mixed"), state_dict={**averages, "embed.weight": placeholders["embed.weight"]})
-    assert_same(tensors_in(tmp_path / "mixed"), {**averages, "embed.weight": expected})
+    assert_same_tensors(tensors_in(tmp_path / "mixed"), {**averages, "embed.weight": expected})
     ours.offload_engine.close()
 
 
@@ -138,7 +130,7 @@ def test_an_accelerator_saves_and_loads_a_plain_module(tmp_path: Path) -> None:
     first.run(2, 4)
     first.accelerator.save_model(first.model, tmp_path / "saved", max_shard_size="8KB")
     expected = {name: first.accelerator.get_state_dict(first.model)[name] for name in tensors_in(tmp_path / "saved")}
-    assert_same(tensors_in(tmp_path / "saved"), expected)
+    assert_same_tensors(tensors_in(tmp_path / "saved"), expected)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
     load_model(Plain(seed=7), tmp_path / "state" / "model.safetensors")  # accelerate's own loader reads this file
     second = prepared(tmp_path / "second", seed=7)
