@@ -18,7 +18,7 @@ from hf_lohan.compat import transformers_private as private
 from hf_lohan.huggingface import OffloadTrainerMixin
 from hf_lohan.huggingface.attachment import enable_checkpointing
 from hf_lohan.huggingface.trainer.trainer import TRACKERS
-from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model, tiny_rows
 
 OVERRIDDEN = {
     "_finalize_training": "def _inner_training_loop",
@@ -74,7 +74,7 @@ def test_overriding_methods_have_the_arguments_of_trainer(name: str) -> None:
 
 
 def make_trainer(folder: Path) -> Trainer:
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
+    rows = tiny_rows(4)
     args = TrainingArguments(
         str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
     )

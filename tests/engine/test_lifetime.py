@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from transformers import TrainingArguments
 
 from hf_lohan import Accelerator, LohanPlugin, Trainer
@@ -24,7 +25,7 @@ from hf_lohan.engine.lifetime import wait_until_closed
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
 TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "io_threads": 2}
 
@@ -69,7 +70,7 @@ def test_engines_close_with_their_models(tmp_path: Path) -> None:
         assert len(now) < len(then) + 2, f"{now}, before: {then}"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", slow_but(["mixtral"], ["llama", "gpt2", "mixtral"]))
 def test_planning_keeps_no_model(family: str, tmp_path: Path) -> None:
     """The trace of a plan is cached for models of the same kind. The cache must not keep the traced model alive."""
     model = tiny_model(family).train()
@@ -93,7 +94,7 @@ def with_trainer(folder: Path) -> OffloadEngine | None:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
     )
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
+    rows = tiny_rows(4)
     trainer = Trainer(model=tiny_model("llama"), args=arguments, train_dataset=rows, offload=settings_in(folder))
     trainer.train()
     return engine_of(trainer.model)
@@ -212,7 +213,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 from hf_lohan.testing.storage_doubles import SlowBackend
 from functools import partial
 import hf_lohan.engine.tiers

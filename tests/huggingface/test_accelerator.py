@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
+from equal_tensors import assert_same_tensors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import TorchFunctionMode
@@ -17,14 +18,14 @@ from torch.utils.data import DataLoader
 
 from hf_lohan import Accelerator, LohanPlugin, engine_of
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
+from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model, tiny_rows
 
 NUM_BATCHES = 8
 MAX_NORM = 0.5
 
 
 def rows() -> list[dict[str, Tensor]]:
-    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(2 * NUM_BATCHES)]
+    return tiny_rows(2 * NUM_BATCHES)
 
 
 def loader() -> DataLoader[Any]:
@@ -247,8 +248,7 @@ def test_the_state_dict_equals_that_of_the_model(family: str, prepared: Callable
     stock = tiny_model(family).state_dict()
     ours = prepared(tiny_model(family))
     state = ours.accelerator.get_state_dict(ours.model)
-    assert state.keys() == stock.keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())
+    assert_same_tensors(state, stock)
 
 
 def test_a_plain_backward_divides_its_loss_once(prepared: Callable[..., Prepared]) -> None:

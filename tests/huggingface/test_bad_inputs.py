@@ -11,11 +11,11 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan.files import CapacityError, ForeignStoreError
 from hf_lohan.planner import BudgetError
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_model, tiny_rows
 
 
 def trainer(folder: Path, offload: Any, family: str = "llama") -> hf_lohan.Trainer:
-    rows = [{key: value[0] for key, value in tiny_batch(seed=seed).items()} for seed in range(4)]
+    rows = tiny_rows(4)
     args = TrainingArguments(
         str(folder), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
     )

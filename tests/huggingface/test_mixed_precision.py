@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 import hf_lohan
 from hf_lohan import Accelerator, LohanPlugin
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
 LINE = "mixed_precision: bf16 means bf16=True under offload"
 
@@ -29,7 +29,7 @@ def by_trainer(folder: Path, **arguments: Any) -> tuple[list[float], dict[str, t
         str(folder), max_steps=3, use_cpu=True, report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no",
         **arguments,
     )  # fmt: skip
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(24)]
+    rows = tiny_rows(24)
     trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=offload(folder))
     trainer.train()
     engine = trainer.offload_engine

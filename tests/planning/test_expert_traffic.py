@@ -17,7 +17,7 @@ from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import forecast
 from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.planning import PlannedStep
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_model, tiny_rows
 
 NUM_EXPERTS, NUM_CHOSEN = 32, 6
 PERIOD = MOST_STEPS_BEHIND + 1
@@ -46,7 +46,7 @@ def read_bytes(tmp_path: Path, experts: str, gpu_memory: str) -> tuple[float, Pl
     own = tmp_path / experts
     sizes = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": 128}
     tiny_model("qwen3_moe", hidden_size=128, **sizes).save_pretrained(own / "checkpoint")
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(NUM_STEPS)]
+    rows = tiny_rows(NUM_STEPS)
     args = TrainingArguments(
         str(own / "run"),
         use_cpu=True,

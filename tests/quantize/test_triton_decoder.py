@@ -20,7 +20,7 @@ import hf_lohan
 from hf_lohan.planner import Quantization
 from hf_lohan.planner.quantization import EncodedMatrix
 from hf_lohan.quantize import EncodedForm, FourBitForm, PackedForm, int8_form, packed_form
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_model, tiny_rows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 in_interpreter = pytest.mark.skipif(
@@ -128,7 +128,7 @@ def test_a_training_step_launches_kernels_for_each_load(
             hf_lohan.TrainingArguments(
                 str(tmp_path / name), use_cpu=True, max_steps=2, logging_steps=1, report_to=[], disable_tqdm=True
             ),
-            train_dataset=[{key: value[0] for key, value in tiny_batch(seed=seed).items()} for seed in range(16)],
+            train_dataset=tiny_rows(16),
             peft_config=adapters,
             offload={"cpu_memory": "6MiB", "gpu_memory": "550KiB", "quantize": setting},
         )

@@ -8,13 +8,13 @@ from typing import Any
 from transformers import TrainingArguments
 
 import hf_lohan
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_model, tiny_rows
 
 
 def small_trainer(
     folder: Path, offload: dict[str, Any] | None, *, family: str = "llama", num_rows: int = 16, **arguments: Any
 ) -> hf_lohan.Trainer:
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(num_rows)]
+    rows = tiny_rows(num_rows)
     quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
     args = TrainingArguments(str(folder), **{"per_device_train_batch_size": 2, **quiet, **arguments})
     return hf_lohan.Trainer(tiny_model(family), args, train_dataset=rows, offload=offload)

@@ -16,11 +16,11 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from equal_tensors import tensors_in
 from finetune_arguments import Family, checkpoint_to_resume, choose_block_size
 from finetune_llama import LLAMA
 from finetune_opt import OPT
 from finetuning import main
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_lohan
@@ -39,12 +39,8 @@ def flags(checkpoint: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [*run.split(), *rest.split(), "--disable_tqdm", "true", *more]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
 def assert_same_weights(one: Path, other: Path) -> None:
-    torch.testing.assert_close(weights(one), weights(other), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(tensors_in(one), tensors_in(other), rtol=1e-6, atol=1e-7)
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -91,7 +87,7 @@ def test_a_name_in_the_hubs_cache(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     more = ("--model_revision", "v2", "--max_steps", "1", *offload)
     main(LLAMA, flags(Path("owner/tiny"), text_file, tmp_path / "out", *more))
-    assert weights(tmp_path / "out")
+    assert tensors_in(tmp_path / "out")
 
 
 @pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
@@ -140,7 +136,7 @@ def test_accelerate_launches_the_script(checkpoint: Checkpoints, text_file: Path
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "lohan" / "summary.json").read_text())
     assert summary["config"]["cpu_threads"] == len(os.sched_getaffinity(0))
-    assert weights(tmp_path / "out")
+    assert tensors_in(tmp_path / "out")
 
 
 def test_unpacked_rows_train_and_evaluate(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file
 
 pytest.importorskip("trl")
@@ -29,8 +29,7 @@ def test_offloaded_adapters_equal_stock_ones(
     assert found == expected and found["after"] < found["before"]
     saved = "adapter_model.safetensors"
     weights, stock_weights = load_file(ours / saved), load_file(stock / saved)
-    assert weights.keys() == stock_weights.keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in stock_weights.items())
+    assert_same_tensors(weights, stock_weights)
 
 
 def test_bad_input_ends_with_one_line(checkpoint: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:

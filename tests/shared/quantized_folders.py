@@ -41,10 +41,6 @@ def write_files(folder: Path, tensors: Tensors) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def read_files(folder: Path) -> Tensors:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def is_linear(name: str, tensor: Tensor) -> bool:
     """Whether a tensor is a matrix of a decoder layer and no router."""
     return ".layers." in name and tensor.dim() == 2 and "gate.weight" not in name and "router" not in name

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from equal_tensors import assert_same_tensors
 from packaging.version import Version
 from short_runs import SHORT_RUN
 from tiny_tokenizer import SENTENCES, tiny_tokenizer
@@ -92,9 +93,7 @@ def assert_same(ours: Run, stock: Run) -> None:
         for key, expected in stock_row.items():
             tolerance = NORM_RELATIVE_TOLERANCE * abs(expected) if key == "grad_norm" else 0.0
             assert abs(ours_row[key] - expected) <= tolerance, f"{key}: {ours_row[key]} against {expected}"
-    assert ours.weights.keys() == stock.weights.keys()
-    for name, weight in stock.weights.items():
-        assert torch.equal(ours.weights[name], weight), name
+    assert_same_tensors(ours.weights, stock.weights)
 
 
 def assert_trained(found: Run, before: dict[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.model import discover_blocks
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import Store
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 
 peft = pytest.importorskip("peft")
 
@@ -50,7 +50,7 @@ def trainer_of(kind: type, folder: Path, dtype: torch.dtype, *callbacks: Trainer
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4 * MAX_STEPS)]
+    rows = tiny_rows(4 * MAX_STEPS)
     ours = {"offload": {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "resident_records": "none", **offload}}
     return kind(
         adapted(dtype),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
+from equal_tensors import tensors_in
 from safetensors.torch import load_file
 from tiny_experts import FAMILIES, FUSED_IN_FILES, HIDDEN, INNER, NUM_EXPERTS, tiny_experts
 from torch import Tensor
@@ -51,10 +52,6 @@ def assert_stored(engine: OffloadEngine | None, stock: Any) -> None:
         found = engine.parameters.read_parameter(name)
         assert found.dtype == weight.dtype, name
         assert torch.equal(found, weight), name
-
-
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_same_files(ours: Path, stock: Path) -> None:

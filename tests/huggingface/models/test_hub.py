@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from equal_tensors import assert_same_tensors
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
 from tiny_tokenizer import SENTENCES, tiny_tokenizer
@@ -134,8 +135,7 @@ def trained(model: Any, out: Path, **options: Any) -> dict[str, torch.Tensor]:
 def test_a_name_in_the_cache_trains_offline_as_its_folder_does(cache: Path, published: Path, tmp_path: Path) -> None:
     lay(cache, published)
     by_name, by_folder = trained(NAME, tmp_path / "name"), trained(published, tmp_path / "folder")
-    assert by_name.keys() == by_folder.keys()
-    assert all(torch.equal(by_name[name], weight) for name, weight in by_folder.items())
+    assert_same_tensors(by_name, by_folder)
 
 
 def test_models_say_their_name(load_streamed: Load, cache: Path, published: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from equal_tensors import assert_same_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Trainer as StockTrainer
@@ -25,7 +26,7 @@ from hf_lohan.huggingface.models.adapters import adding_adapters, finished
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model, tiny_rows
 from hf_lohan.testing.thread_ranks import rank_outcomes
 
 peft = pytest.importorskip("peft")
@@ -40,7 +41,7 @@ def adapted() -> Any:
 
 
 def rows() -> list[dict[str, Tensor]]:
-    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(2 * MAX_STEPS)]
+    return tiny_rows(2 * MAX_STEPS)
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
@@ -122,8 +123,7 @@ def test_adapters_are_saved_as_by_peft(save: str, stock: StockTrainer, tmp_path:
     expected, found = (
         load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("stock_adapters", "adapters")
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_same_tensors(found, expected)
     loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapters").eval()
     with torch.no_grad():
         assert torch.equal(loaded(**tiny_batch()).logits, stock.model.eval()(**tiny_batch()).logits)
@@ -312,8 +312,7 @@ def test_adapters_without_a_peft_model_train_save_and_resume(
     files = [[*(tmp_path / whose / "checkpoint-4").glob("*.safetensors")] for whose in ("ours", "stock")]
     assert [file.name for file in files[0]] == [file.name for file in files[1]]
     found, expected = (load_file(file) for (file,) in files)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_same_tensors(found, expected)
     engine_of(first).close()
     again = hf_lohan.Trainer(with_adapters(kind), arguments(tmp_path / "ours"), train_dataset=rows(), offload=offload)
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from equal_tensors import tensors_in
 from packaging.version import Version
 from quantized_folders import (
     KINDS,
     compressed_folder,
     dequantized,
     fp8_folder,
-    read_files,
     write_files,
     write_quantized,
 )
@@ -126,7 +126,7 @@ def test_no_tensor_is_larger_than_an_expert(
 def test_truncated_blocks_at_the_edges_are_dequantized(load_streamed: Load, tmp_path: Path) -> None:
     """Transformers refuses such blocks, or uses smaller ones."""
     path = fp8_folder(tmp_path / "quantized", tiny_model("llama"), block=(24, 40))
-    tensors, found = read_files(path), stored(load_streamed(path))
+    tensors, found = tensors_in(path), stored(load_streamed(path))
     for name, scales in tensors.items():
         if name.endswith("_scale_inv"):
             codes = tensors[name.removesuffix("_scale_inv")]
@@ -234,7 +234,7 @@ def test_only_scales_of_activations_of_encoded_weights_are_dropped(tmp_path: Pat
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     checkpoint = quantized_checkpoint(path, AutoConfig.from_pretrained(path))
     assert checkpoint is not None
-    tensors: Any = {name: _Stored(tensor) for name, tensor in read_files(path).items()}
+    tensors: Any = {name: _Stored(tensor) for name, tensor in tensors_in(path).items()}
     module = "model.layers.0.mlp.up_proj"
     kept = ["model.layers.0.altup.correct_output_scale", "model.norm.input_scale", "model.layers.0.mlp_input_scale"]
     dropped = [f"{module}.input_scale", f"{module}.weight_input_scale"]
@@ -302,7 +302,7 @@ def test_what_autofp8_writes_is_refused_by_its_name(load_streamed: Load, tmp_pat
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
     tensors = {
         name.replace("_scale_inv", "_scale"): torch.tensor(0.01) if "_scale" in name else tensor
-        for name, tensor in read_files(path).items()
+        for name, tensor in tensors_in(path).items()
     }
     write_files(path, tensors)
     config = json.loads((path / "config.json").read_text())
@@ -316,7 +316,7 @@ def test_groups_of_other_columns_are_refused(order: str, load_streamed: Load, tm
     group = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
     actorder = "dynamic" if "other" in order else "group"
     path, products = compressed_folder(tmp_path / "quantized", {**group, "actorder": actorder}, "int32")
-    tensors = read_files(path)
+    tensors = tensors_in(path)
     for name in products if "missing" not in order else ():
         tensors[f"{name}_g_idx"] = torch.arange(products[name].shape[1], dtype=torch.int32) // 32
     name = "model.layers.1.mlp.up_proj.weight"
@@ -339,7 +339,7 @@ def test_damaged_scales_are_refused(kind: str, damage: str, load_streamed: Load,
         compressed_folder(path, group, "int32")
     else:
         KINDS[kind][0](path)
-    tensors = read_files(path)
+    tensors = tensors_in(path)
     name = sorted(name for name in tensors if "_scale" in name)[3]
     if damage == "missing":
         del tensors[name]
@@ -362,7 +362,7 @@ def test_a_truncated_file_is_refused(load_streamed: Load, tmp_path: Path) -> Non
 
 def test_weights_under_names_that_the_model_does_not_know_are_refused(load_streamed: Load, tmp_path: Path) -> None:
     path = KINDS["llama-fp8"][0](tmp_path / "quantized")
-    renamed = {name.replace(".1.mlp.up_proj", ".1.mlp.w3"): tensor for name, tensor in read_files(path).items()}
+    renamed = {name.replace(".1.mlp.up_proj", ".1.mlp.w3"): tensor for name, tensor in tensors_in(path).items()}
     write_files(path, renamed)
     with pytest.raises(ValueError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight .*but has .*w3"):
         load_streamed(path)

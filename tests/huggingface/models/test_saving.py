@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from equal_tensors import tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_lohan.engine import OffloadEngine
@@ -21,15 +21,6 @@ from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, save_
 from hf_lohan.testing.models import FAMILIES, tiny_model
 
 Offload = Callable[..., OffloadEngine]
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        part = load_file(path)
-        assert not found.keys() & part.keys()
-        found.update(part)
-    return found
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "100KB"])

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hf_lohan
 from hf_lohan.huggingface.attachment import offload_model
-from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model
+from hf_lohan.testing.models import tiny_config, tiny_model, tiny_rows
 
 OFFLOAD = hf_lohan.OffloadConfig.load({"cpu_memory": "16MiB", "gpu_memory": "8MiB"})
 NUM_TOKENS = 1 << 16
@@ -57,7 +57,7 @@ class WithEveryKind(LlamaForCausalLM):
 
 def trainer(folder: Path, *, is_offloaded: bool, **settings: Any) -> Trainer:
     torch.manual_seed(1)
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(8)]
+    rows = tiny_rows(8)
     saving = {"save_strategy": "steps", "save_steps": 1}
     args = TrainingArguments(str(folder), use_cpu=True, max_steps=2, **{**SHORT_RUN, **saving, **settings})
     model = WithEveryKind(tiny_config("llama", num_layers=2))

@@ -20,13 +20,13 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_lohan
 from hf_lohan.huggingface import engine_of
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.models import tiny_model, tiny_rows
 
 BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1}
 
 
 def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
-    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(count)]
+    return tiny_rows(count)
 
 
 @pytest.fixture
