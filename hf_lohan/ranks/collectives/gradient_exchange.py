@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = tuple(GRADIENTS_WITHIN.values())
 """A published gradient has one of `_DTYPES`, or is coded by one of these. News have the index in both lists joined."""
-_REST_S = 0.01
-"""Seconds after a round without news in which a rank without news enters no other one."""
+_SHORTEST_REST_S, _LONGEST_REST_S = 0.002, 0.05
+"""Seconds after rounds without news in which a rank without news enters no other one."""
 _CLOSES_WITHIN_S = 2.0
 _ChunkName = tuple[int, int]
 """(step, key) of a chunk."""
@@ -300,11 +300,10 @@ class GradientExchange:
 
     def _run(self) -> None:
         try:
-            while (news := self._next_news()) is not None:
+            rest_s = 0.0
+            while (news := self._next_news(rest_s)) is not None:
                 has_news = self._take_round(news)
-                if not has_news:
-                    with self._lock:
-                        self._changed.wait_for(lambda: self._news or self._is_closed, _REST_S)
+                rest_s = 0.0 if has_news else min(max(2 * rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
         except BaseException as error:
             if not self._is_closed:
                 self._note_error(error)
@@ -323,14 +322,15 @@ class GradientExchange:
         with self._lock:
             self._changed.notify_all()
 
-    def _next_news(self) -> list[_News] | None:
-        """Wait until this rank enters a round. Returns its news; None after `close`."""
+    def _next_news(self, rest_s: float) -> list[_News] | None:
+        """Wait until this rank enters a round, without news after ``rest_s``. Returns its news; None after `close`."""
 
         def enters() -> bool:
             listens = bool(self._open_steps) and self._links.watch.is_waiting
             return bool(self._news or self._read) or listens
 
         with self._lock, self._links.watch.idle(self._lane.name):
+            self._changed.wait_for(lambda: self._is_closed or self._news, rest_s)
             self._changed.wait_for(lambda: self._is_closed or enters())
             if self._is_closed:
                 return None
