@@ -132,7 +132,7 @@ def ranks_on(boxes: list[NetworkBox], folder: Path, work: Work) -> Iterator[list
 
 
 def result_of(connection: Any) -> Any:
-    assert connection.poll(HANGS_AFTER_S), "a rank says nothing"
+    assert connection.poll(4 * HANGS_AFTER_S), "a rank says nothing"
     return connection.recv()
 
 
