@@ -94,8 +94,9 @@ class NoticeBoard:
         return 0.0 if notice is None or notice.has_left else self.read_s - notice.num_looks_s
 
     def unchanged_s(self, rank: int) -> float:
-        """Seconds in which another rank's computation has not gone on; 0 for this rank."""
-        return self.read_s - self.notices[rank].beats_s if rank in self.notices else 0.0
+        """Seconds in which another rank's computation has not gone on, by its own notices; 0 for this rank."""
+        notice = self.notices.get(rank)
+        return 0.0 if notice is None else notice.num_looks_s - notice.beats_s
 
     def die(self) -> None:
         """Write nothing any more, as if this process were killed."""

@@ -143,6 +143,7 @@ class Watch:
         """Meet the members of a new lane. Returns the store with which they connect, a client of its own, because a
         client that waits is locked."""
         self._members[name] = members
+        self._positions[name] = 0, ""  # this also tells ranks that are no members who the members are
         if stops_compute:
             self._of_compute.add(name)
         self._store.set(f"lane/{name}/{self.ranks.rank}", "1")
@@ -278,13 +279,13 @@ class Watch:
                 )
         elif waited_s > self.timeout_s:
             stopped = [rank for rank in self.ranks.others if self._board.silent_s(rank) > self.timeout_s]
-            if stopped or path[1:]:
-                concerned = stopped or [next((rank for rank in cycle if not calls[rank]), path[-1])]
+            if path[1:]:
+                concerned = [next((rank for rank in cycle if not calls[rank]), path[-1])]
             else:  # all have begun, and the bytes of one do not arrive
                 members = set(self._members[lane]) - {self.ranks.rank}
                 concerned = sorted(members, key=self.ranks.on_this_node.__contains__)
-            if all(self._board.unchanged_s(rank) > self.timeout_s for rank in concerned):
-                self._raise_silent(concerned[0], what)
+            if stopped or all(self._board.unchanged_s(rank) > self.timeout_s for rank in concerned):
+                self._raise_silent((stopped or concerned)[0], what)
 
     def _follow(self, tables: Mapping[int, Table], lane: str) -> tuple[list[int], list[int], bool]:
         """Follow who waits for whom from this rank's wait in a lane. Returns the ranks in their order, those of them
@@ -306,7 +307,7 @@ class Watch:
     def _late(self, tables: Mapping[int, Table], lane: str, rank: int) -> list[int]:
         """Return the ranks that have not begun an operation of a lane that ``rank`` has begun. Others may be ahead of
         it, and it does not wait for them."""
-        numbers = {member: tables[member]["at"].get(lane, (0, ""))[0] for member in self._members.get(lane, ())}
+        numbers = {member: table["at"][lane][0] for member, table in tables.items() if lane in table["at"]}
         return [member for member, number in numbers.items() if number < numbers.get(rank, 0)]
 
     def _table(self) -> Table:
