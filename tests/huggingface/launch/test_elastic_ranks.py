@@ -59,7 +59,8 @@ trainer.save_model(folder + "/final")
 if args.process_index == 0:
     trainer.state.save_to_json(folder + "/state.json")
 """
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+# On a slow drive, `auto` would commit after several steps.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOHAN_OFFLOAD": "offload.yaml"}
 
 
 def launch(
@@ -91,6 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the script, and an undisturbed run of two ranks."""
     folder = tmp_path_factory.mktemp("elastic")
     (folder / "script.py").write_text(SCRIPT)
+    (folder / "offload.yaml").write_text("commit_every: 1\n")
     launch(folder, 2, "undisturbed")
     return folder
 
