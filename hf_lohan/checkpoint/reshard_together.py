@@ -1,4 +1,4 @@
-"""Copies a run's last step to stores of another number of ranks, all ranks together, and sets its old stores aside.
+"""Copies a run's last step to stores of another number of ranks, all ranks together.
 
 `resharding` does the same in one process, for `lohan reshard`.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
-import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,51 +17,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lohan.checkpoint.moves import LOST, OLD, aside_of
-from hf_lohan.checkpoint.other_ranks import OtherRanks
+from hf_lohan.checkpoint.copied_commits import (
+    chunks_of_all,
+    facts_of_all,
+    keep_chunks,
+    marked_as_copy,
+    refuse_deferred_steps,
+)
+from hf_lohan.checkpoint.generations import RunStores, SeenStore
 from hf_lohan.checkpoint.resharding import (
     COPY_BYTES,
     OverlappedCopies,
     Piece,
     check_records,
-    chunks_of_all,
-    facts_of_all,
+    checksums_of,
     io_engine,
     journal_of_rank,
-    keep_chunks,
+    new_store,
     owners_in,
     pieces_of,
     records_by_rank,
-    refuse_deferred_steps,
-)
-from hf_lohan.checkpoint.seen_stores import (
-    RESHARDED_FROM,
-    RESHARDED_STORES,
-    log_aside,
-    own_store,
-    set_aside,
 )
 from hf_lohan.device import mapped_empty
 from hf_lohan.engine.parameter_access import another_base_error
-from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StorePath
-from hf_lohan.files.directories import make_directory, sync_directory
-from hf_lohan.files.lock import DirectoryLock
+from hf_lohan.files import (
+    CapacityError,
+    CorruptionError,
+    ForeignStoreError,
+    IoEngine,
+    StorageError,
+    StorePath,
+)
+from hf_lohan.files.data_file import byte_tensor
 from hf_lohan.model import Block, StoredForm
 from hf_lohan.planning.run_plan import RUN_ID
 from hf_lohan.ranks import Links, RankLane, bytes_of, one_rank_at_a_time
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
-from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.store.versions import Checksums, TieCodes
-
-logger = logging.getLogger(__name__)
 
 _TOGETHER_BYTES = 256 << 20
 """Bytes that one rank copies before all ranks meet again. A rank that waits longer would count as hung."""
 
 
 def reshard_together(
-    found: OtherRanks,
-    own_paths: Sequence[str],
+    found: RunStores,
     links: Links,
     form_of: Callable[[Store], StoredForm],
     launch_id: str | None,
@@ -71,10 +68,10 @@ def reshard_together(
     opened: tuple[Store, Sequence[Block]] | None = None,
     on_copied: Callable[[int, int], object] = lambda num_bytes, total_bytes: None,
 ) -> None:
-    """Copy the last step of the stores that were ``found`` to new stores of these ranks, in ``own_paths`` on each. The
-    old stores stay as they are. ``capacities`` are those of the paths; None is all free space. ``opened``: this rank's
-    own store and its blocks, if a model was loaded to it. It has no commit, and after an error it may have weights of
-    both models. ``on_copied`` is called with the bytes of each copied piece, also of other ranks, and of all pieces.
+    """Copy the last step of the stores that were ``found`` to new stores of these ranks. The old stores stay as they
+    are. ``capacities`` are those of this rank's paths; None is all free space. ``opened``: this rank's own store and
+    its blocks, if a model was loaded to it. It has no commit, and after an error it may have weights of both models.
+    ``on_copied`` is called with the bytes of each copied piece, also of other ranks, and of all pieces.
 
     A rank reads the old stores that it sees. Of the others it gets the records from a rank that sees them. Reads are
     verified. Raises `CorruptionError`, `CapacityError`, `StorageError`, `StoreInUseError`, `ForeignStoreError` if the
@@ -86,17 +83,14 @@ def reshard_together(
         old = _describe(found, links, io, form_of)
         new = old.shards[links.ranks.rank]
         if opened is None:
-            set_own_left_aside(found, links)
-            for path in own_paths:
-                make_directory(path)
-                sync_directory(os.path.dirname(os.path.abspath(path)))  # before an old store is moved
-            all_free = [None] * len(own_paths)
-            paths = [StorePath(*of_path) for of_path in zip(own_paths, capacities or all_free, strict=True)]
+            folders = found.own_folders(links.ranks.rank, links.ranks.num_ranks)
+            all_free = [None] * len(folders)
+            paths = [StorePath(*of_path) for of_path in zip(folders, capacities or all_free, strict=True)]
             with one_rank_at_a_time(links, "the new stores"):  # they may share a drive
                 try:
-                    store = Store.create(paths, new, model=old.model, engine=io, num_homes=old.num_homes)
+                    store = new_store(paths, new, old.model, old.num_homes, io)
                 except CapacityError as error:
-                    raise CapacityError(error.shortfalls, may_delete=aside_of(own_paths)) from error
+                    raise CapacityError(error.shortfalls, may_delete=found.may_delete(links.ranks.rank)) from error
                 stack.push(store)
         else:
             store = opened[0]
@@ -108,10 +102,11 @@ def reshard_together(
             _copy_shard(
                 found, old, store, loaded, writer, links, lane, io, lambda num_bytes: on_copied(num_bytes, total_bytes)
             )
-        resharded_stores = [(seen.store_id, seen.newest) for seen in found.stores]
-        facts = {**facts_of_all(old.facts), RESHARDED_FROM: found.num_ranks, RESHARDED_STORES: resharded_stores}
+        copied = [(seen.store_id, seen.newest) for seen in _stores(found)]
+        facts = marked_as_copy(facts_of_all(old.facts), copied)
         facts["launch_id"] = launch_id if found.is_of_launch else facts.get("launch_id")
-        store.count_commits_from(found.key[1], (found.key[0] or old.new_group_id) if len(old.shards) > 1 else "")
+        group_id, number = found.last.key
+        store.count_commits_from(number, (group_id or old.new_group_id) if len(old.shards) > 1 else "")
         keep_chunks(old.chunks, store.paths[0].path)
         journal = journal_of_rank(old.journals, links.ranks.rank, links.ranks.num_ranks)
         store.take_tie_codes(old.tie_codes)
@@ -119,14 +114,10 @@ def reshard_together(
         links.barrier("the new stores to be committed")
 
 
-def set_own_left_aside(found: OtherRanks, links: Links) -> None:
-    """Set aside what is left of stores of this number of ranks, in place of which new ones are made. All ranks call
-    this together."""
-    if found.own_left:
-        mine = [seen for seen in found.own_left if seen.seen_by == links.ranks.rank]
-        folders = set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], LOST, links)
-        if folders:
-            logger.warning("stores of this run of which a part is gone are set aside in %s", " and ".join(folders))
+def _stores(found: RunStores) -> list[SeenStore]:
+    """Return the old stores in rank order."""
+    assert found.found is not None
+    return [found.found.stores[rank] for rank in range(found.num_ranks)]
 
 
 def _refuse_another_model(opened: Store, records: Sequence[RecordSpec], old: _OldRun) -> None:
@@ -201,27 +192,27 @@ class _OldRun:
     new_group_id: str
 
 
-def _describe(found: OtherRanks, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> _OldRun:
-    described = {}
-    for seen in found.stores:
+def _describe(found: RunStores, links: Links, io: IoEngine, form_of: Callable[[Store], StoredForm]) -> _OldRun:
+    described, stores = {}, _stores(found)
+    for seen in stores:
         if seen.seen_by == links.ranks.rank:
-            with _opened(seen.directories, found.key, io) as store:
+            with _opened(seen.directories, found.last.key, io) as store:
                 described[seen.rank] = _description(store)
     packed = links.all_gather("what the old stores hold", json.dumps(described).encode())
     by_rank = {int(rank): content for of_rank in packed for rank, content in json.loads(of_rank).items()}
     every = [by_rank[rank] for rank in range(found.num_ranks)]
     records, journals = [_records(own["records"]) for own in every], [_decoded(own["journal"]) for own in every]
     of_run = {}
-    first_store = found.stores[0]
+    first_store = stores[0]
     if first_store.seen_by == links.ranks.rank:
-        with _opened(first_store.directories, found.key, io) as store:
+        with _opened(first_store.directories, found.last.key, io) as store:
             form = form_of(store)
             old_shards = records_by_rank(form, found.num_ranks, owners_in(form, records))
             of_run = _description_of_run(store, old_shards, records_by_rank(form, links.ranks.num_ranks))
     told = links.all_gather("how the new stores are divided", json.dumps(of_run).encode())
     first = next(filter(None, map(json.loads, told)))
-    check_records([_records(shard) for shard in first["old_shards"]], records, [s.directories[0] for s in found.stores])
-    refuse_deferred_steps(journals, found.stores[0].directories[0])
+    check_records([_records(shard) for shard in first["old_shards"]], records, [s.directories[0] for s in stores])
+    refuse_deferred_steps(journals, stores[0].directories[0])
     return _OldRun(
         records,
         [content["facts"] for content in every],
@@ -303,7 +294,7 @@ def _opened(directories: Sequence[str], key: tuple[str, int], io: IoEngine) -> S
 
 
 def _copy_shard(
-    found: OtherRanks,
+    found: RunStores,
     old: _OldRun,
     new: Store,
     loaded: Sequence[Block],
@@ -317,24 +308,21 @@ def _copy_shard(
     that was loaded to it before, which it must fit. Pieces that the writer reads itself overlap. A piece of another
     rank is sent when all before it are written."""
     me, memory = links.ranks.rank, mapped_empty(COPY_BYTES)
-    reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in found.stores}
-    copied_bytes, folder = 0, found.stores[0].directories[0]
+    reader_of = {seen.rank: writer if (writer, seen.rank) in found.visible else seen.seen_by for seen in _stores(found)}
+    copied_bytes, folder = 0, _stores(found)[0].directories[0]
 
-    def checked(store: Store, piece: Piece, content: Tensor) -> Checksums | None:
-        if not loaded:
-            return None
-        checksums = store.checksums(piece.block, piece.kind, content)
-        _refuse_another_base(store, loaded, piece, content, checksums, folder)
-        return checksums
+    def check(piece: Piece, content: Tensor, checksums: Checksums) -> None:
+        if loaded:
+            _refuse_another_base(new, loaded, piece, content, checksums, folder)
 
     with ExitStack() as stack:
         stores: dict[int, Store] = {}
-        copies = stack.enter_context(OverlappedCopies(on_copied, checked))
+        copies = stack.enter_context(OverlappedCopies(on_copied, check))
         for piece in pieces_of(old.shards[writer], old.records):
             if piece.source is None:
                 raise StorageError(
                     f"no element {piece.start} of {piece.kind} of {piece.block} is in",
-                    path=found.stores[0].directories[0],
+                    path=folder,
                     advice="resume from a checkpoint",
                 )
             reader, content = reader_of[piece.source], piece.in_memory(memory)
@@ -345,7 +333,7 @@ def _copy_shard(
                 links.barrier("the stores to be resharded")  # the writer has written what it got before
             if me == reader and piece.source not in stores:
                 folders = found.visible[me, piece.source]
-                stores[piece.source] = stack.enter_context(_opened(folders, found.key, io))
+                stores[piece.source] = stack.enter_context(_opened(folders, found.last.key, io))
             if me == reader == writer:
                 copies.add(stores[piece.source], new, piece)
                 continue
@@ -353,50 +341,33 @@ def _copy_shard(
                 stores[piece.source].read(piece.block, piece.kind, piece.start, content).wait()
             if reader != writer:
                 _hand_over(content, reader, writer, lane)
+            checksums = sent = None
+            if me == reader:
+                sent = byte_tensor(torch.from_numpy(checksums_of(stores[piece.source], piece, content)))
             if me == writer:
-                new.write(piece.block, piece.kind, piece.start, content, checksums=checked(new, piece, content)).wait()
+                checksums = new.checksums(piece.block, piece.kind, content)
+                sent = torch.empty(checksums.nbytes, dtype=torch.uint8) if sent is None else sent
+            if reader != writer:
+                _hand_over(sent, reader, writer, lane)
+            if checksums is not None and sent is not None:
+                if not np.array_equal(sent.numpy(), checksums.view(np.uint8)):
+                    raise CorruptionError(
+                        f"{piece.kind} of {piece.block}, elements {piece.start} to {piece.stop}, changed on the way "
+                        f"from rank {reader} to rank {me}; it was read without damage from",
+                        path=_stores(found)[piece.source].directories[0],
+                        advice="check the network and the memory of both machines, and start again",
+                    )
+                check(piece, content, checksums)
+                new.write(piece.block, piece.kind, piece.start, content, checksums=checksums).wait()
             on_copied(content.nbytes)
         copies.finish()
     links.barrier("a new store to be copied")
 
 
-def _hand_over(content: Tensor, reader: int, writer: int, lane: RankLane) -> None:
-    """Copy ``content`` of one rank to that of another. All ranks call this."""
-    flat, me = bytes_of(content), lane.place
-    sent = [content.nbytes * (me == reader and rank == writer) for rank in lane.members]
-    got = [content.nbytes * (me == writer and rank == reader) for rank in lane.members]
+def _hand_over(content: Tensor | None, reader: int, writer: int, lane: RankLane) -> None:
+    """Copy ``content`` of one rank to that of another. All ranks call this, and the others' content is not used."""
+    me = lane.place
+    flat = bytes_of(content) if content is not None and me in (reader, writer) else torch.empty(0, dtype=torch.uint8)
+    sent = [flat.numel() * (me == reader and rank == writer) for rank in lane.members]
+    got = [flat.numel() * (me == writer and rank == reader) for rank in lane.members]
     lane.exchange(flat[: sum(sent)], sent, flat[: sum(got)], got, "a piece of an old store")
-
-
-def set_left_over_aside(found: OtherRanks, own_paths: Sequence[str], links: Links, *, is_open: bool) -> None:
-    """Set aside the stores of other numbers of ranks of which this run has a copy or a later step. All ranks have
-    committed their own stores before. ``is_open``: this process has opened its own store in ``own_paths``, and so holds
-    its locks. Raises `StoreInUseError` and `StorageError`."""
-    if not found.left_over:
-        return
-    with ExitStack() as locks:
-        for path in () if is_open else own_paths:
-            locks.callback(DirectoryLock(path).close)
-        own = own_store(own_paths, links.ranks.rank, links.ranks.num_ranks)
-        number = (
-            0 if own is None else max((kept.number for kept in own.commits if kept.key[1] == found.key[1]), default=0)
-        )
-        for of_rank in links.all_gather("its own new store", str(number).encode()):
-            if int(of_rank) != found.key[1]:
-                raise StorageError(
-                    f"a rank no longer has step {found.step} in the stores of", path=own_paths[0], advice="start again"
-                )
-        mine = [seen for seen in found.left_stores if seen.seen_by == links.ranks.rank]
-        log_aside(
-            set_aside([(seen, seen.num_ranks, seen.directories) for seen in mine], OLD, links), links.ranks.num_ranks
-        )
-
-
-def set_lost_aside(found: OtherRanks, links: Links) -> None:
-    """Rename what is left of stores of which a part is gone, so that this run can make its own. Raises
-    `StoreInUseError` and `StorageError`."""
-    number = found.num_ranks
-    folders = [
-        [rank_folder(path, rank, number) for path in paths] for paths in found.directories for rank in range(number)
-    ]
-    set_aside([(None, number, of_store) for of_store in folders], LOST, links)

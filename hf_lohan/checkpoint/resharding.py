@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_lohan.checkpoint.moves import NEW, finish_moves, remove_unmoved
-from hf_lohan.checkpoint.resume_point import store_paths_of
-from hf_lohan.checkpoint.seen_stores import (
-    RESHARDED_FROM,
-    RESHARDED_STORES,
-    own_stores,
-    replace_stores,
+from hf_lohan.checkpoint.copied_commits import (
+    chunks_of_all,
+    facts_of_all,
+    keep_chunks,
+    marked_as_copy,
+    refuse_deferred_steps,
 )
+from hf_lohan.checkpoint.generations import RESHARDED_FROM, RunStores, stores_of
+from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.device import mapped_empty
-from hf_lohan.experts import ROUTED_ROWS, RoutedRows
+from hf_lohan.experts import RoutedRows
 from hf_lohan.files import IoEngine, IoRequest, StorageError, StorePath
-from hf_lohan.files.directories import make_folders
-from hf_lohan.files.durable_file import read_whole, remove_folder, replace_durably
+from hf_lohan.files.directories import make_directory
+from hf_lohan.files.durable_file import remove_folder
 from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
 from hf_lohan.planner import balanced_experts, most_rows, owned_experts
-from hf_lohan.planning.run_plan import CHUNKS_NAME, RUN_ID
-from hf_lohan.ranks import Links, RanksDisagreeError, newest_common_commit
-from hf_lohan.store import Commit, RecordSpec, Store, kept_commits
+from hf_lohan.planning.run_plan import RUN_ID
+from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
+from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store, kept_commits
 from hf_lohan.store.commits import ImmediateAgreement
+from hf_lohan.store.layout import granules_of
 from hf_lohan.store.manifest import read_manifest
-from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
+from hf_lohan.store.rank_folders import files_of, rank_folder, shared_directory
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store_folders import remove_store
-from hf_lohan.store.versions import Checksums
-from hf_lohan.updates import MISSED_STEPS_NAME
+from hf_lohan.store.versions import Checksums, Home
 from hf_lohan.wording import format_bytes, gb_per_s, seconds, times
 
 logger = logging.getLogger(__name__)
@@ -84,12 +83,10 @@ class Resharded:
     """Files that the user may delete on each ssd path: `old_files` are the old stores, `new_files` the new ones."""
     balanced: BalancedOwners | None = None
     """The owners of experts, if they were balanced."""
-    set_aside: tuple[str, ...] = ()
-    """Folders to which old stores of the same number of ranks were moved."""
 
 
 def reshard(
-    paths: Sequence[str],
+    paths_of_ranks: Sequence[Sequence[str]],
     num_ranks: int,
     *,
     form_of: Callable[[Store], StoredForm],
@@ -98,81 +95,93 @@ def reshard(
     num_nodes: int | None = None,
     on_copied: Callable[[int, int], None] = lambda num_bytes, total_bytes: None,
 ) -> Resharded:
-    """Copy the newest step that all ranks of a run have to new stores for ``num_ranks`` ranks, beside the old stores.
+    """Copy the newest step that all ranks of a run have to stores of the next generation for ``num_ranks`` ranks.
 
-    ``paths`` are all ssd paths of the run's stores. ``form_of`` returns the form of the model that a store describes.
-    ``removes_old`` removes the old stores at the end. ``balances`` gives experts to ranks by the rows that the run has
-    counted (`balanced_owners`, which describes ``num_nodes``). Then the number of ranks may be the same: the new stores
-    take the places of the old ones, which are set aside. ``on_copied`` is called with the bytes of each copied piece
-    and the bytes of all pieces. A run refuses the new stores until all of them are committed. Raises ValueError if
-    there is no step to copy, if the new stores already exist or if nothing can be balanced, and the errors of `Store`.
+    ``paths_of_ranks`` are all ssd paths of the run's stores (`store_paths_of`). ``form_of`` returns the form of the
+    model that a store describes. ``removes_old`` removes the old stores at the end. ``balances`` gives experts to ranks
+    by the rows that the run has counted (`balanced_owners`, which describes ``num_nodes``). Then the number of ranks
+    may be the same. ``on_copied`` is called with the bytes of each copied piece and the bytes of all pieces. The old
+    stores continue until all new ones are committed. Raises ValueError if there is no step to copy, if the run has this
+    number of ranks already or if nothing can be balanced, and the errors of `Store`.
     """
     if num_ranks < 1:
         raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
-    finish_moves([paths], Links.alone())
-    num_before = _num_ranks_before(paths, num_ranks, balances=balances)
-    replaces = num_before == num_ranks
-    new_paths = [os.path.join(path, f"{NEW}-{num_ranks}") for path in paths] if replaces else paths
-    io = io_engine()
-    made: list[str] = []
+    if balances and num_ranks == 1:
+        raise ValueError("a single rank owns all experts, so there is nothing to balance; leave out --balance")
+    found, where = stores_of(paths_of_ranks), paths_of_ranks[0][0]
+    if found.found is None:
+        raise ValueError(f"{where} has neither a store nor stores of ranks; give the ssd paths of the run")
+    before, num_before = found.found, found.num_ranks
+    if num_before == num_ranks and not balances:
+        raise ValueError(
+            f"{', '.join(paths[0] for paths in before.folders())} already has a store of a run with "
+            f"{times(num_ranks, 'rank')}, which continues; give another number of ranks, or add --balance"
+        )
+    io, folders = io_engine(), _new_folders(found, num_ranks)
     try:
         with ExitStack() as stack:
             old = [
-                stack.enter_context(Store.open(_store_paths(paths, rank, num_before), model=None, engine=io))
-                for rank in range(num_before)
+                stack.enter_context(Store.open([*map(StorePath, of_rank)], model=None, engine=io))
+                for of_rank in before.folders()
             ]
-            commits = _commits_to_copy(old)
-            old_directories = [[path.path for path in store.paths] for store in old]
-            seen = own_stores(old_directories)  # after the locks are released, another process may commit a step
-            refuse_deferred_steps([commit.journal for commit in commits], paths[0])
+            commits, copied = _commits_to_copy(old)
+            refuse_deferred_steps([commit.journal for commit in commits], where)
             form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
-            found = [store.records for store in old]
-            owners = owners_in(form, found)
-            check_records(records_by_rank(form, num_before, owners), found, [own[0] for own in old_directories])
+            records = [store.records for store in old]
+            owners = owners_in(form, records)
+            check_records(records_by_rank(form, num_before, owners), records, [store.paths[0].path for store in old])
             balanced = None
             if balances:
                 facts = [commit.facts for commit in commits]
-                own = owners if replaces else None
-                balanced = balanced_owners(form, facts, num_ranks, num_nodes, own, paths[0])
+                own = owners if num_before == num_ranks else None
+                balanced = balanced_owners(form, facts, num_ranks, num_nodes, own, where)
                 if balanced.owners == own:
                     raise ValueError(
-                        f"the experts in {paths[0]} already belong to the ranks to which --balance would give them"
+                        f"the experts in {where} already belong to the ranks to which --balance would give them"
                     )
-            records = records_by_rank(form, num_ranks, None if balanced is None else balanced.owners)
-            for path in new_paths if replaces else ():
-                remove_folder(path)  # of a reshard that was killed before its stores were moved
-            made = [*new_paths] if replaces else []
-            new = [stack.enter_context(_new_store(new_paths, rank, records, old[0], io)) for rank in range(num_ranks)]
-            total_bytes = sum(record.num_bytes for store in new for record in store.records)
-            for store in new:
-                for num_bytes in copy_records(old, store):
-                    on_copied(num_bytes, total_bytes)
-            _commit(old, new, commits)
-            new_directories = [[path.path for path in store.paths] for store in new]
+            shards = records_by_rank(form, num_ranks, None if balanced is None else balanced.owners)
+            new: list[Store] = []
+            total_bytes = sum(record.num_bytes for shard in shards for record in shard)
+            try:
+                for new_folders, shard in zip(folders, shards, strict=True):
+                    paths = [*map(StorePath, new_folders)]
+                    new.append(stack.enter_context(new_store(paths, shard, old[0].model, old[0].num_homes, io)))
+                for store in new:
+                    for num_bytes in copy_records(old, store):
+                        on_copied(num_bytes, total_bytes)
+                _commit(old, new, commits, copied)
+            except BaseException:
+                for folder in (path.path for store in new for path in store.paths):
+                    with suppress(StorageError):  # the next reshard replaces what is left
+                        remove_folder(folder)
+                raise
             resharded = Resharded(
                 commit_number=commits[0].number,
                 global_step=commits[0].facts.get("global_step"),
                 num_ranks_before=num_before,
-                folders=tuple(rank_folder(paths[0], rank, num_ranks) for rank in range(num_ranks)),
-                old_files=files_of(paths[0], num_before),
-                new_files=files_of(new_paths[0], num_ranks),
+                folders=tuple(of_rank[0] for of_rank in folders),
+                old_files=files_of(shared_directory(before.folders()[0][0]), num_before, before.generation),
+                new_files=files_of(shared_directory(folders[0][0]), num_ranks, found.generation),
                 balanced=balanced,
             )
-            for directories in old_directories if removes_old and not replaces else ():
-                remove_store(directories)
-        if replaces:
-            resharded = replace(resharded, set_aside=tuple(replace_stores([*zip(seen, new_directories, strict=True)])))
-            for folder in resharded.set_aside if removes_old else ():
+            for of_rank in before.folders() if removes_old else ():
+                remove_store(of_rank)
+        for folder in (folder for of_rank in before.folders() for folder in of_rank) if removes_old else ():
+            if shared_directory(folder) != folder:
                 remove_folder(folder)
-        elif removes_old and num_before > 1:
-            for directory in (directory for directories in old_directories for directory in directories):
-                remove_folder(directory)
         return resharded
-    except BaseException:
-        remove_unmoved(made, paths)
-        raise
     finally:
         io.close()
+
+
+def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
+    """Return the folders of each new rank's store. If the old ranks have different paths, they are dealt out in turn,
+    and a run on other paths copies the stores to its own."""
+    lists = found.directories
+    return [
+        [rank_folder(path, rank, num_ranks, found.generation) for path in lists[rank % len(lists)]]
+        for rank in range(num_ranks)
+    ]
 
 
 @dataclass(frozen=True)
@@ -188,9 +197,8 @@ class RunRouting:
 def routing_of(run: str) -> RunRouting:
     """Return the routing of a run, by its output folder or its ssd path. This takes no lock, so the run may continue
     meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
-    paths = store_paths_of(run)
-    num_ranks = ranks_under(paths[0])
-    stores = [[rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks)]
+    found = stores_of(store_paths_of(run)).found
+    stores = [] if found is None else found.folders()
     kept = [kept_commits(directories)[:1] for directories in stores]
     rows = RoutedRows.of_all([commits[0].facts if commits else {} for commits in kept])
     manifests = [read_manifest(directories[0]) for directories in stores]
@@ -219,8 +227,6 @@ def balanced_owners(
     that of the run, or one if that does not divide the ranks. ``owners`` are the owners of
     before, by default `owned_experts`. ``where`` is for errors. Raises ValueError if there is nothing to balance.
     """
-    if num_ranks == 1:
-        raise ValueError("a single rank owns all experts, so there is nothing to balance; leave out --balance")
     layers = {blocks[0].name.rpartition(".")[0]: blocks for blocks in form.model_blocks.experts.values()}
     if not layers:
         raise ValueError(
@@ -266,39 +272,6 @@ def io_engine() -> IoEngine:
     return IoEngine(num_threads=_IO_THREADS, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=inflight_bytes)
 
 
-def refuse_deferred_steps(journals: Sequence[Mapping[str, bytes]], directory: str) -> None:
-    """Raise ValueError if the commits of these ``journals`` have updates of experts that were deferred."""
-    if any(MISSED_STEPS_NAME in journal for journal in journals):
-        raise ValueError(
-            f"lazy_experts (auto by default) has deferred updates of experts in {directory}, which cannot be applied "
-            "with another number of ranks; train one step with lazy_experts=false first"
-        )
-
-
-def _num_ranks_before(paths: Sequence[str], num_ranks: int, *, balances: bool) -> int:
-    """Return the number of ranks whose stores exist. With ``balances`` it may be ``num_ranks``."""
-    stores = stores_under(paths[0])
-    if not stores:
-        raise ValueError(f"{paths[0]} has neither a store nor stores of ranks; give the ssd paths of the run")
-    if num_ranks in stores and not (balances and len(stores) == 1):
-        folders = ", ".join(folder for _, folder in stores[num_ranks])
-        lacks = why_incomplete(num_ranks, stores[num_ranks])
-        if lacks and len(stores) > 1:
-            raise ValueError(
-                f"{folders} is from an interrupted reshard ({lacks}); delete "
-                f"{files_of(paths[0], num_ranks)} on each ssd path, and try again"
-            )
-        raise ValueError(
-            f"{folders} already has a store of a run with {times(num_ranks, 'rank')}; if you no longer need it, delete "
-            f"{files_of(paths[0], num_ranks)} on each ssd path"
-        )
-    return ranks_under(paths[0])
-
-
-def _store_paths(paths: Sequence[str], rank: int, num_ranks: int) -> list[StorePath]:
-    return [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
-
-
 def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
     """Return each store's commit of the newest step that all stores have. Raises RanksDisagreeError if no step is
     common, and ValueError for a store without commits."""
@@ -310,15 +283,17 @@ def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
     return [commits[newest] for commits in commits_by_rank]
 
 
-def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
-    """Return the newest common commits, and restore each store to its commit, as a resume does."""
+def _commits_to_copy(old: Sequence[Store]) -> tuple[list[Commit], list[tuple[str, int]]]:
+    """Return the newest common commits, at which the stores are read from now on, and for each store its id and the
+    number of its newest commit."""
     try:
         newest = newest_common_commits(old)
     except RanksDisagreeError as error:
         raise ValueError(str(error)) from None
+    copied = [(store.kept_commits[0].store_id, store.kept_commits[0].number) for store in old]
     for store, commit in zip(old, newest, strict=True):
-        store.restore_commit(commit)
-    return newest
+        store.view_commit(commit)
+    return newest, copied
 
 
 def records_by_rank(
@@ -343,13 +318,22 @@ def check_records(
             )
 
 
-def _new_store(
-    paths: Sequence[str], rank: int, records: Sequence[tuple[RecordSpec, ...]], like: Store, io: IoEngine
+def new_store(
+    paths: Sequence[StorePath], records: Sequence[RecordSpec], model: ModelIdentity, num_homes: int, io: IoEngine
 ) -> Store:
-    store_paths = _store_paths(paths, rank, len(records))
-    for path in store_paths:
-        make_folders(path.path, mode=0o700)
-    return Store.create(store_paths, records[rank], model=like.model, engine=io, num_homes=like.num_homes)
+    """Create the store of one rank in the folders of a new generation. It may replace a copy that a killed reshard has
+    left. Raises the errors of `Store.create`, and `StorageError` if a run has committed a step there meanwhile."""
+    for path in paths:
+        make_directory(path.path)
+    refuse_steps([path.path for path in paths])
+    return Store.create(paths, records, model=model, engine=io, num_homes=num_homes)
+
+
+def refuse_steps(folders: Sequence[str]) -> None:
+    """Raise `StorageError` if the store of a new generation has more than a copy, which another process has made
+    there."""
+    if any(RESHARDED_FROM not in commit.facts for commit in kept_commits(folders)):
+        raise StorageError("another process has committed a step in", path=folders[0], advice="start again")
 
 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
@@ -373,6 +357,19 @@ def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
     yield from copied
 
 
+def checksums_of(store: Store, piece: Piece, content: Tensor) -> Checksums:
+    """Return the checksums with which a piece was verified that was read from ``store``. The copy keeps them, so damage
+    after the read is found."""
+    record = store.layout.record(piece.block, piece.kind)
+    first, rest = divmod(piece.start - record.first, record.granule_numel)
+    assert rest == 0, "pieces are whole granules"
+    stop = first + granules_of(piece.stop - piece.start, record.granule_numel)
+    homes, checksums = store.versions.live(piece.block, piece.kind, first, stop)
+    if any(run.home is Home.NOWHERE for run in homes):  # what was never written has no checksums
+        return store.checksums(piece.block, piece.kind, content)
+    return checksums
+
+
 class OverlappedCopies:
     """Copies pieces from store to store through a few buffers of `COPY_BYTES`, so that reads, their checks and writes
     overlap. Leaving its context waits for all I/O, also after an error."""
@@ -380,12 +377,12 @@ class OverlappedCopies:
     def __init__(
         self,
         on_copied: Callable[[int], object],
-        checked: Callable[[Store, Piece, Tensor], Checksums | None] = lambda new, piece, content: None,
+        check: Callable[[Piece, Tensor, Checksums], object] = lambda piece, content, checksums: None,
     ) -> None:
-        """``on_copied`` is called with the bytes of each piece that is written. ``checked`` is called before the write,
-        and may raise. It returns the checksums of the content; with None they are computed on other threads."""
+        """``on_copied`` is called with the bytes of each piece that is written. ``check`` is called before the write,
+        and may raise."""
         self._on_copied = on_copied
-        self._checked = checked
+        self._check = check
         self._free = [mapped_empty(COPY_BYTES) for _ in range(_READS_AHEAD + _WRITES_BEHIND)]
         self._reads: deque[_PieceRead] = deque()
         self._writes: deque[tuple[IoRequest, Tensor, int]] = deque()
@@ -408,7 +405,7 @@ class OverlappedCopies:
         memory = self._free.pop()
         content = piece.in_memory(memory)
         request = old.read(piece.block, piece.kind, piece.start, content)
-        self._reads.append(_PieceRead(request, new, piece, content, memory))
+        self._reads.append(_PieceRead(request, old, new, piece, content, memory))
 
     def finish(self) -> None:
         """Wait until all pieces are written."""
@@ -422,9 +419,11 @@ class OverlappedCopies:
         read = self._reads[0]
         read.request.wait()
         self._reads.popleft()
-        block, kind, start, content = read.piece.block, read.piece.kind, read.piece.start, read.content
-        write = read.new.write(block, kind, start, content, checksums=self._checked(read.new, read.piece, content))
-        self._writes.append((write, read.memory, read.content.nbytes))
+        piece, content = read.piece, read.content
+        checksums = checksums_of(read.old, piece, content)
+        self._check(piece, content, checksums)
+        write = read.new.write(piece.block, piece.kind, piece.start, content, checksums=checksums)
+        self._writes.append((write, read.memory, content.nbytes))
 
     def _finish_oldest(self) -> None:
         write, memory, num_bytes = self._writes[0]
@@ -436,6 +435,7 @@ class OverlappedCopies:
 
 class _PieceRead(NamedTuple):
     request: RecordRead
+    old: Store
     new: Store
     piece: Piece
     content: Tensor
@@ -520,7 +520,9 @@ def pieces_of(records: Sequence[RecordSpec], shards: Sequence[Sequence[RecordSpe
             start = stop
 
 
-def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit]) -> None:
+def _commit(
+    old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit], copied: Sequence[tuple[str, int]]
+) -> None:
     all_facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
     group_id = commits[0].group_id or uuid.uuid4().hex
     chunks = chunks_of_all([store.paths[0].path for store in old], commits[0].facts.get(RUN_ID))
@@ -531,29 +533,10 @@ def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit
             store.agree_on_commits(ImmediateAgreement(group_id))
         store.count_commits_from(commits[0].number)
         journal = journal_of_rank(journals, rank, len(new))
-        facts = commits[rank].facts if len(new) == len(old) else all_facts
-        # With these facts, a run would take the new stores for a draft.
-        facts = {name: fact for name, fact in facts.items() if name not in (RESHARDED_FROM, RESHARDED_STORES)}
+        facts = marked_as_copy(commits[rank].facts if len(new) == len(old) else all_facts, copied)
         store.take_tie_codes([shard.all_tie_codes() for shard in old])
         half_up = any(commit.ties is None for commit in commits)
         store.commit(facts, journal, source.log, model_files=source.model_files, rounds_half_up=half_up)
-
-
-def chunks_of_all(folders: Sequence[str], run_id: str | None) -> bytes | None:
-    """Return the file with the tokens of a chunk that the run has decided, from the first folders of its stores; None
-    if it has decided none."""
-    for folder in folders:
-        with suppress(FileNotFoundError):
-            content = read_whole(os.path.join(folder, CHUNKS_NAME))
-            if json.loads(content).get(RUN_ID) == run_id:  # the file of another run says nothing about this one
-                return content
-    return None
-
-
-def keep_chunks(content: bytes | None, folder: str) -> None:
-    """Write the file of `chunks_of_all` to the first folder of a new store."""
-    if content is not None:
-        replace_durably(os.path.join(folder, CHUNKS_NAME), content)
 
 
 def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
@@ -571,24 +554,3 @@ def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_rank
         elif is_old_rank or match[1] == _EPOCH_RANDOM_STATE:
             journal[f"{match[1]}.pth" if num_ranks == 1 else f"{match[1]}_{rank}.pth"] = content
     return journal
-
-
-def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's facts, with each parameter's number of updates from the rank that owns the parameter, and with
-    the means of Trainer's sums since the last log, because Trainer logs the mean over ranks, and with the rows of
-    experts of all ranks, which count for rank 0."""
-    num_updates: dict[str, int] = {}
-    for facts_of_rank in facts:
-        for name, count in facts_of_rank.get("num_updates", {}).items():
-            num_updates[name] = max(num_updates.get(name, 0), int(count))
-    joined = {**facts[0], **({"num_updates": num_updates} if num_updates else {})}
-    if (routed := RoutedRows.of_all(facts)) is not None:
-        joined[ROUTED_ROWS] = routed.to_fact()
-    sums = [facts_of_rank["trainer"] for facts_of_rank in facts if "trainer" in facts_of_rank]
-    if len(sums) == len(facts):
-        joined["trainer"] = {name: _mean([of_rank[name] for of_rank in sums]) for name in sums[0]}
-    return joined
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return numbers[0] if len({*numbers}) == 1 else sum(numbers) / len(numbers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_lohan.checkpoint.moves import refuse_unfinished_move
+from hf_lohan.checkpoint.generations import is_resumable, stores_of
 from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.files import StorageError, write_failure
 from hf_lohan.files.directories import make_folders
@@ -20,6 +20,7 @@ from hf_lohan.ranks import Links, Ranks
 from hf_lohan.ranks.transport.agreements import newest_common_commit
 from hf_lohan.report.run_data import (
     FOLDER,
+    PATHS_OF_RANKS,
     PRIVATE_FOLDER,
     SETTINGS_NAME,
     STORE_FOLDER,
@@ -27,7 +28,7 @@ from hf_lohan.report.run_data import (
     output_folder,
 )
 from hf_lohan.store import Commit, committed_log, kept_commits
-from hf_lohan.store.rank_folders import rank_folder, ranks_under, shared_directory
+from hf_lohan.store.rank_folders import rank_folder, shared_directory, stores_under
 
 LAST_STEP = "last_step"
 CHECKPOINT_FACTS_NAME = "run.json"
@@ -131,15 +132,14 @@ class _RunFolders:
 
     output_dir: str
     store: str
-    """The default folder of the rank's store."""
+    """The default folder of the run's stores."""
     journal: Path
     """The folder for the journal of the last step."""
 
     @classmethod
     def of_rank(cls, output_dir: str, ranks: Ranks) -> _RunFolders:
-        journal, store = os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP), os.path.join(output_dir, STORE_FOLDER)
-        journal, store = (rank_folder(folder, ranks.rank, ranks.num_ranks) for folder in (journal, store))
-        return cls(output_dir, os.path.realpath(store), Path(journal))
+        journal = rank_folder(os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP), ranks.rank, ranks.num_ranks)
+        return cls(output_dir, os.path.realpath(os.path.join(output_dir, STORE_FOLDER)), Path(journal))
 
 
 def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[str], str | None]) -> None:
@@ -155,24 +155,27 @@ def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[s
     )
 
 
-def store_paths_of(run: str | Path) -> list[str]:
-    """Return the ssd paths of a run, which all its ranks share. ``run`` is its output folder, a folder in that, or the
-    folder of a store. Raises ValueError if no offloaded run wrote there.
+def store_paths_of(run: str | Path) -> list[list[str]]:
+    """Return the ssd paths of a run: one list, which all its ranks share, or one for each rank. ``run`` is its output
+    folder, a folder in that, or the folder of a store. Raises ValueError if no offloaded run wrote there.
 
     If the output folder was moved, a store inside it is still found.
     """
-    if (Path(run) / "manifest.json").is_file():
-        return [str(run)]
+    if stores_under(str(run)):
+        return [[str(run)]]
     folder = output_folder(run, SETTINGS_NAME)
     if folder is None:
         raise no_run_in(run, SETTINGS_NAME)
     file = folder / FOLDER / SETTINGS_NAME
     try:
-        paths = [shared_directory(str(ssd["path"])) for ssd in json.loads(file.read_text())["ssd"]]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        of_ssd = [ssd.get(PATHS_OF_RANKS) or [ssd["path"]] for ssd in json.loads(file.read_text())["ssd"]]
+        lists = [[shared_directory(str(path)) for path in of_rank] for of_rank in zip(*of_ssd, strict=True)]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{file} is damaged ({error}); give the folder of the store itself") from error
-    was_inside = len(paths) == 1 and Path(paths[0]).parts[-len(STORE_FOLDER.parts) :] == STORE_FOLDER.parts
-    return [str(folder / STORE_FOLDER)] if was_inside and (folder / STORE_FOLDER).is_dir() else paths
+    paths = lists[:1] if all(of_rank == lists[0] for of_rank in lists) else lists
+    was_inside = [Path(path).parts[-len(STORE_FOLDER.parts) :] for path in paths[0]] == [STORE_FOLDER.parts]
+    is_inside = len(paths) == 1 and was_inside and (folder / STORE_FOLDER).is_dir()
+    return [[str(folder / STORE_FOLDER)]] if is_inside else paths
 
 
 def last_step(output_dir: str | Path) -> int | None:
@@ -180,25 +183,22 @@ def last_step(output_dir: str | Path) -> int | None:
 
     Changes nothing, and may be called during a run. With several ranks, the result is the newest step that all ranks
     have, and this machine must have access to all stores. Raises `StorageError` or `ForeignStoreError` if a store is
-    damaged, RanksDisagreeError if the ranks have no common step, and ValueError if a store is
-    missing or is being moved.
+    damaged, RanksDisagreeError if the ranks have no common step, and ValueError if a store is missing.
     """
     if not (Path(output_dir) / FOLDER / SETTINGS_NAME).is_file():
         return None
-    paths = store_paths_of(output_dir)
-    refuse_unfinished_move(paths)
-    num_ranks = ranks_under(paths[0])
-    kept = [
-        {(commit.group_id, commit.number): commit for commit in kept_commits(store_paths)}
-        for store_paths in ([rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks))
-    ]
-    commit = kept[0][newest_common_commit([list(commits) for commits in kept])] if all(kept) else None
-    if commit is None or not is_resumable(commit):
+    found = stores_of(store_paths_of(output_dir)).found
+    if found is None or not all(store.commits for store in found.stores.values()):
+        return None
+    folders = found.folders()
+    kept = [{(commit.group_id, commit.number): commit for commit in kept_commits(paths)} for paths in folders]
+    commit = kept[0][newest_common_commit([list(commits) for commits in kept])]
+    if not is_resumable(commit):
         return None
     step = commit.facts.get("global_step")
     if type(step) is not int:
         raise StorageError(
-            f"global_step is {step!r} in the commit in", path=paths[0], advice="resume from a checkpoint"
+            f"global_step is {step!r} in the commit in", path=folders[0][0], advice="resume from a checkpoint"
         )
     return step
 
@@ -252,13 +252,8 @@ def _is_newest(
 
 def _is_of_run(commit: Commit, paths: Sequence[str], folders: _RunFolders) -> bool:
     """Return whether the run in these folders made the commit. Its output folder may have been moved with the store."""
-    is_inside = [os.path.realpath(path) for path in paths] == [folders.store]
+    is_inside = [os.path.realpath(shared_directory(path)) for path in paths] == [folders.store]
     return commit.facts["output_dir"] == os.path.realpath(folders.output_dir) or is_inside
-
-
-def is_resumable(commit: Commit) -> bool:
-    """Return whether a run can resume from the commit, which has a journal and two versions of each record."""
-    return bool(commit.facts.get("is_resumable")) and not commit.is_torn and commit.facts.get("durability") == "step"
 
 
 def _unpack(commit: Commit, log: bytes, folder: Path) -> str:

@@ -8,22 +8,22 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hf_lohan.checkpoint.moves import refuse_unfinished_move
+from hf_lohan.checkpoint.generations import stores_of
 from hf_lohan.checkpoint.resharding import LoggedProgress, newest_common_commits, reshard
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.manifest import rank_of
-from hf_lohan.store.rank_folders import rank_folder, ranks_under, refuse_other_parts
+from hf_lohan.store.rank_folders import refuse_other_parts
 from hf_lohan.wording import times
 
 _PIECE_BYTES = 4 << 20
 
 
-def _ssd_paths(stores: Sequence[str]) -> list[str]:
-    """Return the ssd paths of a run. ``stores`` is its output folder or these paths."""
-    return [str(path) for path in (store_paths_of(stores[0]) if len(stores) == 1 else stores)]
+def _ssd_paths(stores: Sequence[str]) -> list[list[str]]:
+    """Return the ssd paths of a run's ranks. ``stores`` is its output folder, or the paths that all ranks share."""
+    return store_paths_of(stores[0]) if len(stores) == 1 else [[*map(str, stores)]]
 
 
 def _progress(console: Console) -> Progress:
@@ -72,32 +72,29 @@ def reshard_stores(
             f"{times(balanced.num_nodes, 'node')}; "
             + (before if is_same else f"without --balance it would have {balanced.most_before:.2f} times"),
         )
-    if resharded.set_aside and not removes_old:
-        text += f"; the old stores are set aside in {' and '.join(resharded.set_aside)}; you may delete these folders"
-    elif not removes_old:
+    if not removes_old:
         text += (
-            "; the old stores stay. last_step cannot be resumed while both exist: on each ssd path, delete "
-            f"{resharded.old_files} to continue with {times(num_ranks, 'rank')} (--remove-old does this), or "
-            f"{resharded.new_files} to continue as before"
+            "; a run continues from there. The old stores stay: on each ssd path, you may delete "
+            f"{resharded.old_files} (--remove-old does this), or {resharded.new_files} to continue as before"
         )
     _print(Console(), text)
 
 
 def verify_stores(stores: Sequence[str]) -> bool:
     """Check all data that a resume reads, print the result, and return whether every checksum is right. Raises
-    ValueError if nothing is committed, or if stores are being moved."""
+    ValueError if nothing is committed."""
     paths = _ssd_paths(stores)
-    refuse_unfinished_move(paths)
-    num_ranks = ranks_under(paths[0])
+    found = stores_of(paths).found
+    folders = paths if found is None else found.folders()
     console = Console()
     io = IoEngine(num_threads=2, piece_bytes=_PIECE_BYTES, max_inflight_bytes=4 * _PIECE_BYTES)
     try:
         with ExitStack() as stack:
-            opened = []
-            for rank in range(num_ranks):
-                store_paths = [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
-                opened.append(stack.enter_context(Store.open(store_paths, model=None, engine=io)))
-            if rank_of(paths[0]) == (0, 1):  # not the folder of one rank alone
+            opened = [
+                stack.enter_context(Store.open([*map(StorePath, of_rank)], model=None, engine=io, is_read_only=True))
+                for of_rank in folders
+            ]
+            if rank_of(paths[0][0]) == (0, 1):  # not the folder of one rank alone
                 refuse_other_parts(opened)
             return _verify_ranks(opened, console) if opened[1:] else _verify_one(opened[0], console)
     finally:

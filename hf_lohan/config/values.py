@@ -299,7 +299,8 @@ def _ssd_path(entry: object) -> SsdPath:
         case str() | os.PathLike():
             return _given_path(entry)
         case Mapping():
-            refuse_unknown_keys(entry, ("path", "capacity"), what="key of an ssd entry")
+            told = {key: entry[key] for key in entry if key != "paths_of_ranks"}  # a run's `lohan/config.json` has it
+            refuse_unknown_keys(told, ("path", "capacity"), what="key of an ssd entry")
             if "path" in entry:
                 return _given_path(entry["path"], entry.get("capacity", AUTO))
     raise ConfigError(f"ssd: {entry!r} is not allowed; {_EXPECTED_PATHS}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -57,6 +59,8 @@ class Tiers:
     """Moves device memory to and from the SSDs, past host memory. None if everything goes through host memory."""
     row_memory: RowMemory | None = None
     """Memory of the ranks that share rows (`sequence_ranks`). None if a rank has whole rows."""
+    paths_of_ranks: Sequence[Sequence[str]] = ()
+    """The ssd paths of each rank, in the order of the settings."""
 
     @property
     def pools(self) -> tuple[BufferPool, ...]:
@@ -113,6 +117,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         )
         cleanup.callback(io.close)
         paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+        own_paths = json.dumps([ssd.path for ssd in config.ssd]).encode()
         with one_rank_at_a_time(links, "the store"):  # stores may share parent folders
             store = Store.open_or_create(
                 paths,
@@ -156,6 +161,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             transport,
             direct,
             RowMemory(RowLinks(links, config.sequence_ranks), device) if config.sequence_ranks > 1 else None,
+            [json.loads(of_rank) for of_rank in links.all_gather("the ssd paths of each rank", own_paths)],
         )
         cleanup.pop_all()
     _log_tiers(layout, tiers)

@@ -122,7 +122,7 @@ class DataFile:
     Thread-safe. Every failure is a `StorageError` with path and offset.
     """
 
-    def __init__(self, path: str, backend: FileBackend, *, create: bool) -> None:
+    def __init__(self, path: str, backend: FileBackend, *, create: bool, is_read_only: bool = False) -> None:
         self.path = path
         self.is_direct = True
         self._backend = backend
@@ -132,7 +132,8 @@ class DataFile:
         self._unsynced_lock = threading.Lock()
         self._sync_failure: StorageError | None = None
         # A new file must not exist, so that it has zeros and our permissions. An existing file must not be a link.
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW)
+        flags = (os.O_RDONLY if is_read_only else os.O_RDWR) | os.O_CLOEXEC
+        flags |= os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW
         try:
             try:
                 self._fd = backend.open(path, flags | os.O_DIRECT)

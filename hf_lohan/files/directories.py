@@ -32,9 +32,9 @@ class StorePath:
     capacity_bytes: int | None = None
 
 
-def validate_directories(paths: Sequence[StorePath]) -> None:
+def validate_directories(paths: Sequence[StorePath], *, is_read_only: bool = False) -> None:
     """Check the paths before anything is written. Raises ValueError for no path, a repeated path or a negative
-    capacity, and `StorageError` for an unwritable path."""
+    capacity, and, unless ``is_read_only``, `StorageError` for an unwritable path."""
     if not paths:
         raise ValueError("there is no ssd path; give at least one directory")
     seen: set[str] = set()
@@ -45,7 +45,8 @@ def validate_directories(paths: Sequence[StorePath]) -> None:
         if real in seen:
             raise ValueError(f"the ssd path {path.path} occurs twice (as {real}); give every directory once")
         seen.add(real)
-        _require_writable(path.path)
+        if not is_read_only:
+            _require_writable(path.path)
 
 
 def make_directory(path: str) -> None:

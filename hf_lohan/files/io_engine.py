@@ -201,9 +201,9 @@ class IoEngine:
         """Bytes written so far."""
         return self._moved_bytes["write"]
 
-    def open_file(self, path: str, *, create: bool = False) -> DataFile:
+    def open_file(self, path: str, *, create: bool = False, is_read_only: bool = False) -> DataFile:
         """Open a data file for this engine. ``create`` creates it, and raises if it exists."""
-        return DataFile(path, self._backend, create=create)
+        return DataFile(path, self._backend, create=create, is_read_only=is_read_only)
 
     def read(
         self,

@@ -39,13 +39,12 @@ from hf_lohan.huggingface.models.state_dicts import (
     saves_itself,
 )
 from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
-from hf_lohan.huggingface.ranks import gather_number, links_to_other_ranks
+from hf_lohan.huggingface.ranks import gather_number, links_to_other_ranks, stores_here
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import check_same_layers
 from hf_lohan.ranks import check_equal
 from hf_lohan.record import LoopRecord, record_folder
-from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 
 logger = logging.getLogger(__name__)
 
@@ -303,10 +302,8 @@ class Accelerator(OffloadAwareAccelerator):
             )
         if models_engine is not None:
             check_streamed(models_engine, bf16=self._computes_in_bfloat16, moment_dtype="float32")
-            refuse_other_ranks(
-                [shared_directory(path.path) for path in models_engine.tiers.store.paths],
-                models_engine.links.ranks.num_ranks,
-            )
+            links = models_engine.links
+            stores_here(models_engine.config, "", links).refuse_other_ranks(links.ranks.num_ranks)
         return models_engine or self._offload(model, rules)
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.activations import ChunkedHead, chunked_head_of, has_foreign_forward
+from hf_lohan.checkpoint.generations import RunStores
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
@@ -60,12 +61,13 @@ from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffus
 from hf_lohan.huggingface.progress import long_work, show_blocks
 from hf_lohan.huggingface.ranks import (
     StepTimeouts,
+    at_stores,
     check_layout,
     check_one_model,
     check_rank_model,
-    finish_moves_here,
     generate_together,
     links_to_other_ranks,
+    refuse_changed,
 )
 from hf_lohan.huggingface.sequences import check_model_of_rows
 from hf_lohan.model import (
@@ -156,16 +158,17 @@ def offload_model(
     sums_gradients: bool = True,
     rules: Rules | None = None,
     device: Device | None = None,
+    is_beside_others: bool = False,
 ) -> OffloadEngine:
     """Move the weights of a model from memory to the store, and attach an engine to the model. The model then computes
     in `working_dtype` (default: each parameter's dtype). Float32 weights keep their exact values as masters. `rules`
-    returns each parameter's update rule. `device` replaces the device for `torch_device`.
+    returns each parameter's update rule. `device` replaces the device for `torch_device`. `is_beside_others`: see
+    `open_tiers_or_take_over`.
     Raises ValueError, before any weight is changed, if the model, the budgets, the paths or an earlier run there do not
     allow it."""
     device = device or open_device(config, torch_device)
-    given_paths = config.ssd
+    config, found = at_stores(config, default_ssd_path, links_to_other_ranks())
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
-    finish_moves_here(given_paths, config, links_to_other_ranks())
     recompute_without_reentry(model)
     refuse_chunks(model, config)
     config = experts_as_stored(model, config, links_to_other_ranks())
@@ -183,7 +186,7 @@ def offload_model(
     layout = replace(layout, saved_dtypes=dtypes_to_save(layout, config.save_dtype, dtypes_of(model)))
     check_equal_configs(getattr(model, "config", None), links_to_other_ranks())
     check_equal_weights(model.named_parameters(), links_to_other_ranks())
-    tiers = open_tiers_or_take_over(layout, config, device)
+    tiers = open_tiers_or_take_over(layout, config, device, found, is_beside_others=is_beside_others)
     try:
         access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
         drain_model(layout.blocks, access)
@@ -198,13 +201,18 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def open_tiers_or_take_over(
-    layout: OffloadLayout, config: OffloadConfig, device: Device, *, is_beside_others: bool = False
+    layout: OffloadLayout,
+    config: OffloadConfig,
+    device: Device,
+    found: RunStores,
+    *,
+    is_beside_others: bool = False,
 ) -> Tiers:
     """Open the tiers and set up threads and memory. If an engine in this process (such as that of an earlier Trainer in
-    a notebook) has the store open for the same model, close it first. ``is_beside_others``: whether stores of another
-    number of ranks may be there, which this run may continue."""
+    a notebook) has the store open for the same model, close it first. ``found``: what the run finds on its ssd paths.
+    ``is_beside_others``: whether it may have stores of another number of ranks, which this run may continue."""
     assert isinstance(config.cpu_threads, int)
-    check_layout(layout, config, links_to_other_ranks(), is_beside_others=is_beside_others)
+    check_layout(layout, config, found, links_to_other_ranks(), is_beside_others=is_beside_others)
     if layout.model_blocks.experts and config.chunked_layers not in (False, "auto"):
         raise ValueError(
             f"chunked_layers: {config.chunked_layers} would load each expert again for every chunk, because experts "
@@ -219,7 +227,7 @@ def open_tiers_or_take_over(
     set_compute_threads(config.cpu_threads)
     keep_freed_memory()
     try:
-        return open_tiers(layout, config, device, links_to_other_ranks())
+        tiers = open_tiers(layout, config, device, links_to_other_ranks())
     except StoreInUseError:
         assert config.ssd != "auto"
         folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
@@ -232,7 +240,13 @@ def open_tiers_or_take_over(
             )
             engine.close()
         wait_until_closed()  # waits for engines of models that were just deleted
-        return open_tiers(layout, config, device, links_to_other_ranks())
+        tiers = open_tiers(layout, config, device, links_to_other_ranks())
+    try:
+        refuse_changed(found, tiers.links)  # from now on the lock keeps others from resharding
+    except BaseException:
+        tiers.close()
+        raise
+    return tiers
 
 
 def _refuse_a_second_model(config: OffloadConfig) -> None:

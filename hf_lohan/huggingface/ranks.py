@@ -12,8 +12,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -22,15 +23,14 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 from transformers import GenerationMixin, TrainingArguments
 
-from hf_lohan.checkpoint.moves import finish_moves
-from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
-from hf_lohan.checkpoint.reshard_together import reshard_together, set_lost_aside, set_own_left_aside
-from hf_lohan.checkpoint.resharding import LoggedProgress
-from hf_lohan.checkpoint.seen_stores import own_store
+from hf_lohan.checkpoint.generations import RunStores, find_stores
+from hf_lohan.checkpoint.reshard_together import reshard_together
+from hf_lohan.checkpoint.resharding import LoggedProgress, refuse_steps
 from hf_lohan.compat.torch_private import default_process_group_store, prefix_rendezvous, set_collectives_timeout
 from hf_lohan.config import AUTO, OffloadConfig, SsdPath
 from hf_lohan.device import num_gpus
 from hf_lohan.engine import CollectiveReads, ParameterAccess
+from hf_lohan.files import ForeignStoreError
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.equal_runs import check_equal_packages
@@ -40,8 +40,9 @@ from hf_lohan.planning import OffloadLayout
 from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
 from hf_lohan.store import RecordSpec, Store
-from hf_lohan.store.manifest import read_manifest
-from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
+from hf_lohan.store.commits import COMMIT_NAME
+from hf_lohan.store.manifest import rank_of, read_manifest
+from hf_lohan.store.rank_folders import shared_directory
 from hf_lohan.store.store_folders import remove_store
 from hf_lohan.wording import times
 
@@ -235,44 +236,56 @@ def check_parallelism(parallelism: Any) -> None:
             )
 
 
-def other_ranks_of(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Links) -> OtherRanks:
-    """Return what is left of a run with another number of ranks. ``paths`` are the ssd paths that all ranks get, and
-    ``own_paths`` those of this rank's store. All ranks call this together."""
-    return find_other_ranks(_searched(paths, own_paths, links), own_paths, links, launch_id())
+def stores_here(config: OffloadConfig, default_ssd_path: str | os.PathLike[str], links: Links) -> RunStores:
+    """Return what this run finds on the ssd paths of its ``config``. All ranks call this together. Raises the errors of
+    `find_stores`."""
+    given = config.ssd_paths(default_ssd_path)
+    own = [_directory_of(ssd.path, links.ranks) for ssd in rank_paths(given, links.ranks)]
+    searched = [own, *(other for other in directories_of_ranks(given) if {*other} != {*own})]
+    return find_stores(searched, links, launch_id())
 
 
-def finish_moves_here(paths: Sequence[SsdPath] | Literal["auto"], config: OffloadConfig, links: Links) -> None:
-    """Put stores in their places that a killed process has begun to move. This comes before the stores of these ranks
-    are read. ``paths`` are the ssd paths that all ranks get, and ``config`` has those of this rank. All ranks call this
-    together. Raises the errors of `finish_moves`."""
-    assert config.ssd != "auto"
-    finish_moves(_searched(config.ssd if paths == "auto" else paths, [ssd.path for ssd in config.ssd], links), links)
+def _directory_of(path: str, ranks: Ranks) -> str:
+    """Return an ssd path without this rank's folder."""
+    return shared_directory(path) if rank_of(path) == (ranks.rank, ranks.num_ranks) else path
 
 
-def _searched(paths: Sequence[SsdPath], own_paths: Sequence[str], links: Links) -> list[list[str]]:
-    """Return the lists of directories in which ranks of this machine may have stores; that of this rank is first."""
-    own = [*map(shared_directory, own_paths)]
-    given = {os.path.realpath(ssd.path) for ssd in rank_paths(paths, links.ranks)}
-    # A model that was loaded before may have other paths.
-    searched = directories_of_ranks(paths) if given == {*map(os.path.realpath, own_paths)} else []
-    return [own, *(other for other in searched if {*other} != {*own})]
+def at_stores(
+    config: OffloadConfig, default_ssd_path: str | os.PathLike[str], links: Links
+) -> tuple[OffloadConfig, RunStores]:
+    """Return the config with the folders of this rank's store, and what the run has found. All ranks call this
+    together. Raises the errors of `stores_here`."""
+    found = stores_here(config, default_ssd_path, links)
+    folders = found.own_folders(links.ranks.rank, links.ranks.num_ranks)
+    given = config.ssd_paths(default_ssd_path)
+    own = [replace(ssd, path=path, names_ranks=False) for ssd, path in zip(given, folders, strict=True)]
+    return replace(config, ssd=tuple(own)), found
+
+
+def refuse_changed(found: RunStores, links: Links) -> None:
+    """Raise `ForeignStoreError` if another process has made a newer generation since the stores were ``found``, which
+    would then continue in place of this run. All ranks call this together."""
+    if find_stores(found.directories, links, None).generation != found.generation:
+        raise ForeignStoreError(
+            f"the stores in {' and '.join(found.directories[0])} were resharded by another process while this run "
+            "began; start again"
+        )
 
 
 def reshard_for_these_ranks(
-    found: OtherRanks, own: Sequence[SsdPath], links: Links, opened: tuple[Store, Sequence[Block]] | None = None
+    found: RunStores, given: Sequence[SsdPath], links: Links, opened: tuple[Store, Sequence[Block]] | None = None
 ) -> None:
-    """Copy the last step of a run with another number of ranks to new stores of these ranks, in their ``own`` paths,
-    and log it. The old stores stay. ``opened``: this rank's own store and its blocks, if a model was streamed to it.
-    All ranks call this together. Raises the errors of `reshard_together`."""
+    """Copy the last step of a run with another number of ranks to new stores of these ranks, and log it. The old stores
+    stay. ``given`` are the ssd paths of the settings, with capacities. ``opened``: this rank's own store and its
+    blocks, if a model was streamed to it. All ranks call this together. Raises the errors of `reshard_together`."""
     from hf_lohan.huggingface.models.export import described_model  # imports this module
 
     log_once(
         links,
-        f"step {found.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are resharded for "
+        f"step {found.last.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are resharded for "
         f"{times(links.ranks.num_ranks, 'rank')}",
     )
-    capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in own]
-    paths = [ssd.path for ssd in own]
+    capacities = [ssd.capacity if isinstance(ssd.capacity, int) else None for ssd in given]
     progress = LoggedProgress("resharded")
     with contextlib.ExitStack() as line:
 
@@ -284,42 +297,22 @@ def reshard_for_these_ranks(
                 progress.advance(num_bytes, total_bytes)
 
         reshard_together(
-            found, paths, links, lambda store: described_model(store)[1], launch_id(), capacities, opened, on_copied
+            found, links, lambda store: described_model(store)[1], launch_id(), capacities, opened, on_copied
         )
     log_once(links, progress.text())
 
 
-def may_continue_other_ranks(
-    paths: Sequence[SsdPath], layout: OffloadLayout, config: OffloadConfig, links: Links
-) -> bool:
-    """Return whether there are stores of this model by another number of ranks, so that a model that is streamed from a
-    path gets an empty store beside them. `train` decides whether its run continues them. All ranks call this
-    together."""
-    assert config.ssd != "auto"
-    own_paths = [ssd.path for ssd in config.ssd]
-    found = other_ranks_of(paths, own_paths, links)
-    if found.fingerprint not in ("", layout.identity.fingerprint):
-        return False
-    if found.state == "lost" and found.is_of_launch:
-        set_lost_aside(found, links)
-        return False
-    if found.state == "reshardable":
-        set_own_left_aside(found, links)
-        own = own_store(own_paths, links.ranks.rank, links.ranks.num_ranks)
-        with contextlib.ExitStack() as locks:
-            # It is a copy of the stores that are there, which `train` makes again, or what a killed reshard has left.
-            if own is not None and (own.commits or records_in(own_paths) != layout.records):
-                for path in own_paths:
-                    locks.callback(DirectoryLock(path).close)
-                remove_store(own_paths)
-        links.barrier("the copies of the old stores to be removed")
-    return found.state in ("reshardable", "lost") and found.num_ranks != links.ranks.num_ranks
-
-
-def records_in(paths: Sequence[str]) -> tuple[RecordSpec, ...]:
-    """Return the records of the store in ``paths``; none if no store is there."""
+def remove_left_copy(paths: Sequence[str], records: Sequence[RecordSpec]) -> None:
+    """Remove what a killed reshard has left in the folders of this rank's new store, unless the store of ``records``
+    can be made of it."""
     manifest = next(filter(None, map(read_manifest, paths)), None)
-    return () if manifest is None else manifest.layout.records
+    is_committed = any(os.path.lexists(os.path.join(path, COMMIT_NAME)) for path in paths)
+    if is_committed or (manifest is not None and manifest.layout.records != tuple(records)):
+        with contextlib.ExitStack() as locks:
+            for path in paths:
+                locks.callback(DirectoryLock(path).close)
+            refuse_steps(paths)
+            remove_store(paths)
 
 
 def log_once(links: Links, sentence: str) -> None:
@@ -328,19 +321,24 @@ def log_once(links: Links, sentence: str) -> None:
         logger.warning(sentence)
 
 
-def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links, *, is_beside_others: bool = False) -> None:
-    """Raise ValueError if several ranks cannot train the model, or, unless ``is_beside_others``, if the store is for
-    another number of ranks. All ranks call this together. Creates the directories in which each rank makes its own."""
+def check_layout(
+    layout: OffloadLayout, config: OffloadConfig, found: RunStores, links: Links, *, is_beside_others: bool = False
+) -> None:
+    """Raise ValueError if several ranks cannot train the model, or, unless ``is_beside_others``, if the run has
+    ``found`` stores of another number of ranks. All ranks call this together. Creates the directories in which each
+    rank makes its own."""
     num_ranks = links.ranks.num_ranks
     check_sequence_ranks(config.sequence_ranks, links.ranks)
     check_rules(layout.blocks, num_ranks, config.sequence_ranks)
     assert config.ssd != "auto"
-    if not is_beside_others:
-        refuse_other_ranks([shared_directory(ssd.path) for ssd in config.ssd], num_ranks)
-    if num_ranks > 1:
-        for ssd in config.ssd:
+    if not is_beside_others or found.fingerprint not in ("", layout.identity.fingerprint):
+        found.refuse_other_ranks(num_ranks)
+    if found.state in ("reshardable", "lost"):
+        remove_left_copy([ssd.path for ssd in config.ssd], layout.records)
+    for ssd in config.ssd:
+        if shared_directory(ssd.path) != ssd.path:
             make_directory(shared_directory(ssd.path))
-        links.barrier("the directories of the ssd paths to exist")
+    links.barrier("the directories of the ssd paths to exist")
 
 
 def check_one_model(offloaded: Sequence[Any], ranks: Ranks) -> None:

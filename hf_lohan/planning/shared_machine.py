@@ -15,6 +15,7 @@ from hf_lohan.device import Device, available_host_memory_bytes
 from hf_lohan.files.directories import free_bytes, occupied_bytes
 from hf_lohan.ranks import Links, Ranks
 from hf_lohan.store import DATA_NAMES
+from hf_lohan.store.manifest import rank_of
 from hf_lohan.store.rank_folders import rank_folder, shared_directory
 from hf_lohan.threads import usable_cpus
 
@@ -71,8 +72,8 @@ def _filled_in(ssd: SsdPath, local_rank: int, node: int) -> str:
 
 def _folder(ssd: SsdPath, ranks: Ranks) -> str:
     path = _filled_in(ssd, ranks.local_rank, ranks.node)
-    folder = rank_folder(path, ranks.rank, ranks.num_ranks)
-    return path if os.path.basename(path) == os.path.basename(folder) else folder
+    is_own = rank_of(path) == (ranks.rank, ranks.num_ranks)
+    return path if is_own else rank_folder(path, ranks.rank, ranks.num_ranks)
 
 
 def directories_of_ranks(paths: Sequence[SsdPath]) -> list[list[str]]:

@@ -29,12 +29,13 @@ from hf_lohan.record.steps import StepLines, device_memory
 from hf_lohan.report.run_data import (
     CORRECTED_PLAN_NAME,
     FOLDER,
+    PATHS_OF_RANKS,
     PLAN_NAME,
     PRIVATE_FOLDER,
     SETTINGS_NAME,
     SUMMARY_NAME,
 )
-from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.store.rank_folders import rank_folder, shared_directory
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import count, format_bytes
 
@@ -102,8 +103,10 @@ class RunRecord:
         if self._plan is not None and num_steps is not None:
             self._plan.begin_run(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
         settings = self.engine.config.to_dict()
-        for ssd in settings["ssd"]:
-            ssd["path"] = os.path.abspath(ssd["path"])  # the file may be read from other working directories
+        of_ranks = self.engine.tiers.paths_of_ranks
+        if len({tuple(map(shared_directory, paths)) for paths in of_ranks}) > 1:
+            for ssd, paths in zip(settings["ssd"], zip(*of_ranks, strict=False), strict=False):
+                ssd[PATHS_OF_RANKS] = paths
         self._write(SETTINGS_NAME, settings)
         self._write_summary(is_finished=False)
         self._lines.begin_run(folder / FOLDER, step)

@@ -15,6 +15,8 @@ from typing import Any
 FOLDER = Path("lohan")
 SETTINGS_NAME = "config.json"
 """File with the resolved settings."""
+PATHS_OF_RANKS = "paths_of_ranks"
+"""Key of an entry of `ssd` in that file: the path of each rank, if they differ."""
 SUMMARY_NAME = "summary.json"
 """File with the model, hardware, plan and figures of the whole run."""
 PLAN_NAME, CORRECTED_PLAN_NAME = "plan.json", "plan_corrected.json"

@@ -47,12 +47,14 @@ class HomeFiles:
         return cls(layout, files, is_scratch=is_scratch)
 
     @classmethod
-    def open(cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine) -> HomeFiles:
+    def open(
+        cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine, *, is_read_only: bool = False
+    ) -> HomeFiles:
         """Open existing files. Raises `StorageError` if a file is missing or has the wrong size."""
         files: list[DataFile] = []
         try:
             for directory, num_bytes in zip(directories, layout.file_bytes, strict=True):
-                files.append(engine.open_file(os.path.join(directory, name)))
+                files.append(engine.open_file(os.path.join(directory, name), is_read_only=is_read_only))
                 found_bytes = os.stat(files[-1].path).st_size
                 if found_bytes != num_bytes:
                     raise StorageError(

@@ -17,8 +17,8 @@ from hf_lohan.files.durable_file import read_whole, remove_durably
 from hf_lohan.store.layout import RecordSpec, StoreLayout
 
 MANIFEST_NAME = "manifest.json"
-RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
-"""Pattern of the name of one rank's folder in a run of several ranks."""
+RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)(?:\.g([1-9]\d*))?")
+"""Pattern of the name of one rank's folder: its rank, the number of ranks, and the generation if it is not 0."""
 MANIFEST_VERSION = 4
 _OLDEST_VERSION = 3
 """Version 3 does not record the store's rank. Stores of this version are opened, and keep their version."""

@@ -135,18 +135,19 @@ class Store(RecordFiles):
         engine: IoEngine,
         allow_torn: bool = False,
         records: Sequence[RecordSpec] | None = None,
+        is_read_only: bool = False,
     ) -> Store:
         """Open the store in ``paths``, which may be in any order. ``model=None`` accepts any model, and
-        ``records=None`` any records.
+        ``records=None`` any records. ``is_read_only``: the caller only reads, so the file system may be read-only.
 
         Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError` if the
         store exceeds a capacity in ``paths``, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless
         ``allow_torn`` (for callers that write all records anew).
         """
-        validate_directories(paths)
+        validate_directories(paths, is_read_only=is_read_only)
         assemble(paths)  # comes first, because the lock creates a file
         with ExitStack() as held:
-            _lock([path.path for path in paths], held)
+            _lock([path.path for path in paths], held, is_read_only=is_read_only)
             manifest, ordered = assemble(paths)
             directories = [path.path for path in ordered]
             if model is not None:
@@ -154,7 +155,8 @@ class Store(RecordFiles):
             if records is not None:
                 manifest.refuse_other_records(records, directories[0])
             check_sizes(ordered, manifest.home_layouts)
-            remove_scratch(directories)
+            if not is_read_only:
+                remove_scratch(directories)
             committed = committed_in(directories, manifest)
             if committed is not None and committed.is_torn and not allow_torn:
                 checkpoint = committed.facts.get("last_checkpoint") or "a checkpoint"
@@ -164,7 +166,7 @@ class Store(RecordFiles):
                 )
             homes: list[HomeFiles] = []
             for layout, name in zip(manifest.home_layouts, HOME_NAMES, strict=False):
-                homes.append(HomeFiles.open(layout, directories, name, engine))
+                homes.append(HomeFiles.open(layout, directories, name, engine, is_read_only=is_read_only))
                 held.callback(homes[-1].close)
             versions = versions_in(directories, manifest, committed)
             resolved = resolve_capacities(ordered, HOME_NAMES)
@@ -420,6 +422,6 @@ def _durability(num_homes: int) -> Literal["step", "checkpoint"]:
     return "checkpoint" if num_homes == 1 else "step"
 
 
-def _lock(directories: Sequence[str], held: ExitStack) -> None:
+def _lock(directories: Sequence[str], held: ExitStack, *, is_read_only: bool = False) -> None:
     for directory in directories:
-        held.callback(DirectoryLock(directory).close)
+        held.callback(DirectoryLock(directory, is_read_only=is_read_only).close)

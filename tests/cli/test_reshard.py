@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
+from hf_lohan.config import OffloadConfig
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import records_of_rank
@@ -41,13 +43,6 @@ def lohan(*args: object) -> tuple[int, str]:
     return result.exit_code, result.stderr.splitlines()[-1] if result.exit_code == 2 else result.stdout
 
 
-def remove_store(folder: Path) -> None:
-    """Remove the store of the single rank, and keep the stores of several ranks."""
-    for path in folder.iterdir():
-        if not path.name.startswith("rank-"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def content_at(folder: Path) -> tuple[dict[tuple[str, str], bytes], Any]:
     engine = IoEngine(2, 1 << 20, 1 << 22)
     try:
@@ -57,22 +52,26 @@ def content_at(folder: Path) -> tuple[dict[tuple[str, str], bytes], Any]:
         engine.close()
 
 
+def own_facts(commit: Any) -> dict[str, Any]:
+    """Return the facts without those that say of which stores it is a copy."""
+    return {name: fact for name, fact in commit.facts.items() if not name.startswith("cut_from")}
+
+
 def test_a_store_is_cut_for_four_ranks_and_joined_again(run: Path, tmp_path: Path) -> None:
     before, commit = content_at(run / STORE)
     code, output = lohan("reshard", run, "--ranks", 4)
     assert code == 0, output
     assert output.startswith("step 2 of 1 rank is in ") and "rank-3-of-4" in output
-    remove_store(run / STORE)
     whole_bytes = sum(map(len, before.values()))
-    parts = [content_at(run / STORE / f"rank-{rank}-of-4") for rank in range(4)]
+    parts = [content_at(run / STORE / f"rank-{rank}-of-4.g1") for rank in range(4)]
     assert sum(len(content) for part, _ in parts for content in part.values()) == whole_bytes
     assert max(sum(map(len, part.values())) for part, _ in parts) < 0.8 * whole_bytes
     assert len({(own.group_id, own.number) for _, own in parts}) == 1
     assert {own.number for _, own in parts} == {commit.number}
     for rank, (_, own) in enumerate(parts):
-        assert (f"rng_state_{rank}.pth" in own.journal) == (rank == 0) and own.facts == commit.facts
+        assert (f"rng_state_{rank}.pth" in own.journal) == (rank == 0) and own_facts(own) == commit.facts
         assert "trainer_state.json" in own.journal and "optimizer.pt" in own.journal
-    assert lohan("verify", run / STORE / "rank-2-of-4")[0] == 0
+    assert lohan("verify", run / STORE / "rank-2-of-4.g1")[0] == 0
     code, output = lohan("verify", run)
     assert code == 0 and "rank 3 of 4: commit" in output and f"all 4 ranks hold commit {commit.number}" in output
     assert hf_lohan.last_step(run) == 2
@@ -81,12 +80,14 @@ def test_a_store_is_cut_for_four_ranks_and_joined_again(run: Path, tmp_path: Pat
 
     for num_ranks in (2, 1):
         code, output = lohan("reshard", run, "--ranks", num_ranks, "--remove-old")
-        assert code == 0 and "stays" not in output, output
-        assert len(list((run / STORE).glob("rank-*"))) == (num_ranks if num_ranks > 1 else 0)
-    after, again = content_at(run / STORE)
+        assert code == 0 and "stay" not in output, output
+        assert len(list((run / STORE).glob("rank-*"))) == num_ranks
+    after, again = content_at(run / STORE / "rank-0-of-1.g3")
     assert after == before
-    assert (again.number, again.facts, again.journal) == (commit.number, commit.facts, commit.journal)
-    assert lohan("export", run, tmp_path / "out") == (0, f"wrote {tmp_path / 'out'} (step 2)\n")
+    assert (again.number, own_facts(again), again.journal) == (commit.number, commit.facts, commit.journal)
+    for number, given in enumerate((run, run / STORE)):  # also by the ssd path
+        out = tmp_path / f"out-{number}"
+        assert lohan("export", given, out) == (0, f"wrote {out} (step 2)\n")
 
 
 def test_a_resharded_run_resumes_to_the_bit(run: Path, tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_a_resharded_run_resumes_to_the_bit(run: Path, tmp_path: Path) -> None:
     assert lohan("reshard", run, "--ranks", 2, "--remove-old")[0] == 0
     assert lohan("reshard", run, "--ranks", 1, "--remove-old")[0] == 0
     assert train_until(run, NUM_STEPS, resume="last_step") == straight
-    assert content_at(run / STORE)[0] == content_at(tmp_path / "straight" / STORE)[0]
+    assert content_at(run / STORE / "rank-0-of-1.g2")[0] == content_at(tmp_path / "straight" / STORE)[0]
 
 
 def test_shards_have_the_records_of_a_run_with_these_ranks(run: Path) -> None:
@@ -105,7 +106,7 @@ def test_shards_have_the_records_of_a_run_with_these_ranks(run: Path) -> None:
     for block in form.model_blocks.blocks:
         block.cut_for_ranks(3)
     for rank in range(3):
-        paths = [StorePath(str(run / STORE / f"rank-{rank}-of-3"))]
+        paths = [StorePath(str(run / STORE / f"rank-{rank}-of-3.g1"))]
         with Store.open(paths, model=form.identity, engine=engine) as store:
             assert store.records == records_of_rank(form.model_blocks.blocks, rank)
     engine.close()
@@ -123,29 +124,43 @@ def test_an_interrupted_reshard_keeps_the_old_stores(run: Path) -> None:
     with file.open("r+b") as stream:
         stream.write(bytes([first]))
     assert content_at(run / STORE)[0] == before
-    code, output = lohan("reshard", run, "--ranks", 2)
-    assert code == 2 and "is from an interrupted reshard (nothing is committed in" in output
-    assert "delete the folders rank-*-of-2 on each ssd path, and try again" in output
-    with pytest.raises(ValueError, match="holds stores of runs with 1 and 2 ranks") as refused:
-        hf_lohan.last_step(run)
-    files = "the files manifest.json, commit.safetensors, log.jsonl"
-    assert f"the run of 1 rank is complete, with step 2, and consists of {files}" in str(refused.value)
-    assert "the run of 2 ranks is incomplete (nothing is committed in" in str(refused.value)
-    for folder in (run / STORE).glob("rank-*"):
-        shutil.rmtree(folder)
+    assert not [*(run / STORE).glob("rank-*")] and hf_lohan.last_step(run) == 2
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
 
 
-def test_remaining_stores_are_named_with_their_files(run: Path) -> None:
+def test_both_stores_stay_and_the_new_ones_continue(run: Path, tmp_path: Path) -> None:
     code, output = lohan("reshard", run, "--ranks", 2)
-    assert code == 0 and "on each ssd path, delete the files manifest.json, " in output
-    assert (
-        "to continue with 2 ranks (--remove-old does this), or the folders rank-*-of-2 to continue as before" in output
-    )
+    assert code == 0 and "a run continues from there. The old stores stay: on each ssd path, you may " in output
+    assert "delete the files manifest.json, " in output
+    assert "(--remove-old does this), or the folders rank-*-of-2.g1 to continue as before" in output
     code, output = lohan("verify", run)
-    assert code == 2 and "2 ranks is complete, with step 2, and consists of the folders rank-*-of-2" in output, output
-    remove_store(run / STORE)
+    assert code == 0 and "all 2 ranks hold commit" in output
     assert hf_lohan.last_step(run) == 2
+    for folder in (run / STORE).glob("rank-*"):
+        shutil.rmtree(folder)
+    assert lohan("export", run, tmp_path / "out")[0] == 0
+
+
+def test_stores_of_ranks_with_paths_of_their_own_are_found(run: Path, tmp_path: Path) -> None:
+    """As with `{local_rank}` in a path. A run writes the paths of all ranks to its settings."""
+    assert lohan("reshard", run, "--ranks", 2, "--remove-old")[0] == 0
+    config, drives = run / "lohan" / "config.json", [tmp_path / f"drive-{rank}" for rank in range(2)]
+    settings = json.loads(config.read_text())
+    for rank, drive in enumerate(drives):
+        shutil.move(run / STORE / f"rank-{rank}-of-2.g1", drive / f"rank-{rank}-of-2.g1")
+    paths = [str(drive / f"rank-{rank}-of-2") for rank, drive in enumerate(drives)]
+    settings["ssd"] = [{"path": paths[0], "capacity": "auto", "paths_of_ranks": paths}]
+    config.write_text(json.dumps(settings))
+    OffloadConfig.load({"ssd": settings["ssd"]})
+    assert hf_lohan.last_step(run) == 2
+    code, output = lohan("verify", run)
+    assert code == 0 and "all 2 ranks hold" in output
+    assert lohan("reshard", run, "--ranks", 3)[0] == 0
+    assert [path.parent.name for path in sorted(tmp_path.glob("drive-*/*.g2"))] == ["drive-0", "drive-0", "drive-1"]
+    assert lohan("verify", run)[0] == 0 and hf_lohan.last_step(run) == 2
+    shutil.rmtree(drives[1])
+    code, output = lohan("verify", run)
+    assert code == 2 and f"is not under {drives[0]} or {drives[1]}; copy the folders of all machines there" in output
 
 
 def test_bad_input_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
@@ -161,7 +176,8 @@ def test_bad_input_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
     paths = tmp_path / "empty", tmp_path / "other"
     assert "has neither a store nor stores of ranks" in refused(*paths, "--ranks", 2)
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
-    assert "stores of runs with 1 and 2 ranks, and only one of these runs can continue" in refused(run, "--ranks", 3)
-    remove_store(run / STORE)
-    shutil.rmtree(run / STORE / "rank-1-of-2")
+    assert "already has a store of a run with 2 ranks, which continues" in refused(run, "--ranks", 2)
+    for name in ("rank-1-of-2.g1", "manifest.json"):
+        path = run / STORE / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert "the store of rank 1 of 2 is not under" in refused(run, "--ranks", 3)

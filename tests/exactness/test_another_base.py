@@ -147,14 +147,14 @@ def test_a_streamed_base_other_than_that_of_another_number_of_ranks_is_refused(
     """The old stores stay, and the run goes on over its own base."""
     interrupt(over_path(bases / "run", bases / "base", quantize, InterruptAfter(3)))
     store = bases / "run" / "_lohan" / "store"
-    reshard([str(store)], 2, form_of=form_of, removes_old=True)
+    reshard([[str(store)]], 2, form_of=form_of, removes_old=True)
     before = {path: path.read_bytes() for path in store.glob("rank-*/*.safetensors")}
     assert before
     trainer = over_path(bases / "run", bases / "other", quantize)
     with pytest.raises(ForeignStoreError) as caught:
         trainer.train(resume_from_checkpoint="last_step")
     message = str(caught.value)
-    assert message.startswith(f"{store}/rank-0-of-2 holds the steps of a run over another base: its frozen weights")
+    assert message.startswith(f"{store}/rank-0-of-2.g1 holds the steps of a run over another base: its frozen weights")
     assert f"first in base_model.model.{CHANGED}; load the base of that run to go on from there" in message
     assert trainer.offload_engine.is_closed, "its store may have weights of both bases"
     assert {path: path.read_bytes() for path in store.glob("rank-*/*.safetensors")} == before

@@ -98,7 +98,7 @@ def test_killed_while_expert_updates_are_pending(undisturbed: Undisturbed, tmp_p
     """The commit records the missed steps, so that another process can apply them."""
     run = run_in(tmp_path, Run(family="qwen3_moe", num_steps=9, save_steps=6))
     kill_after(run, num_steps=5)
-    commit = last_commit(store_paths_of(run.output_dir))
+    commit = last_commit(store_paths_of(run.output_dir)[0])
     assert commit is not None and MISSED_STEPS_NAME in commit.journal
     check_against(run, undisturbed)
 

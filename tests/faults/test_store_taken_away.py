@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from processes import Child, finish, run_in
 from runs import FAILED, TERMINATED, Mishap, Outcome, Run, assert_same, read_outcome
+from short_runs import train_until
 from small_file_system import MIB, make_read_only, make_writable, small_file_system
+from typer.testing import CliRunner
 
 import hf_lohan
+from hf_lohan.cli import app
 
 RUN = Run(num_steps=8)
 NUM_STEPS_BEFORE = 4
@@ -100,6 +105,36 @@ def test_read_only(what: str, undisturbed: Callable[[Run], Outcome], tmp_path: P
         make_writable(disk)
         finish(run)
         assert_same(read_outcome(tmp_path), undisturbed(RUN))
+
+
+@pytest.mark.parametrize("what", ["as a run left it", "a copy without its lock", "after a kill", "in use"])
+def test_a_read_only_store_is_verified_and_exported(what: str, tmp_path: Path) -> None:
+    """Such as a backup or a snapshot. A lock that another process holds through another mount still counts."""
+
+    def lohan(*args: object) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [*map(str, args)])
+        return result.exit_code, result.stdout + result.stderr
+
+    with small_file_system(tmp_path, 64 * MIB) as disk, ExitStack() as held:
+        train_until(disk / "run", 2)
+        store = disk / "run" / "_lohan" / "store"
+        if what == "a copy without its lock":
+            (store / "lock").unlink()
+        elif what == "after a kill":
+            (store / "gradients.bin").write_bytes(b"spilled")
+        make_read_only(disk)
+        if what == "in use":
+            other = held.enter_context((store / "lock").open())
+            fcntl.flock(other, fcntl.LOCK_EX)
+            assert "is in use by process" in lohan("verify", disk / "run")[1]
+            return
+        before = sorted(store.iterdir())
+        code, output = lohan("verify", disk / "run")
+        assert code == 0 and "every checksum is right" in output, output
+        assert lohan("export", disk / "run", tmp_path / "exported")[0] == 0
+        assert sorted(store.iterdir()) == before
+        code, output = lohan("reshard", disk / "run", "--ranks", 2)
+        assert code != 0 and "Read-only file system" in output, output
 
 
 def test_two_processes_on_one_store(undisturbed: Callable[[Run], Outcome], tmp_path: Path) -> None:

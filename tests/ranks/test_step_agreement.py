@@ -139,10 +139,15 @@ def test_a_rank_in_another_exchange_is_named_while_others_wait_for_its_gradients
 
 
 def train_differently(
-    folder: Path, between: Callable[[OffloadEngine, int, int], bool], *, num_steps: int = 4
+    folder: Path,
+    between: Callable[[OffloadEngine, int, int], bool] = lambda engine, rank, step: True,
+    *,
+    num_steps: int = 4,
+    zeroing_rank: int = -1,
+    uses_head: Callable[[int], bool] = lambda step: True,
 ) -> Sequence[Outcome[list[Tensor]]]:
     """Train two ranks. They call `between` with the engine, rank and step when the norm is known, and step() if it
-    returns True."""
+    returns True. ``zeroing_rank`` calls zero_grad(set_to_none=False)."""
 
     def run(links: Links) -> list[Tensor]:
         rank = links.ranks.rank
@@ -154,11 +159,12 @@ def train_differently(
         try:
             optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
             for step in range(num_steps):
-                model(**tiny_batch(seed=rank + 2 * step)).loss.backward()
+                output = model(**tiny_batch(seed=rank + 2 * step), output_hidden_states=True)
+                (output.loss if uses_head(step) else output.hidden_states[-1].square().mean()).backward()
                 engine.clip_grad_norm(1.0)
                 if between(engine, rank, step):
                     optimizer.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=rank != zeroing_rank)
             return [engine.parameters.read_parameter(name) for name, _ in model.named_parameters()]
         finally:
             engine.close()
@@ -174,6 +180,19 @@ def disagreement(outcomes: Sequence[Outcome[list[Tensor]]]) -> str:
     texts = [str(outcome.error) for outcome in outcomes if isinstance(outcome.error, RanksDisagreeError)]
     assert texts, "no rank knows the cause"
     return texts[0]
+
+
+@pytest.mark.parametrize("zeroing_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_gradients_that_one_rank_sets_to_zeros_change_no_number(zeroing_rank: int, tmp_path: Path) -> None:
+    """With torch, that rank alone would move a weight that no rank uses. Here it names the weight, and ends the run."""
+    expected = train_differently(tmp_path / "none", num_steps=3)
+    found = train_differently(tmp_path / "zeros", num_steps=3, zeroing_rank=zeroing_rank)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours.result, theirs.result))
+    outcomes = train_differently(tmp_path / "unused", zeroing_rank=zeroing_rank, uses_head=lambda step: step < 2)
+    error, other = outcomes[zeroing_rank].error, outcomes[1 - zeroing_rank].error
+    assert isinstance(error, ValueError) and str(error).startswith("lm_head.weight (1 of ")
+    assert isinstance(other, RankFailedError) and f"rank {zeroing_rank}" in str(other)
 
 
 def change_lr(engine: OffloadEngine) -> None:

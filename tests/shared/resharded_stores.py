@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 from short_runs import train_until
 
-from hf_lohan.checkpoint.other_ranks import OtherRanks, find_other_ranks
-from hf_lohan.checkpoint.reshard_together import reshard_together, set_left_over_aside
+from hf_lohan.checkpoint.generations import RunStores, find_stores
+from hf_lohan.checkpoint.reshard_together import reshard_together
 from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.ranks import Links
 from hf_lohan.store import Commit, Store
-from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.store.commits import ImmediateAgreement
+from hf_lohan.store.rank_folders import rank_folder, stores_under
 from hf_lohan.testing.stored_state import Content, content_of
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -51,24 +52,29 @@ def run(stopped_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped_run, tmp_path / "run"))
 
 
-def find(links: Links, sees: Sequence[Path], launch: str | None = None) -> tuple[OtherRanks, list[str]]:
-    own = [rank_folder(str(sees[0]), links.ranks.rank, links.ranks.num_ranks)]
-    return find_other_ranks([[str(directory)] for directory in sees], own, links, launch), own
+def find(links: Links, sees: Sequence[Path], launch: str | None = None) -> tuple[RunStores, list[str]]:
+    """Return what a rank finds, and the folders of its store."""
+    found = find_stores([[str(directory)] for directory in sees], links, launch)
+    return found, found.own_folders(links.ranks.rank, links.ranks.num_ranks)
 
 
-def reshard_to(num_ranks: int, sees: Sees, *, sets_aside: bool = True) -> list[Any]:
+def reshard_to(num_ranks: int, sees: Sees) -> list[tuple[RunStores, int]]:
     """Reshard on ranks that are threads. Returns what each rank found, and its sent bytes."""
 
-    def on_rank(links: Links) -> tuple[OtherRanks, int]:
-        found, own = find(links, sees(links.ranks.rank))
-        assert found.state in ("reshardable", "resharded"), found
+    def on_rank(links: Links) -> tuple[RunStores, int]:
+        found, _ = find(links, sees(links.ranks.rank))
+        assert found.state in ("reshardable", "own"), found
         if found.state == "reshardable":
-            reshard_together(found, own, links, form_of, None)
-        if sets_aside:
-            set_left_over_aside(found, own, links, is_open=False)
+            reshard_together(found, links, form_of, None)
         return found, links.sent_bytes["weights"]
 
     return run_ranks(num_ranks, on_rank)
+
+
+def newest_folder(directory: Path, rank: int, num_ranks: int) -> Path:
+    """Return the folder of a rank's store in the newest generation with stores of so many ranks."""
+    generations = [generation for generation, num in stores_under(str(directory)) if num == num_ranks]
+    return Path(rank_folder(str(directory), rank, num_ranks, max(generations)))
 
 
 def content_at(folder: Path) -> tuple[Content, Commit]:
@@ -83,7 +89,7 @@ def content_at(folder: Path) -> tuple[Content, Commit]:
 
 def contents_of_rank(directory: Path, rank: int, num_ranks: int) -> tuple[Content, Any]:
     """Return the content of a rank's store, and what its commit says except where it was resharded from."""
-    content, commit = content_at(Path(rank_folder(str(directory), rank, num_ranks)))
+    content, commit = content_at(newest_folder(directory, rank, num_ranks))
     facts = {name: fact for name, fact in commit.facts.items() if not name.startswith("cut_from")}
     return content, (commit.number, commit.journal, facts, commit.model_files)
 
@@ -95,7 +101,7 @@ def contents(directory: Path, num_ranks: int) -> list[tuple[Content, Any]]:
 def resharded(run: Path, copy: Path, num_ranks: int) -> list[tuple[Content, Any]]:
     """Return the stores that `lohan reshard` makes of a copy of a run."""
     shutil.copytree(run, copy)
-    reshard([str(copy / STORE)], num_ranks, form_of=form_of, removes_old=True)
+    reshard([[str(copy / STORE)]], num_ranks, form_of=form_of, removes_old=True)
     return contents(copy / STORE, num_ranks)
 
 
@@ -133,3 +139,29 @@ def in_child(action: Callable[[], object], *, dies_at: int | None) -> int:
     told = os.read(reader, 100)
     os.close(reader)
     return int(told or 0)
+
+
+def goes_on(store: Path, num_ranks: int, step: int, ranks: Sequence[int] | None = None) -> None:
+    """Commit another step in each rank's newest store."""
+    io = IoEngine(1, 1 << 20, 1 << 22)
+    for rank in range(num_ranks) if ranks is None else ranks:
+        path = StorePath(str(newest_folder(store, rank, num_ranks)))
+        with Store.open([path], model=None, engine=io) as opened:
+            last = opened.committed
+            assert last is not None
+            if num_ranks > 1:
+                opened.agree_on_commits(ImmediateAgreement(last.group_id, keeps_previous=True))
+            facts = {name: fact for name, fact in last.facts.items() if not name.startswith("cut_from")}
+            opened.commit({**facts, "global_step": step}, last.journal, opened.log, model_files=opened.model_files)
+    io.close()
+
+
+def remove_newest(store: Path, rank: int, num_ranks: int) -> None:
+    """Remove a rank's newest store, as if its drive was gone."""
+    shutil.rmtree(newest_folder(store, rank, num_ranks))
+
+
+def without_generation(store: Path, num_ranks: int) -> None:
+    """Give the newest stores of so many ranks the names that older versions gave them."""
+    for rank in range(num_ranks):
+        newest_folder(store, rank, num_ranks).rename(rank_folder(str(store), rank, num_ranks))

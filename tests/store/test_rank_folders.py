@@ -9,7 +9,7 @@ import pytest
 
 from hf_lohan.files import ForeignStoreError, IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store, last_commit
-from hf_lohan.store.rank_folders import rank_folder, refuse_other_ranks, stores_under
+from hf_lohan.store.rank_folders import files_of, rank_folder, shared_directory, stores_under
 
 pytestmark = pytest.mark.storm
 
@@ -18,40 +18,25 @@ def make(folder: str, records: list[RecordSpec], model: ModelIdentity, engine: I
     Store.create([StorePath(folder)], records, model=model, engine=engine).close()
 
 
-def test_a_single_rank_uses_the_directory_itself() -> None:
-    assert rank_folder("/drive/store", 0, 1) == "/drive/store"
-    assert rank_folder("/drive/store", 2, 4) == "/drive/store/rank-2-of-4"
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_another_number_of_ranks_is_refused(
-    num_ranks: int, tmp_path: Path, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine
+def test_stores_are_listed_by_generation_and_number_of_ranks(
+    tmp_path: Path, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine
 ) -> None:
-    directory = str(tmp_path / "store")
-    refuse_other_ranks([directory], num_ranks)  # no store exists yet
-    for rank in range(num_ranks):
-        make(rank_folder(directory, rank, num_ranks), records, model, engine)
-        refuse_other_ranks([directory], num_ranks)
-    assert [rank for rank, _ in stores_under(directory)[num_ranks]] == list(range(num_ranks))
-    stored_ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    with pytest.raises(
-        ForeignStoreError, match=rf"of a run with {stored_ranks}, and this run has 4 ranks; .* lohan reshard"
-    ):
-        refuse_other_ranks([directory], 4)
-    make(rank_folder(directory, 0, 4), records, model, engine)
-    with pytest.raises(ForeignStoreError, match="resume_from_checkpoint=True"):  # its own store has no commit
-        refuse_other_ranks([directory], 4)
-    with Store.open([StorePath(rank_folder(directory, 0, 4))], model=model, engine=engine) as store:
-        store.commit()
-    refuse_other_ranks([directory], 4)
+    directory = str(tmp_path)
+    for key in ((0, 1, 0), (0, 2, 0), (1, 2, 0), (0, 1, 2), (1, 2, 12)):
+        assert shared_directory(rank_folder(directory, *key)) == directory
+        make(rank_folder(directory, *key), records, model, engine)
+    assert stores_under(directory) == {(0, 1): [0], (0, 2): [0, 1], (2, 1): [0], (12, 2): [1]}
+    assert files_of(directory, 2, 12) == "the folders rank-*-of-2.g12"
+    assert files_of(directory, 1, 0).startswith("the files manifest.json, records-0.bin")
 
 
 def test_folders_without_a_store_are_ignored(tmp_path: Path) -> None:
-    (tmp_path / "rank-0-of-2").mkdir()
-    (tmp_path / "rank-0-of-2-old").mkdir()
+    for name in ("rank-0-of-2", "rank-0-of-2-old", "rank-0-of-2.g0", "rank-0-of-2.g01", "rank-2-of-2", "rank-0-of-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    (tmp_path / "rank-0-of-2" / "manifest.json").unlink()
     (tmp_path / "records").touch()
     assert stores_under(str(tmp_path)) == {}
-    refuse_other_ranks([str(tmp_path)], 3)
 
 
 def test_a_store_in_the_folder_of_another_rank_is_refused(

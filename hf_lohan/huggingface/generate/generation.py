@@ -36,7 +36,7 @@ from hf_lohan.huggingface.models.loading import (
 from hf_lohan.huggingface.models.packed_checkpoints import packed_checkpoint
 from hf_lohan.huggingface.models.quantized_checkpoints import quantization_of, quantized_checkpoint
 from hf_lohan.huggingface.models.weightless_model import model_class_of, weightless_model
-from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.huggingface.ranks import at_stores, links_to_other_ranks
 from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, forward_without_values, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
@@ -101,6 +101,7 @@ def load_for_generation(
     links = links_to_other_ranks()
     config = settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
+    config, found = at_stores(config, default_ssd_path, links)
     config = replace(
         resolved_here(config, device, default_ssd_path, links),
         activations="keep",
@@ -152,7 +153,7 @@ def load_for_generation(
     checkpoint.fetch_weights(layout.records, config, links)
     check_equal_checkpoints(checkpoint.folder, links, model_config)
     fingerprint = _fingerprint(checkpoint.folder, wanted_dtype)
-    tiers = open_tiers_or_take_over(layout, config, device)
+    tiers = open_tiers_or_take_over(layout, config, device, found)
     try:
         is_stored = all_agree(links, "the weights are in the store", _is_in_store(tiers.store, fingerprint))
         if is_stored and _take_buffers(skeleton, tiers.store):

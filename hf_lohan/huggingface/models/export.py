@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load, load_file
 from torch import nn
 
+from hf_lohan.checkpoint.generations import stores_of
 from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, MODEL_FORMAT_VERSION
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.checkpoint.whole_folder import check_new_folder, unfinished_checkpoint
@@ -29,7 +30,6 @@ from hf_lohan.model import StoredForm, base_of, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.planner import Quantization
 from hf_lohan.store import Store
-from hf_lohan.store.rank_folders import ranks_under
 from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, UpToDateRecords
 
 _BUFFER_BYTES = 4 << 20
@@ -52,10 +52,12 @@ def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int |
     check_new_folder(out)
     keep_from_others()
     paths = store_paths_of(run)
-    refuse_stores_of_ranks(ranks_under(paths[0]), paths[0], run)
+    found = stores_of(paths).found
+    refuse_stores_of_ranks(0 if found is None else found.num_ranks, paths[0][0], run)
+    folders = paths[0] if found is None else found.folders()[0]
     io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
     try:
-        with Store.open([StorePath(path) for path in paths], model=None, engine=io) as store:
+        with Store.open([*map(StorePath, folders)], model=None, engine=io, is_read_only=True) as store:
             if store.committed is None:
                 raise ValueError(f"nothing is committed in {store.paths[0].path}; there is no model to export")
             target = Path(os.path.abspath(out))

@@ -64,7 +64,7 @@ from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself
 from hf_lohan.huggingface.models.weightless_model import config_as_tied, model_class_of, ties_weights
 from hf_lohan.huggingface.optimizers import make_optimizer_choice
 from hf_lohan.huggingface.progress import advance, long_work
-from hf_lohan.huggingface.ranks import finish_moves_here, links_to_other_ranks, may_continue_other_ranks
+from hf_lohan.huggingface.ranks import at_stores, links_to_other_ranks
 from hf_lohan.model import experts_as_stored, has_adapters, kept_in_float32, owners_as_stored
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -238,9 +238,8 @@ def from_pretrained(
     # A Trainer passes its own configuration, or a part of that configuration.
     config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
-    given_paths = config.ssd_paths(default_ssd_path)
+    config, found = at_stores(config, default_ssd_path, links_to_other_ranks())
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
-    finish_moves_here(given_paths, config, links_to_other_ranks())
     checkpoint = Checkpoint.open(path, kwargs)
     model_config = checkpoint.take_config(kwargs)
     model_class = model_class or model_class_of(model_config, checkpoint.code)
@@ -300,8 +299,7 @@ def from_pretrained(
     checkpoint.fetch_weights(layout.records, config, links_to_other_ranks())
     check_safetensors(checkpoint.folder)
     check_equal_checkpoints(checkpoint.folder, links_to_other_ranks(), own_config)
-    is_beside_others = is_trained and may_continue_other_ranks(given_paths, layout, config, links_to_other_ranks())
-    tiers = open_tiers_or_take_over(layout, config, device, is_beside_others=is_beside_others)
+    tiers = open_tiers_or_take_over(layout, config, device, found, is_beside_others=is_trained)
     try:
         access = ParameterAccess.to_load(tiers.store, layout.blocks, tiers.states, tiers.links)
         if quantized is not None and bf16 and dtype == "auto":

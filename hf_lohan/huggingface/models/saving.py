@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_lohan.absent import parameter_behind
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
+from hf_lohan.compat.torch_private import without_hooks
 from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversion, saved_by
 from hf_lohan.compat.transformers_private import config_saved_with
 from hf_lohan.config.offload_config import SaveDtype
@@ -244,7 +245,7 @@ def save_from_store(
             raise ValueError(f"save_pretrained({name}={kwargs[name]!r}) is not supported under offload; {advice}")
     if saves_adapters(model):
         adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
-        with torch.no_grad():  # PEFT runs its prompt encoders
+        with without_hooks(model):  # PEFT runs its prompt encoders, and without gradients LSTM has other kernels
             state_dict = _adapter_state_dict(stored_model, given, adapters, embeddings)
             return stock(model, save_directory, state_dict=state_dict, **kwargs)
     dtype = dtype_of_config(model, StoredWeights(stored_model))

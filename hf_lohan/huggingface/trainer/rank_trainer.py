@@ -6,7 +6,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,11 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_lohan.checkpoint.other_ranks import OtherRanks
-from hf_lohan.checkpoint.reshard_together import set_left_over_aside, set_lost_aside
+from hf_lohan.checkpoint.generations import RunStores
 from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, newest_checkpoint, point_of_attempt
-from hf_lohan.checkpoint.seen_stores import own_store
 from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.files import ForeignStoreError, StorageError
+from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface.models.saving import StoredModel, saving_to
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import (
@@ -29,14 +28,14 @@ from hf_lohan.huggingface.ranks import (
     links_to_other_ranks,
     log_once,
     num_restarts,
-    other_ranks_of,
     reshard_for_these_ranks,
+    stores_here,
 )
 from hf_lohan.huggingface.sequences import ROWS, check_trainer_of_rows, own_parts, sharing_rows
 from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 from hf_lohan.report.run_data import STORE_FOLDER
-from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
+from hf_lohan.store.rank_folders import shared_directory
 from hf_lohan.wording import times
 
 if TYPE_CHECKING:
@@ -55,8 +54,8 @@ class RankTrainerMixin(_TrainerBase):
     model: Any
     _offload_config: OffloadConfig | None
 
-    _left_over: OtherRanks | None = None
-    """Stores of another number of ranks that this run no longer needs."""
+    _found: RunStores
+    """What the last `train` has found on the ssd paths."""
 
     if TYPE_CHECKING:
 
@@ -102,99 +101,87 @@ class RankTrainerMixin(_TrainerBase):
         return super()._finalize_training(*args, **kwargs)
 
     def _wait_for_store_paths(self) -> list[str]:
-        """Wait for the store's last commit, and return its ssd paths."""
+        """Wait for the store's last commit, and return the folders of this rank's store."""
         engine = self.offload_engine
         if engine is not None:
             engine.wait_for_updates()
             return [path.path for path in engine.tiers.store.paths]
-        return [path.path for path in rank_paths(self._given_ssd_paths(), self._links.ranks)]
+        return self._found.own_folders(self._links.ranks.rank, self._links.ranks.num_ranks)
 
-    def _given_ssd_paths(self) -> tuple[SsdPath, ...]:
-        """Return the ssd paths that all ranks get."""
-        assert self._offload_config is not None
-        return self._offload_config.ssd_paths(Path(self.args.output_dir) / STORE_FOLDER)
+    def _stores_here(self) -> RunStores:
+        """Return what this run finds on its ssd paths, or on those of the model if it was loaded to others."""
+        config, default = self._offload_config, Path(self.args.output_dir) / STORE_FOLDER
+        assert config is not None
+        if self.offload_engine is not None:
+            given = rank_paths(config.ssd_paths(default), self._links.ranks)
+            own = self._wait_for_store_paths()
+            if {_real_directory(path) for path in own} != {_real_directory(ssd.path) for ssd in given}:
+                config = replace(config, ssd=tuple(map(SsdPath, own)))
+        return stores_here(config, default, self._links)
 
     def _asked_of_ranks(self, asked: str | bool | None) -> str | bool | None:
         """Return what to resume from, for ``asked``, the argument of `train`. A restarted attempt continues where the
         failed one ended, if the script does not ask for something else. If the last step was committed by another
         number of ranks, its stores are resharded first; if a part of them is gone, this returns a checkpoint."""
-        self._left_over = None
-        if asked not in (True, LAST_STEP) and launch_id() is None and self.offload_engine is None:
-            self._refuse_draft()
-            return asked  # a store of another number of ranks is refused when it is opened
-        own_paths = self._wait_for_store_paths()
-        found = other_ranks_of(self._given_ssd_paths(), own_paths, self._links)
-        output_dir = self.args.output_dir
-        if not found.is_of_run(output_dir, os.path.join(output_dir, STORE_FOLDER)):
-            self._refuse_stores_beside(own_paths, found.output_dir)
-            return self._asked_after_restart(asked)
-        is_last_step = asked is True or asked == LAST_STEP or (not asked and found.is_of_launch)
-        if not is_last_step and found.state in ("resharded", "reshardable"):
-            raise self._would_overwrite(found.step, found.num_ranks)
-        if is_last_step and found.state == "lost":
-            return self._asked_after_restart(self._checkpoint_after_loss(asked, found))
-        if is_last_step and found.state == "reshardable":
-            capacities = rank_paths(self._given_ssd_paths(), self._links.ranks)
-            is_given = [ssd.path for ssd in capacities] == [*own_paths]
-            engine = self.offload_engine
-            opened = None if engine is None else (engine.tiers.store, engine.layout.blocks)
-            paths = capacities if is_given else [*map(SsdPath, own_paths)]
-            try:
-                reshard_for_these_ranks(found, paths, self._links, opened)
-            except BaseException:
-                if engine is not None:  # its store may have weights of both models
-                    engine.commits.leave_to_journal()
-                    engine.close()
-                raise
-        if is_last_step or found.state == "nothing":
-            self._left_over = found
-        if is_last_step and found.state != "nothing":
-            return asked or LAST_STEP
-        self._refuse_stores_beside(own_paths)
-        return self._asked_after_restart(asked)
-
-    def _refuse_stores_beside(self, own_paths: Sequence[str], other_run: str = "") -> None:
-        """Raise `ForeignStoreError` if a model was streamed to an empty store beside those of another number of ranks,
-        which this run does not continue. ``other_run`` is the output folder of their run, if it is another one."""
-        if self.offload_engine is None and not other_run:
-            return  # they are refused when the store is opened
-        directories = [*map(shared_directory, own_paths)]
-        try:
-            refuse_other_ranks(directories, self._links.ranks.num_ranks)
-        except ForeignStoreError as error:
-            if not other_run:
-                raise
+        found = self._found = self._stores_here()
+        output_dir, num_ranks = self.args.output_dir, self._links.ranks.num_ranks
+        own = found.own_folders(self._links.ranks.rank, num_ranks)
+        if {*map(os.path.realpath, self._wait_for_store_paths())} != {*map(os.path.realpath, own)}:
             raise ForeignStoreError(
-                f"{' and '.join(directories)} has steps of the run in {other_run}, which had another number of ranks, "
-                f"and this run's output_dir is {os.path.realpath(self.args.output_dir)}; use the same output_dir, or "
-                "give this run another ssd path"
-            ) from error
+                f"the stores in {' and '.join(found.directories[0])} were resharded after the model was loaded; load "
+                "it again"
+            )
+        is_of_run = found.is_of_run(output_dir, os.path.join(output_dir, STORE_FOLDER))
+        if not is_of_run and found.num_ranks != num_ranks:
+            raise ForeignStoreError(
+                f"{' and '.join(found.directories[0])} has steps of the run in {found.last.output_dir}, which had "
+                f"another number of ranks, and this run's output_dir is {os.path.realpath(output_dir)}; use the same "
+                "output_dir, or give this run another ssd path"
+            )
+        is_copy = found.state == "own" and found.last.resharded_from is not None
+        is_last_step = asked is True or asked == LAST_STEP or (not asked and found.is_of_launch)
+        if not is_last_step:
+            found.refuse_other_ranks(num_ranks)
+        if not is_last_step and is_copy:
+            raise ValueError(
+                f"the stores in {' and '.join(self._wait_for_store_paths())} have step {found.last.step} of "
+                f"{times(found.last.resharded_from or 0, 'rank')}, and this run would overwrite it; pass "
+                f'resume_from_checkpoint="{LAST_STEP}" to continue from it, or give this run another output_dir or '
+                "ssd path"
+            )
+        if not (is_last_step and is_of_run):
+            return self._asked_after_restart(asked)
+        if found.state == "lost":
+            return self._asked_after_restart(self._checkpoint_after_loss(asked))
+        if found.state == "reshardable":
+            self._reshard()
+        if folders := found.may_delete(self._links.ranks.rank):
+            logger.warning("no run needs the stores in %s any more; you may delete them", folders)
+        return asked or LAST_STEP if is_copy or found.state == "reshardable" else self._asked_after_restart(asked)
 
-    def _refuse_draft(self) -> None:
-        """Raise ValueError if this rank's store has only a step of another number of ranks, which a run that does not
-        resume would overwrite."""
-        with contextlib.suppress(StorageError):  # a damaged store is reported when it is opened
-            own = own_store(self._wait_for_store_paths(), self._links.ranks.rank, self._links.ranks.num_ranks)
-            if own is not None and own.commits and (num_before := own.commits[0].resharded_from) is not None:
-                raise self._would_overwrite(own.commits[0].step, num_before)
+    def _reshard(self) -> None:
+        """Copy the found stores to those of these ranks."""
+        engine, default = self.offload_engine, Path(self.args.output_dir) / STORE_FOLDER
+        assert self._offload_config is not None
+        opened = None if engine is None else (engine.tiers.store, engine.layout.blocks)
+        try:
+            reshard_for_these_ranks(self._found, self._offload_config.ssd_paths(default), self._links, opened)
+        except BaseException:
+            if engine is not None:  # its store may have weights of both models
+                engine.commits.leave_to_journal()
+                engine.close()
+            raise
 
-    def _would_overwrite(self, step: int, num_ranks: int) -> ValueError:
-        return ValueError(
-            f"the stores in {' and '.join(self._wait_for_store_paths())} or beside it have step {step} of "
-            f'{times(num_ranks, "rank")}, and this run would overwrite it; pass resume_from_checkpoint="{LAST_STEP}" '
-            "to continue from it, or give this run another output_dir or ssd path"
-        )
-
-    def _checkpoint_after_loss(self, asked: str | bool | None, found: OtherRanks) -> str | bool | None:
+    def _checkpoint_after_loss(self, asked: str | bool | None) -> str | bool | None:
         """Return the checkpoint to resume from, because a part of the stores is gone, and log what that costs."""
-        output_dir = self.args.output_dir
-        checkpoint = newest_checkpoint(found.last_checkpoint, found.run_id, output_dir)
+        output_dir, last, why_lost = self.args.output_dir, self._found.last, self._found.why_lost
+        checkpoint = newest_checkpoint(last.last_checkpoint, last.run_id, output_dir)
         if asked or (checkpoint is not None and not os.path.isdir(checkpoint)):
             checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        cost = f"costs {times(max(found.step - _step_of(checkpoint), 0), 'step')}"
+        cost = f"costs {times(max(last.step - _step_of(checkpoint), 0), 'step')}"
         if asked == LAST_STEP:
             raise ValueError(
-                f"step {found.step}, the last committed step, cannot be resumed, because {found.why_lost}; restore its "
+                f"step {last.step}, the last committed step, cannot be resumed, because {why_lost}; restore its "
                 + (
                     "folder"
                     if checkpoint is None
@@ -203,20 +190,13 @@ class RankTrainerMixin(_TrainerBase):
             )
         if asked and checkpoint is None:
             return asked  # upstream says that there is none
-        set_lost_aside(found, self._links)
         log_once(
             self._links,
-            f"the last committed step, {found.step}, is lost, because {found.why_lost}. The run continues from "
-            f"{checkpoint or 'its beginning'}, which {cost}. What is left of the old stores is in the folders "
-            "lost-store-of-* of the ssd paths. A run can only use them if the missing part comes back",
+            f"the last committed step, {last.step}, is lost, because {why_lost}. The run continues from "
+            f"{checkpoint or 'its beginning'}, which {cost}. What is left of the old stores stays where it is, and can "
+            "be used if the missing part comes back before this run commits a step",
         )
         return checkpoint
-
-    def _set_left_over_aside(self, point: ResumePoint) -> None:
-        """Set the stores of the ranks before aside, when ``point`` is known to be sound."""
-        if self._left_over is not None and point.folder:
-            is_open = self.offload_engine is not None
-            set_left_over_aside(self._left_over, self._wait_for_store_paths(), self._links, is_open=is_open)
 
     def _asked_after_restart(self, asked: str | bool | None) -> str | bool | None:
         launch = launch_id()
@@ -314,6 +294,10 @@ class RankTrainerMixin(_TrainerBase):
                 super()._save(output_dir, state_dict)
             else:
                 model.save_pretrained(folder)
+
+
+def _real_directory(path: str) -> str:
+    return os.path.realpath(shared_directory(path))
 
 
 def _describe(point: ResumePoint) -> str:

@@ -367,6 +367,7 @@ class OffloadTrainerMixin(
                 hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
                 sums_gradients=micro_batches.sums_gradients,
                 rules=self._rules(),
+                is_beside_others=True,
             )
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
@@ -419,7 +420,6 @@ class OffloadTrainerMixin(
                 self._links,
             )
             self._agree_on_resume(self._resume_point)
-            self._set_left_over_aside(self._resume_point)
             self._termination = Termination(self._links)
             self.last_whole_checkpoint = output = None
             with self._termination, trainer_line(self.args, "step"):

@@ -15,7 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from hf_lohan import last_step
+from hf_lohan.cli import app
 from hf_lohan.device import num_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,12 +59,15 @@ trainer.save_model(folder + "/final")
 if args.process_index == 0:
     trainer.state.save_to_json(folder + "/state.json")
 """
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+# On a slow drive, `auto` would commit after several steps.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOHAN_OFFLOAD": "offload.yaml"}
 
 
-def launch(folder: Path, num_ranks: int, name: str, *, dies_at: int = -1, resume: str = "") -> str:
+def launch(
+    folder: Path, num_ranks: int, name: str, *, dies_at: int = -1, resume: str = "", offload: str = "lohan"
+) -> str:
     """Run the script with `lohan launch`, and return its stderr."""
-    command = ["-m", "hf_lohan.cli", "launch", "--cpu", "--num_processes", str(num_ranks)]
+    command = ["-m", "hf_lohan.cli", "launch", "--cpu", "--num_processes", str(num_ranks), "--offload", offload]
     done = subprocess.run(
         [sys.executable, *command, "script.py", name, str(dies_at), "0", resume],
         cwd=folder,
@@ -86,6 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the script, and an undisturbed run of two ranks."""
     folder = tmp_path_factory.mktemp("elastic")
     (folder / "script.py").write_text(SCRIPT)
+    (folder / "offload.yaml").write_text("commit_every: 1\n")
     launch(folder, 2, "undisturbed")
     return folder
 
@@ -97,8 +104,26 @@ def test_two_ranks_then_one_then_two_end_as_an_undisturbed_run(folder: Path) -> 
     log = launch(folder, 2, "run", resume="last_step")
     assert re.search("step [56] was committed by 1 rank, and its stores are resharded for 2 ranks", log)
     assert outcome(folder, "run") == outcome(folder, "undisturbed")
-    assert sorted(path.name for path in (folder / "run/_lohan/store").glob("rank-*")) == ["rank-0-of-2", "rank-1-of-2"]
-    assert not (folder / "run/_lohan/store/manifest.json").exists()
+    names = ["rank-0-of-1.g1", "rank-0-of-2", "rank-0-of-2.g2", "rank-1-of-2", "rank-1-of-2.g2"]
+    assert sorted(path.name for path in (folder / "run/_lohan/store").glob("rank-*")) == names
+    assert last_step(folder / "run") == 9
+
+
+def test_stores_on_drives_that_ssd_names_by_rank_are_found(folder: Path) -> None:
+    """`last_step` and the commands find them in the settings that the run has written, which have the path of each
+    rank. Then one rank copies them to its own drive."""
+    (folder / "offload.yaml").write_text(f"ssd: {folder}/drive{{local_rank}}/store\n")
+    launch(folder, 2, "by-rank", dies_at=3, offload="offload.yaml")
+    run = folder / "by-rank"
+    assert last_step(run) in (2, 3)
+    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0
+    assert CliRunner().invoke(app, ["reshard", str(run), "--ranks", "3", "--remove-old"]).exit_code == 0
+    assert last_step(run) in (2, 3)
+    launch(folder, 1, "by-rank", dies_at=6, resume="last_step", offload="offload.yaml")
+    assert last_step(run) in (5, 6)
+    launch(folder, 2, "by-rank", resume="last_step", offload="offload.yaml")
+    assert outcome(folder, "by-rank") == outcome(folder, "undisturbed")
+    assert [*folder.glob("drive1/store/rank-1-of-2.g3")] and last_step(run) == 9
 
 
 def test_a_machine_leaves_and_another_one_joins(folder: Path) -> None:

@@ -206,6 +206,9 @@ CAUSAL = {"task_type": "CAUSAL_LM"}
 SAVED: dict[str, Callable[[], Any]] = {
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **CAUSAL),
     "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, **CAUSAL),
+    "p-tuning by LSTM": lambda: peft.PromptEncoderConfig(
+        num_virtual_tokens=4, encoder_hidden_size=8, encoder_reparameterization_type="LSTM", **CAUSAL
+    ),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
     "cartridge": lambda: peft.CartridgeConfig(num_virtual_tokens=4, num_frozen_tokens=1, **CAUSAL),
     "vera": lambda: peft.VeraConfig(r=4, target_modules=["up_proj", "gate_proj"], **CAUSAL),
@@ -251,6 +254,40 @@ def test_adapters_of_every_kind_are_loaded_as_with_the_stock_trainer(resumes: bo
         assert torch.equal(ours.model.get_parameter(name).clone(), parameter), name
     for name, buffer in stock.model.named_buffers():
         assert torch.equal(ours.model.get_buffer(name), buffer), name
+    engine_of(ours).close()
+
+
+@pytest.mark.parametrize("trains_adapters", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_mixture_of_saved_adapters_trains_as_with_the_stock_trainer(trains_adapters: bool, tmp_path: Path) -> None:
+    """X-LoRA calls its model twice in a forward, first without adapters."""
+    folders = {name: str(tmp_path / name) for name in "01"}  # PEFT finds adapters of other names in no config
+    for seed, folder in enumerate(folders.values()):
+        torch.manual_seed(seed)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **CAUSAL)
+        peft.get_peft_model(tiny_model("llama"), lora).save_pretrained(folder)
+
+    def trained(trainer_class: Any, **ours: Any) -> Any:
+        model = tiny_model("llama")
+        model.config.use_cache = False
+        config = peft.XLoraConfig(
+            hidden_size=model.config.hidden_size,
+            xlora_depth=1,
+            adapters=folders,
+            use_trainable_adapters=trains_adapters,
+            **CAUSAL,
+        )
+        torch.manual_seed(1)
+        args = arguments(tmp_path / trainer_class.__module__, max_steps=3)
+        trainer = trainer_class(peft.get_peft_model(model, config), args, train_dataset=rows(), **ours)
+        trainer.train()
+        return trainer
+
+    stock = trained(StockTrainer)
+    ours = trained(hf_lohan.Trainer, offload={"cpu_memory": "16MiB", "gpu_memory": "4MiB"})
+    assert [row.get("loss") for row in ours.state.log_history] == [row.get("loss") for row in stock.state.log_history]
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(ours.model.get_parameter(name).clone(), parameter), name
     engine_of(ours).close()
 
 
