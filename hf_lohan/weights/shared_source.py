@@ -138,6 +138,8 @@ class _SharedLoad:
     delivery: Delivery | None = None
     """What updates deliver of this rank's shard; None if the rank has changed the block."""
     reads: deque[RecordRead] = field(default_factory=deque)
+    is_whole: bool = False
+    """Whether all shards are in the memory of this node."""
     is_copied: bool = False
 
 
@@ -214,8 +216,16 @@ class SharedWeights(Rounds):
         with self.lock:
             self.raise_if_broken()
             period, version = self._changes.num_changes, self._changes.version_of(block)
-            self._wanted.append(_Wanted(block, slot, listener, period, version))
+            wanted = _Wanted(block, slot, listener, period, version)
             self.last_wish_s = time.monotonic()
+            # Another rank may have wanted the block a moment ago, and this rank has served it.
+            coming = (load for load in self._loads if load.block is block and load.period == period)
+            served = next((load for load in coming if load.ordered is None and not load.is_whole), None)
+            if served is not None:
+                served.ordered = wanted
+                self._progress += 1
+                return
+            self._wanted.append(wanted)
             self._links.send_heartbeat()
             self.changed.notify_all()
 
@@ -477,7 +487,8 @@ class SharedWeights(Rounds):
 
     def _end_load(self, load: _SharedLoad) -> None:
         """Copy a block, whose shards are all in the memory of this node, to this rank's slot."""
-        own = load.ordered
+        with self.lock:
+            own, load.is_whole = load.ordered, True
         if own is None or load.number in self._stale:
             self._note_copied(load)
             if own is not None:

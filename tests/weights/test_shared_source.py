@@ -299,7 +299,7 @@ def different_programs(world: World, seed: int, num_steps: int) -> list[list[Op]
         for writer, ops in zip(writers, programs, strict=True):
             num_before = len(writer.ops)
             writer.write(1 + writer._random.randrange(2))
-            ops += [op for op in writer.ops[num_before:] if op[0] not in ("update", "foresee")]
+            ops += [op for op in writer.ops[num_before:] if op[0] not in ("update", "foresee", "meet")]
             ops += [("meet", 0), *updates, ("foresee", 1)]
     return programs
 
