@@ -426,9 +426,10 @@ def _is_worthless(one: StoreSet, sets: Sequence[StoreSet]) -> bool:
 
 
 def _is_unneeded(one: StoreSet, found: StoreSet, sets: Sequence[StoreSet]) -> bool:
-    """Whether no run needs these, because ``found`` continues. What is left of stores with steps of their own is not
-    among them, because the rest may come back."""
+    """Whether no run needs these, because ``found`` continues. Stores with a later step are not among them, and neither
+    is what is left of stores with steps of their own, because the rest may come back."""
     is_older = one.generation <= found.generation and (one.common is not None or one.is_copy)
+    is_older = is_older and one.newest.step <= found.newest.step
     return is_older or _is_worthless(one, sets) or (one.common is not None and _is_superseded(one, sets))
 
 

@@ -118,6 +118,8 @@ def test_stores_that_went_on_without_a_machine_count_when_it_comes_back(run: Pat
     goes_on(store, 1, 4)
     gone.rename(store / "rank-1-of-2.g1")
     assert found_by(2, store) == ("reshardable", 1, 4, 3)
+    named = {seen.generation for seen in find(Links.alone(), [store])[0].unneeded}
+    assert named == {0}, "stores with a later step are not called unneeded"
 
 
 @pytest.mark.parametrize("own_ranks", [1, 2, 3])
