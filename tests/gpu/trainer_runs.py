@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from equal_tensors import assert_same_tensors
 from torch import Tensor
 from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
@@ -19,6 +18,7 @@ from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))  # some tests start processes that do not load conftest.py
 
+from equal_tensors import assert_same_tensors
 from short_runs import SHORT_RUN
 
 

@@ -368,7 +368,8 @@ def test_a_wrong_checksum_ends_all_ranks(tmp_path: Path) -> None:
     ops: list[Op] = [("begin", 0), ("use", 4), ("unpin", 4), ("fault", 0)]
     outcomes = rank_outcomes(2, lambda links: world.rank(links, ops, 0))
     assert all("param of layer3 is damaged" in str(outcome.error) for outcome in outcomes), outcomes
-    assert isinstance(outcomes[0].error, CorruptionError)
+    # The other rank may tell first that it got no shard of this block.
+    assert isinstance(outcomes[0].error, CorruptionError | RankFailedError)
 
 
 @pytest.mark.parametrize("damaged_rank", [0, 1])

@@ -258,7 +258,7 @@ def is_forked_rank(what: str, statuses: dict[str, int]) -> bool:
 
 if __name__ == "__main__":
     folder, statuses = Path(sys.argv[1]), dict[str, int]()
-    is_launched = "RANK" in os.environ
+    is_launched = "RANK" in os.environ or sys.argv[2:] == ["stock"]  # which is one process
     for launch in sys.argv[2:]:
         if is_launched or is_forked_rank(launch, statuses):
             for what in launch.split(","):
