@@ -230,12 +230,18 @@ def test_a_run_resumes_from_the_stores_of_two_ranks(
     )
 
 
+def streamed_runs(folder: Path) -> tuple[dict[str, str], Any]:
+    """Train a model from a path for three steps in `run`. Returns the path, and what four steps in `straight` give."""
+    tiny_model("llama").save_pretrained(folder / "model")
+    path = {"model": str(folder / "model")}
+    straight = train(folder / "straight", 4, **path)
+    train(folder / "run", 3, **path)
+    return path, straight
+
+
 def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> None:
     """Its store is opened before `train` says that the run resumes."""
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    path = {"model": str(tmp_path / "model")}
-    straight = train(tmp_path / "straight", 4, **path)
-    train(tmp_path / "run", 3, **path)
+    path, straight = streamed_runs(tmp_path)
     store = tmp_path / "run" / STORE
     reshard_to(2, lambda rank: [store])
     left = contents(store, 2)
@@ -248,10 +254,7 @@ def test_a_model_that_is_streamed_from_a_path_resumes_too(tmp_path: Path) -> Non
 
 def test_a_streamed_model_replaces_what_a_killed_reshard_has_left(tmp_path: Path) -> None:
     """A copy with a commit, of which another rank had none."""
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    path = {"model": str(tmp_path / "model")}
-    straight = train(tmp_path / "straight", 4, **path)
-    train(tmp_path / "run", 3, **path)
+    path, straight = streamed_runs(tmp_path)
     store = tmp_path / "run" / STORE
     reshard([[str(store)]], 2, form_of=form_of, removes_old=True)
     reshard_to(3, lambda rank: [store])
@@ -298,10 +301,7 @@ def test_stores_that_another_process_reshards_meanwhile_are_not_continued(
 
 def test_a_new_store_without_room_for_two_versions_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded before `train` finds the old stores, so the new one may have got one version."""
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    path = {"model": str(tmp_path / "model")}
-    straight = train(tmp_path / "straight", 4, **path)
-    train(tmp_path / "run", 3, **path)
+    path, straight = streamed_runs(tmp_path)
     store = tmp_path / "run" / STORE
     reshard_to(2, lambda rank: [store])
     monkeypatch.setattr("hf_lohan.store.store.fits", lambda *args: False)
