@@ -96,6 +96,7 @@ class TrainedRank:
             self.store.commit()
             if self.kill is not None:
                 self.kill.pass_by(self.rank, step, "told")
+        self.agreement.wait_for_commit(first + num_steps - 1)
 
 
 @contextmanager
