@@ -37,7 +37,7 @@ from hf_lohan.files import CapacityError, CorruptionError, ForeignStoreError
 from hf_lohan.huggingface import attachment
 from hf_lohan.huggingface.trainer import rank_trainer
 from hf_lohan.planning.run_plan import CHUNK_TOKENS, RUN_ID
-from hf_lohan.ranks import Links, RankFailedError
+from hf_lohan.ranks import Links, RankFailedError, RankLane, bytes_of
 from hf_lohan.store import last_commit
 from hf_lohan.store.rank_folders import stores_under
 from hf_lohan.store.store_folders import remove_store
@@ -83,22 +83,18 @@ def test_a_machine_gets_the_records_of_stores_that_it_does_not_see(run: Path, tm
 def test_damage_on_the_way_to_another_machine_is_named(
     part: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit of a payload behind the socket. The new store would have it with a right checksum for ever."""
+    """One bit of what arrives. The new store would have it with a right checksum for ever."""
     drives = [tmp_path / f"drive-{rank}" / "store" for rank in range(2)]
     shutil.copytree(run / STORE, drives[0])
-    of_piece, wait, num_bytes = together_module._Received._on_piece, together_module._Received.wait_for, []
+    hand_over = together_module._hand_over
 
-    def receiving(received: Any, peer: int, numbers: tuple[int, ...], payload: Any) -> None:
-        num_bytes.append(payload.num_bytes)
-        of_piece(received, peer, numbers, payload)
-
-    def waiting(received: Any, reader: int) -> None:
-        wait(received, reader)
-        received._memory[100 if part == "elements" else num_bytes[-1] - 1] ^= 1
+    def damaging(content: Any, reader: int, writer: int, lane: RankLane) -> None:
+        hand_over(content, reader, writer, lane)
+        if content is not None and lane.place == writer and (content.dtype == torch.uint8) == (part == "checksums"):
+            bytes_of(content)[0] ^= 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(together_module._Received, "_on_piece", receiving)
-        patch.setattr(together_module._Received, "wait_for", waiting)
+        patch.setattr(together_module, "_hand_over", damaging)
         with pytest.raises(CorruptionError, match=r"param of .* changed on the way from rank 0 to rank 1"):
             reshard_to(2, lambda rank: [drives[rank]])
     found = reshard_to(2, lambda rank: [drives[rank]])

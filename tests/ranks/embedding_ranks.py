@@ -104,8 +104,7 @@ class Run:
                 optimizer.step()
                 optimizer.zero_grad()
                 self.after_step(engine, step)
-            engine.wait_for_updates()
-            quiet_bytes(links, before)
+            quiet_bytes(engine, links, before)
             found.sent = {channel: links.sent_bytes[channel] - before[channel] for channel in links.sent_bytes}
             found.rows_bytes = engine.embedding_rows.num_bytes if engine.embedding_rows is not None else None
             for name, _ in model.named_parameters():

@@ -251,8 +251,7 @@ def test_no_weight_or_gradient_of_an_expert_leaves_its_rank(num_local: int, tmp_
                 engine.model(**batch(step, rank)).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            engine.wait_for_updates()
-            sent = quiet_bytes(links, before)
+            sent = quiet_bytes(engine, links, before)
             shared = [block for block in engine.layout.blocks if block.owner is None]
             assert 0 < len(shared) < len(engine.layout.blocks)
             num_nodes = links.ranks.num_ranks // num_local

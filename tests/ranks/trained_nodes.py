@@ -96,13 +96,12 @@ class Training:
                 if self.evaluates:
                     with torch.no_grad():
                         found.losses.append(model(**batch(step, rank + 100)).loss)
-            engine.wait_for_updates()
+            found.sent = quiet_bytes(engine, links, before)
             found.num_loads = {block.name: engine._ring.num_loads(block) for block in layout.blocks}
             ring = engine._ring
             for block in layout.blocks:  # a step changes all blocks, and some are loaded for the next step
                 assert ring.version_of(block) == self.num_steps
                 found.num_states[block.name] = self.num_steps + ring.is_here(block)
-            found.sent = quiet_bytes(links, before)
             found.figures = tiers.codecs.figures()
             found.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
             return found
@@ -127,16 +126,14 @@ class Trained:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def quiet_bytes(links: Links, before: Mapping[str, int]) -> dict[str, int]:
-    """Return the sent bytes after the loads for the next pass have ended."""
-    found: dict[str, int] = {}
-    links.barrier("steps to be over")
-    while found != (
-        found := {channel: links.sent_bytes[channel] - before[channel] for channel in ("weights", "gradients")}
-    ):
-        time.sleep(0.3)
+def quiet_bytes(engine: OffloadEngine, links: Links, before: Mapping[str, int]) -> dict[str, int]:
+    """Return the sent bytes after the updates of the last step and the loads for the next pass."""
+    engine.wait_for_updates()
+    slots = [slot for slots in engine._ring.slots.values() for slot in slots]
+    while any(slot.is_loading for slot in slots):
+        time.sleep(0.01)
     links.barrier("all to be quiet")
-    return found
+    return {channel: links.sent_bytes[channel] - before[channel] for channel in ("weights", "gradients")}
 
 
 def batch(step: int, rank: int) -> dict[str, Tensor]:
