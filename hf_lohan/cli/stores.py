@@ -39,7 +39,7 @@ def reshard_stores(
     print the new folders. Raises as `reshard` does, and ValueError for ``num_nodes`` without ``balances``."""
     if num_nodes is not None and not balances:
         raise ValueError("--nodes says how --balance divides experts; leave it out, or add --balance")
-    from hf_lohan.huggingface.models.export import described_model  # imports transformers
+    from hf_lohan.huggingface.models.export import form_of_records  # imports transformers
 
     console, logged = Console(stderr=True), LoggedProgress("copied")
     with _progress(console) as progress:
@@ -52,7 +52,7 @@ def reshard_stores(
         resharded = reshard(
             _ssd_paths(stores),
             num_ranks,
-            form_of=lambda store: described_model(store)[1],
+            form_of=form_of_records,
             removes_old=removes_old,
             balances=balances,
             num_nodes=num_nodes,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import Device, Lane
+from hf_lohan.device.base import Device
+from hf_lohan.device.lanes import Lane
 
 try:
     import triton

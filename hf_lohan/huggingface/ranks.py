@@ -35,7 +35,7 @@ from hf_lohan.files.directories import make_directory
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.huggingface.equal_runs import check_equal_packages
 from hf_lohan.huggingface.progress import advance, long_work
-from hf_lohan.model import Block
+from hf_lohan.model import Block, StoredForm
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.planning.shared_machine import directories_of_ranks, rank_paths
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
@@ -273,13 +273,16 @@ def refuse_changed(found: RunStores, links: Links) -> None:
 
 
 def reshard_for_these_ranks(
-    found: RunStores, given: Sequence[SsdPath], links: Links, opened: tuple[Store, Sequence[Block]] | None = None
+    found: RunStores,
+    given: Sequence[SsdPath],
+    links: Links,
+    form_of: Callable[[Store], StoredForm],
+    opened: tuple[Store, Sequence[Block]] | None = None,
 ) -> None:
     """Copy the last step of a run with another number of ranks to new stores of these ranks, and log it. The old stores
-    stay. ``given`` are the ssd paths of the settings, with capacities. ``opened``: this rank's own store and its
-    blocks, if a model was streamed to it. All ranks call this together. Raises the errors of `reshard_together`."""
-    from hf_lohan.huggingface.models.export import described_model  # imports this module
-
+    stay. ``given`` are the ssd paths of the settings, with capacities. ``form_of`` returns the form of a store's
+    records. ``opened``: this rank's own store and its blocks, if a model was streamed to it. All ranks call this
+    together. Raises the errors of `reshard_together`."""
     log_once(
         links,
         f"step {found.last.step} was committed by {times(found.num_ranks, 'rank')}, and its stores are resharded for "
@@ -296,9 +299,7 @@ def reshard_for_these_ranks(
                 advance(num_bytes)
                 progress.advance(num_bytes, total_bytes)
 
-        reshard_together(
-            found, links, lambda store: described_model(store)[1], launch_id(), capacities, opened, on_copied
-        )
+        reshard_together(found, links, form_of, launch_id(), capacities, opened, on_copied)
     log_once(links, progress.text())
 
 

@@ -20,6 +20,7 @@ from hf_lohan.checkpoint.resume_point import LAST_STEP, ResumePoint, newest_chec
 from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import ForeignStoreError
+from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.huggingface.models.saving import StoredModel, saving_to
 from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.huggingface.ranks import (
@@ -165,7 +166,8 @@ class RankTrainerMixin(_TrainerBase):
         assert self._offload_config is not None
         opened = None if engine is None else (engine.tiers.store, engine.layout.blocks)
         try:
-            reshard_for_these_ranks(self._found, self._offload_config.ssd_paths(default), self._links, opened)
+            given = self._offload_config.ssd_paths(default)
+            reshard_for_these_ranks(self._found, given, self._links, form_of_records, opened)
         except BaseException:
             if engine is not None:  # its store may have weights of both models
                 engine.commits.leave_to_journal()
