@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_lohan"
 
 FLOORS = {
-    **dict.fromkeys(("compat", "timeline", "wording"), -2),
+    **dict.fromkeys(("annexes", "compat", "timeline", "wording"), -2),
     "planner": -1,
     **dict.fromkeys(("config", "threads"), 0),
     **dict.fromkeys(("device", "files", "optim", "quantize", "report"), 1),
@@ -39,9 +39,12 @@ FLOORS = {
     "huggingface": 11,
     "cli": 12,
 }
+ANNEXES = {path.parent.name for path in PACKAGE.glob("annexes/*/__init__.py")}
+"""Parts that the floors do without: they may import all rooms, and nothing imports them."""
 RESTRICTED = {
+    "annexes": set[str](),
     "compat": set[str](),
-    "config": {"planner", "wording"},
+    "config": {"annexes", "planner", "wording"},
     "planner": {"wording"},
     "threads": set[str](),
     "files": {"threads", "timeline", "wording"},
@@ -51,7 +54,7 @@ RESTRICTED = {
     "quantize": {"planner"},
     "report": {"config", "timeline", "wording"},
 }
-"""Rooms that may not use all floors below their own."""
+"""Rooms that may not use all floors below their own. Every room may ask for an annex."""
 
 PACKAGES_FLOOR_0_AND_1 = {
     "timeline": set[str](),
@@ -105,9 +108,10 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def room_of(path: Path) -> str:
-    """Return the room of a file. The room of a module at the top of the package is its own name."""
+    """Return the room of a file. The room of a module at the top of the package is its own name, and that of a file in
+    an annex is "annexes/" and the annex."""
     inside = path.relative_to(PACKAGE).parts
-    return inside[0] if len(inside) > 1 else path.stem
+    return "/".join(inside[: 2 if inside[0] == "annexes" and len(inside) > 2 else 1]).removesuffix(".py")
 
 
 def imported_modules(path: Path, package: Path = PACKAGE) -> Iterator[str]:
@@ -128,8 +132,10 @@ def imported_rooms(path: Path) -> set[str]:
     for name in imported_modules(path):
         first, _, rest = name.partition(".")
         if first == PACKAGE.name and rest != "__version__":
-            room = rest.partition(".")[0]
-            known = room in FLOORS or room == "testing" or (PACKAGE / f"{room}.py").exists()
+            room, _, inside = rest.partition(".")
+            if room == "annexes" and (annex := inside.partition(".")[0]) in ANNEXES:
+                room = f"annexes/{annex}"
+            known = room in FLOORS or room.startswith(("annexes/", "testing")) or (PACKAGE / f"{room}.py").exists()
             rooms.add(room if known else "huggingface")
     return rooms - {room_of(path)}
 
@@ -142,7 +148,7 @@ def imported_packages(path: Path) -> set[str]:
 def allowed_rooms(room: str) -> set[str]:
     if room == "testing":
         return {other for other, floor in FLOORS.items() if floor <= 2}
-    if room not in FLOORS:  # a module at the top of the package, such as run.py
+    if room not in FLOORS:  # an annex, or a module at the top of the package, such as run.py
         return set(FLOORS)
     return RESTRICTED.get(room, {other for other, floor in FLOORS.items() if floor < FLOORS[room]})
 
@@ -166,6 +172,18 @@ def test_imports_go_down_only() -> None:
         for room in sorted(imported_rooms(path) - allowed_rooms(room_of(path))):
             offences.append(f"{name_of(path)} imports {room}, which {room_of(path)} may not")
     report(offences)
+
+
+def test_one_file_asks_for_an_annex() -> None:
+    """Several files would each need a way to do without it."""
+    asking = defaultdict(set)
+    for path in source_files():
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.Call(func=ast.Name(id="find_annex" | "need_annex"), args=[ast.Constant(value=name), *_]):
+                    asking[name].add(name_of(path))
+    assert asking.keys() <= ANNEXES
+    report([f"{name} is asked for in {', '.join(sorted(files))}" for name, files in asking.items() if len(files) > 1])
 
 
 def test_the_two_lowest_floors_use_few_packages() -> None:

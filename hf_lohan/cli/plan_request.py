@@ -19,7 +19,7 @@ from hf_lohan.device import Device, available_host_memory_bytes, default_torch_d
 from hf_lohan.engine.ranks import check_device_transport
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.hardware import cached_hardware, read_hardware, with_gpu_link
-from hf_lohan.hardware.gpu_direct import uses_direct_io
+from hf_lohan.hardware.direct_io import uses_direct_io
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.attention import cuttable_layers
 from hf_lohan.huggingface.models.encoded_checkpoints import packed_as_published

@@ -54,6 +54,27 @@ class DeviceGroup(ABC):
         """End all exchanges, now and later. What they had to fill has no values. Any thread may call this."""
 
 
+class DeviceHasher(ABC):
+    """Hashes device memory with the bits of xxh3, in the order of a lane."""
+
+    @abstractmethod
+    def covers(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is device memory."""
+
+    @abstractmethod
+    def can_hash(self, tensor: Tensor) -> bool:
+        """Return whether the memory is aligned to words."""
+
+    @abstractmethod
+    def hashes(self, content: Tensor, piece_bytes: int, lane: Lane) -> Tensor:
+        """Return the hash of each piece of ``content``, uint8 [num_bytes], as int64 [pieces]. ``lane`` has waited for
+        the work that fills the memory. Blocks until its earlier work is done."""
+
+    @abstractmethod
+    def zero(self, content: Tensor) -> None:
+        """Enqueue zeros on H2D."""
+
+
 class Device(DeviceMemory):
     """One compute device with its memory, host memory for copies, and lanes.
 

@@ -276,7 +276,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         config = config.with_all_activations_kept()
     if config.embedding == "rows" and layout.model_blocks.table is None:
         logger.info("embedding: whole, because %s", why_whole(model))
-    is_direct = tiers.direct is not None
+    is_direct = tiers.direct.hasher is not None
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links, moves_files=is_direct)
     timeouts = StepTimeouts(tiers.links, config)
 

@@ -1,8 +1,7 @@
 """xxh3 hashes (64 bits) of pieces of device memory, with the bits of xxhash. The content stays on the device.
 
 `accumulate` computes eight accumulators of each piece on the tensor's device: on CUDA with one Triton kernel, if Triton
-is installed, and else with torch operations. `finish` makes hashes of them in host memory. Import this module only
-where it is used, because it imports Triton.
+is installed, and else with torch operations. `finish` makes hashes of them in host memory.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import Device
-from hf_lohan.device.lanes import Lane
+from hf_lohan.device import Device, DeviceHasher, Lane
 
 try:
     import triton
@@ -168,7 +166,7 @@ def _folded_product(one: Tensor, other: Tensor) -> Tensor:
     return (one * other) ^ upper
 
 
-class DeviceHasher:
+class Xxh3Hasher(DeviceHasher):
     """Hashes device memory in the order of a lane. Each lane has its own buffers, and threads take turns."""
 
     def __init__(self, device: Device) -> None:
@@ -178,16 +176,12 @@ class DeviceHasher:
         self._buffers: dict[Lane, tuple[Tensor, Tensor]] = {}
 
     def covers(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is device memory."""
         return not tensor.is_cpu
 
     def can_hash(self, tensor: Tensor) -> bool:
-        """Return whether the memory is aligned to words."""
         return tensor.data_ptr() % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
 
     def hashes(self, content: Tensor, piece_bytes: int, lane: Lane) -> Tensor:
-        """Return the hash of each piece of ``content``, uint8 [num_bytes], as int64 [pieces]. ``lane`` has waited for
-        the work that fills the memory. Blocks until its earlier work is done."""
         num_pieces = -(-content.numel() // piece_bytes)
         with self._locks[lane]:
             found, host = self._buffers_of(lane, num_pieces)
@@ -201,8 +195,6 @@ class DeviceHasher:
             return finish(host, content.numel(), piece_bytes)
 
     def zero(self, content: Tensor) -> None:
-        """Enqueue zeros on H2D."""
-
         def work() -> None:
             content.zero_()
 

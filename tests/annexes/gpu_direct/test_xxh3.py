@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_lohan.device import xxh3
+from hf_lohan.annexes.gpu_direct import xxh3
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 in_interpreter = pytest.mark.skipif(

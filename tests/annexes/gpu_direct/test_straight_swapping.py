@@ -12,16 +12,16 @@ import torch
 from swapper_bench import GRANULE_BYTES, SwapperBench
 from torch import Tensor
 
+from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, CuFileLibrary
+from hf_lohan.annexes.gpu_direct.xxh3 import Xxh3Hasher
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.device.xxh3 import DeviceHasher
 from hf_lohan.files import CorruptionError, StorageError
-from hf_lohan.files.cufile import CuFileBackend, CuFileLibrary
 from hf_lohan.planner import Placement
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.cufile_double import FakeCuFile
 
 
-class HostIsDevice(DeviceHasher):
+class HostIsDevice(Xxh3Hasher):
     """All memory but the staging buffers counts as the device's."""
 
     def __init__(self, device: Device, staging: Tensor) -> None:

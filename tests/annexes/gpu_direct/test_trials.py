@@ -14,12 +14,13 @@ import pytest
 import torch
 from engines import open_engine, resolved
 
+from hf_lohan.annexes.gpu_direct import trials
+from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, CuFileLibrary
+from hf_lohan.annexes.gpu_direct.trials import GpuDirectTrial, TrialRates, open_direct_io, try_folder, why_not
+from hf_lohan.annexes.gpu_direct.xxh3 import Xxh3Hasher
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.device import CpuDevice
-from hf_lohan.device.xxh3 import DeviceHasher
-from hf_lohan.files.cufile import CuFileBackend, CuFileLibrary
-from hf_lohan.hardware import examine_machine, gpu_direct
-from hf_lohan.hardware.gpu_direct import GpuDirectTrial, TrialRates, open_direct_io, try_folder, why_not
+from hf_lohan.hardware import examine_machine
 from hf_lohan.planning import lay_out
 from hf_lohan.testing.cufile_double import FakeCuFile
 from hf_lohan.testing.models import tiny_model
@@ -43,10 +44,10 @@ class Gpu(CpuDevice):
 @pytest.fixture(autouse=True)
 def fresh_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine with nvidia-fs."""
-    monkeypatch.setattr(gpu_direct, "_NVIDIA_FS", "/proc/self")
-    gpu_direct._trials.cache_clear()
+    monkeypatch.setattr(trials, "_NVIDIA_FS", "/proc/self")
+    trials._trials.cache_clear()
     yield
-    gpu_direct._trials.cache_clear()
+    trials._trials.cache_clear()
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *trials: GpuDirectTrial, stderr: str = "", code: int = 0) -> list[Any]:
@@ -100,8 +101,8 @@ def test_without_nvidia_fs_and_p2pdma_auto_does_not_try(tmp_path: Path, monkeypa
     commands = answer(
         monkeypatch, GpuDirectTrial(folder=str(tmp_path), problem="cuFileDriverOpen failed with 5001 (x)")
     )
-    monkeypatch.setattr(gpu_direct, "_NVIDIA_FS", str(tmp_path / "none"))
-    monkeypatch.setattr(gpu_direct, "_P2P_MEMORY", str(tmp_path / "devices"))
+    monkeypatch.setattr(trials, "_NVIDIA_FS", str(tmp_path / "none"))
+    monkeypatch.setattr(trials, "_P2P_MEMORY", str(tmp_path / "devices"))
     problem, _ = why_not(Gpu(), [str(tmp_path)])
     assert problem == "the kernel module nvidia-fs is not loaded, and no device offers p2pdma"
     assert not commands
@@ -131,7 +132,7 @@ def test_the_trial_runs_once_for_the_folders_that_exist(tmp_path: Path, monkeypa
     for _ in range(2):
         problem, trials = why_not(Gpu(), [str(tmp_path / "store")])
         assert problem == "" and trials[0].is_faster
-    assert [command[1:] for command in commands] == [["-m", "hf_lohan.hardware.gpu_direct", "0", str(tmp_path)]]
+    assert [command[1:] for command in commands] == [["-m", "hf_lohan.annexes.gpu_direct", "0", str(tmp_path)]]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +154,10 @@ def test_doctor_sees_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_gpu_with_other_checksums_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run would end at its first weight, although the way through host memory works."""
-    backend, hashes = CuFileBackend(CuFileLibrary(FakeCuFile())), DeviceHasher.hashes
+    backend, hashes = CuFileBackend(CuFileLibrary(FakeCuFile())), Xxh3Hasher.hashes
     right = try_folder(CpuDevice(), backend, str(tmp_path), num_bytes=1 << 20)
     assert right.problem in ("", "the file system has no O_DIRECT")
-    monkeypatch.setattr(DeviceHasher, "hashes", lambda *args: hashes(*args) ^ 1)
+    monkeypatch.setattr(Xxh3Hasher, "hashes", lambda *args: hashes(*args) ^ 1)
     wrong = try_folder(CpuDevice(), backend, str(tmp_path), num_bytes=1 << 20)
     assert wrong.problem == "the GPU computes other checksums than the CPU"
     backend.close_library()

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_lohan.annexes.gpu_direct.cufile import ERROR_TEXTS, CuFileBackend, CuFileLibrary, error_text
 from hf_lohan.files import DataFile, FileBackend, IoEngine, StorageError, Transfer
-from hf_lohan.files.cufile import ERROR_TEXTS, CuFileBackend, CuFileLibrary, error_text
 from hf_lohan.files.data_file import DeviceIoError, DeviceSpan, sector_view
 from hf_lohan.testing.cufile_double import CALLS, FakeCuFile
 
@@ -309,7 +309,7 @@ def test_the_real_libcufile_refuses_a_machine_without_driver(tmp_path: Path) -> 
     if os.path.exists("/proc/driver/nvidia-fs") or os.path.exists("/dev/nvidia0"):
         pytest.skip("this machine has an NVIDIA driver")
     script = (
-        "from hf_lohan.files.cufile import CuFileLibrary\n"
+        "from hf_lohan.annexes.gpu_direct.cufile import CuFileLibrary\n"
         "from hf_lohan.files.data_file import DeviceIoError\n"
         "try:\n    CuFileLibrary()\nexcept DeviceIoError as error:\n    print(error.text)\n"
     )
@@ -326,7 +326,7 @@ import ctypes, sys
 fake = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 import torch
 from hf_lohan.files import DataFile
-from hf_lohan.files.cufile import CuFileBackend, KvikioLibrary
+from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, KvikioLibrary
 from hf_lohan.files.data_file import DeviceSpan
 fake.fake_device_alloc.restype, fake.fake_device_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 size = 64 * 4096

@@ -1,7 +1,7 @@
 """Decides whether device memory goes straight to the drives (GPUDirect Storage), by a trial in a process of its own.
 
 NVIDIA's library must not be used before a fork and may end the process that loads it, so the trial runs in a child:
-``python -m hf_lohan.hardware.gpu_direct DEVICE FOLDER...``. It forbids compatibility mode, writes 256 MiB to each
+``python -m hf_lohan.annexes.gpu_direct DEVICE FOLDER...``. It forbids compatibility mode, writes 256 MiB to each
 folder from the device, reads them back, compares them, and measures the way through host memory as well. It also
 compares the device's checksums with those of the CPU.
 """
@@ -17,28 +17,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_lohan.annexes.gpu_direct.cufile import CuFileBackend, open_direct_library
 from hf_lohan.config import ConfigError, OffloadConfig
-from hf_lohan.device import Device, Lane
+from hf_lohan.device import Device, DeviceHasher, Lane
 from hf_lohan.device.factory import device_for
 from hf_lohan.files import IoEngine, Transfer
-from hf_lohan.files.cufile import CuFileBackend, open_direct_library
 from hf_lohan.files.data_file import DeviceIoError, DeviceSpan, sector_view
+from hf_lohan.hardware.direct_io import DirectIo
 from hf_lohan.hardware.paths import existing_directory
 from hf_lohan.store import checksums
 from hf_lohan.wording import gb_per_s
-
-if TYPE_CHECKING:
-    from hf_lohan.device.xxh3 import DeviceHasher
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +90,13 @@ class GpuDirectTrial:
         return "; ".join([*rates, "faster" if self.is_faster else "not faster, so `auto` does not use it"])
 
 
-@dataclass(frozen=True, slots=True)
-class DirectIo:
-    """The parts of a run that moves device memory straight to and from the drives."""
+@dataclass(frozen=True)
+class CuFileIo(DirectIo):
+    """Moves device memory straight to and from the drives."""
 
-    backend: CuFileBackend
-    hasher: DeviceHasher
+    backend: CuFileBackend = field(kw_only=True)
 
     def register(self, memory: Sequence[Tensor]) -> None:
-        """Pin memory to which many reads go, such as slots."""
         refused = [
             storage
             for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in memory}.values()
@@ -112,13 +107,16 @@ class DirectIo:
                 "%d slots cannot be pinned for GPUDirect, so they are copied once more on the device", len(refused)
             )
 
+    def close(self) -> None:
+        self.backend.close_library()
+
 
 def uses_direct_io(config: OffloadConfig, device: Device) -> bool:
     """Return whether a run opens GPUDirect Storage, as `open_direct_io` does. A trial may be made for it."""
     return _trials_if_used(config, device) is not None
 
 
-def open_direct_io(config: OffloadConfig, device: Device) -> DirectIo | None:
+def open_direct_io(config: OffloadConfig, device: Device) -> CuFileIo | None:
     """Open GPUDirect Storage if ``config.gpu_direct`` asks for it or allows it and a trial was faster. ``config`` is
     resolved. Raises ConfigError if it is true and the machine cannot."""
     wanted, trials = config.gpu_direct, _trials_if_used(config, device)
@@ -133,7 +131,7 @@ def open_direct_io(config: OffloadConfig, device: Device) -> DirectIo | None:
         return None
     for trial in trials:
         logger.info("weights and activations go past host memory to %s: %s", trial.folder, trial)
-    return DirectIo(CuFileBackend(library, device.enter_thread), hasher_for(device))
+    return CuFileIo(hasher=hasher_for(device), backend=CuFileBackend(library, device.enter_thread))
 
 
 def _trials_if_used(config: OffloadConfig, device: Device) -> tuple[GpuDirectTrial, ...] | None:
@@ -199,7 +197,7 @@ def _has_p2pdma() -> bool:
 @cache
 def _trials(device_index: int, folders: tuple[str, ...]) -> tuple[GpuDirectTrial, ...]:
     """Make the trial in a child process, once in this process."""
-    command = [sys.executable, "-m", "hf_lohan.hardware.gpu_direct", str(device_index), *folders]
+    command = [sys.executable, "-m", "hf_lohan.annexes.gpu_direct", str(device_index), *folders]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -226,9 +224,9 @@ def _trial_of(entry: dict[str, object]) -> GpuDirectTrial:
 
 def hasher_for(device: Device) -> DeviceHasher:
     """Return what hashes this device's memory. Imports Triton, if it is installed."""
-    from hf_lohan.device.xxh3 import DeviceHasher
+    from hf_lohan.annexes.gpu_direct.xxh3 import Xxh3Hasher
 
-    return DeviceHasher(device)
+    return Xxh3Hasher(device)
 
 
 def try_folder(device: Device, backend: CuFileBackend, folder: str, num_bytes: int = TRIAL_BYTES) -> GpuDirectTrial:
@@ -380,7 +378,3 @@ def try_folders(arguments: Sequence[str]) -> None:
     except DeviceIoError as error:
         trials = [GpuDirectTrial(folder=folder, problem=error.text) for folder in arguments[1:]]
     sys.stdout.write(json.dumps([asdict(trial) for trial in trials]) + "\n")
-
-
-if __name__ == "__main__":
-    try_folders(sys.argv[1:])
