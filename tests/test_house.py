@@ -200,7 +200,7 @@ def test_only_huggingface_imports_hugging_face() -> None:
     for path in source_files():
         room, names = room_of(path), list(imported_modules(path))
         compat = {f"compat.{name}" for name in HUGGING_FACE_COMPAT for used in names if f".compat.{name}" in used}
-        may = room in ("huggingface", "testing", "trl", "axolotl") or path.stem in HUGGING_FACE_COMPAT
+        may = room in ("huggingface", "testing", "trl", "annexes/axolotl") or path.stem in HUGGING_FACE_COMPAT
         if not may and (found := imported_packages(path) & HUGGING_FACE):
             offences.append(f"{name_of(path)} imports {', '.join(sorted(found))}")
         if compat and room not in ("huggingface", "checkpoint", "record"):

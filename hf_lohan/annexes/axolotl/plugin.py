@@ -1,7 +1,4 @@
-"""The plugin of axolotl: a section `lohan:` in the YAML file of a run offloads the run.
-
-axolotl finds the plugin by the entry point group `axolotl.plugins`. Importing this imports axolotl.
-"""
+"""The plugin of axolotl, its refusals, its loader and its trainer."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from hf_lohan.huggingface.models.adapters import changes_the_base
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, choose_optimizer, config_named_by_optim
 from hf_lohan.planning import MicroBatches
 from hf_lohan.report.run_data import STORE_FOLDER
-
-__all__ = ["AxolotlPlugin", "LohanSection"]
 
 _PLACED = "places or shards the model, which offload streams to its device itself; leave it out"
 _PLANNED = "chooses which activations stay, which offload plans (activations in the section lohan); leave it out"

@@ -25,15 +25,15 @@ from hf_lohan import OffloadTrainerMixin, Trainer, from_pretrained
 from hf_lohan.config import ConfigError, OffloadConfig
 from hf_lohan.testing.models import tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BUDGETS = {"cpu_memory": "8MiB", "gpu_memory": "2MiB"}
 ROWS = [{"input_ids": (ids := [(7 * row + i) % 250 for i in range(12)]), "labels": ids} for row in range(8)]
 
 
 def test_the_entry_point_names_the_plugin() -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    assert '[project.entry-points."axolotl.plugins"]\nlohan = "hf_lohan.axolotl:AxolotlPlugin"\n' in project
-    tree = ast.parse((ROOT / "hf_lohan" / "axolotl.py").read_text())
+    assert '[project.entry-points."axolotl.plugins"]\nlohan = "hf_lohan.annexes.axolotl:AxolotlPlugin"\n' in project
+    tree = ast.parse((ROOT / "hf_lohan" / "annexes" / "axolotl" / "plugin.py").read_text())
     assert "AxolotlPlugin" in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
@@ -44,12 +44,12 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
     base = pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
     PartialState()  # axolotl's loggers read it, and arguments of another test may have reset it
     plugins = base.PluginManager.get_instance()
-    plugins.register("hf_lohan.axolotl.AxolotlPlugin", required=True)
+    plugins.register("hf_lohan.annexes.axolotl.AxolotlPlugin", required=True)
     return plugins
 
 
 def axolotl_plugin() -> Any:
-    return importlib.import_module("hf_lohan.axolotl")
+    return importlib.import_module("hf_lohan.annexes.axolotl.plugin")
 
 
 def config(**settings: Any) -> Any:
@@ -128,7 +128,7 @@ REFUSALS = [
 def test_what_is_not_honoured_is_refused_when_the_file_is_read(
     plugins: Any, settings: dict[str, Any], words: str
 ) -> None:
-    plugin = plugins.plugins["hf_lohan.axolotl.AxolotlPlugin"]
+    plugin = plugins.plugins["hf_lohan.annexes.axolotl.AxolotlPlugin"]
     with pytest.raises(ConfigError) as refused:
         plugin.register(config(**{"lohan": BUDGETS, **settings}))
     assert words in str(refused.value) and "\n" not in str(refused.value)
@@ -140,12 +140,12 @@ def test_what_is_not_honoured_is_refused_when_the_file_is_read(
 @pytest.mark.parametrize("section", [None, True, {}], ids=str)
 def test_an_empty_section_offloads_with_all_settings_automatic(plugins: Any, section: Any) -> None:
     cfg = config(lohan=section)
-    plugins.plugins["hf_lohan.axolotl.AxolotlPlugin"].register(cfg)
+    plugins.plugins["hf_lohan.annexes.axolotl.AxolotlPlugin"].register(cfg)
     trainer_class = plugins.get_trainer_cls(cfg)
     assert trainer_class is not None
     assert OffloadConfig.load(trainer_class.default_offload) == OffloadConfig()
     without = config()
-    plugins.plugins["hf_lohan.axolotl.AxolotlPlugin"].register(without)
+    plugins.plugins["hf_lohan.annexes.axolotl.AxolotlPlugin"].register(without)
     assert plugins.get_trainer_cls(without) is None
 
 
@@ -198,7 +198,7 @@ def run(plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         "logging_steps": 1,
     }
     trainers = []
-    plugin = plugins.plugins["hf_lohan.axolotl.AxolotlPlugin"]
+    plugin = plugins.plugins["hf_lohan.annexes.axolotl.AxolotlPlugin"]
     monkeypatch.setattr(plugin, "post_trainer_create", lambda cfg, trainer: trainers.append(trainer))
 
     def run(folder: str, **settings: Any) -> tuple[dict[str, torch.Tensor], Any]:
