@@ -15,6 +15,7 @@ __all__ = ["find_annex", "missing_for", "need_annex"]
 
 _SETTINGS: Mapping[str, Mapping[str, object]] = {
     "gpu_direct": {"gpu_direct": True},
+    "studies": {"solver": "migration"},
 }
 """By annex, the values of settings that need it."""
 

@@ -31,7 +31,6 @@ from hf_lohan.huggingface.ranks import check_sequence_ranks
 from hf_lohan.model import find_experts, owners_by_name
 from hf_lohan.planner import BudgetError, HardwareProfile, Quantization, SizeClass
 from hf_lohan.planner.fitting import device_limit_bytes
-from hf_lohan.planner.lifetimes import StepLifetimes
 from hf_lohan.planning import (
     LongestRow,
     MicroBatches,
@@ -41,7 +40,6 @@ from hf_lohan.planning import (
     StepShape,
     check_together,
     lay_out,
-    lifetimes_of_step,
     longest_row,
     plan_epoch,
     plan_step,
@@ -371,13 +369,6 @@ def epoch_of(planned: PlannedRun, lengths: Sequence[int]) -> PlannedEpoch:
         num_ranks=request.num_ranks,
         packed_row_tokens=planned.shape.sequence_length,
     )
-
-
-def lifetimes_of_run(planned: PlannedRun) -> StepLifetimes:
-    """Return when each tensor of one of the run's micro-batches is in use. Raises ValueError for a model in which a
-    layer runs more than once."""
-    fused = not planned.hardware.device.shares_cpu
-    return lifetimes_of_step(planned, planned.model, planned.config, fused_attention=fused)
 
 
 def _cuttable(model: nn.Module, layout: OffloadLayout) -> ChunkedLayers:

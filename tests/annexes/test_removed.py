@@ -53,6 +53,7 @@ def refusal(ask):
 
 NEEDS = {
     "gpu_direct": lambda: OffloadConfig(gpu_direct=True),
+    "studies": lambda: OffloadConfig(solver="migration"),
 }
 found = {}
 for annex in sys.argv[2:]:

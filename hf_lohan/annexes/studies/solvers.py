@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from hf_lohan.annexes.studies.migration import migrated_placements
+from hf_lohan.annexes.studies.placed_plan import with_placements
+from hf_lohan.annexes.studies.simulation.simulated_step import simulate_step
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 from hf_lohan.planner.offload_plan import (
@@ -20,9 +23,6 @@ from hf_lohan.planner.offload_plan import (
     SolverName,
     TrainingSetup,
 )
-from hf_lohan.planner.search.migration import migrated_placements
-from hf_lohan.planner.search.placed_plan import with_placements
-from hf_lohan.planner.simulation.simulated_step import simulate_step
 
 EQUALLY_SHORT = 1.01
 """Of plans within this factor of the shortest step, the one that writes least is chosen."""

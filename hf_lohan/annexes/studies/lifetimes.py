@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.address_plan import Addresses, compare_addresses
+from hf_lohan.annexes.studies.allocators import Addresses, compare_addresses
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.quantization import DEVICE_MEMORY_BYTES_PER_S
 

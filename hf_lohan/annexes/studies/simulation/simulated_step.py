@@ -13,13 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY
-from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import OffloadPlan, TrainingSetup
-from hf_lohan.planner.simulation.block_work import StepRules
-from hf_lohan.planner.simulation.lanes import NO_LANE, LaneRules
-from hf_lohan.planner.simulation.step_tasks import (
+from hf_lohan.annexes.studies.simulation.block_work import StepRules
+from hf_lohan.annexes.studies.simulation.lanes import NO_LANE, LaneRules
+from hf_lohan.annexes.studies.simulation.step_tasks import (
     COMPUTE,
     CPU,
     D2H,
@@ -30,6 +26,10 @@ from hf_lohan.planner.simulation.step_tasks import (
     StepTasks,
     Tier,
 )
+from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planner.offload_plan import OffloadPlan, TrainingSetup
 
 _MANY_MICRO_BATCHES = 4
 """With so many micro-batches, one step before the simulated one is enough to reach the usual state."""

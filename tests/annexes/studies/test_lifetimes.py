@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from decoder_shapes import machine
 
-from hf_lohan.planner.lifetimes import StepLifetimes, StepOperation, TensorLifetime, Weight, step_lifetimes
+from hf_lohan.annexes.studies.lifetimes import StepLifetimes, StepOperation, TensorLifetime, Weight, step_lifetimes
 
 
 def test_gaps_and_shares() -> None:

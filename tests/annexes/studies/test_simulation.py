@@ -10,19 +10,11 @@ from decoder_shapes import decoder, machine, machines, mixed_models, paper_setup
 from hypothesis import given, settings
 from test_paper_table import LOHAN_STATES, MODEL, OUR_STATES, PUBLISHED_TFLOPS, machine_with, setup
 
-from hf_lohan.planner import (
-    HardwareProfile,
-    ModelProfile,
-    PoolPlan,
-    SimulatedStep,
-    SizeClass,
-    TrainingSetup,
-    plan_offload,
-    simulate_step,
-)
-from hf_lohan.planner.simulation.block_work import StepRules
-from hf_lohan.planner.simulation.lanes import NO_LANE, LaneRules, TaskGraph
-from hf_lohan.planner.simulation.step_tasks import StepTasks, order_loads
+from hf_lohan.annexes.studies.simulation.block_work import StepRules
+from hf_lohan.annexes.studies.simulation.lanes import NO_LANE, LaneRules, TaskGraph
+from hf_lohan.annexes.studies.simulation.simulated_step import SimulatedStep, simulate_step
+from hf_lohan.annexes.studies.simulation.step_tasks import StepTasks, order_loads
+from hf_lohan.planner import HardwareProfile, ModelProfile, PoolPlan, SizeClass, TrainingSetup, plan_offload
 
 PUBLISHED_AT_OTHER_BATCHES = {
     32: {1: 37.5, 2: 64.3, 3: 81.1, 6: 121.7, 12: 142.0},

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
 
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.activations.tiers import ActivationTiers
+from hf_lohan.annexes.studies.allocators import compare_addresses
+from hf_lohan.annexes.studies.lifetimes import TensorLifetime
+from hf_lohan.annexes.studies.step_trace import trace_step
 from hf_lohan.device import CpuDevice
 from hf_lohan.huggingface.attention import run_layers_in_chunks
 from hf_lohan.model import discover_blocks
-from hf_lohan.planner.address_plan import compare_addresses
-from hf_lohan.planner.lifetimes import TensorLifetime
-from hf_lohan.planning.tracing.step_trace import trace_step
 from hf_lohan.testing.models import FAMILIES, tiny_config
 
 BATCH_SIZE, SEQUENCE_LENGTH, NUM_LAYERS = 2, 16, 7

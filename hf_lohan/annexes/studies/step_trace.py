@@ -20,6 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
 from hf_lohan.activations.kernel_names import Operation
+from hf_lohan.annexes.studies.lifetimes import (
+    StepLifetimes,
+    StepOperation,
+    TensorKind,
+    TensorLifetime,
+    Weight,
+    step_lifetimes,
+)
 from hf_lohan.compat.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -29,10 +37,14 @@ from hf_lohan.compat.torch_private import (
     storage_id,
     tree_map_only,
 )
+from hf_lohan.config import OffloadConfig
+from hf_lohan.model import discover_blocks
+from hf_lohan.model.block import ParamSlice
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.experts import find_experts
 from hf_lohan.planner import SizeClass
-from hf_lohan.planner.lifetimes import StepOperation, TensorKind, TensorLifetime
+from hf_lohan.planning import PlannedStep
+from hf_lohan.planning.layout import chunked_loss_of
 from hf_lohan.planning.tracing.experts_on_paper import NAME as EXPERTS
 from hf_lohan.planning.tracing.experts_on_paper import forward_on_paper
 from hf_lohan.planning.tracing.operations import (
@@ -44,6 +56,7 @@ from hf_lohan.planning.tracing.operations import (
 )
 from hf_lohan.planning.tracing.profile import modules_of, on_fake_tensors
 from hf_lohan.planning.tracing.trace import forward_replaced, signature_of
+from hf_lohan.planning.tracing.traced_blocks import run_trace
 
 _PART: TypeAlias = tuple[int | None, str]
 """A part of a step: the number of a layer (None for parts outside the layers), and a name."""
@@ -498,3 +511,54 @@ def _takes_gradient(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
         weight.grad = None
 
     return take
+
+
+def lifetimes_of_step(
+    planned: PlannedStep,
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str = "cpu",
+    fused_attention: bool = False,
+) -> StepLifetimes:
+    """Return when each tensor of one planned micro-batch, its gradients and its update is in use.
+
+    Layers are recomputed, whatever the plan keeps or swaps. Arguments are those of `plan_step`, and ``model`` is the
+    model of the plan. Raises ValueError for a model in which a layer runs more than once.
+    """
+    layout, shape = planned.layout, planned.shape
+    found = layout.model_blocks if layout.model_blocks.experts or layout.packs else discover_blocks(model)
+    trace = partial(
+        trace_step,
+        model,
+        found,
+        batch_size=shape.batch_size,
+        sequence_length=shape.sequence_length,
+        device=device,
+        fused_attention=fused_attention,
+        chunked_loss=chunked_loss_of(config),
+    )
+    traced = run_trace(model, trace, device)
+    weights = []
+    for block in layout.blocks:
+        dtype, state_bytes_per_param = block.master.working_dtype, block.master.state_bytes_per_param
+        gradient_dtype = dtype if layout.keeps_gradient_dtypes else torch.float32
+        is_expert = block.size_class is SizeClass.EXPERT
+        for part in block.slices:
+            weights.append(
+                Weight(
+                    name=part.name,
+                    block=block.name,
+                    num_bytes=_stored_bytes(part, dtype),
+                    state_bytes=int(part.numel * state_bytes_per_param) if part.trainable else 0,
+                    gradient_bytes=part.numel * gradient_dtype.itemsize if part.trainable else 0,
+                    uses=traced.weight_uses.get(block.name if is_expert else part.name, ()),
+                )
+            )
+    return step_lifetimes(traced.operations, traced.tensors, weights, planned.hardware)
+
+
+def _stored_bytes(part: ParamSlice, dtype: torch.dtype) -> int:
+    if part.packed is None:
+        return part.numel * dtype.itemsize
+    return part.packed.codes_bytes(part.numel) + part.packed.scales_bytes(part.numel)
