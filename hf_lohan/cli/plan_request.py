@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations.chunked_layers import ChunkedLayers
-from hf_lohan.checkpoint.resharding import RunRouting, routing_of
+from hf_lohan.checkpoint.run_routing import RunRouting, routing_of
 from hf_lohan.cli.plan_ranks import ways_asked_for, why_gpus_do_not_send, with_gpu_rate, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for

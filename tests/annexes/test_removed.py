@@ -28,6 +28,7 @@ removed = Removed()
 sys.meta_path.insert(0, removed)
 
 import hf_lohan.cli, hf_lohan.huggingface, hf_lohan.testing.models  # without any annex
+from hf_lohan.checkpoint.generations import resharding_for
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.optim import OffloadAdamW
@@ -53,6 +54,7 @@ def refusal(ask):
 
 NEEDS = {
     "gpu_direct": lambda: OffloadConfig(gpu_direct=True),
+    "resharding": lambda: resharding_for("lohan reshard"),
     "studies": lambda: OffloadConfig(solver="migration"),
 }
 found = {}

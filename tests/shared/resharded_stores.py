@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from short_runs import train_until
 
+from hf_lohan.annexes.resharding.reshard import reshard
+from hf_lohan.annexes.resharding.reshard_together import reshard_together
 from hf_lohan.checkpoint.generations import RunStores, find_stores
-from hf_lohan.checkpoint.reshard_together import reshard_together
-from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.huggingface.models.export import form_of_records
 from hf_lohan.ranks import Links

@@ -29,10 +29,10 @@ from resharded_stores import (
 )
 
 import hf_lohan
-from hf_lohan.checkpoint import reshard_together as together_module
+from hf_lohan.annexes.resharding import reshard_together as together_module
+from hf_lohan.annexes.resharding.reshard import checksums_of, reshard
+from hf_lohan.annexes.resharding.reshard_together import reshard_together
 from hf_lohan.checkpoint.generations import stores_of
-from hf_lohan.checkpoint.reshard_together import reshard_together
-from hf_lohan.checkpoint.resharding import checksums_of, reshard
 from hf_lohan.files import CapacityError, CorruptionError, ForeignStoreError
 from hf_lohan.huggingface import attachment
 from hf_lohan.huggingface.trainer import rank_trainer
@@ -110,7 +110,7 @@ def test_a_copy_keeps_the_checksums_of_its_source(run: Path, monkeypatch: pytest
         content.view(torch.uint8)[0] ^= 1
         return checksums
 
-    monkeypatch.setattr("hf_lohan.checkpoint.resharding.checksums_of", damaging)
+    monkeypatch.setattr("hf_lohan.annexes.resharding.reshard.checksums_of", damaging)
     reshard([[str(store)]], 2, form_of=form_of)
     with pytest.raises(CorruptionError):
         contents(store, 2)

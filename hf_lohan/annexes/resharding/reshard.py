@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lohan.checkpoint.copied_commits import (
+from hf_lohan.annexes.resharding.copied_commits import (
     chunks_of_all,
     facts_of_all,
     keep_chunks,
     marked_as_copy,
     refuse_deferred_steps,
 )
-from hf_lohan.checkpoint.generations import RESHARDED_FROM, RunStores, stores_of
-from hf_lohan.checkpoint.resume_point import store_paths_of
+from hf_lohan.checkpoint.generations import RunStores, newest_common_commits, refuse_steps, stores_of
 from hf_lohan.device import mapped_empty
 from hf_lohan.experts import RoutedRows
 from hf_lohan.files import IoEngine, IoRequest, StorageError, StorePath
@@ -32,11 +31,10 @@ from hf_lohan.files.durable_file import remove_folder
 from hf_lohan.model import StoredForm, assign_shards, owners_by_name, records_of_rank
 from hf_lohan.planner import balanced_experts, most_rows, owned_experts
 from hf_lohan.planning.run_plan import RUN_ID
-from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
-from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store, kept_commits
+from hf_lohan.ranks import RanksDisagreeError
+from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store
 from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.store.layout import granules_of
-from hf_lohan.store.manifest import read_manifest
 from hf_lohan.store.rank_folders import files_of, rank_folder, shared_directory
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store_folders import remove_store
@@ -184,27 +182,6 @@ def _new_folders(found: RunStores, num_ranks: int) -> list[list[str]]:
     ]
 
 
-@dataclass(frozen=True)
-class RunRouting:
-    """What the stores of a run say of its experts."""
-
-    rows: RoutedRows | None
-    """The rows that each expert had; None if none are counted."""
-    blocks_by_rank: Sequence[Set[str]]
-    """The names of the blocks that the store of each rank has."""
-
-
-def routing_of(run: str) -> RunRouting:
-    """Return the routing of a run, by its output folder or its ssd path. This takes no lock, so the run may continue
-    meanwhile. Raises ValueError if there is no run, and the errors of `kept_commits`."""
-    found = stores_of(store_paths_of(run)).found
-    stores = [] if found is None else found.folders()
-    kept = [kept_commits(directories)[:1] for directories in stores]
-    rows = RoutedRows.of_all([commits[0].facts if commits else {} for commits in kept])
-    manifests = [read_manifest(directories[0]) for directories in stores]
-    return RunRouting(rows, [{part.block for part in found.layout.records} if found else set() for found in manifests])
-
-
 def owners_in(form: StoredForm, records: Sequence[Sequence[RecordSpec]]) -> dict[str, int] | None:
     """Return the rank of each expert by the records of each rank's store. None for the default owners, or if the stores
     do not have each expert once."""
@@ -272,17 +249,6 @@ def io_engine() -> IoEngine:
     return IoEngine(num_threads=_IO_THREADS, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=inflight_bytes)
 
 
-def newest_common_commits(stores: Sequence[Store]) -> list[Commit]:
-    """Return each store's commit of the newest step that all stores have. Raises RanksDisagreeError if no step is
-    common, and ValueError for a store without commits."""
-    commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in stores]
-    for store, commits in zip(stores, commits_by_rank, strict=True):
-        if not commits:
-            raise ValueError(f"nothing is committed in {store.paths[0].path}; train at least one step first")
-    newest = newest_common_commit([list(commits) for commits in commits_by_rank])
-    return [commits[newest] for commits in commits_by_rank]
-
-
 def _commits_to_copy(old: Sequence[Store]) -> tuple[list[Commit], list[tuple[str, int]]]:
     """Return the newest common commits, at which the stores are read from now on, and for each store its id and the
     number of its newest commit."""
@@ -327,13 +293,6 @@ def new_store(
         make_directory(path.path)
     refuse_steps([path.path for path in paths])
     return Store.create(paths, records, model=model, engine=io, num_homes=num_homes)
-
-
-def refuse_steps(folders: Sequence[str]) -> None:
-    """Raise `StorageError` if the store of a new generation has more than a copy, which another process has made
-    there."""
-    if any(RESHARDED_FROM not in commit.facts for commit in kept_commits(folders)):
-        raise StorageError("another process has committed a step in", path=folders[0], advice="start again")
 
 
 def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:

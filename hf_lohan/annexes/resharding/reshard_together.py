@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lohan.checkpoint.copied_commits import (
+from hf_lohan.annexes.resharding.copied_commits import (
     chunks_of_all,
     facts_of_all,
     keep_chunks,
     marked_as_copy,
     refuse_deferred_steps,
 )
-from hf_lohan.checkpoint.generations import RunStores, SeenStore
-from hf_lohan.checkpoint.resharding import (
+from hf_lohan.annexes.resharding.reshard import (
     COPY_BYTES,
     OverlappedCopies,
     Piece,
@@ -38,6 +37,7 @@ from hf_lohan.checkpoint.resharding import (
     pieces_of,
     records_by_rank,
 )
+from hf_lohan.checkpoint.generations import RunStores, SeenStore
 from hf_lohan.device import mapped_empty
 from hf_lohan.engine.parameter_access import another_base_error
 from hf_lohan.files import (
